@@ -1,0 +1,226 @@
+"""Argument checks: one clear sentence for each way a call can be wrong.
+
+Checks of plain Python values and of shapes always run. Checks that must look at the values of a
+tensor run at once for ordinary CPU tensors; on an accelerator and under ``torch.compile`` they
+become asynchronous asserts, so that they cost neither a synchronisation nor a graph break.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+# How far the sum of a probability target may stray from 1: rounding, not a missing class.
+_PROBABILITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+class TargetError(IndexError, ValueError):
+    """A class index outside [0, K): an IndexError, as in ``F.cross_entropy``; a ValueError too."""
+
+
+class UnknownNameError(KeyError):
+    """A name that is in no registry; says which names are, and which one is nearest."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
+    """The sentence for a name that is not known, with the nearest one that is."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})"
+
+
+class Registry(dict[str, Any]):
+    """A dict of names whose KeyError names the nearest right one."""
+
+    def __init__(self, kind: str, entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+        self.kind = kind
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UnknownNameError(unknown_name(self.kind, name, self))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _positive(value: float) -> bool:
+    return value > 0
+
+
+def _not_negative(value: float) -> bool:
+    return 0 <= value < math.inf
+
+
+def _unit(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+_POSITIVE = (_positive, "a number above 0")
+_NOT_NEGATIVE = (_not_negative, "a finite number of 0 or more")
+_UNIT = (_unit, "a number in [0, 1]")
+
+# One line per hyper-parameter of the library: the range of a number, or the names to choose from.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "alpha": _UNIT,
+    "beta": _NOT_NEGATIVE,
+    "tau": _POSITIVE,
+    "rho": _UNIT,
+    "gamma": _NOT_NEGATIVE,
+    "scale": (lambda value: value >= -1, "a number of -1 or more"),
+    "lam": _NOT_NEGATIVE,
+    "multiplier": _NOT_NEGATIVE,
+    "confidence": _UNIT,
+    "threshold": _NOT_NEGATIVE,
+    "hard_weight": _NOT_NEGATIVE,
+    "soft_weight": _NOT_NEGATIVE,
+    "a": _POSITIVE,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "reduction": ("none", "mean", "sum"),
+    "convention": ("torch", "fairseq", "joeynmt"),
+    "mode": ("repo", "paper"),
+    "kl_reduction": ("batchmean", "elementwise"),
+    "generator": ("kl", "euclidean"),
+    "order": ("pq", "qp"),
+    "first_table": ("zeros", "uniform"),
+}
+
+
+def check_hyper(**values: object) -> None:
+    """Refuse a hyper-parameter outside its range or choices; None and tensors pass untouched."""
+    for name, value in values.items():
+        if value is None or isinstance(value, Tensor) or (name == "alpha" and value == "adaptive"):
+            continue
+        if name in _CHOICES:
+            if value not in _CHOICES[name]:
+                raise ValueError(unknown_name(name, value, _CHOICES[name]))
+        elif name in _RANGES:
+            holds, wanted = _RANGES[name]
+            if not _is_number(value) or not holds(value):  # type: ignore[arg-type]
+                also = ' or "adaptive"' if name == "alpha" and isinstance(value, str) else ""
+                raise ValueError(f"{name} must be {wanted}{also}, got {value!r}")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` can be read here: no tracing, no transform, no subclass."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def values_at_hand(tensor: Tensor) -> bool:
+    """Whether reading a value of ``tensor`` is free: an ordinary CPU tensor in eager mode."""
+    return is_plain(tensor) and tensor.device.type == "cpu"
+
+
+def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) -> None:
+    """Raise ``failure()`` unless all of ``condition`` holds, without ever forcing a wait."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition.all(), message)
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        return  # inside vmap or grad a value cannot be looked at
+    elif values_at_hand(condition):
+        if not bool(condition.all()):
+            raise failure()
+    else:
+        torch._assert_async(condition.all(), message)
+
+
+def check_logits(logits: Tensor, dim: int) -> None:
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, got {logits.dtype}")
+    if logits.dim() == 0:
+        raise ValueError("logits must have a class dimension, got a tensor without dimensions")
+    if not -logits.dim() <= dim < logits.dim():
+        raise ValueError(f"dim={dim} is not a dimension of logits of shape {tuple(logits.shape)}")
+    if logits.shape[dim] == 0:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes (dim={dim})")
+
+
+def check_target(logits: Tensor, target: Tensor, dim: int) -> bool:
+    """Refuse a target that does not fit ``logits``; tell whether it holds class probabilities."""
+    shape, want = tuple(target.shape), list(logits.shape)
+    del want[dim]
+    if target.is_floating_point():
+        if target.shape == logits.shape:
+            return True
+        problem = f"probability targets must have the shape of the logits {tuple(logits.shape)}"
+        if shape == tuple(want):
+            problem += " (class indices must be integers)"
+        raise ValueError(f"{problem}, got {target.dtype} of shape {shape}")
+    if target.dtype == torch.bool or target.is_complex():
+        raise TypeError(f"target must be class indices or probabilities, got {target.dtype}")
+    if shape == tuple(want):
+        return False
+    hint = ""
+    if logits.dim() > 2 and shape == (logits.shape[0], *logits.shape[2:]):
+        hint = "; the classes seem to be in dimension 1: pass dim=1"
+    elif logits.dim() > 1 and shape == tuple(logits.shape[:-1]):
+        hint = "; the classes seem to be in the last dimension: pass dim=-1"
+    raise ValueError(
+        f"class-index target must have shape {tuple(want)} for logits of shape "
+        f"{tuple(logits.shape)} with classes in dim={dim}, got {shape}{hint}"
+    )
+
+
+def _range_sentence(num_classes: int, ignore_index: int | None) -> str:
+    unless = "" if ignore_index is None else f" and is not ignore_index ({ignore_index})"
+    return f"is outside [0, {num_classes}){unless}"
+
+
+def out_of_range(target: Tensor, num_classes: int, ignore_index: int | None) -> TargetError:
+    """The error for the first entry of ``target`` that is neither a class nor ignored."""
+    bad = (target < 0) | (target >= num_classes)
+    if ignore_index is not None:
+        bad = bad & (target != ignore_index)
+    where = tuple(bad.nonzero()[0].tolist())
+    place = f" at position {where[0] if len(where) == 1 else where}" if where else ""
+    sentence = _range_sentence(num_classes, ignore_index)
+    return TargetError(f"target {target[where].item()}{place} {sentence}")
+
+
+def check_range(target: Tensor, num_classes: int, ignore_index: int | None = None) -> None:
+    good = (target >= 0) & (target < num_classes)
+    if ignore_index is not None:
+        good = good | (target == ignore_index)
+    ensure(
+        good,
+        lambda: out_of_range(target, num_classes, ignore_index),
+        f"a target {_range_sentence(num_classes, ignore_index)}",
+    )
+
+
+def check_distribution(name: str, probabilities: Tensor) -> None:
+    """Refuse rows that are not distributions (NaN passes: it must show in the loss)."""
+    off = (probabilities.sum(-1) - 1).abs()
+    tolerance = _PROBABILITY_TOLERANCE.get(probabilities.dtype, 1e-2)
+    message = f"{name} must be probabilities: 0 or more, and sum to 1 over the classes"
+
+    def failure() -> ValueError:
+        worst = off.nan_to_num(0).max().item()
+        lowest = probabilities.min().item()
+        return ValueError(f"{message} (a sum is off by {worst:.3g}, the lowest is {lowest:.3g})")
+
+    ensure(~(off > tolerance) & ~(probabilities < 0).any(-1), failure, message)
+
+
+def check_alpha_tensor(alpha: Tensor) -> None:
+    ensure(
+        ~((alpha < 0) | (alpha > 1)),
+        lambda: ValueError(
+            f"alpha must lie in [0, 1], got values from {alpha.min():.3g} to {alpha.max():.3g}"
+        ),
+        "alpha must lie in [0, 1]",
+    )

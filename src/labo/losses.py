@@ -1,0 +1,752 @@
+"""One Module per method: hyper-parameters, state, and a ``forward`` that is one call.
+
+Each has the stem of its function in :mod:`labo.functional`, which documents the equation and the
+arguments. ``LOSSES`` names them all.
+
+Losses with state follow the training loop through two calls: ``step()`` after each optimizer step
+(:class:`Warmup`) and ``end_epoch()`` after each epoch (:class:`OnlineLabelSmoothingLoss`,
+:class:`PSKDLoss`). Their state is in ``state_dict()``, so that a resumed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+from ._checks import Registry, check_hyper
+from ._rows import Rows, upcast
+
+__all__ = [
+    "LOSSES",
+    "AntiFocalLoss",
+    "BetaSmoothingLoss",
+    "CSKDLoss",
+    "ConfidencePenaltyLoss",
+    "CrossEntropyLoss",
+    "DistillationLoss",
+    "FocalLoss",
+    "GeneralizedEntropyLoss",
+    "KRLSLoss",
+    "LABOLoss",
+    "LabelSmoothingLoss",
+    "MaskedLabelSmoothingLoss",
+    "OnlineLabelSmoothingLoss",
+    "PSKDLoss",
+    "TFRegLoss",
+    "Warmup",
+    "WeightedLabelSmoothingLoss",
+]
+
+
+class _Loss(nn.Module):
+    """What the Modules share: the arguments of ``F.cross_entropy``, checks, a telling repr.
+
+    A subclass names its function and passes its hyper-parameters, which become attributes (tensors
+    become buffers).
+    """
+
+    function: Callable[..., Tensor]
+    ignore_index: int
+    dim: int
+    rowwise = True  # whether the value of a row depends on that row alone
+
+    def __init__(
+        self, weight: Tensor | None, ignore_index: int, reduction: str, dim: int, **hyper: Any
+    ) -> None:
+        super().__init__()
+        check_hyper(reduction=reduction, **hyper)
+        self._hyper = tuple(hyper)
+        shared = {
+            "weight": weight,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "dim": dim,
+        }
+        for name, value in (hyper | shared).items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for the function, as they are now."""
+        shared = ("weight", "ignore_index", "reduction", "dim")
+        return {name: getattr(self, name) for name in (*self._hyper, *shared)}
+
+    def forward(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
+        return type(self).function(logits, target, *second, **self.arguments())
+
+    def extra_repr(self) -> str:
+        usual = {"weight": None, "ignore_index": -100, "reduction": "mean", "dim": -1}
+        parts = []
+        for name, value in self.arguments().items():
+            if isinstance(value, Tensor):
+                parts.append(f"{name}=<{len(value)} classes>")
+            elif name not in usual or value != usual[name]:
+                parts.append(f"{name}={value!r}")
+        return ", ".join(parts)
+
+
+class CrossEntropyLoss(_Loss):
+    """Cross entropy, the baseline.
+
+    See :func:`labo.functional.cross_entropy_loss`.
+
+    Example:
+        >>> loss = CrossEntropyLoss()
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.4493)
+    """
+
+    function = staticmethod(F.cross_entropy_loss)
+
+    def __init__(
+        self,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim)
+
+
+class LABOLoss(_Loss):
+    """LABO: optimal instance-specific label smoothing, in closed form.
+
+    See :func:`labo.functional.labo_loss`.
+
+    Example:
+        >>> loss = LABOLoss(tau=1.25)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(1.1205)
+    """
+
+    function = staticmethod(F.labo_loss)
+
+    def __init__(
+        self,
+        *,
+        tau: float = 1.25,
+        alpha: float | str = "adaptive",
+        rho: float = 0.5,
+        alpha_grad: bool = False,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            tau=tau,
+            alpha=alpha,
+            rho=rho,
+            alpha_grad=alpha_grad,
+        )
+
+
+class LabelSmoothingLoss(_Loss):
+    """Label smoothing, in a named convention.
+
+    See :func:`labo.functional.label_smoothing_loss`.
+
+    Example:
+        >>> loss = LabelSmoothingLoss(alpha=0.1)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.5968)
+    """
+
+    function = staticmethod(F.label_smoothing_loss)
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.1,
+        convention: str = "torch",
+        padding_idx: int | None = None,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            alpha=alpha,
+            convention=convention,
+            padding_idx=padding_idx,
+        )
+
+
+class ConfidencePenaltyLoss(_Loss):
+    """Cross entropy minus beta times the entropy of the prediction.
+
+    See :func:`labo.functional.confidence_penalty_loss`.
+
+    Example:
+        >>> loss = ConfidencePenaltyLoss(beta=0.1)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.3532)
+    """
+
+    function = staticmethod(F.confidence_penalty_loss)
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        threshold: float | None = None,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, beta=beta, threshold=threshold)
+
+
+class FocalLoss(_Loss):
+    """Focal loss: less weight on well-fitted samples.
+
+    See :func:`labo.functional.focal_loss`.
+
+    Example:
+        >>> loss = FocalLoss(gamma=2)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.0589)
+    """
+
+    function = staticmethod(F.focal_loss)
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 1.0,
+        detach_factor: bool = False,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight, ignore_index, reduction, dim, gamma=gamma, detach_factor=detach_factor
+        )
+
+
+class AntiFocalLoss(_Loss):
+    """Anti-focal loss: more weight on well-fitted samples.
+
+    See :func:`labo.functional.anti_focal_loss`.
+
+    Example:
+        >>> loss = AntiFocalLoss(gamma=1, scale=0.5)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.5927)
+    """
+
+    function = staticmethod(F.anti_focal_loss)
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 1.0,
+        scale: float = 0.5,
+        detach_factor: bool = True,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            gamma=gamma,
+            scale=scale,
+            detach_factor=detach_factor,
+        )
+
+
+class GeneralizedEntropyLoss(_Loss):
+    """Generalized entropy regularization, from confidence penalty to label smoothing.
+
+    See :func:`labo.functional.generalized_entropy_loss`.
+
+    Example:
+        >>> loss = GeneralizedEntropyLoss(alpha=0.5, beta=0.7)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.7571)
+    """
+
+    function = staticmethod(F.generalized_entropy_loss)
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.5,
+        beta: float = 0.7,
+        prior: Tensor | None = None,
+        generator: str = "kl",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"alpha": alpha, "beta": beta, "prior": prior, "generator": generator}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+
+
+class TFRegLoss(_Loss):
+    """TF-reg: distillation from a hand-made teacher.
+
+    See :func:`labo.functional.tf_reg_loss`.
+
+    Example:
+        >>> loss = TFRegLoss(tau=20, multiplier=100)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(1.7040)
+    """
+
+    function = staticmethod(F.tf_reg_loss)
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.1,
+        tau: float = 20.0,
+        mode: str = "repo",
+        multiplier: float | None = None,
+        confidence: float = 0.99,
+        tau_squared: bool = False,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            alpha=alpha,
+            tau=tau,
+            mode=mode,
+            multiplier=multiplier,
+            confidence=confidence,
+            tau_squared=tau_squared,
+        )
+
+
+class DistillationLoss(_Loss):
+    """Knowledge distillation; called as ``loss(logits, target, teacher_logits)``.
+
+    See :func:`labo.functional.distillation_loss`.
+
+    Example:
+        >>> loss = DistillationLoss(alpha=0.9, tau=4)
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.1304)
+    """
+
+    function = staticmethod(F.distillation_loss)
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.9,
+        tau: float = 4.0,
+        kl_reduction: str = "batchmean",
+        multiplier: float = 1.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            alpha=alpha,
+            tau=tau,
+            kl_reduction=kl_reduction,
+            multiplier=multiplier,
+        )
+
+
+class CSKDLoss(_Loss):
+    """CS-KD; called as ``loss(logits, target, peer_logits)``.
+
+    See :func:`labo.functional.cs_kd_loss`.
+
+    Example:
+        >>> loss = CSKDLoss(lam=1, tau=4)
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.5443)
+    """
+
+    function = staticmethod(F.cs_kd_loss)
+
+    def __init__(
+        self,
+        *,
+        lam: float = 1.0,
+        tau: float = 4.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam, tau=tau)
+
+
+class BetaSmoothingLoss(_Loss):
+    """Beta smoothing; called as ``loss(logits, target, ema_logits, draws=None)``.
+
+    See :func:`labo.functional.beta_smoothing_loss`. Without ``draws`` they come from PyTorch's
+    default generator.
+
+    Example:
+        >>> loss = BetaSmoothingLoss(alpha=0.6)
+        >>> logits = torch.tensor([[2.0, 1.0, 0.1, -1.0]])
+        >>> loss(logits, torch.tensor([0]), logits, draws=torch.tensor([0.8]))
+        tensor(0.6853)
+    """
+
+    function = staticmethod(F.beta_smoothing_loss)
+    rowwise = False
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.6,
+        a: float = 3.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, a=a)
+
+    def forward(  # type: ignore[override]
+        self, logits: Tensor, target: Tensor, ema_logits: Tensor, draws: Tensor | None = None
+    ) -> Tensor:
+        return F.beta_smoothing_loss(logits, target, ema_logits, draws=draws, **self.arguments())
+
+
+class PSKDLoss(_Loss):
+    """PS-KD with its growing alpha; called as ``loss(logits, target, past_logits)``.
+
+    alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ...; call ``end_epoch()`` after each epoch.
+    See :func:`labo.functional.ps_kd_loss`.
+
+    Example:
+        >>> loss = PSKDLoss(alpha=0.8, epochs=2)  # alpha_t is 0.4 in the first epoch
+        >>> past = torch.tensor([[0.7, 0.2, 0.06, 0.04]])
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]), past.log())
+        tensor(0.6229)
+    """
+
+    alpha: float
+    epoch: Tensor
+
+    def __init__(
+        self,
+        epochs: int,
+        *,
+        alpha: float = 0.8,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha)
+        if epochs < 1:
+            raise ValueError(f"epochs must be 1 or more, got {epochs!r}")
+        self.epochs = epochs
+        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+
+    def forward(  # type: ignore[override]
+        self, logits: Tensor, target: Tensor, past_logits: Tensor
+    ) -> Tensor:
+        progress = (self.epoch + 1).clamp(max=self.epochs).to(upcast(logits).dtype) / self.epochs
+        arguments = self.arguments() | {"alpha": self.alpha * progress}
+        return F.ps_kd_loss(logits, target, past_logits, **arguments)
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+
+    def extra_repr(self) -> str:
+        return f"epochs={self.epochs}, {super().extra_repr()}"
+
+
+class MaskedLabelSmoothingLoss(_Loss):
+    """Masked label smoothing over the classes of ``mask``.
+
+    See :func:`labo.functional.masked_label_smoothing_loss`.
+
+    Example:
+        >>> loss = MaskedLabelSmoothingLoss(torch.tensor([True, True, False, True]))
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.6493)
+    """
+
+    function = staticmethod(F.masked_label_smoothing_loss)
+
+    def __init__(
+        self,
+        mask: Tensor,
+        *,
+        alpha: float = 0.1,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, mask=mask, alpha=alpha)
+
+
+class WeightedLabelSmoothingLoss(_Loss):
+    """Weighted label smoothing over target-only, common and source-only classes.
+
+    See :func:`labo.functional.weighted_label_smoothing_loss`.
+
+    Example:
+        >>> loss = WeightedLabelSmoothingLoss(torch.tensor([0, 0, 2, 1]), normalize=False)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.6183)
+    """
+
+    function = staticmethod(F.weighted_label_smoothing_loss)
+
+    def __init__(
+        self,
+        groups: Tensor,
+        *,
+        alpha: float = 0.1,
+        shares: tuple[float, float, float] = (0.4, 0.4, 0.2),
+        normalize: bool = True,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"groups": groups, "alpha": alpha, "shares": shares, "normalize": normalize}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+
+
+class OnlineLabelSmoothingLoss(_Loss):
+    """Online label smoothing, with the table it gathers from correct predictions.
+
+    In training mode each call adds the predictions that are right to the row of their class;
+    ``end_epoch()`` turns them into the table of the next epoch. A class without a right prediction
+    gets a uniform row. Mixed labels (probabilities) use the table and leave it alone. Under
+    ``torch.distributed`` the gathered sums are added up over the processes.
+    See :func:`labo.functional.online_label_smoothing_loss`.
+
+    Args:
+        num_classes: K; the table has K x K entries, so this is for images rather than vocabularies.
+        hard_weight, soft_weight: 0.5 each in the authors' CIFAR code, 1 each in their fine-grained.
+        first_table: "zeros" (their CIFAR code: the first epoch is half the cross entropy) or
+            "uniform" (their fine-grained code).
+        freeze_above: keep a row for good once its largest entry reaches this (0.88 in their
+            fine-grained code).
+
+    Example:
+        >>> loss = OnlineLabelSmoothingLoss(4)
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> loss(logits, target)
+        tensor(0.2247)
+        >>> loss.end_epoch()
+        >>> loss.table[0]
+        tensor([0.6381, 0.2347, 0.0954, 0.0318])
+    """
+
+    table: Tensor
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        hard_weight: float = 0.5,
+        soft_weight: float = 0.5,
+        first_table: str = "zeros",
+        freeze_above: float | None = None,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"hard_weight": hard_weight, "soft_weight": soft_weight}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+        check_hyper(first_table=first_table)
+        self.freeze_above = freeze_above
+        first = 0.0 if first_table == "zeros" else 1 / num_classes
+        self.register_buffer("table", torch.full((num_classes, num_classes), first))
+        self.register_buffer("sums", torch.zeros(num_classes, num_classes))
+        self.register_buffer("counts", torch.zeros(num_classes))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        # The table of this epoch is fixed: a copy for the graph, as the buffer changes in place.
+        loss = F.online_label_smoothing_loss(logits, target, self.table.clone(), **self.arguments())
+        if self.training and not target.is_floating_point():
+            self._gather(logits.detach(), target)
+        return loss
+
+    @torch.no_grad()
+    def _gather(self, logits: Tensor, target: Tensor) -> None:
+        rows = Rows(logits, target, ignore_index=self.ignore_index, dim=self.dim)
+        right = rows.logits.argmax(-1) == rows.target
+        if rows.valid is not None:
+            right = right & rows.valid
+        hits = right.to(self.counts.dtype)
+        predictions = torch.softmax(rows.logits, -1).to(self.sums.dtype)
+        self.sums.index_add_(0, rows.target, predictions * hits.unsqueeze(-1))
+        self.counts.index_add_(0, rows.target, hits)
+
+    @torch.no_grad()
+    def end_epoch(self) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.sums)
+            torch.distributed.all_reduce(self.counts)
+        seen = self.counts.unsqueeze(-1)
+        fresh = torch.where(seen > 0, self.sums / seen.clamp(min=1), 1 / len(self.table))
+        if self.freeze_above is not None:
+            frozen = self.table.amax(-1, keepdim=True) >= self.freeze_above
+            fresh = torch.where(frozen, self.table, fresh)
+        self.table.copy_(fresh)
+        self.sums.zero_()
+        self.counts.zero_()
+
+    def extra_repr(self) -> str:
+        return f"num_classes={len(self.table)}, {super().extra_repr()}"
+
+
+class KRLSLoss(_Loss):
+    """KR-LS, with the table it learns by gradient: give ``table`` to the optimizer.
+
+    Its own parameter group without weight decay is the sensible choice; the authors do not say.
+    See :func:`labo.functional.kr_ls_loss`.
+
+    Example:
+        >>> loss = KRLSLoss(4)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])).detach()
+        tensor(0.5757)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        alpha: float = 0.5,
+        order: str = "pq",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, order=order)
+        self.table = nn.Parameter(torch.zeros(num_classes, num_classes))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return F.kr_ls_loss(logits, target, self.table, **self.arguments())
+
+    def extra_repr(self) -> str:
+        return f"num_classes={len(self.table)}, {super().extra_repr()}"
+
+
+class Warmup(nn.Module):
+    """Algorithm 1's switch: ``before`` while the step i < ``steps``, then ``after``.
+
+    Steps are counted from 1, so steps 1 .. steps - 1 use ``before``. Call ``step()`` after each
+    optimizer step, as with a learning-rate scheduler (not after each micro-batch). The count is in
+    ``state_dict()``.
+
+    Args:
+        before: the loss to start with; the paper uses label smoothing with alpha = 0.1.
+        after: the loss to go on with.
+        steps: T_w; 5000 (IWSLT) and 10000 (WMT) in the paper.
+
+    Example:
+        >>> loss = Warmup(LabelSmoothingLoss(alpha=0.1), LABOLoss(tau=1.25), steps=3)
+        >>> for i in range(1, 5):
+        ...     print(i, type(loss.active).__name__)
+        ...     loss.step()
+        1 LabelSmoothingLoss
+        2 LabelSmoothingLoss
+        3 LABOLoss
+        4 LABOLoss
+    """
+
+    def __init__(self, before: nn.Module, after: nn.Module, steps: int) -> None:
+        super().__init__()
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"steps must be a whole number of 0 or more, got {steps!r}")
+        self.before = before
+        self.after = after
+        self.steps = steps
+        self._set(0)
+
+    def _set(self, steps_done: int) -> None:
+        self.steps_done = steps_done
+        # forward reads this flag, not the count, so that a compiled step is compiled twice at most
+        self._warming = steps_done + 1 < self.steps
+
+    @property
+    def active(self) -> nn.Module:
+        """The loss of the current step."""
+        return self.before if self._warming else self.after
+
+    def step(self) -> None:
+        """Count one optimizer step."""
+        self._set(self.steps_done + 1)
+
+    def forward(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
+        loss = self.before if self._warming else self.after
+        result: Tensor = loss(logits, target, *second)
+        return result
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.steps_done)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self._set(int(state))
+
+    def extra_repr(self) -> str:
+        return f"steps={self.steps}, steps_done={self.steps_done}"
+
+
+LOSSES = Registry(
+    "loss",
+    {
+        "ce": CrossEntropyLoss,
+        "ls": LabelSmoothingLoss,
+        "cp": ConfidencePenaltyLoss,
+        "fl": FocalLoss,
+        "afl": AntiFocalLoss,
+        "kd": DistillationLoss,
+        "cskd": CSKDLoss,
+        "tfreg": TFRegLoss,
+        "betals": BetaSmoothingLoss,
+        "krls": KRLSLoss,
+        "pskd": PSKDLoss,
+        "ols": OnlineLabelSmoothingLoss,
+        "ger": GeneralizedEntropyLoss,
+        "mls": MaskedLabelSmoothingLoss,
+        "wls": WeightedLabelSmoothingLoss,
+        "labo": LABOLoss,
+    },
+)
