@@ -1,0 +1,153 @@
+"""What the whole suite shares: seeds, and LOSS_CASES, every loss with its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import labo
+from labo import functional as F
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """A loss with what its tests need to know.
+
+    second: builds what the function takes after (logits, target), from the logits.
+    off: hyper-parameters at which it is plain cross entropy, or None.
+    detached: parts of the value are held fixed, so finite differences do not see its gradient.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    hyper: dict[str, Any] = field(default_factory=dict)
+    second: Callable[[Tensor], tuple[Tensor, ...]] = lambda logits: ()
+    off: dict[str, Any] | None = None
+    linear: bool = True
+    rowwise: bool = True
+    detached: bool = False
+
+    def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
+        second = arguments.pop("second", None)
+        extra = self.second(logits) if second is None else second
+        return self.function(logits, target, *extra, **(self.hyper | arguments))
+
+    def take(self, second: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
+        """The second arguments for some of the rows: a teacher has rows, a table has classes."""
+        return tuple(x[index] for x in second) if self.second is teacher else second
+
+
+def teacher(logits: Tensor) -> tuple[Tensor]:
+    """A second set of logits: a fixed function of each row, so that rows may be moved about."""
+    return ((logits.detach() * 0.5).sin(),)
+
+
+def table(logits: Tensor) -> tuple[Tensor]:
+    k = logits.shape[-1]
+    generator = torch.Generator().manual_seed(k)
+    return (torch.randn(k, k, generator=generator, dtype=torch.float64),)
+
+
+def soft_table(logits: Tensor) -> tuple[Tensor]:
+    return (table(logits)[0].softmax(-1),)
+
+
+def class_mask(logits: Tensor) -> tuple[Tensor]:
+    return (torch.arange(logits.shape[-1]) % 3 != 1,)
+
+
+def class_groups(logits: Tensor) -> tuple[Tensor]:
+    return (torch.arange(logits.shape[-1]) % 3,)
+
+
+def draws(logits: Tensor) -> Tensor:
+    return torch.linspace(0.2, 0.9, logits.shape[:-1].numel()).reshape(logits.shape[:-1])
+
+
+def beta_smoothing(logits: Tensor, target: Tensor, ema: Tensor, **arguments: Any) -> Tensor:
+    """Beta smoothing with draws given, so that it is a function."""
+    return F.beta_smoothing_loss(logits, target, ema, draws=draws(logits), **arguments)
+
+
+LOSS_CASES = [
+    LossCase("ce", F.cross_entropy_loss, off={}),
+    LossCase("ls", F.label_smoothing_loss, off={"alpha": 0.0}),
+    LossCase("ls-fairseq", F.label_smoothing_loss, {"convention": "fairseq"}, off={"alpha": 0.0}),
+    LossCase(
+        "ls-joeynmt",
+        F.label_smoothing_loss,
+        {"convention": "joeynmt", "padding_idx": 0},
+        off={"alpha": 0.0},
+    ),
+    LossCase("labo", F.labo_loss, off={"alpha": 0.0}, detached=True),
+    LossCase("labo-fixed", F.labo_loss, {"alpha": 0.3}, off={"alpha": 0.0}),
+    LossCase("labo-grad", F.labo_loss, {"alpha_grad": True}),
+    LossCase("cp", F.confidence_penalty_loss, off={"beta": 0.0}),
+    LossCase("cp-hinge", F.confidence_penalty_loss, {"threshold": 1.0}, off={"beta": 0.0}),
+    LossCase("fl", F.focal_loss, {"gamma": 2.0}, off={"gamma": 0.0}, linear=False),
+    LossCase("fl-detached", F.focal_loss, {"detach_factor": True}, linear=False, detached=True),
+    LossCase("afl", F.anti_focal_loss, off={"gamma": 0.0}, linear=False, detached=True),
+    LossCase("afl-full", F.anti_focal_loss, {"detach_factor": False}, linear=False),
+    LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
+    LossCase("ger-cp", F.generalized_entropy_loss, {"alpha": 0.0}),
+    LossCase("ger-ls", F.generalized_entropy_loss, {"alpha": 1.0}),
+    LossCase("ger-euclidean", F.generalized_entropy_loss, {"generator": "euclidean"}),
+    LossCase("tfreg", F.tf_reg_loss, off={"alpha": 0.0}, linear=False),
+    LossCase("tfreg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
+    LossCase("kd", F.distillation_loss, second=teacher, off={"alpha": 0.0}),
+    LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
+    LossCase("cskd", F.cs_kd_loss, second=teacher, off={"lam": 0.0}),
+    LossCase("pskd", F.ps_kd_loss, second=teacher, off={"alpha": 0.0}),
+    LossCase(
+        "betals",
+        beta_smoothing,
+        second=teacher,
+        off={"alpha": 0.0},
+        linear=False,
+        rowwise=False,
+    ),
+    LossCase("ols", F.online_label_smoothing_loss, second=soft_table),
+    LossCase("krls", F.kr_ls_loss, second=table, off={"alpha": 0.0}, linear=False),
+    LossCase("krls-qp", F.kr_ls_loss, {"order": "qp"}, table, off={"alpha": 0.0}, linear=False),
+    LossCase("mls", F.masked_label_smoothing_loss, second=class_mask, off={"alpha": 0.0}),
+    LossCase("wls", F.weighted_label_smoothing_loss, second=class_groups, off={"alpha": 0.0}),
+]
+
+each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+
+# One Module of every entry of LOSSES, for K classes.
+MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
+    "ce": lambda k: labo.CrossEntropyLoss(),
+    "ls": lambda k: labo.LabelSmoothingLoss(),
+    "cp": lambda k: labo.ConfidencePenaltyLoss(),
+    "fl": lambda k: labo.FocalLoss(),
+    "afl": lambda k: labo.AntiFocalLoss(),
+    "kd": lambda k: labo.DistillationLoss(),
+    "cskd": lambda k: labo.CSKDLoss(),
+    "tfreg": lambda k: labo.TFRegLoss(),
+    "betals": lambda k: labo.BetaSmoothingLoss(),
+    "krls": lambda k: labo.KRLSLoss(k),
+    "pskd": lambda k: labo.PSKDLoss(epochs=4),
+    "ols": lambda k: labo.OnlineLabelSmoothingLoss(k),
+    "ger": lambda k: labo.GeneralizedEntropyLoss(),
+    "mls": lambda k: labo.MaskedLabelSmoothingLoss(torch.arange(k) % 3 != 1),
+    "wls": lambda k: labo.WeightedLabelSmoothingLoss(torch.arange(k) % 3),
+    "labo": lambda k: labo.LABOLoss(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """d loss / d logits."""
+    leaf = logits.detach().clone().requires_grad_()
+    (result,) = torch.autograd.grad(loss(leaf), leaf)
+    return result

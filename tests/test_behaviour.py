@@ -1,0 +1,425 @@
+"""What every loss does alike: shapes, dtypes, edges, compilation, determinism, errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import labo
+from conftest import LOSS_CASES, each_loss, gradient
+from labo import functional as F
+from labo import smoothing
+
+CASES = {case.name: case for case in LOSS_CASES}
+ROWWISE = [case for case in LOSS_CASES if case.rowwise]
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    return 2 * torch.randn(shape, dtype=dtype), torch.randint(shape[-1], shape[:-1])
+
+
+# ------------------------------------------------------------------ shapes
+
+
+@each_loss
+def test_any_leading_shape(case):
+    logits, target = sample(2, 3, 4, 5)
+    value = case(logits, target, reduction="none")
+    assert value.shape == target.shape
+    flat = case(logits.reshape(-1, 5), target.reshape(-1), reduction="none")
+    torch.testing.assert_close(value.reshape(-1), flat)
+
+
+@each_loss
+def test_no_leading_dimension(case):
+    logits, target = sample(5)
+    for reduction in ("none", "mean", "sum"):
+        assert case(logits, target, reduction=reduction).shape == ()
+
+
+@pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
+def test_classes_in_dimension_1(case):
+    logits, target = sample(3, 2, 4, 6)
+    channels = logits.movedim(-1, 1)
+    second = case.second(logits)
+    moved = tuple(x.movedim(-1, 1) if x.shape == logits.shape else x for x in second)
+    torch.testing.assert_close(
+        case(channels, target, dim=1, reduction="none", second=moved),
+        case(logits, target, reduction="none", second=second),
+    )
+    if case.linear:
+        soft = torch.rand_like(logits).softmax(-1)
+        torch.testing.assert_close(
+            case(channels, soft.movedim(-1, 1), dim=1, second=moved),
+            case(logits, soft, second=second),
+        )
+
+
+@each_loss
+@pytest.mark.parametrize("shape", [(0, 5), (0, 3, 5), (2, 0, 5)])
+def test_zero_rows(case, shape):
+    logits, target = sample(*shape)
+    leaf = logits.requires_grad_()
+    assert case(leaf, target, reduction="none").shape == target.shape
+    for reduction in ("mean", "sum"):
+        value = case(leaf, target, reduction=reduction)
+        assert value == 0
+        value.backward()
+
+
+@each_loss
+def test_all_ignored_is_zero_with_a_graph(case):
+    logits, target = sample(3, 5)
+    leaf = logits.requires_grad_()
+    value = case(leaf, torch.full_like(target, -100))
+    assert value == 0
+    value.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.count_nonzero() == 0
+
+
+@each_loss
+def test_one_class(case):
+    """With one class there is nothing to learn: no gradient, and no loss but that of penalties."""
+    logits, target = sample(3, 1)
+    second = case.second(logits)
+    slope = gradient(lambda z: case(z, target, second=second), logits)
+    torch.testing.assert_close(slope, torch.zeros_like(slope))
+    if case.name != "cp-hinge":
+        assert case(logits, target, second=second).item() == pytest.approx(0, abs=1e-12)
+
+
+@each_loss
+def test_two_classes(case):
+    logits, target = sample(4, 2)
+    second = case.second(logits)
+    assert case(logits, target, second=second).isfinite()
+    assert gradient(lambda z: case(z, target, second=second), logits).isfinite().all()
+
+
+@each_loss
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_small_integer_targets(case, dtype):
+    logits, target = sample(4, 5)
+    arguments = {"ignore_index": 250} if dtype == torch.uint8 else {}
+    assert torch.equal(case(logits, target.to(dtype), **arguments), case(logits, target))
+
+
+@each_loss
+def test_not_contiguous(case):
+    logits, target = sample(4, 5)
+    wide = torch.randn(5, 8, dtype=torch.float64)
+    wide[:, ::2] = logits.T
+    view = wide[:, ::2].T
+    assert not view.is_contiguous()
+    second = case.second(logits)
+    torch.testing.assert_close(
+        case(view, target, second=second), case(logits, target, second=second)
+    )
+    torch.testing.assert_close(
+        gradient(lambda z: case(z.T, target, second=second), logits.T.contiguous()).T,
+        gradient(lambda z: case(z, target, second=second), logits),
+    )
+
+
+class Tagged(torch.Tensor):
+    """A plain subclass."""
+
+
+@each_loss
+def test_subclass(case):
+    logits, target = sample(4, 5)
+    second = case.second(logits)
+    value = case(logits.as_subclass(Tagged), target, second=second)
+    torch.testing.assert_close(value.as_subclass(torch.Tensor), case(logits, target, second=second))
+
+
+# ------------------------------------------------------------------ precision
+
+
+@each_loss
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_computed_in_float32(case, dtype):
+    logits, target = sample(4, 50, dtype=torch.float32)
+    half = logits.to(dtype)
+    second = case.second(half.float())
+    value = case(half, target, second=second)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, case(half.float(), target, second=second))
+    slope = gradient(lambda z: case(z, target, second=second), half)
+    assert slope.dtype == dtype
+    exact = gradient(lambda z: case(z, target, second=second), half.float())
+    torch.testing.assert_close(slope, exact.to(dtype))
+
+
+@each_loss
+def test_float64_stays(case):
+    logits, target = sample(4, 5)
+    assert case(logits, target).dtype == torch.float64
+
+
+@each_loss
+def test_float32_is_accurate(case):
+    logits, target = sample(16, 1000)
+    second = case.second(logits)
+    single = tuple(x.float() if x.is_floating_point() else x for x in second)
+    torch.testing.assert_close(
+        case(logits.float(), target, second=single).double(),
+        case(logits.float().double(), target, second=second),
+        rtol=2e-5,
+        atol=1e-6,
+    )
+
+
+@each_loss
+def test_autocast(case):
+    logits, target = sample(4, 50, dtype=torch.float32)
+    if case.linear and case.name != "ls-joeynmt":
+        target = torch.rand(4, 50).softmax(-1)
+    second = case.second(logits)
+    plain = case(logits, target, second=second)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(case(logits, target, second=second), plain)
+
+
+@each_loss
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_large_logits(case, size):
+    logits, target = sample(6, 5, dtype=torch.float32)
+    logits = logits.clone()
+    logits[:, 1] = size
+    second = case.second(logits)
+    exact = case(logits.double(), target, reduction="none", second=second)
+    value = case(logits, target, reduction="none", second=second)
+    assert value.isfinite().all()
+    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+    assert gradient(lambda z: case(z, target, second=second), logits).isfinite().all()
+
+
+@each_loss
+def test_nan_stays_nan(case):
+    logits, target = sample(3, 5)
+    logits[1, 2] = math.nan
+    second = case.second(torch.nan_to_num(logits))
+    value = case(logits, target, reduction="none", second=second)
+    if case.rowwise:
+        assert value.isnan().tolist() == [False, True, False]
+    assert case(logits, target, second=second).isnan()
+
+
+# ------------------------------------------------------------------ determinism
+
+
+@pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
+def test_bits_depend_on_the_row_alone(case):
+    """Neither the number of threads nor the other rows change a bit of value or gradient."""
+    classes = 200 if "table" in case.second.__name__ else 40_000
+    logits, target = sample(3, classes, dtype=torch.float32)
+    second = case.second(logits)
+
+    def value_and_slope(rows):
+        part = case.take(second, rows)
+        leaf = logits[rows].clone().requires_grad_()
+        value = case(leaf, target[rows], reduction="none", second=part)
+        (slope,) = torch.autograd.grad(value.sum(), leaf)
+        return value.detach(), slope
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        value, slope = value_and_slope(slice(None))
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (slice(0, 1), slice(1, 3), slice(None)):
+                again, again_slope = value_and_slope(rows)
+                assert torch.equal(again, value[rows])
+                assert torch.equal(again_slope, slope[rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------ compilation and transforms
+
+
+@each_loss
+def test_compiles_whole(case):
+    """No graph break, and the same result, ignored rows included."""
+    logits, target = sample(5, 6, dtype=torch.float32)
+    target[2] = -100
+    second = case.second(logits)
+    eager = gradient(lambda z: case(z, target, second=second), logits)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda z, t, s: case(z, t, second=s), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(
+        compiled(logits, target, second), case(logits, target, second=second)
+    )
+    slope = gradient(lambda z: compiled(z, target, second), logits)
+    torch.testing.assert_close(slope, eager)
+
+
+@pytest.mark.parametrize("name", ["labo", "ls", "cp"])
+def test_compiles_with_inductor(name):
+    case = CASES[name]
+    logits, target = sample(5, 6, dtype=torch.float32)
+    target[2] = -100
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda z, t: case(z, t), fullgraph=True)
+    torch.testing.assert_close(
+        gradient(lambda z: compiled(z, target), logits),
+        gradient(lambda z: case(z, target), logits),
+    )
+    with pytest.raises(RuntimeError):
+        compiled(logits, torch.full_like(target, 6))
+
+
+@pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
+def test_func_transforms(case):
+    logits, target = sample(4, 5)
+    second = case.second(logits)
+
+    def one(z, t, *teacher):
+        return case(z, t, second=teacher or second)
+
+    teachers = second if second and second[0].shape == logits.shape else ()
+    each = torch.func.vmap(torch.func.grad(one))(logits, target, *teachers)
+    whole = gradient(lambda z: case(z, target, reduction="sum", second=second), logits)
+    torch.testing.assert_close(each, whole)
+
+
+# ------------------------------------------------------------------ wrong use
+
+
+@each_loss
+def test_refuses_wrong_shapes(case):
+    logits, target = sample(4, 5)
+    second = case.second(logits)
+    with pytest.raises(ValueError, match=r"shape \(4,\).*got \(3,\)"):
+        case(logits, target[:3], second=second)
+    image, _ = sample(2, 5, 3)
+    with pytest.raises(ValueError, match=r"dimension 1: pass dim=1"):
+        case(image, torch.zeros(2, 3, dtype=torch.long), second=case.second(image))
+    with pytest.raises(ValueError, match=r"last dimension: pass dim=-1"):
+        case(image, torch.zeros(2, 5, dtype=torch.long), dim=1, second=case.second(image))
+
+
+@each_loss
+def test_refuses_wrong_values(case):
+    logits, target = sample(4, 5)
+    second = case.second(logits)
+    with pytest.raises(TypeError, match=r"logits must be floating point, got torch\.int64"):
+        case(logits.long(), target, second=second)
+    with pytest.raises(TypeError, match=r"got torch\.bool"):
+        case(logits, target > 2, second=second)
+    with pytest.raises(ValueError, match="class indices must be integers"):
+        case(logits, target.double(), second=second)
+    for bad in (5, -1):
+        wrong = target.clone()
+        wrong[2] = bad
+        sentence = (
+            rf"target {bad} at position 2 is outside \[0, 5\) and is not ignore_index \(-100\)"
+        )
+        with pytest.raises(IndexError, match=sentence):
+            case(logits, wrong, second=second)
+    with pytest.raises(ValueError, match=r"unknown reduction 'meen'; did you mean 'mean'\?"):
+        case(logits, target, reduction="meen", second=second)
+    with pytest.raises(ValueError, match=r"weight must have shape \(5,\)"):
+        case(logits, target, weight=torch.ones(4), second=second)
+    with pytest.raises(ValueError, match="dim=3 is not a dimension"):
+        case(logits, target, dim=3, second=second)
+    with pytest.raises(ValueError, match="without dimensions"):
+        case(logits[0, 0], target, second=second)
+
+
+def test_position_of_a_bad_target_in_several_dimensions():
+    logits, target = sample(2, 3, 5)
+    target[1, 2] = 9
+    with pytest.raises(ValueError, match=r"target 9 at position \(1, 2\)"):
+        F.labo_loss(logits, target)
+
+
+@pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.linear], ids=lambda c: c.name)
+def test_refuses_targets_that_are_no_probabilities(case):
+    logits, _ = sample(4, 5)
+    second = case.second(logits)
+    probabilities = torch.rand_like(logits).softmax(-1)
+    with pytest.raises(ValueError, match="sum to 1"):
+        case(logits, 1.1 * probabilities, second=second)
+    negative = probabilities.clone()
+    negative[0, 0] -= 1
+    negative[0, 1] += 1
+    with pytest.raises(ValueError, match="0 or more"):
+        case(logits, negative, second=second)
+    with pytest.raises(ValueError, match="ignore_index needs class-index targets"):
+        case(logits, probabilities, ignore_index=1, second=second)
+
+
+WRONG = [
+    (F.labo_loss, {"tau": 0.0}, "tau must be a number above 0"),
+    (F.labo_loss, {"tau": -1.0}, "tau must be a number above 0"),
+    (F.labo_loss, {"tau": math.nan}, "tau must be a number above 0"),
+    (F.labo_loss, {"rho": 1.5}, r"rho must be a number in \[0, 1\]"),
+    (F.labo_loss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\]"),
+    (F.labo_loss, {"alpha": "adaptiv"}, 'or "adaptive", got'),
+    (F.label_smoothing_loss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\], got -0.1"),
+    (F.label_smoothing_loss, {"alpha": 1.5}, r"alpha must be a number in \[0, 1\], got 1.5"),
+    (F.label_smoothing_loss, {"convention": "fairsec"}, "did you mean 'fairseq'"),
+    (F.label_smoothing_loss, {"convention": "joeynmt"}, "padding_idx go together"),
+    (F.label_smoothing_loss, {"padding_idx": 0}, "padding_idx go together"),
+    (F.confidence_penalty_loss, {"beta": -1}, "beta must be a finite number of 0 or more"),
+    (F.focal_loss, {"gamma": -1}, "gamma must be"),
+    (F.anti_focal_loss, {"scale": -2}, "scale must be"),
+    (F.tf_reg_loss, {"mode": "papper"}, "did you mean 'paper'"),
+    (F.generalized_entropy_loss, {"alpha": 2}, "alpha must be"),
+    (F.generalized_entropy_loss, {"prior": torch.ones(3) / 3}, r"prior must have shape \(5,\)"),
+    (F.generalized_entropy_loss, {"prior": torch.ones(5)}, "sum to 1"),
+]
+
+
+@pytest.mark.parametrize(("function", "hyper", "sentence"), WRONG)
+def test_refuses_hyper_parameters_out_of_range(function, hyper, sentence):
+    logits, target = sample(4, 5)
+    with pytest.raises(ValueError, match=sentence):
+        function(logits, target, **hyper)
+
+
+def test_refuses_wrong_smoothing():
+    logits, target = sample(4, 5)
+    uniform = smoothing.uniform(logits)
+
+    def objective(p_ls, **arguments):
+        return F.smoothed_cross_entropy(logits, target, p_ls, **({"alpha": 0.1} | arguments))
+
+    with pytest.raises(ValueError, match="smoothing must have the shape of the logits"):
+        objective(uniform[0])
+    with pytest.raises(ValueError, match="smoothing must be probabilities"):
+        objective(2 * uniform)
+    with pytest.raises(ValueError, match=r"alpha must be a number or have the shape \(4,\)"):
+        objective(uniform, alpha=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\]"):
+        objective(uniform, alpha=torch.tensor([0.1, 0.2, -0.3, 0.4]))
+
+
+def test_refuses_wrong_second_arguments():
+    logits, target = sample(4, 5)
+    with pytest.raises(ValueError, match="teacher_logits must have the shape of the logits"):
+        F.distillation_loss(logits, target, logits[:, :4])
+    with pytest.raises(ValueError, match=r"table must have shape \(5, 5\)"):
+        F.kr_ls_loss(logits, target, torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"mask must be a bool tensor of shape \(5,\)"):
+        F.masked_label_smoothing_loss(logits, target, torch.ones(5))
+    with pytest.raises(ValueError, match="groups must be integers"):
+        F.weighted_label_smoothing_loss(logits, target, torch.ones(5))
+    with pytest.raises(ValueError, match="shares must be three numbers"):
+        F.weighted_label_smoothing_loss(
+            logits, target, torch.zeros(5, dtype=torch.long), shares=(1.0, -1.0, 0.0)
+        )
+
+
+def test_unknown_loss_names_the_nearest():
+    with pytest.raises(KeyError, match=r"unknown loss 'lobo'; did you mean 'labo'\?"):
+        labo.LOSSES["lobo"]
+    assert labo.LOSSES.get("lobo") is None

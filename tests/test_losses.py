@@ -1,0 +1,248 @@
+"""Modules: the same as their functions, with hyper-parameters, state, repr and copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+import labo
+from conftest import MODULES, gradient
+from labo import functional as F
+
+K = 6
+SECOND = {"kd", "cskd", "betals", "pskd"}
+
+each_module = pytest.mark.parametrize("name", labo.LOSSES)
+
+
+def build(name: str) -> torch.nn.Module:
+    return MODULES[name](K)
+
+
+def call(name: str, loss: torch.nn.Module, logits: torch.Tensor, target: torch.Tensor):
+    torch.manual_seed(0)
+    second = (logits.detach().sin(),) if name in SECOND else ()
+    return loss(logits, target, *second)
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(8, K, dtype=torch.float64), torch.randint(K, (8,))
+
+
+@each_module
+def test_registry_builds(name):
+    loss = build(name)
+    assert type(loss) is labo.LOSSES[name]
+    assert type(loss).__name__ in labo.__all__
+    logits, target = batch()
+    assert call(name, loss, logits, target).isfinite()
+
+
+@each_module
+def test_signature_has_the_shared_arguments(name):
+    parameters = inspect.signature(labo.LOSSES[name]).parameters
+    for shared, default in (("ignore_index", -100), ("reduction", "mean"), ("dim", -1)):
+        assert parameters[shared].default == default
+    assert parameters["weight"].default is None
+
+
+@each_module
+def test_repr_tells_the_hyper_parameters(name):
+    loss = build(name)
+    text = repr(loss)
+    for hyper in loss._hyper:
+        assert f"{hyper}=" in text
+    assert "reduction='mean'" not in text
+    loss.reduction = "sum"
+    assert "reduction='sum'" in repr(loss)
+
+
+@each_module
+def test_deep_copy_pickle_and_state_dict(name):
+    logits, target = batch()
+    loss = build(name)
+    call(name, loss, logits, target)  # tables gather something
+    if hasattr(loss, "end_epoch"):
+        loss.end_epoch()
+        call(name, loss, logits, target)
+    fresh = build(name)
+    fresh.load_state_dict(loss.state_dict())
+    for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), fresh):
+        assert repr(twin) == repr(loss)
+        for key, value in loss.state_dict().items():
+            assert torch.equal(twin.state_dict()[key], value), key
+        expected = call(name, copy.deepcopy(loss), logits, target)
+        assert torch.equal(call(name, twin, logits, target), expected)
+
+
+# Beta smoothing draws at random, which compiled code does otherwise; its function is compared.
+@pytest.mark.parametrize("name", [name for name in labo.LOSSES if name != "betals"])
+def test_compiles_whole(name):
+    logits, target = batch()
+    torch._dynamo.reset()
+    loss = build(name)
+    expected = call(name, copy.deepcopy(loss), logits, target)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(name, compiled, logits, target), expected)
+
+
+@each_module
+def test_hyper_parameters_may_change_on_the_way(name):
+    """An attribute is the truth: a schedule may set it."""
+    logits, target = batch()
+    loss = build(name)
+    loss.reduction = "sum"
+    total = call(name, loss, logits, target)
+    loss.reduction = "mean"
+    if name != "ols":
+        torch.testing.assert_close(call(name, loss, logits, target), total / 8)
+
+
+def test_labo_tau_may_change():
+    logits, target = batch()
+    loss = labo.LABOLoss()
+    loss.tau = 2.0
+    assert torch.equal(loss(logits, target), F.labo_loss(logits, target, tau=2.0))
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: labo.LABOLoss(tau=0), "tau must be"),
+        (lambda: labo.LabelSmoothingLoss(alpha=-0.1), "alpha must be"),
+        (lambda: labo.CrossEntropyLoss(reduction="avg"), "unknown reduction"),
+        (lambda: labo.TFRegLoss(mode="x"), "unknown mode"),
+        (lambda: labo.PSKDLoss(epochs=0), "epochs must be"),
+        (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
+        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
+        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused_when_built(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build()
+
+
+def test_weight_is_a_buffer():
+    loss = labo.LABOLoss(weight=torch.tensor([1.0, 2.0]))
+    assert "weight" in dict(loss.named_buffers())
+    assert loss.double().weight.dtype == torch.float64
+    assert "weight=<2 classes>" in repr(loss)
+
+
+# ------------------------------------------------------------------ state
+
+
+def test_warmup_counts_steps_and_resumes():
+    def make():
+        return labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=4)
+
+    loss = make()
+    loss.step()
+    loss.step()
+    assert loss.active is loss.before
+    resumed = make()
+    resumed.load_state_dict(loss.state_dict())
+    assert resumed.steps_done == 2
+    resumed.step()
+    assert resumed.active is resumed.after
+    assert loss.active is loss.before
+    assert "steps=4, steps_done=3" in repr(resumed)
+
+
+def test_warmup_of_zero_or_one_step_is_off():
+    for steps in (0, 1):
+        loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=steps)
+        assert loss.active is loss.after
+
+
+def test_warmup_compiles_at_most_twice():
+    logits, target = batch()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=4)
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for _ in range(8):
+        torch.testing.assert_close(compiled(logits, target), loss.active(logits, target))
+        loss.step()
+    assert counter.frame_count == 2
+
+
+def test_ols_evaluation_leaves_the_table_alone():
+    logits, target = batch()
+    loss = labo.OnlineLabelSmoothingLoss(K).eval()
+    loss(logits, target)
+    assert loss.counts.sum() == 0
+    loss.train()
+    loss(logits, logits.softmax(-1))  # mixed labels: used, not gathered
+    assert loss.counts.sum() == 0
+
+
+def test_ols_gathers_only_right_rows_that_count():
+    logits = torch.eye(K, dtype=torch.float64) * 5
+    target = torch.arange(K)
+    target[1], target[2] = -100, 3
+    loss = labo.OnlineLabelSmoothingLoss(K)
+    loss(logits, target)
+    assert loss.counts.tolist() == [1, 0, 0, 1, 1, 1]
+    loss.end_epoch()
+    torch.testing.assert_close(loss.table.sum(-1), torch.ones(K))
+    torch.testing.assert_close(loss.table[1], torch.full((K,), 1 / K))
+    assert loss.counts.sum() == 0
+    loss.end_epoch()  # only the last epoch counts
+    torch.testing.assert_close(loss.table, torch.full((K, K), 1 / K))
+
+
+def test_ols_freezes_sure_rows():
+    loss = labo.OnlineLabelSmoothingLoss(2, first_table="uniform", freeze_above=0.88)
+    assert loss.table.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    loss(torch.tensor([[9.0, 0.0], [0.0, 0.5]]), torch.tensor([0, 1]))
+    loss.end_epoch()
+    first = loss.table.clone()
+    loss(torch.tensor([[0.1, 0.0], [0.0, 9.0]]), torch.tensor([0, 1]))
+    loss.end_epoch()
+    assert torch.equal(loss.table[0], first[0])
+    assert not torch.equal(loss.table[1], first[1])
+
+
+def test_ols_table_in_use_survives_the_end_of_the_epoch():
+    """backward() after end_epoch() still sees the table of its own forward pass."""
+    logits, target = batch()
+    loss = labo.OnlineLabelSmoothingLoss(K, first_table="uniform")
+    expected = gradient(lambda z: loss(z, target), logits)
+    leaf = logits.clone().requires_grad_()
+    value = loss(leaf, target)
+    loss.end_epoch()
+    value.backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_kr_ls_table_learns():
+    """Gradient steps on the table bring q_res to the p_res of its class."""
+    torch.manual_seed(0)
+    loss = labo.KRLSLoss(K, alpha=1.0)
+    logits, target = torch.randn(1, K), torch.tensor([2])
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+    for _ in range(2000):
+        optimizer.zero_grad()
+        loss(logits, target).backward()
+        optimizer.step()
+    others = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(
+        loss.table[2, others].softmax(-1), logits[0, others].softmax(-1), atol=1e-4, rtol=0
+    )
+
+
+def test_ps_kd_alpha_grows_to_its_end():
+    logits, target = batch()
+    past = logits.flip(1)
+    loss = labo.PSKDLoss(epochs=4, alpha=0.8)
+    for alpha in (0.2, 0.4, 0.6, 0.8, 0.8):
+        expected = F.ps_kd_loss(logits, target, past, alpha=alpha)
+        torch.testing.assert_close(loss(logits, target, past), expected)
+        loss.end_epoch()
