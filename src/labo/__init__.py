@@ -8,6 +8,8 @@ tensor(1.1205)
 
 from . import functional, smoothing
 from ._version import __version__
+from .fused.dispatch import backends
+from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
 from .losses import (
     LOSSES,
     AntiFocalLoss,
@@ -42,6 +44,8 @@ __all__ = [
     "KRLSLoss",
     "LABOLoss",
     "LabelSmoothingLoss",
+    "LinearLoss",
+    "LinearLossOptions",
     "MaskedLabelSmoothingLoss",
     "OnlineLabelSmoothingLoss",
     "PSKDLoss",
@@ -49,6 +53,8 @@ __all__ = [
     "Warmup",
     "WeightedLabelSmoothingLoss",
     "__version__",
+    "backends",
     "functional",
+    "linear_loss",
     "smoothing",
 ]

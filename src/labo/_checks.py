@@ -92,6 +92,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kl_reduction": ("batchmean", "elementwise"),
     "generator": ("kl", "euclidean"),
     "order": ("pq", "qp"),
+    "impl": ("auto", "reference", "blocked", "native"),
     "first_table": ("zeros", "uniform"),
 }
 
@@ -149,30 +150,39 @@ def check_logits(logits: Tensor, dim: int) -> None:
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes (dim={dim})")
 
 
-def check_target(logits: Tensor, target: Tensor, dim: int) -> bool:
-    """Refuse a target that does not fit ``logits``; tell whether it holds class probabilities."""
-    shape, want = tuple(target.shape), list(logits.shape)
-    del want[dim]
+def check_target(logits_shape: torch.Size, target: Tensor, dim: int) -> bool:
+    """Refuse a target that does not fit the logits; tell whether it holds class probabilities."""
+    logits, shape = tuple(logits_shape), tuple(target.shape)
+    rows = list(logits)
+    del rows[dim]
+    want = tuple(rows)
     if target.is_floating_point():
-        if target.shape == logits.shape:
+        if shape == logits:
             return True
-        problem = f"probability targets must have the shape of the logits {tuple(logits.shape)}"
-        if shape == tuple(want):
+        problem = f"probability targets must have the shape of the logits {logits}"
+        if shape == want:
             problem += " (class indices must be integers)"
         raise ValueError(f"{problem}, got {target.dtype} of shape {shape}")
     if target.dtype == torch.bool or target.is_complex():
         raise TypeError(f"target must be class indices or probabilities, got {target.dtype}")
-    if shape == tuple(want):
+    if shape == want:
         return False
     hint = ""
-    if logits.dim() > 2 and shape == (logits.shape[0], *logits.shape[2:]):
+    if len(logits) > 2 and shape == (logits[0], *logits[2:]):
         hint = "; the classes seem to be in dimension 1: pass dim=1"
-    elif logits.dim() > 1 and shape == tuple(logits.shape[:-1]):
+    elif len(logits) > 1 and shape == logits[:-1]:
         hint = "; the classes seem to be in the last dimension: pass dim=-1"
     raise ValueError(
-        f"class-index target must have shape {tuple(want)} for logits of shape "
-        f"{tuple(logits.shape)} with classes in dim={dim}, got {shape}{hint}"
+        f"class-index target must have shape {want} for logits of shape {logits} "
+        f"with classes in dim={dim}, got {shape}{hint}"
     )
+
+
+def check_weight(weight: Tensor | None, num_classes: int) -> None:
+    if weight is not None and weight.shape != (num_classes,):
+        raise ValueError(
+            f"weight must have shape ({num_classes},), one per class, got {tuple(weight.shape)}"
+        )
 
 
 def _range_sentence(num_classes: int, ignore_index: int | None) -> str:

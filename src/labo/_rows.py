@@ -76,7 +76,7 @@ class Rows:
         """
         _checks.check_hyper(reduction=reduction)
         _checks.check_logits(logits, dim)
-        soft = _checks.check_target(logits, target, dim)
+        soft = _checks.check_target(logits.shape, target, dim)
         if soft and not linear:
             raise ValueError(
                 "this loss is not linear in the label: give class indices; for mixed labels, "
@@ -85,10 +85,7 @@ class Rows:
         if soft and ignore_index >= 0:
             raise ValueError("ignore_index needs class-index targets, got class probabilities")
         num_classes = logits.shape[dim]
-        if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(
-                f"weight must have shape ({num_classes},), one per class, got {tuple(weight.shape)}"
-            )
+        _checks.check_weight(weight, num_classes)
         self.reduction = reduction
         self.dim = dim
         self.logits = self.flatten(upcast(logits))

@@ -12,6 +12,13 @@ ignore_index=-100, reduction="mean", dim=-1)``:
 - ``reduction``: "none", "mean" (over the rows that count, weighted by ``weight``) or "sum".
 
 A class whose logit is -inf is masked: it gets no probability, no smoothing mass and no gradient.
+
+``cross_entropy_loss``, ``label_smoothing_loss`` and ``labo_loss`` come in layers with the same
+results: ``impl="reference"`` is the plain formula, differentiable as often as you like;
+``"blocked"`` and ``"native"`` compute the gradient together with the value and are faster;
+``"auto"`` takes the fastest that can serve the call (see :func:`labo.backends`). With
+``inplace=True`` they write the gradient over the logits and need no buffer at all: for logits that
+nobody reads afterwards, such as the output of the last layer.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from torch import Tensor
 from . import _checks, smoothing
 from ._checks import check_hyper
 from ._rows import Rows, entropy, row_sum, zero_log
+from .fused import dispatch, spec
 
 __all__ = [
     "anti_focal_loss",
@@ -146,6 +154,8 @@ def labo_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""LABO: the generalized objective at its optimal smoothing distribution (Theorem 1).
 
@@ -173,6 +183,7 @@ def labo_loss(
         alpha_grad: leave adaptive alpha in the graph, to study it.
         weight, ignore_index, reduction, dim: as for every loss here. With class weights the
             smoothing distribution is still Theorem 1's, held fixed.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -189,6 +200,12 @@ def labo_loss(
         Optimization.
     """
     check_hyper(tau=tau, alpha=alpha, rho=rho)
+    unless = "alpha_grad=True" if alpha_grad else None
+    layer = dispatch.choose(impl, logits, target, inplace, unless)
+    if layer != "reference":
+        label = spec.labo(tau, alpha, rho)
+        shared = (weight, ignore_index, reduction, dim)
+        return dispatch.row_loss(logits, target, label, *shared, layer, inplace)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     if isinstance(alpha, str):
         strength: float | Tensor = smoothing.adaptive_alpha(rows.logits, rho)
@@ -223,6 +240,8 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     """Cross entropy, -log p_y: the baseline, equal to ``F.cross_entropy``.
 
@@ -233,6 +252,7 @@ def cross_entropy_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         weight, ignore_index, reduction, dim: as for every loss here.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -241,6 +261,10 @@ def cross_entropy_loss(
         >>> cross_entropy_loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
         tensor(0.4493)
     """
+    layer = dispatch.choose(impl, logits, target, inplace)
+    if layer != "reference":
+        shared = (weight, ignore_index, reduction, dim)
+        return dispatch.row_loss(logits, target, spec.cross_entropy(), *shared, layer, inplace)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     return rows.reduce(rows.nll(rows.log_probabilities()))
 
@@ -256,6 +280,8 @@ def label_smoothing_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Label smoothing, in the three conventions in use.
 
@@ -279,6 +305,7 @@ def label_smoothing_loss(
         convention: "torch", "fairseq" or "joeynmt".
         padding_idx: the padding class, needed by "joeynmt" only.
         weight, ignore_index, reduction, dim: as for every loss here.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -296,6 +323,13 @@ def label_smoothing_loss(
     check_hyper(alpha=alpha, convention=convention)
     if (convention == "joeynmt") != (padding_idx is not None):
         raise ValueError('convention="joeynmt" and padding_idx go together: give both or neither')
+    unless = None if convention == "torch" else f'convention="{convention}"'
+    layer = dispatch.choose(impl, logits, target, inplace, unless)
+    if layer != "reference":
+        shared = (weight, ignore_index, reduction, dim)
+        return dispatch.row_loss(
+            logits, target, spec.label_smoothing(alpha), *shared, layer, inplace
+        )
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     if convention == "torch":
         p_ls = smoothing.uniform(rows.logits)

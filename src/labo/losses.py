@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from . import functional as F
 from ._checks import Registry, check_hyper
-from ._rows import Rows, upcast
+from ._rows import Rows
+from .fused import spec
+from .fused.spec import RowSpec
 
 __all__ = [
     "LOSSES",
@@ -42,6 +44,9 @@ __all__ = [
 ]
 
 
+_SHARED = ("weight", "ignore_index", "reduction", "dim")
+
+
 class _Loss(nn.Module):
     """What the Modules share: the arguments of ``F.cross_entropy``, checks, a telling repr.
 
@@ -50,9 +55,12 @@ class _Loss(nn.Module):
     """
 
     function: Callable[..., Tensor]
+    weight: Tensor | None
     ignore_index: int
+    reduction: str
     dim: int
-    rowwise = True  # whether the value of a row depends on that row alone
+    # Whether the value of a row depends on that row alone, and nothing but the model learns.
+    rowwise = True
 
     def __init__(
         self, weight: Tensor | None, ignore_index: int, reduction: str, dim: int, **hyper: Any
@@ -74,16 +82,28 @@ class _Loss(nn.Module):
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments for the function, as they are now."""
-        shared = ("weight", "ignore_index", "reduction", "dim")
-        return {name: getattr(self, name) for name in (*self._hyper, *shared)}
+        return {name: getattr(self, name) for name in (*self._hyper, *_SHARED)}
 
     def forward(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
         return type(self).function(logits, target, *second, **self.arguments())
 
+    def values(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
+        """One value per row, whatever the reduction, by the plain formula."""
+        arguments = self.arguments() | {"reduction": "none"}
+        if "impl" in arguments:
+            arguments |= {"impl": "reference", "inplace": False}
+        return type(self).function(logits, target, *second, **arguments)
+
+    def spec(self) -> RowSpec | None:
+        """The loss as the fused kernels know it, or None if they do not."""
+        return None
+
     def extra_repr(self) -> str:
         usual = {"weight": None, "ignore_index": -100, "reduction": "mean", "dim": -1}
+        usual |= {"impl": "auto", "inplace": False}
         parts = []
-        for name, value in self.arguments().items():
+        for name in (*self._hyper, *_SHARED):
+            value = getattr(self, name)
             if isinstance(value, Tensor):
                 parts.append(f"{name}=<{len(value)} classes>")
             elif name not in usual or value != usual[name]:
@@ -111,8 +131,13 @@ class CrossEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim)
+        super().__init__(weight, ignore_index, reduction, dim, impl=impl, inplace=inplace)
+
+    def spec(self) -> RowSpec | None:
+        return spec.cross_entropy()
 
 
 class LABOLoss(_Loss):
@@ -127,6 +152,10 @@ class LABOLoss(_Loss):
     """
 
     function = staticmethod(F.labo_loss)
+    tau: float
+    alpha: float | str
+    rho: float
+    alpha_grad: bool
 
     def __init__(
         self,
@@ -139,17 +168,15 @@ class LABOLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(
-            weight,
-            ignore_index,
-            reduction,
-            dim,
-            tau=tau,
-            alpha=alpha,
-            rho=rho,
-            alpha_grad=alpha_grad,
-        )
+        hyper = {"tau": tau, "alpha": alpha, "rho": rho, "alpha_grad": alpha_grad}
+        fast = {"impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
+
+    def spec(self) -> RowSpec | None:
+        return None if self.alpha_grad else spec.labo(self.tau, self.alpha, self.rho)
 
 
 class LabelSmoothingLoss(_Loss):
@@ -164,6 +191,8 @@ class LabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.label_smoothing_loss)
+    alpha: float
+    convention: str
 
     def __init__(
         self,
@@ -175,16 +204,15 @@ class LabelSmoothingLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(
-            weight,
-            ignore_index,
-            reduction,
-            dim,
-            alpha=alpha,
-            convention=convention,
-            padding_idx=padding_idx,
-        )
+        hyper = {"alpha": alpha, "convention": convention, "padding_idx": padding_idx}
+        fast = {"impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
+
+    def spec(self) -> RowSpec | None:
+        return spec.label_smoothing(self.alpha) if self.convention == "torch" else None
 
 
 class ConfidencePenaltyLoss(_Loss):
@@ -458,6 +486,7 @@ class PSKDLoss(_Loss):
         tensor(0.6229)
     """
 
+    function = staticmethod(F.ps_kd_loss)
     alpha: float
     epoch: Tensor
 
@@ -477,12 +506,9 @@ class PSKDLoss(_Loss):
         self.epochs = epochs
         self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
 
-    def forward(  # type: ignore[override]
-        self, logits: Tensor, target: Tensor, past_logits: Tensor
-    ) -> Tensor:
-        progress = (self.epoch + 1).clamp(max=self.epochs).to(upcast(logits).dtype) / self.epochs
-        arguments = self.arguments() | {"alpha": self.alpha * progress}
-        return F.ps_kd_loss(logits, target, past_logits, **arguments)
+    def arguments(self) -> dict[str, Any]:
+        progress = (self.epoch + 1).clamp(max=self.epochs).to(torch.get_default_dtype())
+        return super().arguments() | {"alpha": self.alpha * progress / self.epochs}
 
     def end_epoch(self) -> None:
         self.epoch += 1
@@ -576,6 +602,7 @@ class OnlineLabelSmoothingLoss(_Loss):
     table: Tensor
     sums: Tensor
     counts: Tensor
+    rowwise = False
 
     def __init__(
         self,
@@ -646,6 +673,8 @@ class KRLSLoss(_Loss):
         >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])).detach()
         tensor(0.5757)
     """
+
+    rowwise = False
 
     def __init__(
         self,

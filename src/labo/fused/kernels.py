@@ -1,0 +1,367 @@
+"""Triton kernels for the fused label-regularized cross entropy.
+
+Write ``u = z - max z`` for a row of logits, ``l = log softmax(z)`` and ``p = exp(l)``. Every mode
+is a cross entropy with the label ``P_hat = (1 - alpha) onehot(y) + alpha P``, where ``P = q / Q``
+comes from unnormalized masses ``q`` and their sum ``Q``:
+
+    ====  ==============  =====================  ==========================
+    mode  method          q_j                    alpha
+    ====  ==============  =====================  ==========================
+    0     cross entropy   none                   0
+    1     LS              1 if z_j > -inf        given
+    2     LABO            exp(u_j / tau)         given
+    3     LABO, adaptive  exp(u_j / tau)         1 - rho H(p) / log K
+    ====  ==============  =====================  ==========================
+
+With class weights ``w`` (all one when there are none), and the KL term in modes 2 and 3 only,
+
+    value    = -sum_j w_j P_hat_j l_j + w_y alpha tau KL(P || U)
+    gradient = (sum_k w_k P_hat_k) p - w * P_hat,    P and alpha held fixed.
+
+The forward kernel reads a row once, carrying the sums from block to block under a running maximum,
+and leaves five numbers per row; from these the backward kernel rebuilds any block of the gradient
+on its own. Neither stores anything else of size K, and neither uses atomics.
+"""
+
+# The arguments of a kernel have no Python types, nor has triton.jit or torch.cuda.device_of.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LS = tl.constexpr(1)
+LABO = tl.constexpr(2)
+ADAPTIVE = tl.constexpr(3)
+
+# Columns of the statistics: max z, 1 / sum exp(u), alpha, 1 / Q, sum_k w_k P_hat_k.
+STATISTICS = 5
+
+# The forward kernel keeps a block of logits, its exponentials and its weights in registers. At 16
+# elements a thread even weighted LABO stays within 64 registers on sm_80; blocks of 8192, which
+# need 512 threads, begin to spill there.
+MAX_BLOCK = 4096
+ELEMENTS_PER_THREAD = 16
+
+
+@triton.jit
+def _statistics_kernel(
+    logits,
+    target,
+    weight,
+    values,
+    statistics,
+    row_stride,
+    K,
+    alpha,
+    tau,
+    inv_tau,
+    entropy_scale,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Value and statistics of one row, in one pass under a running maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    values += row
+    statistics += row * WIDTH
+    y = tl.load(target + row)
+    if y == ignore_index:
+        # The logits of an ignored row are never read: they may hold anything.
+        tl.store(values, 0.0)
+        for i in tl.static_range(WIDTH):
+            tl.store(statistics + i, 0.0)
+        return
+    logits += row * row_stride
+
+    top = -float("inf")
+    s1 = 0.0  # sum e^u
+    ue = 0.0  # sum u e^u
+    q_sum = 0.0  # sum q
+    uq_sum = 0.0  # sum u q
+    wq_sum = 0.0  # sum w q
+    wuq_sum = 0.0  # sum w u q
+    for start in range(0, K, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < K
+        z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        masked = z == -float("inf")
+
+        # Raising the maximum from `top` by -d shifts every u seen so far by d. Nothing has been
+        # summed while `top` is -inf, so there any finite d serves, and -inf - -inf must not arise.
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        origin = tl.where(new_top == -float("inf"), 0.0, new_top)
+        d = tl.where(top == -float("inf"), 0.0, top - origin)
+        top = new_top
+
+        u = z - origin
+        finite_u = tl.where(masked, 0.0, u)  # makes 0 * -inf zero in the sums below
+        e = tl.exp(u)
+        shrink = tl.exp(d)
+        if MODE == ADAPTIVE:
+            ue = shrink * (ue + d * s1) + tl.sum(finite_u * e, axis=0)
+        s1 = shrink * s1 + tl.sum(e, axis=0)
+
+        if MODE >= LS:
+            if MODE == LS:
+                q = tl.where(masked, 0.0, 1.0)
+                q_shrink = 1.0
+            else:
+                q = tl.exp(u * inv_tau)
+                q_shrink = tl.exp(d * inv_tau)
+            uq = finite_u * q
+            # Only plain LS and the KL of weighted LABO take sum u q: weighted LS takes sum w u q,
+            # and in plain LABO it cancels between the cross entropy and the KL.
+            if (MODE == LS) != HAS_WEIGHT:
+                uq_sum = q_shrink * (uq_sum + d * q_sum) + tl.sum(uq, axis=0)
+            if HAS_WEIGHT:
+                w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+                wuq_sum = q_shrink * (wuq_sum + d * wq_sum) + tl.sum(w * uq, axis=0)
+                wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
+            q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
+
+    # A target outside [0, K) is read as NaN, never from memory, and makes the whole row NaN.
+    known = (y >= 0) & (y < K)
+    u_y = tl.load(logits + y, mask=known, other=float("nan")).to(tl.float32) - top
+    w_y = 1.0
+    if HAS_WEIGHT:
+        w_y = tl.load(weight + y, mask=known, other=0.0).to(tl.float32)
+
+    log_s1 = tl.log(s1)
+    if MODE == ADAPTIVE:
+        # s1 >= 1 (it counts the maximum) and ue <= 0, so that no rounding makes H(p) negative.
+        alpha = 1.0 - entropy_scale * (log_s1 - ue / s1)
+
+    # value = label_weight log s1 - sum_j w_j P_hat_j u_j + w_y alpha tau KL(P || U)
+    hit = (1.0 - alpha) * w_y
+    label_weight = hit
+    inv_q = 0.0
+    rest = 0.0
+    if MODE >= LS:
+        inv_q = 1.0 / q_sum
+        if HAS_WEIGHT:
+            label_weight += alpha * wq_sum * inv_q
+            rest = -wuq_sum * inv_q
+            if MODE != LS:
+                rest += w_y * (uq_sum * inv_q - tau * tl.log(q_sum / K))
+        elif MODE == LS:
+            rest = -uq_sum * inv_q
+        else:
+            rest = -tau * tl.log(q_sum / K)
+    if not HAS_WEIGHT:
+        label_weight = 1.0
+    # A masked target costs +inf, unless its share of the label is zero: 0 * -inf = 0.
+    hit_u = tl.where((hit == 0.0) & (u_y == -float("inf")), 0.0, hit * u_y)
+
+    tl.store(values, label_weight * log_s1 - hit_u + alpha * rest)
+    tl.store(statistics, top)
+    tl.store(statistics + 1, 1.0 / s1)
+    tl.store(statistics + 2, alpha)
+    tl.store(statistics + 3, inv_q)
+    tl.store(statistics + 4, label_weight)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits,
+    target,
+    weight,
+    statistics,
+    row_factor,
+    out,
+    row_stride,
+    out_stride,
+    K,
+    blocks,
+    inv_tau,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns of the gradient of one row."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    cols = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < K
+    out += row * out_stride + cols
+    y = tl.load(target + row)
+    if y == ignore_index:
+        tl.store(out, tl.zeros([BLOCK], tl.float32).to(out.dtype.element_ty), mask=inside)
+        return
+
+    statistics += row * WIDTH
+    top = tl.load(statistics)
+    inv_s1 = tl.load(statistics + 1)
+    alpha = tl.load(statistics + 2)
+    # An unknown target has no gradient to give; NaN says so, as its value does.
+    known = (y >= 0) & (y < K)
+    factor = tl.where(known, tl.load(row_factor + row), float("nan"))
+
+    z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    u = z - top
+    g = tl.exp(u) * inv_s1
+    hit = tl.where(cols == y, 1.0 - alpha, 0.0)
+    if HAS_WEIGHT:
+        w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(statistics + 4) * g - w * hit
+    else:
+        g -= hit
+    if MODE >= LS:
+        q = tl.where(z == -float("inf"), 0.0, 1.0) if MODE == LS else tl.exp(u * inv_tau)
+        share = alpha * (q * tl.load(statistics + 3))
+        if HAS_WEIGHT:
+            share *= w
+        g -= share
+    tl.store(out, (factor * g).to(out.dtype.element_ty), mask=inside)
+
+
+def row_statistics(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    mode: int,
+    alpha: float,
+    tau: float,
+    rho: float,
+    ignore_index: int,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Value of every row, and what its gradient needs, in one pass over the logits.
+
+    One program walks one row, so the order of summation is fixed and the rows do not affect each
+    other. A target that is neither ``ignore_index`` nor in ``[0, K)`` gives NaN.
+
+    Args:
+        logits: ``(N, K)`` of float32, bfloat16 or float16, unit stride along ``K >= 1``.
+        target: ``(N,)`` class indices, int64.
+        mode: 0 cross entropy, 1 LS, 2 LABO, 3 LABO with adaptive alpha.
+        alpha: Weight of ``P`` in the label; modes 1 and 2.
+        tau: Temperature of ``P = softmax(z / tau)``, positive; modes 2 and 3.
+        rho: Slope of ``alpha = 1 - rho H(p) / log K``; mode 3.
+        ignore_index: Target of the rows that count for nothing and are not read.
+        weight: ``(K,)`` class weights, or None.
+
+    Returns:
+        Values ``(N,)`` and statistics ``(N, 5)``, both float32. The statistics are ``max z``,
+        ``1 / sum exp(u)``, ``alpha``, ``1 / Q`` and ``sum_k w_k P_hat_k``; zeros where ignored.
+    """
+    _check(logits)
+    rows, classes = logits.shape
+    values = logits.new_empty(rows, dtype=torch.float32)
+    statistics = logits.new_empty((rows, STATISTICS), dtype=torch.float32)
+    if rows == 0:
+        return values, statistics
+    block, warps = _tile(classes)
+    with torch.cuda.device_of(logits):
+        _statistics_kernel[(rows,)](
+            logits,
+            target.contiguous(),
+            None if weight is None else weight.contiguous(),
+            values,
+            statistics,
+            logits.stride(0),
+            classes,
+            float(alpha) if mode else 0.0,
+            float(tau),
+            1.0 / tau,
+            rho / (math.log(classes) if classes > 1 else 1.0),
+            ignore_index,
+            MODE=mode,
+            HAS_WEIGHT=weight is not None,
+            WIDTH=STATISTICS,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return values, statistics
+
+
+def row_gradient(
+    logits: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    row_factor: Tensor,
+    *,
+    mode: int,
+    tau: float,
+    ignore_index: int,
+    weight: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Gradient of ``sum_i row_factor_i value_i`` with respect to the logits.
+
+    Given the statistics the gradient is elementwise, so every block of columns is a program of its
+    own: few long rows still fill the device, and writing over the logits is safe because a program
+    reads only the logits it overwrites. Ignored rows are exactly zero.
+
+    Args:
+        logits: ``(N, K)``, as given to `row_statistics`.
+        target: ``(N,)`` class indices, int64.
+        statistics: ``(N, 5)``, as returned by `row_statistics`.
+        row_factor: ``(N,)`` float32, the gradient of the loss with respect to each value.
+        mode: As given to `row_statistics`.
+        tau: As given to `row_statistics`.
+        ignore_index: As given to `row_statistics`.
+        weight: As given to `row_statistics`.
+        out: ``(N, K)`` to write into, unit stride along ``K``; may be ``logits`` itself.
+
+    Returns:
+        ``out``, or a new contiguous tensor of the dtype of the logits.
+    """
+    _check(logits)
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    else:
+        _check(out)
+        if out.shape != logits.shape:
+            raise ValueError(f"out has shape {tuple(out.shape)}, logits {tuple(logits.shape)}")
+    rows, classes = logits.shape
+    if rows == 0:
+        return out
+    block, warps = _tile(classes)
+    blocks = triton.cdiv(classes, block)
+    with torch.cuda.device_of(logits):
+        # One flat axis: the second axis of a grid ends at 65535, and programs then run through
+        # memory in order.
+        _gradient_kernel[(rows * blocks,)](
+            logits,
+            target.contiguous(),
+            None if weight is None else weight.contiguous(),
+            statistics,
+            row_factor.contiguous(),
+            out,
+            logits.stride(0),
+            out.stride(0),
+            classes,
+            blocks,
+            1.0 / tau,
+            ignore_index,
+            MODE=mode,
+            HAS_WEIGHT=weight is not None,
+            WIDTH=STATISTICS,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return out
+
+
+def _check(matrix: Tensor) -> None:
+    """Refuse what the kernels would silently misread."""
+    if matrix.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"expected float32, bfloat16 or float16, got {matrix.dtype}")
+    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        raise ValueError(f"expected unit stride along the classes, got {matrix.stride(1)}")
+
+
+def _tile(classes: int) -> tuple[int, int]:
+    """Block size and number of warps for rows of ``classes`` logits."""
+    block = min(triton.next_power_of_2(classes), MAX_BLOCK)
+    return block, max(1, block // (32 * ELEMENTS_PER_THREAD))

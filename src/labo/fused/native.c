@@ -1,0 +1,768 @@
+/*
+ * Cross entropy with a smoothed label: the value and the gradient of every row in one call.
+ *
+ * A row holds K logits z. With u = z - max(z) and p = softmax(z), its label is
+ *
+ *     P_hat = (1 - alpha) onehot(y) + alpha P,        P_j = q_j / sum(q),
+ *
+ * where q is 1 for every class that is not masked (label smoothing) or exp(u / tau) (LABO). A
+ * masked class has the logit -inf; it gets q = 0, p = 0 and, unless it is the target, a gradient
+ * of exactly 0. Per class weights w are 1 if not given:
+ *
+ *     value    = -sum_j w_j P_hat_j log p_j  (+ w_y alpha tau KL(P || uniform) for LABO)
+ *     gradient = (sum_k w_k P_hat_k) p - w P_hat
+ *
+ * A row is read three times: for its maximum, for the sums, for the gradient. Only the first
+ * reading comes from memory, the others find the row in the cache. The bits of a row depend on
+ * nothing but that row: not on its neighbours, nor on whether and where its gradient is written.
+ *
+ * The file is plain C11 and knows neither Python nor PyTorch. Its row loops are written once,
+ * over a vector type `vec` of LANES floats and ten operations on it. The file includes itself to
+ * compile those loops for each instruction set, and picks one when it is loaded.
+ */
+#ifndef LANES
+
+#include <float.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__)
+#define EXPORT __attribute__((visibility("default")))
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#elif defined(_MSC_VER)
+#define EXPORT __declspec(dllexport)
+#define ALWAYS_INLINE static __forceinline
+#else
+#define EXPORT
+#define ALWAYS_INLINE static inline
+#endif
+
+/* Not on Windows, where GCC does not align the stack for vectors of this size. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(_WIN32)
+#define X86_VECTORS
+#include <immintrin.h>
+#endif
+
+/* The modes are part of the interface. */
+enum { CROSS_ENTROPY, LABEL_SMOOTHING, LABO_FIXED, LABO_ADAPTIVE };
+
+/* The arguments of labo_rows_*; strides count elements. */
+typedef struct {
+    const void *logits;
+    int64_t rows, classes, stride;
+    const int64_t *target;
+    int64_t ignore_index;
+    const float *weight; /* per class, or NULL */
+    int32_t mode;
+    double alpha, tau, rho, scale;
+    const float *row_scale; /* per row, or NULL */
+    float *values;
+    void *grad; /* NULL for values only; may be the logits */
+    int64_t grad_stride;
+} batch;
+
+/* Sums over the classes of a row, of products of u, e = exp(u), q and w. */
+typedef struct {
+    double e, ue, q, qu, wq, wqu;
+} row_sums;
+
+/* Where j is not the target, gradient_j = from_e e_j - from_q w_j q_j. */
+typedef struct {
+    double value;
+    float from_e, from_q, at_target;
+} row_result;
+
+/* log2(e) / temperature, as the sum of two floats. */
+typedef struct {
+    float high, low;
+} rate;
+
+static rate rate_of(double temperature)
+{
+    const double exact = 1.4426950408889634 / temperature;
+    const float high = (float)exact;
+    return (rate){high, (float)(exact - high)};
+}
+
+/*
+ * A stretch of whole vectors. A row is two of them: what it has of whole vectors, and a copy of
+ * the classes left over, filled up to one vector with masked classes of weight 0.
+ */
+typedef struct {
+    const void *logits;
+    const float *weight;
+    void *grad;
+    float *kept_e, *kept_q; /* from the sums to the gradient, or NULL to compute them again */
+    int64_t classes;
+} span;
+
+typedef struct {
+    span parts[2];
+    float top; /* the largest logit */
+    rate over_one, over_tau;
+} row_view;
+
+/* What the row loops are compiled for: a constant wherever a loop sees it. */
+typedef struct {
+    int mode;
+    bool weighted, bf16;
+} variant;
+
+/*
+ * Up to this many classes, a multiple of all LANES, the gradient finds the exponentials that the
+ * sums have computed. In longer rows, to store and load them takes as long as to compute them.
+ */
+enum { KEPT = 4096 };
+
+static float bf16_to_float(uint16_t x)
+{
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+/* Round to the nearest, ties to even; a NaN is made quiet, so that rounding cannot make it inf. */
+static uint16_t bf16_from_float(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (isnan(x))
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+ALWAYS_INLINE float get(const void *row, int64_t at, bool bf16)
+{
+    return bf16 ? bf16_to_float(((const uint16_t *)row)[at]) : ((const float *)row)[at];
+}
+
+ALWAYS_INLINE void put(void *row, int64_t at, float x, bool bf16)
+{
+    if (bf16)
+        ((uint16_t *)row)[at] = bf16_from_float(x);
+    else
+        ((float *)row)[at] = x;
+}
+
+/* From the sums of row i to its value and the coefficients of its gradient. */
+static row_result finish_row(const batch *b, int64_t i, double u_target, const row_sums *s)
+{
+    const bool labo = b->mode == LABO_FIXED || b->mode == LABO_ADAPTIVE;
+    const double log_e = log(s->e);
+    const double log_classes = labo ? log((double)b->classes) : 0.0;
+
+    double onehot_share = 1.0 - (b->mode == CROSS_ENTROPY ? 0.0 : b->alpha);
+    if (b->mode == LABO_ADAPTIVE) {
+        const double entropy = log_e - s->ue / s->e;
+        const double largest = b->classes == 1 ? 1.0 : log_classes;
+        onehot_share = b->rho * (entropy < 0.0 ? 0.0 : entropy) / largest;
+    }
+    const double alpha = 1.0 - onehot_share;
+
+    /* Means under P. LABO without weights has no sum `qu`: it would cancel in the value. */
+    const double w_target = b->weight ? b->weight[b->target[i]] : 1.0;
+    double mean_u = 0.0, mean_w = 1.0, mean_wu = 0.0;
+    if (b->mode != CROSS_ENTROPY) {
+        mean_u = s->qu / s->q;
+        mean_w = b->weight ? s->wq / s->q : 1.0;
+        mean_wu = b->weight ? s->wqu / s->q : mean_u;
+    }
+
+    /* A masked target costs infinity whatever its share, even one that has come down to 0. */
+    const bool masked = u_target == -INFINITY;
+    double value = masked ? INFINITY : w_target * onehot_share * (log_e - u_target);
+    value += alpha * (mean_w * log_e - mean_wu);
+    if (labo)
+        value += w_target * alpha * (b->tau * (log_classes - log(s->q)) + mean_u);
+    row_result result = {.value = value};
+    if (!b->grad)
+        return result;
+
+    const double factor = b->scale * (b->row_scale ? b->row_scale[i] : 1.0);
+    const double p_target = exp(u_target) / s->e;
+    const double onehot_part = w_target * onehot_share;
+    double at_target = onehot_part * (p_target - 1.0);
+    if (b->mode != CROSS_ENTROPY) {
+        const double q_target = labo ? exp(u_target / b->tau) : !masked;
+        at_target += alpha * (mean_w * p_target - w_target * q_target / s->q);
+        result.from_q = (float)(factor * alpha / s->q);
+    }
+    result.from_e = (float)(factor * (onehot_part + alpha * mean_w) / s->e);
+    result.at_target = (float)(factor * at_target);
+    return result;
+}
+
+/*
+ * The names below mean another type or function for each instruction set. An instruction set
+ * defines ISA, LANES, TARGET and the operations; then the file includes itself.
+ */
+#define INLINE ALWAYS_INLINE TARGET
+#define JOIN_EXPANDED(name, isa) name##_##isa
+#define JOIN(name, isa) JOIN_EXPANDED(name, isa)
+#define vec JOIN(vec, ISA)
+#define vec_sums JOIN(vec_sums, ISA)
+#define vec_buffer JOIN(vec_buffer, ISA)
+#define splat JOIN(splat, ISA)
+#define mul_add JOIN(mul_add, ISA)
+#define maximum JOIN(maximum, ISA)
+#define nearest JOIN(nearest, ISA)
+#define fraction JOIN(fraction, ISA)
+#define scale_by_power JOIN(scale_by_power, ISA)
+#define zero_below JOIN(zero_below, ISA)
+#define load JOIN(load, ISA)
+#define store JOIN(store, ISA)
+#define total JOIN(total, ISA)
+#define add_totals JOIN(add_totals, ISA)
+#define row_max JOIN(row_max, ISA)
+#define exp_of JOIN(exp_of, ISA)
+#define q_of JOIN(q_of, ISA)
+#define sum_stretch JOIN(sum_stretch, ISA)
+#define sum_row JOIN(sum_row, ISA)
+#define write_gradient JOIN(write_gradient, ISA)
+#define run_variant JOIN(run_variant, ISA)
+#define choose_weighted JOIN(choose_weighted, ISA)
+#define choose_mode JOIN(choose_mode, ISA)
+#define run_batch JOIN(run_batch, ISA)
+
+/* ---- portable: vectors as GCC and clang have them on any CPU, single floats elsewhere ---- */
+
+#define ISA portable
+#define TARGET
+#ifdef __GNUC__
+#define LANES 4
+typedef float vec __attribute__((vector_size(16)));
+typedef uint32_t vec_bits __attribute__((vector_size(16)));
+#define MASK(condition) ((vec_bits)(condition))
+#else
+#define LANES 1
+typedef float vec;
+typedef uint32_t vec_bits;
+#define MASK(condition) ((vec_bits)0 - (vec_bits)(condition))
+#endif
+
+INLINE vec_bits to_bits(vec x)
+{
+    vec_bits bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE vec from_bits(vec_bits bits)
+{
+    vec x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE vec splat(float x) { return x - (vec){0}; }
+
+INLINE vec mul_add(vec a, vec b, vec c) { return a * b + c; }
+
+/* b if either is NaN, as the instructions of x86 have it. */
+INLINE vec maximum(vec a, vec b)
+{
+    const vec_bits first = MASK(a > b);
+    return from_bits((first & to_bits(a)) | (~first & to_bits(b)));
+}
+
+/* Adding 1.5 * 2^23 leaves no bits for a fraction. */
+INLINE vec nearest(vec x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+
+/* The leading 12 bits: the product of two such numbers is exact. */
+INLINE vec shortened(vec x) { return from_bits(to_bits(x) & 0xfffff000u); }
+
+/* u * r - n, which is small: the large product must not be rounded before n is subtracted. */
+INLINE vec fraction(vec u, rate r, vec n)
+{
+    const vec u_top = shortened(u), r_top = shortened(splat(r.high));
+    const vec r_rest = (r.high - r_top) + r.low;
+    return (u_top * r_top - n) + ((u - u_top) * r_top + u * r_rest);
+}
+
+/* x * 2^n, where n is whole; its low bits are those of n + 1.5 * 2^23. */
+INLINE vec scale_by_power(vec x, vec n)
+{
+    return x * from_bits((to_bits(n + 0x1.8p23f) + 127) << 23);
+}
+
+/* 0 where x < low, else the value: also where x is NaN. */
+INLINE vec zero_below(vec x, float low, vec value)
+{
+    return from_bits(~MASK(x < low) & to_bits(value));
+}
+
+INLINE vec load(const void *row, int64_t at, bool bf16)
+{
+    float lanes[LANES];
+    vec x;
+    for (int k = 0; k < LANES; k++)
+        lanes[k] = get(row, at + k, bf16);
+    memcpy(&x, lanes, sizeof x);
+    return x;
+}
+
+INLINE void store(void *row, int64_t at, vec x, bool bf16)
+{
+    float lanes[LANES];
+    memcpy(lanes, &x, sizeof x);
+    for (int k = 0; k < LANES; k++)
+        put(row, at + k, lanes[k], bf16);
+}
+
+/* In double: next to the 1 of the largest logit, small sums of other lanes would be lost. */
+INLINE double total(vec x)
+{
+    float lanes[LANES];
+    double sum = 0.0;
+    memcpy(lanes, &x, sizeof x);
+    for (int k = 0; k < LANES; k++)
+        sum += lanes[k];
+    return sum;
+}
+
+#include "native.c"
+
+#ifdef X86_VECTORS
+
+/* ---- AVX2 and FMA ---- */
+
+#undef ISA
+#undef LANES
+#undef TARGET
+#define ISA avx2
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma")))
+typedef __m256 vec;
+
+INLINE vec splat(float x) { return _mm256_set1_ps(x); }
+INLINE vec mul_add(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec maximum(vec a, vec b) { return _mm256_max_ps(a, b); }
+
+INLINE vec nearest(vec x)
+{
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+INLINE vec fraction(vec u, rate r, vec n)
+{
+    return mul_add(u, splat(r.low), _mm256_fmsub_ps(u, splat(r.high), n));
+}
+
+INLINE vec scale_by_power(vec x, vec n)
+{
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return x * _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+
+INLINE vec zero_below(vec x, float low, vec value)
+{
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, splat(low), _CMP_LT_OQ), value);
+}
+
+INLINE vec load(const void *row, int64_t at, bool bf16)
+{
+    if (!bf16)
+        return _mm256_loadu_ps((const float *)row + at);
+    const __m128i narrow = _mm_loadu_si128((const void *)((const uint16_t *)row + at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+}
+
+INLINE void store(void *row, int64_t at, vec x, bool bf16)
+{
+    if (!bf16) {
+        _mm256_storeu_ps((float *)row + at, x);
+        return;
+    }
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i high = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    const __m128i narrow = _mm_packus_epi32(_mm256_castsi256_si128(result),
+                                            _mm256_extracti128_si256(result, 1));
+    _mm_storeu_si128((void *)((uint16_t *)row + at), narrow);
+}
+
+INLINE double total(vec x)
+{
+    const __m256d four = _mm256_cvtps_pd(_mm256_castps256_ps128(x))
+                         + _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+    return _mm_cvtsd_f64(two) + _mm_cvtsd_f64(_mm_unpackhi_pd(two, two));
+}
+
+#include "native.c"
+
+/* ---- AVX-512 ---- */
+
+#undef ISA
+#undef LANES
+#undef TARGET
+#define ISA avx512
+#define LANES 16
+#define TARGET __attribute__((target("avx512f")))
+typedef __m512 vec;
+
+INLINE vec splat(float x) { return _mm512_set1_ps(x); }
+INLINE vec mul_add(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec maximum(vec a, vec b) { return _mm512_max_ps(a, b); }
+
+INLINE vec nearest(vec x)
+{
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+INLINE vec fraction(vec u, rate r, vec n)
+{
+    return mul_add(u, splat(r.low), _mm512_fmsub_ps(u, splat(r.high), n));
+}
+
+INLINE vec scale_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+
+INLINE vec zero_below(vec x, float low, vec value)
+{
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), value);
+}
+
+INLINE vec load(const void *row, int64_t at, bool bf16)
+{
+    if (!bf16)
+        return _mm512_loadu_ps((const float *)row + at);
+    const __m256i narrow = _mm256_loadu_si256((const void *)((const uint16_t *)row + at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+INLINE void store(void *row, int64_t at, vec x, bool bf16)
+{
+    if (!bf16) {
+        _mm512_storeu_ps((float *)row + at, x);
+        return;
+    }
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i high = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i result = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((void *)((uint16_t *)row + at), _mm512_cvtepi32_epi16(result));
+}
+
+INLINE double total(vec x)
+{
+    const __m256d upper = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
+    return _mm512_reduce_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(x))
+                                + _mm512_cvtps_pd(_mm256_castpd_ps(upper)));
+}
+
+#include "native.c"
+#endif
+
+/* ---- the interface ---- */
+
+typedef struct {
+    const char *name;
+    void (*run)(const batch *b, bool bf16);
+} instruction_set;
+
+static const instruction_set portable = {"portable", run_batch_portable};
+static const instruction_set *active = &portable;
+
+#ifdef X86_VECTORS
+static const instruction_set avx2 = {"avx2", run_batch_avx2};
+static const instruction_set avx512 = {"avx512", run_batch_avx512};
+
+static bool has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+static bool has_avx512(void) { return __builtin_cpu_supports("avx512f"); }
+
+/* Runs when the library is loaded, before any thread can call it. */
+__attribute__((constructor)) static void choose(void)
+{
+    __builtin_cpu_init();
+    active = has_avx512() ? &avx512 : has_avx2() ? &avx2 : &portable;
+}
+#endif
+
+/* The instruction set in use. */
+EXPORT const char *labo_native_isa(void) { return active->name; }
+
+/* For tests, while no other thread calls: use this instruction set. 0 if that is not possible. */
+EXPORT int labo_native_select(const char *isa)
+{
+    const instruction_set *wanted = NULL;
+    if (!strcmp(isa, "portable"))
+        wanted = &portable;
+#ifdef X86_VECTORS
+    if (!strcmp(isa, "avx2") && has_avx2())
+        wanted = &avx2;
+    if (!strcmp(isa, "avx512") && has_avx512())
+        wanted = &avx512;
+#endif
+    if (!wanted)
+        return 0;
+    active = wanted;
+    return 1;
+}
+
+/* The first row whose target is neither a class nor ignored, or -1; the weight of all others. */
+EXPORT int64_t labo_check_targets(const int64_t *target, int64_t rows, int64_t classes,
+                                  int64_t ignore_index, const float *weight, double *denominator)
+{
+    *denominator = 0.0;
+    for (int64_t i = 0; i < rows; i++) {
+        if (target[i] == ignore_index)
+            continue;
+        if (target[i] < 0 || target[i] >= classes)
+            return i;
+        *denominator += weight ? weight[target[i]] : 1.0;
+    }
+    return -1;
+}
+
+EXPORT void labo_rows_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
+                          const int64_t *target, int64_t ignore_index, const float *weight,
+                          int32_t mode, double alpha, double tau, double rho, double scale,
+                          const float *row_scale, float *values, float *grad, int64_t grad_stride)
+{
+    const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
+                     tau, rho, scale, row_scale, values, grad, grad_stride};
+    active->run(&b, false);
+}
+
+EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes, int64_t stride,
+                           const int64_t *target, int64_t ignore_index, const float *weight,
+                           int32_t mode, double alpha, double tau, double rho, double scale,
+                           const float *row_scale, float *values, uint16_t *grad,
+                           int64_t grad_stride)
+{
+    const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
+                     tau, rho, scale, row_scale, values, grad, grad_stride};
+    active->run(&b, true);
+}
+
+#else /* LANES is defined: the row loops, for one instruction set */
+
+typedef struct {
+    vec e, ue, q, qu, wq, wqu;
+} vec_sums;
+
+/* One vector in the type of the logits. */
+typedef union {
+    float f32[LANES];
+    uint16_t bf16[LANES];
+} vec_buffer;
+
+INLINE void add_totals(row_sums *all, const vec_sums *s)
+{
+    all->e += total(s->e);
+    all->ue += total(s->ue);
+    all->q += total(s->q);
+    all->qu += total(s->qu);
+    all->wq += total(s->wq);
+    all->wqu += total(s->wqu);
+}
+
+/* May miss a NaN, which the sums then meet. */
+TARGET static float row_max(const row_view *row, bool bf16)
+{
+    vec top = splat(-INFINITY);
+    for (int part = 0; part < 2; part++) {
+        const span s = row->parts[part];
+        for (int64_t at = 0; at < s.classes; at += LANES)
+            top = maximum(top, load(s.logits, at, bf16));
+    }
+    float lanes[LANES], result = -INFINITY;
+    store(lanes, 0, top, false);
+    for (int k = 0; k < LANES; k++)
+        result = lanes[k] > result ? lanes[k] : result;
+    return result;
+}
+
+/*
+ * exp(u / temperature) for u <= 0 to within 2 ulp; 0 if that is no normal number; NaN for NaN.
+ * The polynomial is the one of its degree nearest to 2^f on [-1/2, 1/2] that has 2^0 = 1.
+ */
+INLINE vec exp_of(vec u, rate r)
+{
+    const vec exponent = u * splat(r.high);
+    const vec n = nearest(exponent);
+    const vec f = fraction(u, r, n);
+    vec power = splat(0.00132647273f);
+    power = mul_add(power, f, splat(0.00967151299f));
+    power = mul_add(power, f, splat(0.0555073358f));
+    power = mul_add(power, f, splat(0.240222424f));
+    power = mul_add(power, f, splat(0.693147004f));
+    power = mul_add(power, f, splat(1.0f));
+    return zero_below(exponent, -126.0f, scale_by_power(power, n));
+}
+
+/* The q of the comment at the top of this file. */
+INLINE vec q_of(vec z, vec u, rate over_tau, variant v)
+{
+    if (v.mode == LABEL_SMOOTHING)
+        return zero_below(z, -FLT_MAX, splat(1.0f));
+    return exp_of(u, over_tau);
+}
+
+/* The sums over the classes from `at` to `end`. */
+INLINE vec_sums sum_stretch(const row_view *row, span s, int64_t at, int64_t end, variant v)
+{
+    const vec none = splat(0.0f), top = splat(row->top);
+    const rate over_one = row->over_one, over_tau = row->over_tau;
+    vec_sums sums = {none, none, none, none, none, none};
+    for (; at < end; at += LANES) {
+        const vec z = load(s.logits, at, v.bf16);
+        /* Finite, so that 0 * u is 0 for a masked class. */
+        const vec u = maximum(splat(-FLT_MAX), z - top);
+        const vec e = exp_of(u, over_one);
+        sums.e += e;
+        if (s.kept_e)
+            store(s.kept_e, at, e, false);
+        if (v.mode == LABO_ADAPTIVE)
+            sums.ue = mul_add(u, e, sums.ue);
+        if (v.mode == CROSS_ENTROPY)
+            continue;
+        const vec q = q_of(z, u, over_tau, v);
+        sums.q += q;
+        if (s.kept_q)
+            store(s.kept_q, at, q, false);
+        if (v.mode == LABEL_SMOOTHING || v.weighted)
+            sums.qu = mul_add(u, q, sums.qu);
+        if (v.weighted) {
+            const vec wq = load(s.weight, at, false) * q;
+            sums.wq += wq;
+            sums.wqu = mul_add(u, wq, sums.wqu);
+        }
+    }
+    return sums;
+}
+
+INLINE row_sums sum_row(const row_view *row, variant v)
+{
+    /* The error of a float sum grows with its length: only short stretches are left to float. */
+    const int64_t stretch = 64 * LANES;
+    row_sums all = {0};
+    for (int part = 0; part < 2; part++) {
+        const span s = row->parts[part];
+        for (int64_t at = 0; at < s.classes; at += stretch) {
+            const int64_t end = s.classes - at < stretch ? s.classes : at + stretch;
+            const vec_sums sums = sum_stretch(row, s, at, end, v);
+            add_totals(&all, &sums);
+        }
+    }
+    return all;
+}
+
+INLINE void write_gradient(const row_view *row, const row_result *result, variant v)
+{
+    const vec top = splat(row->top);
+    const vec from_e = splat(result->from_e), from_q = splat(-result->from_q);
+    const rate over_one = row->over_one, over_tau = row->over_tau;
+    for (int part = 0; part < 2; part++) {
+        const span s = row->parts[part];
+        for (int64_t at = 0; at < s.classes; at += LANES) {
+            const vec z = load(s.logits, at, v.bf16);
+            const vec u = z - top;
+            const vec e = s.kept_e ? load(s.kept_e, at, false) : exp_of(u, over_one);
+            vec gradient = e * from_e;
+            if (v.mode != CROSS_ENTROPY) {
+                vec q = s.kept_q ? load(s.kept_q, at, false) : q_of(z, u, over_tau, v);
+                if (v.weighted)
+                    q *= load(s.weight, at, false);
+                gradient = mul_add(q, from_q, gradient);
+            }
+            store(s.grad, at, gradient, v.bf16);
+        }
+    }
+}
+
+INLINE row_result run_variant(const batch *b, int64_t i, double u_target, const row_view *row,
+                              variant v)
+{
+    const row_sums sums = sum_row(row, v);
+    const row_result result = finish_row(b, i, u_target, &sums);
+    if (b->grad)
+        write_gradient(row, &result, v);
+    return result;
+}
+
+/* Run-time choices turn into constants here. The cross entropy sums no weights. */
+INLINE row_result choose_weighted(const batch *b, int64_t i, double u_target, const row_view *row,
+                                  int mode, bool bf16)
+{
+    if (b->weight && mode != CROSS_ENTROPY)
+        return run_variant(b, i, u_target, row, (variant){mode, true, bf16});
+    return run_variant(b, i, u_target, row, (variant){mode, false, bf16});
+}
+
+INLINE row_result choose_mode(const batch *b, int64_t i, double u_target, const row_view *row,
+                              bool bf16)
+{
+    switch (b->mode) {
+    case CROSS_ENTROPY:
+        return choose_weighted(b, i, u_target, row, CROSS_ENTROPY, bf16);
+    case LABEL_SMOOTHING:
+        return choose_weighted(b, i, u_target, row, LABEL_SMOOTHING, bf16);
+    case LABO_FIXED:
+        return choose_weighted(b, i, u_target, row, LABO_FIXED, bf16);
+    default:
+        return choose_weighted(b, i, u_target, row, LABO_ADAPTIVE, bf16);
+    }
+}
+
+TARGET static void run_batch(const batch *b, bool bf16)
+{
+    const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
+    const int64_t rest = b->classes % LANES, whole = b->classes - rest;
+    const bool keep = b->grad && b->classes <= KEPT;
+    float kept_e[KEPT], kept_q[KEPT], tail_weight[LANES] = {0};
+    vec_buffer tail_logits, tail_grad;
+    for (int k = 0; k < LANES; k++)
+        put(&tail_logits, k, -INFINITY, bf16);
+    if (b->weight)
+        memcpy(tail_weight, b->weight + whole, (size_t)rest * sizeof(float));
+
+    row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau)};
+    row.parts[0] = (span){.weight = b->weight, .classes = whole};
+    row.parts[1] = (span){&tail_logits, tail_weight, &tail_grad, .classes = rest ? LANES : 0};
+    for (int part = 0; keep && part < 2; part++) {
+        row.parts[part].kept_e = kept_e + part * whole;
+        row.parts[part].kept_q = kept_q + part * whole;
+    }
+
+    for (int64_t i = 0; i < b->rows; i++) {
+        const int64_t y = b->target[i];
+        const char *logits = (const char *)b->logits + i * b->stride * size;
+        char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
+        if (y == b->ignore_index || y < 0 || y >= b->classes) {
+            b->values[i] = y == b->ignore_index ? 0.0f : NAN;
+            if (grad)
+                memset(grad, 0, (size_t)(b->classes * size));
+            continue;
+        }
+        memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
+        row.parts[0].logits = logits;
+        row.parts[0].grad = grad;
+        row.top = row_max(&row, bf16);
+        const double u_target = get(logits, y, bf16) - row.top;
+        const row_result result = bf16 ? choose_mode(b, i, u_target, &row, true)
+                                       : choose_mode(b, i, u_target, &row, false);
+        b->values[i] = (float)result.value;
+        if (grad) {
+            memcpy(grad + whole * size, &tail_grad, (size_t)(rest * size));
+            put(grad, y, result.at_target, bf16);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,228 @@
+"""The C kernel on the CPU: float32 and bfloat16 rows, split over Python threads.
+
+``native.c`` has no Python in it and is opened with ctypes, which releases the GIL during a call.
+The rows are therefore shared out by plain threads: a second OpenMP runtime beside PyTorch's would
+fight with it for the cores. Everything is checked here before a pointer is handed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import out_of_range
+from .spec import RowSpec
+
+# Below this many logits a second thread costs more than it brings.
+_PER_THREAD = 1 << 16
+
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_ROWS_ARGUMENTS: list[Any] = [
+    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
+    *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
+    *(ctypes.c_int32, _DOUBLE, _DOUBLE, _DOUBLE),  # mode, alpha, tau, rho
+    *(_DOUBLE, _POINTER, _POINTER, _POINTER, _INT),  # scale, row_scale, values, grad, grad_stride
+]
+
+
+class _Library:
+    """The opened library: its functions with their types, or why there is none."""
+
+    def __init__(self) -> None:
+        built = sorted(Path(__file__).parent.glob("_native*.so"))
+        built += sorted(Path(__file__).parent.glob("_native*.pyd"))
+        if not built:
+            raise OSError("the C kernel was not built (no C compiler at install time)")
+        library = ctypes.CDLL(str(built[0]))
+        self.rows = {
+            torch.float32: library.labo_rows_f32,
+            torch.bfloat16: library.labo_rows_bf16,
+        }
+        for function in self.rows.values():
+            function.argtypes = _ROWS_ARGUMENTS
+            function.restype = None
+        self.check_targets = library.labo_check_targets
+        self.check_targets.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER]
+        self.check_targets.restype = _INT
+        self.isa = library.labo_native_isa
+        self.isa.restype = ctypes.c_char_p
+        self.select = library.labo_native_select
+        self.select.argtypes = [ctypes.c_char_p]
+
+
+@cache
+def _library() -> _Library | str:
+    try:
+        return _Library()
+    except (OSError, AttributeError) as problem:
+        return str(problem)
+
+
+@torch.compiler.assume_constant_result
+def unavailable() -> str | None:
+    """Why the kernel cannot be used here, or None if it can."""
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+def refuses(logits: Tensor) -> str | None:
+    """Why the kernel cannot take these logits, or None if it can."""
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        return f"the C kernel takes float32 and bfloat16, not {logits.dtype}"
+    return unavailable()
+
+
+def instruction_set() -> str:
+    """What the kernel runs on: "avx512", "avx2" or "portable"."""
+    return _open().isa().decode()  # type: ignore[no-any-return]
+
+
+def select_instruction_set(name: str) -> bool:
+    """Force an instruction set, for tests; False if this machine or build has it not."""
+    return bool(_open().select(name.encode()))
+
+
+def _open() -> _Library:
+    library = _library()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+class _Workers:
+    """Threads that wait for work; made when first needed, and again in a forked child."""
+
+    def __init__(self) -> None:
+        self.pool: ThreadPoolExecutor | None = None
+        self.size = 0
+
+    def get(self, size: int) -> ThreadPoolExecutor:
+        if self.pool is None or self.size < size:
+            if self.pool is not None:
+                self.pool.shutdown(wait=False)
+            self.pool, self.size = ThreadPoolExecutor(size, "labo"), size
+        return self.pool
+
+    def forget(self) -> None:
+        self.pool, self.size = None, 0
+
+
+_workers = _Workers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.forget)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _as_float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().to("cpu", torch.float32).contiguous()
+
+
+def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor | None) -> float:
+    """Check the targets, and count those that count (or add up their weights).
+
+    Args:
+        target: (N,) int64 on the CPU.
+        classes: K.
+        ignore_index: target of rows that do not count.
+        weight: (K,) class weights.
+    """
+    weight = _as_float(weight)
+    total = ctypes.c_double()
+    bad = _open().check_targets(
+        target.data_ptr(),
+        len(target),
+        classes,
+        ignore_index,
+        _pointer(weight),
+        ctypes.byref(total),
+    )
+    if bad >= 0:
+        raise out_of_range(target, classes, ignore_index)
+    return total.value
+
+
+def rows(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    factor: float | Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Values and gradients of rows; see :mod:`labo.fused.spec` for the contract."""
+    problem = refuses(logits)
+    if problem:
+        raise ValueError(problem)
+    if logits.device.type != "cpu" or target.device.type != "cpu":
+        raise ValueError(f"the C kernel runs on the CPU, got {logits.device} and {target.device}")
+    count, classes = logits.shape
+    if target.shape != (count,) or target.dtype != torch.int64:
+        raise ValueError(f"target must be int64 of shape ({count},)")
+    if logits.stride(1) != 1 and classes > 1:
+        logits = logits.contiguous()
+    target = target.contiguous()
+    weight = _as_float(weight)
+    if weight is not None and weight.shape != (classes,):
+        raise ValueError(f"weight must have shape ({classes},), got {tuple(weight.shape)}")
+    values = torch.empty(count, dtype=torch.float32)
+    grad = None
+    row_factor = None
+    if factor is not None:
+        grad = (
+            torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+        )
+        if grad.shape != logits.shape or grad.dtype != logits.dtype or grad.device != logits.device:
+            raise ValueError("out must have the shape, dtype and device of the logits")
+        if grad.stride(1) != 1 and classes > 1:
+            raise ValueError("out must be contiguous along the classes")
+        if isinstance(factor, Tensor):
+            row_factor = _as_float(factor)
+            if row_factor is None or row_factor.shape != (count,):
+                raise ValueError(f"factor must be a number or have shape ({count},)")
+    function = _open().rows[logits.dtype]
+    scale = factor if isinstance(factor, int | float) else 1.0
+
+    def run(start: int, stop: int) -> None:
+        item = logits.element_size()
+        function(
+            logits.data_ptr() + start * logits.stride(0) * item,
+            stop - start,
+            classes,
+            logits.stride(0),
+            target.data_ptr() + start * 8,
+            ignore_index,
+            _pointer(weight),
+            spec.mode,
+            spec.alpha,
+            spec.tau,
+            spec.rho,
+            scale,
+            None if row_factor is None else row_factor.data_ptr() + start * 4,
+            values.data_ptr() + start * 4,
+            None if grad is None else grad.data_ptr() + start * grad.stride(0) * item,
+            0 if grad is None else grad.stride(0),
+        )
+
+    threads = max(1, min(torch.get_num_threads(), count, count * classes // _PER_THREAD))
+    if threads == 1:
+        run(0, count)
+    else:
+        edges = [count * i // threads for i in range(threads + 1)]
+        pool = _workers.get(threads - 1)
+        others = [pool.submit(run, edges[i], edges[i + 1]) for i in range(1, threads)]
+        run(edges[0], edges[1])
+        for other in others:
+            other.result()
+    return values, grad
