@@ -267,6 +267,18 @@ def test_second_backward_is_refused(impl):
 
 
 @each_layer
+def test_gradient_of_the_gradient_is_refused(impl):
+    logits, target = sample(4, 9)
+    leaf = logits.requires_grad_()
+    loss = F.labo_loss(leaf, target, impl=impl)
+    with pytest.raises(RuntimeError, match='create_graph=True.* use impl="reference"'):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+    loss = F.labo_loss(leaf, target, impl="reference")
+    (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    assert slope.requires_grad
+
+
+@each_layer
 def test_no_gradient_wanted_none_made(impl):
     logits, target = sample(4, 9)
     loss = F.labo_loss(logits, target, impl=impl)

@@ -1,14 +1,12 @@
 """The Triton kernels against the definition in float64.
 
-Without a GPU the kernels run under Triton's interpreter, which has to be chosen before Triton is
-first imported.
+Without a GPU the kernels run under Triton's interpreter, which conftest.py chooses.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -20,8 +18,6 @@ from torch.nn import functional as F
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # The interpreter is NumPy, which warns of the NaN and infinities that the tests feed it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -19,14 +19,17 @@ def upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+_SPLIT = 1 << 15  # PyTorch's grain size: shorter sums stay in one thread
+
+
 def row_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension; the bits of a row depend on nothing but that row.
 
-    PyTorch splits a sum with a single result over threads, so that its bits change with their
+    PyTorch splits a long sum with a single result over threads, so that its bits change with their
     number. Two results are never split within a row: a lone row is summed twice, at the cost of
     one.
     """
-    if x.numel() == x.shape[-1] and not torch.compiler.is_compiling():
+    if x.numel() == x.shape[-1] >= _SPLIT and not torch.compiler.is_compiling():
         return x.expand(2, *x.shape).sum(-1)[0]
     return x.sum(-1)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._rows import row_sum
@@ -36,9 +35,11 @@ def backends() -> dict[str, str]:
     }
 
 
-@torch.compiler.assume_constant_result
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def _triton_unavailable() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "triton is not installed"
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -121,11 +122,10 @@ def run_rows(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The contract of :mod:`labo.fused.spec`, by the named layer."""
-    layers: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-        "blocked": blocked.rows,
-        "native": native.rows if logits.device.type == "cpu" else _triton_rows,
-    }
-    return layers[impl](
+    rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
+    if impl == "native":
+        rows = native.rows if logits.device.type == "cpu" else _triton_rows
+    return rows(
         logits, target, spec, weight=weight, ignore_index=ignore_index, factor=factor, out=out
     )
 
@@ -181,6 +181,19 @@ def denominator(
 # ------------------------------------------------------------------ autograd
 
 
+class _Call(NamedTuple):
+    """What is constant in a call: one argument for autograd to look at instead of eight."""
+
+    target: Tensor
+    weight: Tensor | None
+    spec: RowSpec
+    ignore_index: int
+    divisor: float | Tensor
+    reduction: str
+    impl: str
+    inplace: bool
+
+
 class _RowLoss(torch.autograd.Function):
     """Eager mode: value and gradient in the forward pass, times what comes from above in backward.
 
@@ -188,37 +201,38 @@ class _RowLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        spec: RowSpec,
-        ignore_index: int,
-        divisor: float | Tensor,
-        reduction: str,
-        impl: str,
-        inplace: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
         factor = None
         if ctx.needs_input_grad[0]:
-            factor = 1 / divisor
+            factor = 1 / call.divisor
             if isinstance(factor, Tensor):
-                factor = factor.expand(len(target))
-        out = logits if inplace else None
-        values, ctx.grad = run_rows(impl, logits, target, spec, weight, ignore_index, factor, out)
-        return values if reduction == "none" else row_sum(values) / divisor
+                factor = factor.expand(len(call.target))
+        values, ctx.grad = run_rows(
+            call.impl,
+            logits,
+            call.target,
+            call.spec,
+            call.weight,
+            call.ignore_index,
+            factor,
+            logits if call.inplace else None,
+        )
+        return values if call.reduction == "none" else row_sum(values) / call.divisor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the fused losses are differentiable once: for a gradient of their gradient "
+                '(create_graph=True) use impl="reference"'
+            )
         grad, ctx.grad = ctx.grad, None
         if grad is None:
             raise RuntimeError(
                 "a second backward pass through this loss: its gradient was handed out by the "
                 'first one. Compute the loss again, or use impl="reference"'
             )
-        return (times_upstream(grad, upstream), *(None,) * 8)
+        return times_upstream(grad, upstream), None
 
 
 @torch.library.custom_op("labo::rows", mutates_args=())
@@ -291,18 +305,20 @@ def row_loss(
     _checks.check_weight(weight, classes)
     if inplace:
         _check_inplace(logits)
-    flat = logits.movedim(dim, -1).reshape(-1, classes)
-    labels = target.reshape(-1).long()
+    # Every view is a node in the graph, and at small sizes nodes are what costs.
+    flat, labels = logits, target
+    if logits.dim() != 2 or dim == 0 or dim == -2:
+        flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
+    if labels.dtype != torch.int64:
+        labels = labels.long()
     total = denominator(labels, classes, ignore_index, weight)
     divisor = total if reduction == "mean" else 1.0
     if torch.compiler.is_compiling():
-        hyper = (spec.mode, spec.alpha, spec.tau, spec.rho, ignore_index, impl)
-        values, _ = rows_op(flat, labels, weight, flat.requires_grad, *hyper)
+        values, _ = rows_op(flat, labels, weight, flat.requires_grad, *spec, ignore_index, impl)
         value = values if reduction == "none" else row_sum(values) / divisor
     else:
-        value = _RowLoss.apply(
-            flat, labels, weight, spec, ignore_index, divisor, reduction, impl, inplace
-        )
+        call = _Call(labels, weight, spec, ignore_index, divisor, reduction, impl, inplace)
+        value = _RowLoss.apply(flat, call)
     if inplace:
         # The kernel wrote behind autograd's back: whoever saved these logits must be told.
         logits.detach()[:0].zero_()

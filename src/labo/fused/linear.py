@@ -403,7 +403,7 @@ def _operator(
 ) -> Tensor:
     """LABO, label smoothing or cross entropy in a graph: one operator."""
     tensors = (head.input, head.weight, head.bias, target, loss.weight)
-    fixed = (spec.mode, spec.alpha, spec.tau, spec.rho, loss.ignore_index, layer, chunk)
+    fixed = (*spec, loss.ignore_index, layer, chunk)
     if loss.reduction == "none":
         return linear_rows_op(*tensors, *fixed)
     if not isinstance(divisor, Tensor):

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from .._checks import out_of_range
 from .spec import RowSpec
 
 # Below this many logits a second thread costs more than it brings.
-_PER_THREAD = 1 << 16
+_PER_THREAD = 1 << 18
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _ROWS_ARGUMENTS: list[Any] = [
@@ -57,19 +60,20 @@ class _Library:
         self.select.argtypes = [ctypes.c_char_p]
 
 
-@cache
-def _library() -> _Library | str:
+def _load() -> tuple[_Library | None, str | None]:
     try:
-        return _Library()
+        return _Library(), None
     except (OSError, AttributeError) as problem:
-        return str(problem)
+        return None, str(problem)
 
 
-@torch.compiler.assume_constant_result
+# At import: it costs a millisecond, and torch.compile can then read the outcome as a constant.
+_LIBRARY, _PROBLEM = _load()
+
+
 def unavailable() -> str | None:
     """Why the kernel cannot be used here, or None if it can."""
-    library = _library()
-    return library if isinstance(library, str) else None
+    return _PROBLEM
 
 
 def refuses(logits: Tensor) -> str | None:
@@ -90,28 +94,50 @@ def select_instruction_set(name: str) -> bool:
 
 
 def _open() -> _Library:
-    library = _library()
-    if isinstance(library, str):
-        raise RuntimeError(library)
-    return library
+    if _LIBRARY is None:
+        raise RuntimeError(_PROBLEM)
+    return _LIBRARY
 
 
 class _Workers:
-    """Threads that wait for work; made when first needed, and again in a forked child."""
+    """Threads that wait for work; made when first needed, and again in a forked child.
+
+    Plain queues: at a hundred microseconds of work a thread pool's futures would cost what the
+    second core brings.
+    """
 
     def __init__(self) -> None:
-        self.pool: ThreadPoolExecutor | None = None
-        self.size = 0
-
-    def get(self, size: int) -> ThreadPoolExecutor:
-        if self.pool is None or self.size < size:
-            if self.pool is not None:
-                self.pool.shutdown(wait=False)
-            self.pool, self.size = ThreadPoolExecutor(size, "labo"), size
-        return self.pool
+        self.forget()
 
     def forget(self) -> None:
-        self.pool, self.size = None, 0
+        self.size = 0
+        self.jobs: SimpleQueue[tuple[Callable[[], None], SimpleQueue[BaseException | None]]]
+        self.jobs = SimpleQueue()
+        self.lock = threading.Lock()
+
+    def share_out(self, jobs: list[Callable[[], None]]) -> None:
+        """Run the jobs side by side, the first one here."""
+        with self.lock:
+            while self.size < len(jobs) - 1:
+                threading.Thread(target=self._work, name="labo", daemon=True).start()
+                self.size += 1
+        done: SimpleQueue[BaseException | None] = SimpleQueue()
+        for job in jobs[1:]:
+            self.jobs.put((job, done))
+        jobs[0]()
+        for problem in [done.get() for _ in jobs[1:]]:
+            if problem is not None:
+                raise problem
+
+    def _work(self) -> None:
+        jobs = self.jobs
+        while True:
+            job, done = jobs.get()
+            try:
+                job()
+                done.put(None)
+            except BaseException as problem:
+                done.put(problem)
 
 
 _workers = _Workers()
@@ -220,9 +246,5 @@ def rows(
         run(0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
-        pool = _workers.get(threads - 1)
-        others = [pool.submit(run, edges[i], edges[i + 1]) for i in range(1, threads)]
-        run(edges[0], edges[1])
-        for other in others:
-            other.result()
+        _workers.share_out([partial(run, *part) for part in pairwise(edges)])
     return values, grad

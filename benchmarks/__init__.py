@@ -1,0 +1,1 @@
+"""What labo costs, beside what it replaces: ``python -m benchmarks`` (or ``make bench``)."""

@@ -1,0 +1,251 @@
+"""``python -m benchmarks``: one table of ratios, results.json, and two plots.
+
+Times are medians of turns taken in one run; a ratio compares two contenders of the same race.
+``--smoke`` runs everything once at tiny sizes: it shows that the benchmark works, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import labo
+
+from . import contenders
+from .memory import in_fresh_process
+from .plot import line_chart
+from .race import race
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours beside a rival, and the ratio to reach."""
+
+    work: str
+    ours: str
+    rival: str
+    value: float
+    rival_value: float
+    unit: str
+    goal: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.rival_value if self.rival_value else float("inf")
+
+
+def _compare(
+    work: str, times: dict[str, float], pairs: list[tuple[str, str, float | None]]
+) -> list[Row]:
+    return [
+        Row(work, ours, rival, 1e3 * times[ours], 1e3 * times[rival], "ms", goal)
+        for ours, rival, goal in pairs
+        if ours in times and rival in times
+    ]
+
+
+def logits_large(smoke: bool) -> list[Row]:
+    rows = []
+    for n, v in [(8, 512), (4, 1024)] if smoke else [(2048, 32768), (512, 131072)]:
+        times = race(contenders.logits_losses(n, v, compiled=not smoke), 1 if smoke else 9)
+        goals: list[tuple[str, str, float | None]] = [
+            ("labo native", "torch LS", 0.40),
+            ("labo blocked", "torch LS", 0.80),
+            ("labo in place", "torch LS", 0.30),
+            ("labo native", "allocate + copy", 2.0),
+            ("labo native", "torch LS compiled", None),
+            ("labo native", "naive LABO", None),
+            ("labo native", "naive LABO compiled", None),
+            ("labo LS native", "torch LS", None),
+        ]
+        rows += _compare(f"loss, N={n} V={v}", times, goals)
+    return rows
+
+
+def logits_small(smoke: bool) -> list[Row]:
+    rows = []
+    for n, v in [(128, 100), (256, 1000)]:
+        work = {
+            name: _repeated(contender, 1 if smoke else 200)
+            for name, contender in contenders.logits_losses(n, v, compiled=False).items()
+        }
+        times = {k: t / (1 if smoke else 200) for k, t in race(work, 1 if smoke else 9).items()}
+        goals: list[tuple[str, str, float | None]] = [
+            ("labo native", "torch LS", 0.60),
+            ("labo blocked", "torch LS", None),
+        ]
+        rows += _compare(f"loss, {n} x {v}", times, goals)
+    return rows
+
+
+def _repeated(work: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            work()
+
+    return run
+
+
+def linear_time(smoke: bool) -> list[Row]:
+    n, d, v = (32, 16, 256) if smoke else (4096, 512, 32768)
+    work = contenders.linear_losses(n, d, v)
+    if smoke:
+        work = {name: f for name, f in work.items() if "compiled" not in name}
+    times = race(work, 1 if smoke else 5)
+    rows = []
+    for ours in ("labo.linear_loss LABO", "labo.linear_loss LS"):
+        goals: list[tuple[str, str, float | None]] = [
+            (ours, "three matrix products", 1.15),
+            (ours, "torch linear + LS compiled", 1.0),
+            (ours, "torch linear + LS", 0.85),
+            (ours, "torch linear_cross_entropy (CE)", 0.85),
+        ]
+        rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, goals)
+    return rows
+
+
+def linear_memory(smoke: bool) -> list[Row]:
+    n, d, v = (64, 16, 512) if smoke else (4096, 512, 32768)
+    names = ["labo.linear_loss LABO", "labo.linear_loss LS", "torch linear + LS"]
+    names += ["torch linear_cross_entropy (CE)"]
+    used = {name: in_fresh_process(name, n, d, v) / 2**20 for name in names}
+    rows = []
+    for ours in names[:2]:
+        for rival, goal in (("torch linear + LS", 0.10), ("torch linear_cross_entropy (CE)", 1.0)):
+            work = f"extra memory, N={n} D={d} V={v}"
+            rows.append(Row(work, ours, rival, used[ours], used[rival], "MiB", goal))
+    return rows
+
+
+def linear_growth(smoke: bool) -> list[Row]:
+    """From 4096 to 65536 tokens: memory constant, time linear (per token, against the first)."""
+    d, v = (16, 256) if smoke else (128, 16384)
+    sizes = (32, 64) if smoke else (4096, 8192, 16384, 32768, 65536)
+    name = "labo.linear_loss LABO"
+    memory = {n: in_fresh_process(name, n, d, v) / 2**20 for n in sizes}
+    per_token = {}
+    for n in sizes:
+        work = contenders.linear_losses(n, d, v, names=(name,))
+        per_token[n] = race(work, 1 if smoke else 3)[name] / n * 1e6
+    first, rows = sizes[0], []
+    for n in sizes[1:]:
+        work_name = f"linear_loss, D={d} V={v}"
+        rows.append(Row(work_name, f"N={n}", f"N={first}", memory[n], memory[first], "MiB", None))
+        times = (per_token[n], per_token[first])
+        rows.append(Row(work_name, f"N={n}", f"N={first}", *times, "us/token", None))
+    return rows
+
+
+def training_steps(smoke: bool) -> list[Row]:
+    rows = []
+    steps = {
+        "step, ResNet18 32x32": contenders.resnet_steps(2 if smoke else 128),
+        "step, Transformer 512/1024": contenders.transformer_steps(
+            *((32, 100, 1) if smoke else (4096, 10_000, 6))
+        ),
+    }
+    for name, work in steps.items():
+        times = race(work, 1 if smoke else 5)
+        goals: list[tuple[str, str, float | None]] = [
+            ("labo LABO", "torch CE", 1.02),
+            ("torch LS", "torch CE", None),
+        ]
+        rows += _compare(name, times, goals)
+    return rows
+
+
+def against_vocabulary(smoke: bool) -> dict[str, str]:
+    """Plots of time and of memory against V."""
+    sizes = (64, 128) if smoke else (1024, 4096, 16384, 65536, 131072)
+    names = ("torch LS", "naive LABO", "labo blocked", "labo native", "labo in place")
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for v in sizes:
+        work = contenders.logits_losses(8 if smoke else 512, v, compiled=False)
+        for name, seconds in race({n: work[n] for n in names}, 1 if smoke else 5).items():
+            times[name].append((v, 1e3 * seconds))
+    weights = ("torch linear + LS", "torch linear_cross_entropy (CE)", "labo.linear_loss LABO")
+    memory = {
+        name: [
+            (v, max(1.0, in_fresh_process(name, 16 if smoke else 2048, 64, v) / 2**20))
+            for v in sizes
+        ]
+        for name in weights
+    }
+    rows = 8 if smoke else 512
+    return {
+        "time.svg": line_chart(f"loss, {rows} rows: time", "classes V", "ms", times),
+        "memory.svg": line_chart("output layer + loss: extra memory", "classes V", "MiB", memory),
+    }
+
+
+SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
+    "large": logits_large,
+    "small": logits_small,
+    "linear": linear_time,
+    "memory": linear_memory,
+    "growth": linear_growth,
+    "steps": training_steps,
+}
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="labo beside what it replaces (forward + backward, float32)")
+    for column in ("work", "ours", "rival", "ours", "rival", "ratio", "to reach"):
+        table.add_column(column, justify="left" if column == "work" else "right")
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.goal:.2f}"
+        style = "" if row.goal is None else "green" if row.ratio <= row.goal else "red"
+        values = (f"{x:.3g} {row.unit}" for x in (row.value, row.rival_value))
+        table.add_row(row.work, row.ours, row.rival, *values, f"{row.ratio:.2f}", goal, style=style)
+    return table
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "labo": labo.__version__,
+        "backends": labo.backends(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for results and plots")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    console = Console()
+    rows: list[Row] = []
+    for name in options.only:
+        with console.status(f"running {name} ..."):
+            rows += SECTIONS[name](options.smoke)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {"machine": _machine(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
+    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    console.print(_table(rows))
+    if set(options.only) == set(SECTIONS):
+        with console.status("running the plots ..."):
+            for name, svg in against_vocabulary(options.smoke).items():
+                (options.out / name).write_text(svg)
+    console.print(f"written: {options.out / 'results.json'}")
+
+
+if __name__ == "__main__":
+    main()

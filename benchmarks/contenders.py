@@ -1,0 +1,180 @@
+"""The work that is timed and weighed: LABO and label smoothing beside their rivals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import labo
+
+Work = Callable[[], object]
+
+
+def naive_labo(logits: Tensor, target: Tensor, tau: float = 1.25, rho: float = 0.5) -> Tensor:
+    """LABO as the paper writes it: build the smoothing distribution, then the smoothed label."""
+    log_p = logits.log_softmax(-1)
+    with torch.no_grad():
+        classes = logits.shape[-1]
+        entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
+        alpha = 1 - rho * entropy / math.log(classes)
+        p_star = (logits / tau).softmax(-1)
+        label = alpha * p_star
+        label.scatter_add_(1, target.unsqueeze(1), 1 - alpha)
+        kl = (p_star * (classes * p_star).log()).sum(-1)
+    return (-(label * log_p).sum(-1) + alpha.squeeze(1) * tau * kl).mean()
+
+
+def torch_ls(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target, label_smoothing=0.1)
+
+
+def _forward_backward(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    loss(x, y).backward()
+    x.grad = None
+
+
+def _in_place(output: Tensor, target: Tensor) -> None:
+    loss = labo.functional.labo_loss(output, target, inplace=True)
+    torch.autograd.grad(loss, output)
+
+
+def logits_losses(rows: int, classes: int, *, compiled: bool = True) -> dict[str, Work]:
+    """Losses on logits of shape (rows, classes)."""
+    torch.manual_seed(0)
+    logits = torch.randn(rows, classes, requires_grad=True)
+    # What a layer would give: not a leaf, so that it may be overwritten. Each turn finds in it what
+    # the turn before left, which costs the same to read.
+    output = logits.detach().clone().requires_grad_() * 1
+    target = torch.randint(classes, (rows,))
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "torch LS": torch_ls,
+        "torch CE": F.cross_entropy,
+        "naive LABO": naive_labo,
+        "labo native": labo.LABOLoss(impl="native"),
+        "labo blocked": labo.LABOLoss(impl="blocked"),
+        "labo LS native": labo.LabelSmoothingLoss(impl="native"),
+    }
+    if compiled:
+        losses["torch LS compiled"] = torch.compile(torch_ls)
+        losses["naive LABO compiled"] = torch.compile(naive_labo)
+    work: dict[str, Work] = {
+        name: partial(_forward_backward, loss, logits, target) for name, loss in losses.items()
+    }
+    work["labo in place"] = partial(_in_place, output, target)
+    work["allocate + copy"] = lambda: torch.empty_like(logits).copy_(logits.detach())
+    return work
+
+
+def _linear_inputs(rows: int, width: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, requires_grad=True)
+    weight = (torch.randn(classes, width) * 0.02).requires_grad_()
+    return x, weight, torch.randint(classes, (rows,))
+
+
+def three_products(x: Tensor, weight: Tensor) -> Work:
+    """The matrix products that any output layer must do: logits, and two gradients of them."""
+    x, weight = x.detach(), weight.detach()
+    logits = torch.empty(len(x), len(weight))
+    d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+
+    def run() -> None:
+        torch.mm(x, weight.T, out=logits)
+        torch.mm(logits, weight, out=d_x)
+        torch.mm(logits.T, x, out=d_weight)
+
+    return run
+
+
+def linear_losses(
+    rows: int, width: int, classes: int, *, names: tuple[str, ...] | None = None
+) -> dict[str, Work]:
+    """Output layer and loss: (rows, width) x (classes, width)."""
+    x, weight, target = _linear_inputs(rows, width, classes)
+
+    def layer_then_ls(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight), target, label_smoothing=0.1)
+
+    losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "labo.linear_loss LABO": lambda x, w, y: labo.linear_loss(x, w, y, labo.LABOLoss()),
+        "labo.linear_loss LS": lambda x, w, y: labo.linear_loss(
+            x, w, y, labo.LabelSmoothingLoss(alpha=0.1)
+        ),
+        "torch linear + LS": layer_then_ls,
+        "torch linear + LS compiled": torch.compile(layer_then_ls),
+        "naive linear + LABO": lambda x, w, y: naive_labo(F.linear(x, w), y),
+    }
+    options = getattr(nn, "LinearCrossEntropyOptions", None)
+    if options is not None:
+        losses["torch linear_cross_entropy (CE)"] = lambda x, w, y: F.linear_cross_entropy(
+            x, w, y, options=options()
+        )
+
+    def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        loss(x, weight, target).backward()
+        x.grad = weight.grad = None
+
+    work: dict[str, Work] = {}
+    if names is None:
+        work["three matrix products"] = three_products(x, weight)
+    for name, loss in losses.items():
+        if names is None or name in names:
+            work[name] = partial(run, loss)
+    return work
+
+
+# ------------------------------------------------------------------ whole training steps
+
+
+def resnet_steps(batch: int) -> dict[str, Work]:
+    """One step of CIFAR ResNet18, with cross entropy and with LABO."""
+    from labo.lab.models.convnets import CONVNETS
+
+    torch.manual_seed(0)
+    model = CONVNETS["resnet18"](100, 3)
+    images, target = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
+    return _steps(model, (images,), target)
+
+
+class _Translator(nn.Module):
+    """A 512/1024/6+6 Transformer with its output layer."""
+
+    def __init__(self, classes: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, 512)
+        self.body = nn.Transformer(512, 4, layers, layers, 1024, 0.0, batch_first=True)
+        self.head = nn.Linear(512, classes, bias=False)
+
+    def forward(self, source: Tensor, prefix: Tensor) -> Tensor:
+        hidden = self.body(self.embedding(source), self.embedding(prefix))
+        result: Tensor = self.head(hidden).flatten(0, 1)
+        return result
+
+
+def transformer_steps(tokens: int, classes: int, layers: int) -> dict[str, Work]:
+    """One step of a Transformer on ``tokens`` target tokens."""
+    torch.manual_seed(0)
+    model = _Translator(classes, layers)
+    shape = (max(1, tokens // 32), 32)
+    source, prefix = torch.randint(classes, shape), torch.randint(classes, shape)
+    return _steps(model, (source, prefix), torch.randint(classes, shape).flatten())
+
+
+def _steps(model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor) -> dict[str, Work]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        optimizer.zero_grad()
+        loss(model(*inputs), target).backward()
+        optimizer.step()
+
+    return {
+        "torch CE": partial(step, F.cross_entropy),
+        "torch LS": partial(step, torch_ls),
+        "labo LABO": partial(step, labo.LABOLoss()),
+    }

@@ -1,0 +1,52 @@
+"""Extra peak memory of one contender, in a fresh process: ``python -m benchmarks.memory``.
+
+Extra is what the process needs at its peak beyond what it held before and the gradients that stay:
+the logits and all that is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import torch
+
+from .contenders import linear_losses
+
+
+def _status(key: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def measure(name: str, rows: int, width: int, classes: int) -> int:
+    """Extra bytes at the peak of one forward + backward, in this process."""
+    # Once at a tiny size: libraries, thread pools and compiled code are not what is weighed.
+    linear_losses(8, width, 64, names=(name,))[name]()
+    work = linear_losses(rows, width, classes, names=(name,))[name]
+    if "compiled" in name:
+        work()
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    before = _status("VmRSS")
+    work()
+    return max(0, _status("VmHWM") - before - 4 * width * (rows + classes))
+
+
+def in_fresh_process(name: str, rows: int, width: int, classes: int) -> int:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.memory", name, *map(str, (rows, width, classes))]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(run.stdout)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    for size in ("rows", "width", "classes"):
+        parser.add_argument(size, type=int)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    print(measure(arguments.name, arguments.rows, arguments.width, arguments.classes))

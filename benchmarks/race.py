@@ -1,0 +1,25 @@
+"""Fair timing on a noisy machine: contenders take turns, and only ratios within a race count."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+
+def race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each contender, over rounds in which each runs once, in turn.
+
+    Whatever disturbs the machine for a while disturbs them all. One round before the first counts
+    nothing: it compiles, allocates and warms up.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_ in range(rounds + 1):
+        for name, contender in contenders.items():
+            gc.collect()
+            start = time.perf_counter()
+            contender()
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
