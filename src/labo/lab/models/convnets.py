@@ -1,0 +1,267 @@
+"""Image classifiers: the networks of the paper's CIFAR and ImageNet tables, and a small one.
+
+``CONVNETS`` names them all. Each entry is a function of ``(num_classes, in_channels)`` that returns
+a plain ``nn.Module`` from images (N, in_channels, H, W) to logits (N, num_classes).
+
+``resnet50`` and ``resnet152`` have torchvision's parameter names, so that its published weights
+load, and its initialisation. The CIFAR networks are those that the paper's scores point to: the
+variants of Teacher-free Knowledge Distillation (Tf-KD), initialised as there, not the larger ones
+of the same names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..._checks import Registry
+
+__all__ = [
+    "CONVNETS",
+    "cifar_mobilenet_v2",
+    "cifar_resnet18",
+    "cifar_resnext29",
+    "resnet50",
+    "resnet152",
+    "small_convnet",
+]
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    """A convolution without bias (a batch norm follows) that keeps the size at stride 1."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """What brings the input of a residual block to the shape of its output."""
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut: (N, inputs, H, W) to (N, outputs, H', W')."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, outputs, 3, stride)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = _conv(outputs, outputs, 3)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return torch.relu(y + self.downsample(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut; with groups, the block of a ResNeXt.
+
+    The stride is on the 3x3 convolution, as in torchvision.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, *, width: int, groups: int = 1
+    ) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3, stride, groups)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv(width, outputs, 1)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = torch.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return torch.relu(y + self.downsample(x))
+
+
+def _conv_bn_relu6(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
+) -> list[nn.Module]:
+    """MobileNetV2's layers; Tf-KD leaves the convolution its bias, idle before a batch norm."""
+    return [
+        nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU6(inplace=True),
+    ]
+
+
+class InvertedResidual(nn.Module):
+    """MobileNetV2's block: expand, 3x3 per channel, project; a shortcut where the shapes agree."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, *, expansion: int) -> None:
+        super().__init__()
+        width = inputs * expansion
+        self.block = nn.Sequential(
+            *_conv_bn_relu6(inputs, width, 1),
+            *_conv_bn_relu6(width, width, 3, stride=stride, padding=1, groups=width),
+            nn.Conv2d(width, outputs, 1),
+            nn.BatchNorm2d(outputs),
+        )
+        self.has_shortcut = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x)
+        return x + y if self.has_shortcut else y
+
+
+def _stage(
+    block: Callable[..., nn.Module],
+    inputs: int,
+    outputs: int,
+    stride: int,
+    depth: int,
+    **options: int,
+) -> nn.Module:
+    """``depth`` blocks, of which the first changes the number of channels and the size."""
+    first = block(inputs, outputs, stride, **options)
+    rest = (block(outputs, outputs, 1, **options) for _ in range(depth - 1))
+    return nn.Sequential(first, *rest)
+
+
+def _sequential(parts: dict[str, nn.Module]) -> nn.Module:
+    """The parts one after the other, under their names."""
+    return nn.Sequential(OrderedDict(parts))
+
+
+def _resnet(
+    stem: dict[str, nn.Module], stages: list[nn.Module], features: int, num_classes: int
+) -> nn.Module:
+    """A residual network, its parts named as in torchvision."""
+    layers = {f"layer{i}": stage for i, stage in enumerate(stages, start=1)}
+    head = {
+        "avgpool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+        "fc": nn.Linear(features, num_classes),
+    }
+    return _sequential({**stem, **layers, **head})
+
+
+def _stem(convolution: nn.Conv2d) -> dict[str, nn.Module]:
+    return {
+        "conv1": convolution,
+        "bn1": nn.BatchNorm2d(convolution.out_channels),
+        "relu": nn.ReLU(inplace=True),
+    }
+
+
+def _fan_out_init(model: nn.Module) -> nn.Module:
+    """He initialisation of the convolutions, as in torchvision; the classifier keeps its own."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def cifar_resnet18(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """ResNet18 for 32x32 images: 3x3 stem, no max-pool; 11,220,132 parameters for 100 classes."""
+    stages = [
+        _stage(BasicBlock, 64, 64, 1, 2),
+        _stage(BasicBlock, 64, 128, 2, 2),
+        _stage(BasicBlock, 128, 256, 2, 2),
+        _stage(BasicBlock, 256, 512, 2, 2),
+    ]
+    return _resnet(_stem(_conv(in_channels, 64, 3)), stages, 512, num_classes)
+
+
+def cifar_resnext29(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """ResNeXt29 8x64d of Tf-KD, the KD teacher; 34,518,948 parameters for 100 classes."""
+    stages = [
+        _stage(Bottleneck, 64, 256, 1, 3, width=512, groups=8),
+        _stage(Bottleneck, 256, 512, 2, 3, width=1024, groups=8),
+        _stage(Bottleneck, 512, 1024, 2, 3, width=2048, groups=8),
+    ]
+    model = _resnet(_stem(_conv(in_channels, 64, 3)), stages, 1024, num_classes)
+    # Tf-KD initialises the classifier too.
+    nn.init.kaiming_normal_(model.get_parameter("fc.weight"))
+    nn.init.zeros_(model.get_parameter("fc.bias"))
+    return _fan_out_init(model)
+
+
+def _imagenet_resnet(depths: tuple[int, ...], num_classes: int, in_channels: int) -> nn.Module:
+    """A bottleneck ResNet for 224x224 images, with ``depths`` blocks in its four stages."""
+    stem = _stem(_conv(in_channels, 64, 7, stride=2))
+    stem["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    stages = [
+        _stage(Bottleneck, 64, 256, 1, depths[0], width=64),
+        _stage(Bottleneck, 256, 512, 2, depths[1], width=128),
+        _stage(Bottleneck, 512, 1024, 2, depths[2], width=256),
+        _stage(Bottleneck, 1024, 2048, 2, depths[3], width=512),
+    ]
+    return _fan_out_init(_resnet(stem, stages, 2048, num_classes))
+
+
+def resnet50(num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
+    """torchvision's ResNet50; 25,557,032 parameters for 1000 classes."""
+    return _imagenet_resnet((3, 4, 6, 3), num_classes, in_channels)
+
+
+def resnet152(num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
+    """torchvision's ResNet152; 60,192,808 parameters for 1000 classes."""
+    return _imagenet_resnet((3, 8, 36, 3), num_classes, in_channels)
+
+
+def cifar_mobilenet_v2(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """MobileNetV2 of Tf-KD for 32x32 images; 2,369,380 parameters for 100 classes.
+
+    The 1x1 stem pads by one pixel: the maps are 34, 17, 9 and 5 pixels wide.
+    """
+    return _sequential(
+        {
+            "stem": nn.Sequential(*_conv_bn_relu6(in_channels, 32, 1, padding=1)),
+            "stage1": _stage(InvertedResidual, 32, 16, 1, 1, expansion=1),
+            "stage2": _stage(InvertedResidual, 16, 24, 2, 2, expansion=6),
+            "stage3": _stage(InvertedResidual, 24, 32, 2, 3, expansion=6),
+            "stage4": _stage(InvertedResidual, 32, 64, 2, 4, expansion=6),
+            "stage5": _stage(InvertedResidual, 64, 96, 1, 3, expansion=6),
+            "stage6": _stage(InvertedResidual, 96, 160, 1, 3, expansion=6),
+            "stage7": _stage(InvertedResidual, 160, 320, 1, 1, expansion=6),
+            "head": nn.Sequential(*_conv_bn_relu6(320, 1280, 1)),
+            "avgpool": nn.AdaptiveAvgPool2d(1),
+            "classifier": nn.Conv2d(1280, num_classes, 1),
+            "flatten": nn.Flatten(),
+        }
+    )
+
+
+def _conv_bn_relu(inputs: int, outputs: int) -> list[nn.Module]:
+    return [_conv(inputs, outputs, 3), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
+def small_convnet(num_classes: int, in_channels: int = 1) -> nn.Module:
+    """Three 3x3 convolutions for images of 4x4 pixels or more (digits, Fashion-MNIST).
+
+    24,058 parameters for 10 classes of grey images; it learns the digits in seconds on a CPU.
+    """
+    return nn.Sequential(
+        *_conv_bn_relu(in_channels, 16),
+        nn.MaxPool2d(2),
+        *_conv_bn_relu(16, 32),
+        nn.MaxPool2d(2),
+        *_conv_bn_relu(32, 64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, num_classes),
+    )
+
+
+CONVNETS = Registry(
+    "model",
+    {
+        "small": small_convnet,
+        "resnet18": cifar_resnet18,
+        "mobilenet-v2": cifar_mobilenet_v2,
+        "resnext29": cifar_resnext29,
+        "resnet50": resnet50,
+        "resnet152": resnet152,
+    },
+)

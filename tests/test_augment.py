@@ -1,0 +1,321 @@
+"""Augmentation: chance as a function of (seed, epoch, sample), and where each pixel comes from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labo.lab import augment
+from labo.lab.augment import RESIZED_CROP_DRAWS, uniforms
+from labo.lab.seeds import mix
+
+INDEX = torch.arange(4096)
+
+
+def numbered(n: int, channels: int = 2, height: int = 6, width: int = 5) -> torch.Tensor:
+    """Images in which no two pixels of a channel are equal and none is 0."""
+    pixels = 1 + torch.arange(channels * height * width).view(channels, height, width)
+    return ((pixels + 7 * torch.arange(n).view(-1, 1, 1, 1)) % 250 + 1).to(torch.uint8)
+
+
+def splitmix64(x: int) -> int:
+    """The finalizer as published, in Python's unbounded integers."""
+    mask = (1 << 64) - 1
+    x &= mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def test_uniforms_are_the_hash_they_claim_to_be():
+    index = torch.tensor([0, 1, 12_345_678])
+    expected = [
+        [(splitmix64(splitmix64(i + mix(5, "augment", 2)) + j) >> 40) / 2**24 for j in range(3)]
+        for i in index.tolist()
+    ]
+    assert uniforms(5, 2, index, 3).tolist() == expected
+
+
+def test_uniforms_never_change():
+    """Golden: a resumed run may meet another version of PyTorch."""
+    u = uniforms(0, 3, torch.tensor([7, 8]), 2)
+    assert (u * 2**24).tolist() == [[8730580, 10855594], [1376025, 10229019]]
+    assert augment.permutation(0, 3, 8).tolist() == [1, 3, 7, 4, 6, 0, 2, 5]
+    assert augment.beta_draw(0, 4, 1.0) == pytest.approx(0.5628753004362427, abs=1e-12)
+
+
+def test_uniforms_are_uniform():
+    u = uniforms(1, 0, INDEX, 16)
+    assert u.dtype == torch.float32
+    assert u.min() >= 0
+    assert u.max() < 1
+    counts = torch.histc(u, bins=64, min=0, max=1)
+    expected = u.numel() / 64
+    chi_squared = ((counts - expected) ** 2 / expected).sum().item()
+    assert 63 - 5 * math.sqrt(126) < chi_squared < 63 + 5 * math.sqrt(126)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda u: uniforms(1, 0, INDEX + 1, 4),
+        lambda u: uniforms(1, 1, INDEX, 4),
+        lambda u: uniforms(2, 0, INDEX, 4),
+        lambda u: uniforms(1, 0, INDEX, 4, stream="other"),
+        lambda u: u.roll(1, 1),
+    ],
+    ids=["sample", "epoch", "seed", "stream", "draw"],
+)
+def test_neighbouring_uniforms_are_uncorrelated(other):
+    u = uniforms(1, 0, INDEX, 4)
+    pair = torch.stack([u.flatten(), other(u).flatten()])
+    assert torch.corrcoef(pair)[0, 1].abs() < 5 / math.sqrt(u.numel())
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=20), st.integers(0, 19))
+@settings(max_examples=50, deadline=None)
+def test_a_sample_draws_the_same_alone_and_in_any_batch(samples, place):
+    place %= len(samples)
+    batch = uniforms(3, 9, torch.tensor(samples), 5)
+    alone = uniforms(3, 9, torch.tensor([samples[place]]), 2)
+    assert torch.equal(batch[place, :2], alone[0])
+
+
+def test_global_generator_is_not_touched():
+    before = torch.get_rng_state()
+    uniforms(0, 0, INDEX, 3)
+    augment.permutation(0, 0, 100)
+    augment.beta_draw(0, 0, 0.2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_permutation_is_one():
+    order = augment.permutation(0, 0, 1000)
+    assert order.sort().values.tolist() == list(range(1000))
+    assert not torch.equal(order, augment.permutation(0, 1, 1000))
+    assert not torch.equal(order, augment.permutation(1, 0, 1000))
+    displaced = (order - torch.arange(1000)).abs().float().mean()
+    assert displaced.item() == pytest.approx(1000 / 3, rel=0.1)
+
+
+@pytest.mark.parametrize("a", [0.2, 1.0, 3.0])
+def test_beta_draws_have_the_moments_of_beta(a):
+    draws = torch.tensor([augment.beta_draw(0, step, a) for step in range(4000)])
+    variance = 1 / (4 * (2 * a + 1))
+    assert ((draws >= 0) & (draws <= 1)).all()
+    assert draws.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(variance / 4000))
+    assert draws.var().item() == pytest.approx(variance, rel=0.1)
+
+
+def test_beta_draw_refuses():
+    with pytest.raises(ValueError, match="a must be a number above 0"):
+        augment.beta_draw(0, 0, 0.0)
+
+
+BATCHED = {
+    "crop": (lambda images, u: augment.random_crop(images, u[:, :2], 3), 2),
+    "flip": (lambda images, u: augment.random_flip(images, u[:, 0]), 1),
+    "crop and flip": (lambda images, u: augment.random_crop_flip(images, u), 3),
+    "rotation": (lambda images, u: augment.random_rotation(images, u[:, 0], 40), 1),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_sample_looks_the_same_alone_and_in_any_batch(name):
+    function, count = BATCHED[name]
+    images, index = numbered(33), torch.arange(100, 133)
+    before = images.clone()
+    together = function(images, uniforms(0, 4, index, count))
+    assert together.shape == images.shape
+    assert together.dtype == torch.uint8
+    assert torch.equal(images, before)
+    for chosen in ([5], [32, 0, 7]):
+        some = function(images[chosen], uniforms(0, 4, index[chosen], count))
+        assert torch.equal(some, together[chosen])
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_every_crop_is_a_shifted_copy(flipped):
+    padding, (height, width) = 2, (6, 5)
+    places = torch.cartesian_prod(torch.arange(5), torch.arange(5))
+    images = numbered(25)
+    u = torch.cat([(places + 0.5) / 5, torch.full((25, 1), 0.4 if flipped else 0.5)], 1)
+    crops = augment.random_crop_flip(images, u, padding)
+    for image, crop, (top, left) in zip(images, crops, places.tolist(), strict=True):
+        expected = torch.zeros_like(image)
+        for row in range(height):
+            for column in range(width):
+                y, x = row + top - padding, column + left - padding
+                if 0 <= y < height and 0 <= x < width:
+                    expected[:, row, column] = image[:, y, x]
+        assert torch.equal(crop, expected.flip(-1) if flipped else expected)
+
+
+def test_crops_reach_every_place_and_nothing_beyond():
+    image = torch.full((1, 1, 1, 1), 9, dtype=torch.uint8)
+    extremes = torch.tensor([[0.0, 0.0], [1 - 2**-24, 1 - 2**-24], [0.5, 0.5]])
+    crops = augment.random_crop(image.expand(3, 1, 1, 1), extremes, 4)
+    assert crops.flatten().tolist() == [0, 0, 9]
+    large = augment.random_crop(torch.ones(1, 1, 3, 3), extremes[1:2], 300)
+    assert large.shape == (1, 1, 3, 3)
+
+
+def test_half_of_the_images_are_flipped():
+    u = uniforms(0, 0, INDEX, 1)[:, 0]
+    images = torch.tensor([[0, 1]], dtype=torch.uint8).view(1, 1, 1, 2).expand(4096, 1, 1, 2)
+    share = augment.random_flip(images, u)[..., 0].float().mean()
+    assert share.item() == pytest.approx(0.5, abs=0.04)
+
+
+def test_rotation_by_right_angles_moves_pixels_exactly():
+    image = numbered(1, height=5, width=5)
+    turned = {
+        degrees: augment.random_rotation(image, torch.zeros(1), degrees)
+        for degrees in (0, 90, 180, 360)
+    }
+    assert torch.equal(turned[0], image)
+    assert torch.equal(turned[360], image)
+    assert torch.equal(turned[180], image.flip(-1, -2))
+    assert torch.equal(turned[90], image.rot90(1, (-1, -2)))
+
+
+def test_rotation_fills_corners_with_zeros_and_invents_no_pixel():
+    image = numbered(1, channels=1, height=9, width=9)
+    turned = augment.random_rotation(image, torch.ones(1) * 0.999, 45)
+    assert turned[0, 0, 0, 0] == 0
+    assert turned[0, 0, 4, 4] == image[0, 0, 4, 4]
+    assert set(turned.flatten().tolist()) <= {0, *image.flatten().tolist()}
+
+
+def test_batched_functions_refuse_wrong_shapes():
+    with pytest.raises(ValueError, match=r"u must have shape \(4, 3\)"):
+        augment.random_crop_flip(numbered(4), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"images must have shape \(N, C, H, W\)"):
+        augment.random_flip(numbered(4)[0], torch.zeros(2))
+
+
+def test_resized_crop_of_the_whole_image_is_the_image():
+    image = numbered(1, height=8, width=8)[0]
+    u = torch.full((RESIZED_CROP_DRAWS,), 0.5)
+    assert torch.equal(augment.random_resized_crop(image, u, 8, (1.0, 1.0), (1.0, 1.0)), image)
+
+
+def test_resized_crop_takes_a_part():
+    """A quarter of the area, at the lower right: the ramp's values tell where it lies."""
+    ramp = torch.arange(64, dtype=torch.uint8).view(1, 1, 64).expand(3, 64, 64)
+    u = torch.zeros(RESIZED_CROP_DRAWS)
+    u[-2:] = 1 - 2**-24
+    crop = augment.random_resized_crop(ramp, u, 32, (0.25, 1.0), (1.0, 1.0))
+    assert torch.equal(crop, ramp[:, 32:, 32:])
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 10_000))
+@settings(max_examples=100, deadline=None)
+def test_crop_boxes_lie_inside_and_have_the_right_shape(height, width, sample):
+    u = uniforms(0, 0, torch.tensor([sample]), RESIZED_CROP_DRAWS)[0].tolist()
+    top, left, h, w = augment._crop_box(height, width, u, (0.08, 1.0), (3 / 4, 4 / 3))
+    assert 0 <= top <= top + h <= height
+    assert 0 <= left <= left + w <= width
+    assert h > 0
+    assert w > 0
+    if min(height, width) >= 30:
+        assert h * w / (height * width) > 0.08 * 0.8
+        assert 3 / 4 * 0.8 < w / h < 4 / 3 * 1.25
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "box"),
+    [(10, 100, (0, 43, 10, 13)), (100, 10, (43, 0, 13, 10)), (10, 11, (0, 0, 10, 11))],
+)
+def test_crop_falls_back_on_the_centre(height, width, box):
+    never = [1.0] * RESIZED_CROP_DRAWS
+    assert augment._crop_box(height, width, never, (2.0, 2.0), (3 / 4, 4 / 3)) == box
+
+
+def test_resized_crop_refuses():
+    with pytest.raises(ValueError, match=r"u must have shape \(22,\)"):
+        augment.random_resized_crop(numbered(1)[0], torch.zeros(4), 8)
+    with pytest.raises(ValueError, match="resize must be at least size"):
+        augment.resize_center_crop(numbered(1)[0], 8, 16)
+
+
+def test_center_crop():
+    image = numbered(1, channels=3, height=16, width=24)[0]
+    assert torch.equal(augment.resize_center_crop(image, 16, 8), image[:, 4:12, 8:16])
+    for height, width in ((375, 500), (500, 375), (10, 17), (256, 256)):
+        view = augment.resize_center_crop(torch.full((3, height, width), 77, dtype=torch.uint8))
+        assert view.shape == (3, 224, 224)
+        assert view.dtype == torch.uint8
+        assert (view == 77).all()
+
+
+def test_normalize():
+    images = torch.tensor([0, 255], dtype=torch.uint8).view(1, 2, 1, 1)
+    result = augment.normalize(images, (0.5, 0.25), (0.5, 0.25))
+    assert result.dtype == torch.float32
+    assert result.flatten().tolist() == [-1.0, 3.0]
+    torch.testing.assert_close(augment.normalize(images[0], (0.5, 0.25), (0.5, 0.25)), result[0])
+    with pytest.raises(TypeError, match="images must be uint8"):
+        augment.normalize(images.float(), (0, 0), (1, 1))
+
+
+IMAGES = torch.randn(5, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+TARGET = torch.eye(4)[[0, 1, 2, 3, 0]]
+ORDER = torch.tensor([3, 2, 4, 0, 1])
+
+
+def test_mixup_blends_images_and_labels_alike():
+    before = IMAGES.clone()
+    images, target = augment.mixup(IMAGES, TARGET, 0.7, ORDER)
+    torch.testing.assert_close(images[0], 0.7 * IMAGES[0] + 0.3 * IMAGES[3])
+    torch.testing.assert_close(target[0], torch.tensor([0.7, 0.0, 0.0, 0.3]))
+    torch.testing.assert_close(target.sum(1), torch.ones(5))
+    assert torch.equal(IMAGES, before)
+
+
+@given(st.floats(0, 1), st.floats(0, 0.999), st.floats(0, 0.999))
+@settings(max_examples=100, deadline=None)
+def test_cutmix_mixes_labels_by_the_pixels_it_took(lam, row, column):
+    before = IMAGES.clone()
+    images, target = augment.cutmix(IMAGES, TARGET, lam, (row, column), ORDER)
+    own, other = (images == IMAGES).all(1), (images == IMAGES[ORDER]).all(1)
+    assert (own ^ other).all()
+    share = own[0].float().mean()
+    torch.testing.assert_close(target, share * TARGET + (1 - share) * TARGET[ORDER])
+    assert torch.equal(IMAGES, before)
+
+
+def test_cutmix_box():
+    """Half of each side about the middle; at a corner a quarter of that is left."""
+    images, target = augment.cutmix(IMAGES, TARGET, 0.75, (0.5, 0.5), ORDER)
+    taken = (images[0] != IMAGES[0]).all(0)
+    assert taken.nonzero()[:, 0].unique().tolist() == [2, 3, 4, 5]
+    assert taken.nonzero()[:, 1].unique().tolist() == [2, 3]
+    assert target[0, 3].item() == pytest.approx(8 / 48)
+    _, target = augment.cutmix(IMAGES, TARGET, 0.75, (0.0, 0.0), ORDER)
+    assert target[0, 3].item() == pytest.approx(2 / 48)
+
+
+@pytest.mark.parametrize(("lam", "source"), [(1.0, torch.arange(5)), (0.0, ORDER)])
+def test_mixing_with_all_or_nothing(lam, source):
+    for images, target in (
+        augment.mixup(IMAGES, TARGET, lam, ORDER),
+        augment.cutmix(IMAGES, TARGET, lam, (0.5, 0.5), ORDER),
+    ):
+        assert torch.equal(images, IMAGES[source])
+        assert torch.equal(target, TARGET[source])
+
+
+def test_mixing_refuses():
+    with pytest.raises(ValueError, match="target must be class probabilities"):
+        augment.mixup(IMAGES, TARGET.argmax(1), 0.5, ORDER)
+    with pytest.raises(ValueError, match=r"lam must lie in \[0, 1\]"):
+        augment.cutmix(IMAGES, TARGET, 1.5, (0, 0), ORDER)
+    with pytest.raises(ValueError, match=r"order must have shape \(5,\)"):
+        augment.mixup(IMAGES, TARGET, 0.5, ORDER[:3])
+    with pytest.raises(TypeError, match="images must be floating point"):
+        augment.mixup(IMAGES.to(torch.uint8), TARGET, 0.5, ORDER)

@@ -1,0 +1,157 @@
+"""The image networks: published sizes, torchvision's names, and that the small one learns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from labo._checks import UnknownNameError
+from labo.lab.augment import normalize, permutation
+from labo.lab.data.images import load_images
+from labo.lab.models import convnets
+from labo.lab.models.convnets import CONVNETS
+
+PARAMETERS = {
+    ("resnet18", 100): 11_220_132,
+    ("resnet18", 10): 11_173_962,
+    ("mobilenet-v2", 100): 2_369_380,
+    ("mobilenet-v2", 10): 2_254_090,
+    ("resnext29", 100): 34_518_948,
+    ("resnext29", 10): 34_426_698,
+    ("resnet50", 1000): 25_557_032,
+    ("resnet152", 1000): 60_192_808,
+}
+
+
+@pytest.mark.parametrize(("name", "num_classes"), PARAMETERS)
+def test_published_number_of_parameters(name, num_classes):
+    with torch.device("meta"):
+        model = CONVNETS[name](num_classes, 3)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name, num_classes]
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "size"),
+    [
+        ("small", 1, 8),
+        ("small", 1, 28),
+        ("small", 3, 32),
+        ("resnet18", 1, 8),
+        ("resnet18", 3, 16),
+        ("mobilenet-v2", 3, 16),
+        ("resnext29", 3, 8),
+        ("resnet50", 3, 32),
+        ("resnet152", 3, 32),
+    ],
+)
+def test_images_to_logits_with_gradients_everywhere(name, channels, size):
+    model = CONVNETS[name](7, channels)
+    logits = model(torch.randn(2, channels, size, size))
+    assert logits.shape == (2, 7)
+    logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(UnknownNameError, match="unknown model 'resnet81'; did you mean 'resnet18'"):
+        CONVNETS["resnet81"]
+
+
+def widths(name: str) -> dict[str, int]:
+    """The width of the map that each part of a network makes of 32x32 images."""
+    found = {}
+    with torch.device("meta"):
+        image = torch.empty(2, 3, 32, 32)
+        for part_name, part in CONVNETS[name](10, 3).named_children():
+            image = part(image)
+            found[part_name] = image.shape[-1]
+    return found
+
+
+def test_mobilenet_maps_are_those_of_tf_kd():
+    found = widths("mobilenet-v2")
+    stages = [found[name] for name in ("stem", *(f"stage{i}" for i in range(1, 8)))]
+    assert stages == [34, 34, 17, 9, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnext29"])
+def test_cifar_networks_keep_the_resolution_at_first(name):
+    found = widths(name)
+    assert [found[part] for part in ("conv1", "layer1", "layer2", "layer3")] == [32, 32, 16, 8]
+
+
+def test_resnet50_has_the_state_of_torchvision():
+    with torch.device("meta"):
+        state = convnets.resnet50().state_dict()
+    assert len(state) == 320
+    shapes = {
+        "conv1.weight": (64, 3, 7, 7),
+        "bn1.running_var": (64,),
+        "bn1.num_batches_tracked": (),
+        "layer1.0.conv1.weight": (64, 64, 1, 1),
+        "layer1.0.downsample.0.weight": (256, 64, 1, 1),
+        "layer1.0.downsample.1.bias": (256,),
+        "layer1.2.bn3.weight": (256,),
+        "layer2.0.conv2.weight": (128, 128, 3, 3),
+        "layer3.5.conv3.weight": (1024, 256, 1, 1),
+        "layer4.0.downsample.0.weight": (2048, 1024, 1, 1),
+        "layer4.2.bn2.running_mean": (512,),
+        "fc.weight": (1000, 2048),
+        "fc.bias": (1000,),
+    }
+    assert {name: tuple(state[name].shape) for name in shapes} == shapes
+    assert not any(name.startswith("layer1.1.downsample") for name in state)
+    assert list(state)[:2] == ["conv1.weight", "bn1.weight"]
+    assert list(state)[-1] == "fc.bias"
+
+
+def test_resnet152_has_its_depths():
+    with torch.device("meta"):
+        model = convnets.resnet152()
+    assert [len(model.get_submodule(f"layer{i}")) for i in range(1, 5)] == [3, 8, 36, 3]
+
+
+def test_stride_is_on_the_3x3_convolution():
+    with torch.device("meta"):
+        block = convnets.resnet50().get_submodule("layer2.0")
+    assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
+
+
+def test_initialisation():
+    model = convnets.resnet50()
+    for name in ("conv1", "layer2.0.conv2", "layer3.1.conv3"):
+        conv = model.get_submodule(name)
+        fan_out = conv.out_channels * conv.kernel_size[0] ** 2
+        assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.05)
+    classifier = convnets.cifar_resnext29(100).get_submodule("fc")
+    assert classifier.bias.count_nonzero() == 0
+    assert classifier.weight.std().item() == pytest.approx(math.sqrt(2 / 1024), rel=0.05)
+
+
+@pytest.fixture
+def _one_thread():
+    """Two threads on so small a network mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_small_convnet_learns_the_digits():
+    data = load_images("digits")
+    model = CONVNETS["small"](10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    for epoch in range(8):
+        for batch in permutation(0, epoch, len(data.train)).split(64):
+            images = normalize(data.train.images[batch], data.mean, data.std)
+            loss = F.cross_entropy(model(images), data.train.labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    model.eval()
+    predicted = model(normalize(data.test.images, data.mean, data.std)).argmax(1)
+    assert (predicted == data.test.labels).float().mean() > 0.97

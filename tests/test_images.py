@@ -1,0 +1,682 @@
+"""Image data: every format people have, read alike; and every way it can be wrong, in one line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import os
+import pickle
+import re
+import struct
+import sys
+import tarfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from labo.lab.data import DataError
+from labo.lab.data.images import ImageData, load_images
+from labo.lab.errors import RequestError
+
+PIXELS = 3072
+
+
+@contextmanager
+def refused(message: str):
+    """The data is refused, in one line that matches."""
+    with pytest.raises(DataError, match=message) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+def samples(n: int, num_classes: int, seed: int) -> tuple[np.ndarray, list[int]]:
+    """Pixels (n, 3072) and labels."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (n, PIXELS), dtype=np.uint8), rng.integers(
+        num_classes, size=n
+    ).tolist()
+
+
+# CIFAR ------------------------------------------------------------------------------------------
+
+TEN = {f"data_batch_{i}": samples(8, 10, i) for i in range(1, 6)} | {
+    "test_batch": samples(6, 10, 9)
+}
+HUNDRED = {"train": samples(20, 100, 1), "test": samples(6, 100, 2)}
+TEN_NAMES = [f"animal_{i}" for i in range(10)]
+HUNDRED_NAMES = [f"thing_{i}" for i in range(100)]
+
+
+TEN_LABELS = [label for i in range(1, 6) for label in TEN[f"data_batch_{i}"][1]]
+
+
+def binary_cifar10() -> dict[str, bytes]:
+    files = {
+        f"{name}.bin": b"".join(bytes([y]) + x.tobytes() for x, y in zip(*batch, strict=True))
+        for name, batch in TEN.items()
+    }
+    return files | {"batches.meta.txt": ("\n".join(TEN_NAMES) + "\n\n").encode()}
+
+
+def binary_cifar100() -> dict[str, bytes]:
+    files = {
+        f"{name}.bin": b"".join(bytes([7, y]) + x.tobytes() for x, y in zip(*batch, strict=True))
+        for name, batch in HUNDRED.items()
+    }
+    return files | {"fine_label_names.txt": "\n".join(HUNDRED_NAMES).encode()}
+
+
+def python2_string(value: bytes) -> bytes:
+    return b"T" + struct.pack("<I", len(value)) + value
+
+
+def python2_batch(pixels: np.ndarray, labels: list[int], labels_key: str) -> bytes:
+    """A batch opcode by opcode as Python 2 and an old numpy wrote it: byte strings throughout."""
+    array = b"".join(
+        [
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R",
+            b"(K\x01" + struct.pack("<cHcH", b"M", pixels.shape[0], b"M", PIXELS) + b"\x86",
+            b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb",
+            b"\x89" + python2_string(pixels.tobytes()) + b"tb",
+        ]
+    )
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"".join(
+        [
+            b"\x80\x02}(",
+            python2_string(b"batch_label") + python2_string(b"training batch 1 of 5"),
+            python2_string(labels_key.encode()) + numbers,
+            python2_string(b"data") + array,
+            b"u.",
+        ]
+    )
+
+
+def python2_cifar10() -> dict[str, bytes]:
+    files = {name: python2_batch(*batch, "labels") for name, batch in TEN.items()}
+    names = b"](" + b"".join(python2_string(name.encode()) for name in TEN_NAMES) + b"e"
+    return files | {"batches.meta": b"\x80\x02}" + python2_string(b"label_names") + names + b"s."}
+
+
+def python3_cifar10(protocol: int, order: str = "C") -> dict[str, bytes]:
+    files = {
+        name: pickle.dumps({"data": np.asarray(x, order=order), "labels": y}, protocol)
+        for name, (x, y) in TEN.items()
+    }
+    return files | {"batches.meta": pickle.dumps({b"label_names": TEN_NAMES}, protocol)}
+
+
+def old_numpy_names(files: dict[str, bytes]) -> dict[str, bytes]:
+    """As numpy 1 wrote them."""
+    return {k: v.replace(b"numpy._core", b"numpy.core") for k, v in files.items()}
+
+
+def python_cifar100() -> dict[str, bytes]:
+    files = {name: python2_batch(*batch, "fine_labels") for name, batch in HUNDRED.items()}
+    return files | {"meta": pickle.dumps({"fine_label_names": HUNDRED_NAMES}, 2)}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def write_tar(path: Path, files: dict[str, bytes], prefix: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{prefix}/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def compressed(files: dict[str, bytes], compress: Callable, suffix: str) -> dict[str, bytes]:
+    return {f"{name}{suffix}": compress(data) for name, data in files.items()}
+
+
+CIFAR10_FORMS = {
+    "binary": lambda root: write(root, binary_cifar10()),
+    "binary in its folder": lambda root: (
+        write(root / "cifar-10-batches-bin", binary_cifar10()).parent
+    ),
+    "binary xz": lambda root: write(root, compressed(binary_cifar10(), lzma.compress, ".xz")),
+    "binary gz": lambda root: write(root, compressed(binary_cifar10(), gzip.compress, ".gz")),
+    "binary archive": lambda root: (
+        write_tar(root / "cifar-10-binary.tar.gz", binary_cifar10(), "cifar-10-batches-bin").parent
+    ),
+    "python 2": lambda root: write(root, python2_cifar10()),
+    "python in its folder": lambda root: (
+        write(root / "cifar-10-batches-py", python2_cifar10()).parent
+    ),
+    "python archive": lambda root: (
+        write_tar(root / "cifar-10-python.tar.gz", python2_cifar10(), "cifar-10-batches-py").parent
+    ),
+    "the archive itself": lambda root: write_tar(
+        root / "downloaded.tgz", python2_cifar10(), "cifar-10-batches-py"
+    ),
+    "protocol 2": lambda root: write(root, python3_cifar10(2)),
+    "protocol 4": lambda root: write(root, python3_cifar10(4)),
+    "protocol 5": lambda root: write(root, python3_cifar10(5)),
+    "protocol 2 of numpy 1": lambda root: write(root, old_numpy_names(python3_cifar10(2))),
+    "fortran order": lambda root: write(root, python3_cifar10(2, "F")),
+    "fortran order, protocol 5": lambda root: write(root, python3_cifar10(5, "F")),
+}
+
+
+def whole_train(data: ImageData, labels: list[int]) -> None:
+    """Nothing of the training split is lost by holding out."""
+    assert len(data.train) + len(data.valid) == len(labels)
+    both = torch.cat([data.train.labels, data.valid.labels])
+    assert sorted(both.tolist()) == sorted(labels)
+
+
+@pytest.mark.parametrize("form", CIFAR10_FORMS)
+def test_cifar10_in_every_form(tmp_path, form):
+    data = load_images("cifar10", CIFAR10_FORMS[form](tmp_path), holdout=0)
+    pixels = np.concatenate([TEN[f"data_batch_{i}"][0] for i in range(1, 6)])
+    assert data.train.images.shape == (40, 3, 32, 32)
+    assert data.train.images.dtype == torch.uint8
+    assert data.train.labels.dtype == torch.int64
+    assert (data.train.images.reshape(40, -1).numpy() == pixels).all()
+    assert data.train.labels.tolist() == TEN_LABELS
+    assert (data.test.images.reshape(6, -1).numpy() == TEN["test_batch"][0]).all()
+    assert data.test.labels.tolist() == TEN["test_batch"][1]
+    assert len(data.valid) == 0
+    assert list(data.classes) == TEN_NAMES
+    assert data.mean == (0.49139968, 0.48215841, 0.44653091)
+    assert data.std == (0.24703223, 0.24348513, 0.26158784)
+    again = load_images("cifar10", write(tmp_path / "other", binary_cifar10()))
+    assert data.fingerprint == again.fingerprint
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda root: write(root, binary_cifar100()),
+        lambda root: write(root / "cifar-100-binary", binary_cifar100()).parent,
+        lambda root: write_tar(root / "cifar-100-binary.tar.gz", binary_cifar100(), "x").parent,
+        lambda root: write(root / "cifar-100-python", python_cifar100()).parent,
+        lambda root: write_tar(root / "cifar-100-python.tar.gz", python_cifar100(), "x").parent,
+    ],
+    ids=["binary", "binary folder", "binary archive", "python folder", "python archive"],
+)
+def test_cifar100_in_every_form(tmp_path, make):
+    data = load_images("cifar100", make(tmp_path), holdout=0)
+    assert (data.train.images.reshape(20, -1).numpy() == HUNDRED["train"][0]).all()
+    assert data.train.labels.tolist() == HUNDRED["train"][1]
+    assert data.test.labels.tolist() == HUNDRED["test"][1]
+    assert list(data.classes) == HUNDRED_NAMES
+    assert data.mean == (0.50707516, 0.48654887, 0.44091784)
+    assert data.std == (0.26733429, 0.25643846, 0.27615047)
+
+
+def test_one_batch_alone_is_a_sample(tmp_path):
+    files = binary_cifar10()
+    sample = {name: files[name] for name in ("data_batch_1.bin", "test_batch.bin")}
+    data = load_images("cifar10", write(tmp_path, sample), holdout=0.25)
+    assert (len(data.train), len(data.valid), len(data.test)) == (6, 2, 6)
+    assert data.classes == tuple("0123456789")
+
+
+def edited(files: dict[str, bytes], **changes: bytes | None) -> dict[str, bytes]:
+    """The files, some of them replaced or (None) removed; ``__`` stands for a dot."""
+    renamed = {name.replace("__", "."): data for name, data in changes.items()}
+    return {name: data for name, data in (files | renamed).items() if data is not None}
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_malicious_pickle_is_refused_unexecuted(tmp_path, protocol):
+    trap = tmp_path / "executed"
+    batch = pickle.dumps({"data": Evil(trap), "labels": [1]}, protocol)
+    root = write(tmp_path / "data", edited(python2_cifar10(), data_batch_3=batch))
+    with refused(r"data_batch_3: refused, .* asks for '(posix|nt).mkdir'"):
+        load_images("cifar10", root)
+    assert not trap.exists()
+    pickle.loads(batch)
+    assert trap.exists(), "the trap does not work"
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins eval", "builtins getattr", "numpy load", "torch load", "os system"]
+)
+def test_no_other_name_is_known(tmp_path, name):
+    batch = b"c" + name.replace(" ", "\n").encode() + b"\n."
+    with refused(f"refused, not a pickle of plain arrays .it asks for {name.replace(' ', '.')!r}"):
+        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), test_batch=batch)))
+
+
+def test_archive_members_go_nowhere(tmp_path):
+    """A path that climbs out of the archive is only a name; a link in it is not followed."""
+    home = tmp_path / "a" / "b"
+    write_tar(home / "cifar-10-binary.tar.gz", binary_cifar10(), "../../climbed")
+    data = load_images("cifar10", home)
+    whole_train(data, TEN_LABELS)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "b", "cifar-10-binary.tar.gz"]
+    with tarfile.open(home / "cifar-10-binary.tar.gz", "w:gz") as tar:
+        for name in ("data_batch_1.bin", "test_batch.bin"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            tar.addfile(link)
+    with refused("no CIFAR-10 here"):
+        load_images("cifar10", home)
+
+
+FULL = binary_cifar10()["test_batch.bin"]
+WRONG_CIFAR = {
+    "missing batch": (
+        edited(binary_cifar10(), data_batch_4__bin=None),
+        "no data_batch_4.bin, which CIFAR-10 needs",
+    ),
+    "missing test": (edited(binary_cifar10(), test_batch__bin=None), "no test_batch.bin"),
+    "missing train": ({"test_batch.bin": FULL}, "no data_batch_1.bin"),
+    "truncated": (
+        edited(binary_cifar10(), test_batch__bin=FULL[:-1]),
+        r"test_batch.bin: 18437 bytes are not a whole number of 3073-byte records",
+    ),
+    "empty": (edited(binary_cifar10(), test_batch__bin=b""), "test_batch.bin: 0 bytes"),
+    "label": (
+        edited(binary_cifar10(), test_batch__bin=FULL[:3073] + b"\x0a" + FULL[3074:]),
+        r"test_batch.bin: label 10 of sample 1 is outside \[0, 10\)",
+    ),
+    "names": (
+        edited(binary_cifar10(), batches__meta__txt=b"cat\ndog\n"),
+        "batches.meta.txt: 2 class names, but CIFAR-10 has 10",
+    ),
+    "truncated gz": (
+        edited(binary_cifar10(), test_batch__bin=gzip.compress(FULL)[:-20]),
+        "test_batch.bin: truncated or damaged compressed file",
+    ),
+    "truncated xz": (
+        edited(binary_cifar10(), test_batch__bin=lzma.compress(FULL)[:-20]),
+        "test_batch.bin: truncated or damaged compressed file",
+    ),
+    "damaged gz": (
+        edited(binary_cifar10(), test_batch__bin=b"\x1f\x8b\x08" + bytes(50)),
+        "test_batch.bin: truncated or damaged compressed file",
+    ),
+    "other set": (binary_cifar100(), "no CIFAR-10 here; it should hold cifar-10-batches-bin"),
+    "nothing": ({"readme.txt": b"hello"}, "no CIFAR-10 here"),
+    "no pickle": (
+        edited(python2_cifar10(), test_batch=b"hello"),
+        "test_batch: refused, not a pickle of plain arrays",
+    ),
+    "persistent id": (
+        edited(python2_cifar10(), test_batch=b"Pelsewhere\n."),
+        "test_batch: refused, not a pickle of plain arrays .A load persistent id",
+    ),
+    "truncated pickle": (
+        edited(python2_cifar10(), test_batch=python2_cifar10()["test_batch"][:500]),
+        "test_batch: refused, not a pickle of plain arrays",
+    ),
+    "list": (edited(python2_cifar10(), test_batch=pickle.dumps([1])), "holds a list, not a dict"),
+    "other dict": (
+        edited(python2_cifar10(), test_batch=pickle.dumps({"data": 1})),
+        "test_batch: another pickle; a CIFAR batch has 'data' and 'labels'",
+    ),
+    "labels missing": (
+        edited(python2_cifar10(), test_batch=python2_batch(*samples(4, 10, 0), "fine_labels")),
+        "a CIFAR batch has 'data' and 'labels'",
+    ),
+    "labels too few": (
+        edited(python2_cifar10(), test_batch=python2_batch(samples(4, 10, 0)[0], [1], "labels")),
+        r"shape \(4, 3072\); its labels call for bytes of shape \(1, 3072\)",
+    ),
+    "huge label": (
+        edited(
+            python2_cifar10(),
+            test_batch=pickle.dumps({"data": np.zeros((1, PIXELS), np.uint8), "labels": [2**70]}),
+        ),
+        "another pickle; a CIFAR batch has 'data' and 'labels'",
+    ),
+    "pickled names": (
+        edited(python2_cifar10(), batches__meta=pickle.dumps({"label_names": 7})),
+        "batches.meta: 0 class names, but CIFAR-10 has 10",
+    ),
+    "pickled label": (
+        edited(
+            python2_cifar10(), test_batch=python2_batch(samples(2, 10, 0)[0], [1, 77], "labels")
+        ),
+        r"test_batch: label 77 of sample 1 is outside \[0, 10\)",
+    ),
+    "floats": (
+        edited(
+            python2_cifar10(),
+            test_batch=pickle.dumps({"data": np.zeros((1, PIXELS)), "labels": [1]}, 2),
+        ),
+        "an array of type 'f8'",
+    ),
+    "bytes missing": (
+        edited(
+            python2_cifar10(),
+            test_batch=python2_cifar10()["test_batch"].replace(
+                b"T" + struct.pack("<I", 6 * PIXELS) + TEN["test_batch"][0].tobytes(), b"U\x01x"
+            ),
+        ),
+        "without its 18432 bytes",
+    ),
+    "encoding": (
+        edited(python2_cifar10(), test_batch=b"c_codecs\nencode\n(Va\nVrot13\ntR."),
+        "refused, .*encoding 'rot13'",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CIFAR)
+def test_wrong_cifar_is_refused(tmp_path, wrong):
+    files, message = WRONG_CIFAR[wrong]
+    with refused(message):
+        load_images("cifar10", write(tmp_path, files))
+
+
+def test_damaged_archives_are_refused(tmp_path):
+    archive = write_tar(tmp_path / "cifar-10-binary.tar.gz", binary_cifar10(), "x")
+    whole = archive.read_bytes()
+    for data in (whole[: len(whole) // 2], b"not an archive", b""):
+        archive.write_bytes(data)
+        with refused("cifar-10-binary.tar.gz: damaged, or not a tar archive"):
+            load_images("cifar10", tmp_path)
+
+
+# idx --------------------------------------------------------------------------------------------
+
+
+def idx(array: np.ndarray) -> bytes:
+    return (
+        bytes((0, 0, 8, array.ndim))
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
+
+
+RNG = np.random.default_rng(0)
+IDX_ARRAYS = {
+    "train-images-idx3-ubyte": RNG.integers(0, 256, (30, 28, 28), dtype=np.uint8),
+    "train-labels-idx1-ubyte": RNG.integers(0, 10, 30).astype(np.uint8),
+    "t10k-images-idx3-ubyte": RNG.integers(0, 256, (10, 28, 28), dtype=np.uint8),
+    "t10k-labels-idx1-ubyte": RNG.integers(0, 10, 10).astype(np.uint8),
+}
+IDX = {name: idx(array) for name, array in IDX_ARRAYS.items()}
+GZ = {f"{name}.gz": gzip.compress(data) for name, data in IDX.items()}
+
+IDX_FORMS = {
+    "plain": lambda root: write(root, IDX),
+    "gz": lambda root: write(root, GZ),
+    "raw": lambda root: write(root / "raw", GZ).parent,
+    "torchvision": lambda root: write(root / "FashionMNIST" / "raw", IDX).parent.parent,
+    "folder": lambda root: write(root / "FashionMNIST", GZ).parent,
+    "dots": lambda root: write(root, {k.replace("-idx", ".idx"): v for k, v in IDX.items()}),
+    "unpacked, yet called .gz": lambda root: write(root, {f"{k}.gz": v for k, v in IDX.items()}),
+}
+
+
+@pytest.mark.parametrize("form", IDX_FORMS)
+def test_idx_in_every_form(tmp_path, form):
+    data = load_images("fashion-mnist", IDX_FORMS[form](tmp_path), holdout=0)
+    pixels = IDX_ARRAYS["train-images-idx3-ubyte"]
+    assert data.train.images.shape == (30, 1, 28, 28)
+    assert (data.train.images.squeeze(1).numpy() == pixels).all()
+    assert data.train.labels.tolist() == IDX_ARRAYS["train-labels-idx1-ubyte"].tolist()
+    assert data.test.labels.tolist() == IDX_ARRAYS["t10k-labels-idx1-ubyte"].tolist()
+    assert data.classes[0] == "T-shirt/top"
+    assert data.mean == pytest.approx([(pixels / 255).mean()], abs=1e-12)
+    assert data.std == pytest.approx([(pixels / 255).std()], abs=1e-12)
+
+
+def test_mnist_has_a_folder_of_its_own(tmp_path):
+    write(tmp_path / "MNIST" / "raw", IDX)
+    assert load_images("mnist", tmp_path).classes == tuple("0123456789")
+    with refused("no fashion-mnist here"):
+        load_images("fashion-mnist", tmp_path)
+
+
+LABELS = IDX["t10k-labels-idx1-ubyte"]
+WRONG_IDX = {
+    "magic": (
+        {"train-images-idx3-ubyte": LABELS},
+        "train-images-idx3-ubyte: magic number 0x00000801, but an idx3-ubyte file has 0x00000803",
+    ),
+    "html": ({"t10k-labels-idx1-ubyte": b"<html>"}, "magic number 0x3c68746d"),
+    "empty": ({"t10k-labels-idx1-ubyte": b""}, "magic number 0x, but"),
+    "header": ({"t10k-labels-idx1-ubyte": LABELS[:6]}, "truncated, only 6 bytes"),
+    "truncated": (
+        {"train-images-idx3-ubyte": IDX["train-images-idx3-ubyte"][:-1]},
+        "truncated or damaged, 23519 bytes of data where its header says 30 x 28 x 28",
+    ),
+    "surplus": ({"t10k-labels-idx1-ubyte": LABELS + b"x"}, "truncated or damaged, 11 bytes"),
+    "counts": (
+        {"train-labels-idx1-ubyte": LABELS},
+        r"30 images but 10 labels in train-\*",
+    ),
+    "label": (
+        {"t10k-labels-idx1-ubyte": LABELS[:-1] + b"\x0b"},
+        r"t10k-labels-idx1-ubyte: label 11 of sample 9 is outside \[0, 10\)",
+    ),
+    "missing": ({"t10k-images-idx3-ubyte": None}, "no t10k-images-idx3-ubyte .* mnist needs"),
+    "nothing": (dict.fromkeys(IDX), "no mnist here; it should hold train-images-idx3-ubyte"),
+    "no samples": (
+        {
+            "t10k-images-idx3-ubyte": idx(np.zeros((0, 28, 28), np.uint8)),
+            "t10k-labels-idx1-ubyte": idx(np.zeros(0, np.uint8)),
+        },
+        "no samples in the training or the test split of mnist",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_IDX)
+def test_wrong_idx_is_refused(tmp_path, wrong):
+    changes, message = WRONG_IDX[wrong]
+    files = {name: data for name, data in (IDX | changes).items() if data is not None}
+    with refused(message):
+        load_images("mnist", write(tmp_path, files))
+
+
+# Class folders ----------------------------------------------------------------------------------
+
+
+def picture(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (6, 4)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+def make_folders(root: Path, test: str = "val") -> Path:
+    for i in range(5):
+        picture(root / "train" / "cat" / f"{i}.png", (10 * i, 20, 30))
+        picture(root / "train" / "dog" / f"{i}.JPEG", (200, 100, 0))
+    picture(root / test / "cat" / "x.png", (1, 2, 3), (3, 2))
+    picture(root / test / "dog" / "y.jpg", (200, 100, 0))
+    (root / "train" / "cat" / "notes.txt").write_text("not an image")
+    (root / "train" / ".cache").mkdir()
+    return root
+
+
+@pytest.mark.parametrize("test", ["val", "test"])
+def test_folders(tmp_path, test):
+    data = load_images("folder", make_folders(tmp_path, test), holdout=0)
+    assert data.classes == ("cat", "dog")
+    assert data.train.labels.tolist() == [0] * 5 + [1] * 5
+    assert len(data.train.images) == 10
+    image = data.train.images[2]
+    assert image.shape == (3, 4, 6)
+    assert image.dtype == torch.uint8
+    assert image[:, 3, 5].tolist() == [20, 20, 30]
+    assert data.test.images[0].shape == (3, 2, 3)
+    assert data.mean == (0.485, 0.456, 0.406)
+    assert data.std == (0.229, 0.224, 0.225)
+
+
+def test_held_out_files_are_still_decoded_when_asked_for(tmp_path):
+    data = load_images("folder", make_folders(tmp_path), holdout=0.3)
+    assert (len(data.train), len(data.valid)) == (7, 3)
+    assert not set(data.train.images.names) & set(data.valid.images.names)
+    for name, label in zip(data.valid.images.names, data.valid.labels, strict=True):
+        assert name.startswith(data.classes[label])
+    assert len(list(data.valid.images)) == 3
+
+
+def test_folders_with_a_validation_split_keep_it(tmp_path):
+    make_folders(tmp_path, "val")
+    picture(tmp_path / "test" / "dog" / "z.png", (0, 0, 0))
+    data = load_images("folder", tmp_path)
+    assert (len(data.train), len(data.valid), len(data.test)) == (10, 2, 1)
+    assert data.test.labels.tolist() == [1]
+
+
+def test_an_unlabelled_test_folder_is_passed_over(tmp_path):
+    make_folders(tmp_path, "val")
+    picture(tmp_path / "test" / "loose.png", (0, 0, 0))
+    assert len(load_images("folder", tmp_path).test) == 2
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+def test_every_kind_of_image_becomes_rgb(tmp_path, mode):
+    make_folders(tmp_path)
+    suffix = "jpg" if mode == "CMYK" else "png"
+    Image.new(mode, (5, 7)).save(tmp_path / "train" / "cat" / f"0.{suffix}")
+    data = load_images("folder", tmp_path, holdout=0)
+    assert data.train.images[0].shape == (3, 7, 5)
+
+
+def damaged_png(path: Path) -> bytes:
+    whole = path.read_bytes()
+    return whole[:20] + b"\xff" * 8 + whole[28:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.read_bytes()[:40], lambda path: b"", lambda path: b"text", damaged_png],
+    ids=["truncated", "empty", "text", "damaged"],
+)
+def test_a_corrupt_image_is_named(tmp_path, damage):
+    path = make_folders(tmp_path) / "train" / "cat" / "3.png"
+    path.write_bytes(damage(path))
+    images = load_images("folder", tmp_path, holdout=0).train.images
+    assert images[2].shape == (3, 4, 6)
+    with refused(re.escape(str(path)) + ": not a readable image"):
+        images[3]
+
+
+def test_wrong_folders_are_refused(tmp_path):
+    with refused("train: no class folders; images belong in train/<class>/"):
+        load_images("folder", tmp_path)
+    picture(tmp_path / "train" / "cat" / "0.png", (0, 0, 0))
+    with refused("neither val/<class>/ nor test/<class>/"):
+        load_images("folder", tmp_path)
+    picture(tmp_path / "val" / "cow" / "0.png", (0, 0, 0))
+    with refused("cow: a class that is not among the training classes"):
+        load_images("folder", tmp_path)
+    (tmp_path / "train" / "cow").mkdir()
+    with refused("cow: no image in it"):
+        load_images("folder", tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    make_folders(tmp_path)
+    (tmp_path / "train" / "cat" / "link.png").symlink_to(tmp_path / "gone.png")
+    with refused("link.png: cannot be read .No such file"):
+        load_images("folder", tmp_path)
+
+
+def test_fingerprint_of_folders_sees_names_and_sizes(tmp_path):
+    first = load_images("folder", make_folders(tmp_path / "a")).fingerprint
+    assert load_images("folder", make_folders(tmp_path / "b"), holdout=0.5).fingerprint == first
+    picture(tmp_path / "b" / "val" / "cat" / "x.png", (1, 2, 3), (30, 20))
+    assert load_images("folder", tmp_path / "b").fingerprint != first
+
+
+# What all of them share -------------------------------------------------------------------------
+
+
+def test_digits():
+    data = load_images("digits")
+    assert data.train.images.shape == (1294, 1, 8, 8)
+    assert data.valid.images.shape == (144, 1, 8, 8)
+    assert data.test.images.shape == (359, 1, 8, 8)
+    assert data.train.images.max() == 255
+    assert data.test.labels.bincount().tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
+    published = torch.cat([data.train.images, data.valid.images]).double() / 255
+    assert data.mean == pytest.approx([published.mean().item()])
+    assert data.std == pytest.approx([published.std(correction=0).item()])
+    assert data.classes == tuple("0123456789")
+
+
+def test_folders_without_pillow(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with refused("pip install pillow"):
+        load_images("folder", tmp_path)
+
+
+def test_digits_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with refused("pip install scikit-learn"):
+        load_images("digits")
+
+
+def test_holdout_is_a_function_of_its_seed_alone():
+    torch.manual_seed(1)
+    first = load_images("digits", holdout=0.2, holdout_seed=3)
+    before = torch.get_rng_state()
+    second = load_images("digits", holdout=0.2, holdout_seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = load_images("digits", holdout=0.2, holdout_seed=4)
+    assert torch.equal(first.valid.images, second.valid.images)
+    assert not torch.equal(first.valid.images, other.valid.images)
+    assert torch.equal(first.test.images, other.test.images)
+    assert first.fingerprint == other.fingerprint
+    assert (first.mean, first.std) == (other.mean, other.std)
+
+
+def test_holdout_parts_the_training_split(tmp_path):
+    data = load_images("fashion-mnist", write(tmp_path, IDX), holdout=0.1)
+    assert (len(data.train), len(data.valid)) == (27, 3)
+    whole_train(data, IDX_ARRAYS["train-labels-idx1-ubyte"].tolist())
+    published = torch.from_numpy(IDX_ARRAYS["train-images-idx3-ubyte"])
+    for part in (data.train, data.valid):
+        places = [(published == image[0]).all((1, 2)).nonzero().item() for image in part.images]
+        assert places == sorted(places)
+
+
+def test_one_sample_is_always_left_to_train_on(tmp_path):
+    data = load_images("fashion-mnist", write(tmp_path, IDX), holdout=0.999)
+    assert (len(data.train), len(data.valid)) == (1, 29)
+
+
+@pytest.mark.parametrize("holdout", [-0.1, 1, 1.5])
+def test_holdout_must_be_a_share(holdout):
+    with pytest.raises(ValueError, match=r"holdout must lie in \[0, 1\)"):
+        load_images("digits", holdout=holdout)
+
+
+def test_requests_that_cannot_be_met(tmp_path):
+    with refused("unknown data set 'cifar-10'; did you mean 'cifar10'"):
+        load_images("cifar-10", tmp_path)
+    with refused("cifar10 is not built in: root must name the folder that holds it"):
+        load_images("cifar10")
+    with refused("nowhere: no such folder; root must name the folder that holds mnist"):
+        load_images("mnist", tmp_path / "nowhere")
+    assert issubclass(DataError, RequestError)
+
+
+def test_root_may_start_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "data", IDX)
+    assert len(load_images("mnist", "~/data").test) == 10
