@@ -1,0 +1,5 @@
+"""``python -m labo`` is the command ``labo``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,316 @@
+"""Recipes: YAML sheets with ``key=value`` overrides, checked as a whole before any work starts.
+
+A recipe file is found by its path or, for those that come with the package, by its bare name.
+``load_recipe`` reads it, applies the overrides, and returns a frozen :class:`Recipe` in which every
+default is filled in; or it raises a :class:`RecipeError` with one line for each wrong key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import RequestError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+# Where, in the run directory's copy of a recipe, stands what is no part of the recipe.
+PROVENANCE = "made_with"
+
+
+class RecipeError(RequestError):
+    """A recipe that cannot be run; one line per problem."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no silent conversions, no change once made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# YAML has lists only; pydantic, being strict, would ask for tuples.
+Pair = Annotated[tuple[float, float], Field(strict=False)]
+Epochs = Annotated[tuple[int, ...], Field(strict=False)]
+
+
+class Optim(Section):
+    """The optimizer and its learning rate, which is a pure function of the step."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = False
+    betas: Pair = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    warmup_from: float = Field(0.0, ge=0)  # the learning rate of step 0
+    milestones: Epochs = ()  # for "step": the epochs at which lr is multiplied by gamma
+    gamma: float = Field(0.1, gt=0)
+    clip_norm: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Optim:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError("betas must lie in [0, 1)")
+        if (
+            list(self.milestones) != sorted(set(self.milestones))
+            or min(self.milestones, default=1) < 1
+        ):
+            raise ValueError("milestones must be epochs in ascending order, from 1")
+        if bool(self.milestones) != (self.schedule == "step"):
+            raise ValueError("schedule 'step' needs milestones, and no other schedule has any")
+        if self.schedule == "inverse_sqrt" and self.warmup_steps == 0:
+            raise ValueError("schedule 'inverse_sqrt' needs warmup_steps")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class Train(Section):
+    """The loop. With both ``epochs`` and ``max_steps`` the run ends with whichever comes first."""
+
+    epochs: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    batch_size: int = Field(ge=1)  # over all processes and accumulated pieces together
+    accumulate: int = Field(1, ge=1)  # pieces a batch is worked off in, to save memory
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    sync_batchnorm: bool = False  # statistics over all processes; GPUs only
+    log_every: int = Field(50, ge=1)  # steps
+    eval_every: int = Field(1, ge=1)  # epochs; a run always ends with an evaluation
+    save_every: int | None = Field(None, ge=1)  # steps, besides a save at each evaluation
+    patience: int | None = Field(None, ge=1)  # evaluations without a better one before the end
+    select: str  # the score on the validation split that selects the model; each task names its own
+    average_last: int = Field(0, ge=0)  # select the mean of the last so many evaluated models
+    workers: int = Field(0, ge=0)  # threads that prepare batches ahead of time
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Train:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("give epochs or max_steps")
+        if self.average_last and self.patience is not None:
+            raise ValueError("average_last needs a known end: it does not go with patience")
+        return self
+
+
+class Recipe(Section):
+    """What all tasks share; each task adds its ``data`` and ``model`` sections."""
+
+    task: str
+    seed: int = Field(0, ge=0)
+    method: dict[str, Any]  # name and hyper-parameters, resolved by methods.resolve
+    optim: Optim
+    train: Train
+
+    def as_document(self) -> dict[str, Any]:
+        """The recipe as plain YAML and JSON values."""
+        document: dict[str, Any] = self.model_dump(mode="json")
+        return document
+
+    def digest(self) -> str:
+        """A name for exactly this recipe."""
+        text = json.dumps(self.as_document(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------ reading
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-4 is a number, and a key may be given only once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "not YAML"
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise RecipeError([f"{where}{line}: {problem}"]) from error
+
+
+def known_recipes() -> list[str]:
+    """The bare names of the recipes that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by path or by bare name."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if name in known_recipes():
+        return RECIPES / f"{name}.yaml"
+    if path.is_dir():
+        raise RecipeError([f"{name} is a folder, not a recipe"])
+    raise RecipeError([f"no recipe {name!r}{_nearest(path.stem, known_recipes())}"])
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A YAML file as a dict, without the run directory's provenance."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([f"cannot read {path}: {error}"]) from error
+    document = _parse(text, str(path))
+    if not isinstance(document, dict):
+        raise RecipeError([f"{path}: a recipe is a mapping of sections"])
+    document.pop(PROVENANCE, None)
+    return document
+
+
+def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Apply ``a.b=value`` settings in place; the values are YAML.
+
+    Whole sections are set before single keys, so that their order on the command line is free.
+    """
+    settings = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise RecipeError([f"{text!r} is no override: write key=value, as in optim.lr=0.1"])
+        settings.append((key.split("."), _parse(value, text)))
+    for path, value in sorted(settings, key=lambda setting: len(setting[0])):
+        section = document
+        for depth, name in enumerate(path[:-1], 1):
+            section = _as_section(section, name)
+            if not isinstance(section, dict):
+                raise RecipeError([f"{'.'.join(path[:depth])} is no section of the recipe"])
+        section[path[-1]] = value
+
+
+def _as_section(parent: dict[str, Any], name: str) -> Any:
+    """``parent[name]``; the short form ``method: NAME`` becomes a section first."""
+    if name == "method" and isinstance(parent.get(name), str):
+        parent[name] = {"name": parent[name]}
+    return parent.setdefault(name, {})
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        name: a path, or the bare name of a recipe of the package.
+        overrides: ``a.b=value`` settings.
+
+    Raises:
+        RecipeError: one line per wrong key.
+    """
+    document = read_document(find_recipe(name))
+    override(document, overrides)
+    return build_recipe(document)
+
+
+def build_recipe(document: Mapping[str, Any]) -> Recipe:
+    """Check a recipe given as a dict and fill in every default."""
+    from . import methods, tasks
+
+    document = dict(document)
+    task = document.get("task")
+    if not isinstance(task, str) or task not in tasks.TASKS:
+        hint = _nearest(str(task), tasks.TASKS)
+        raise RecipeError([f"task: {'missing' if task is None else f'unknown {task!r}'}{hint}"])
+    problems: list[str] = []
+    try:
+        document["method"] = methods.resolve(document.get("method"), task)
+    except RecipeError as error:
+        problems += error.problems
+        document["method"] = {}
+    recipe_class = tasks.find_task(task).Recipe
+    try:
+        recipe = recipe_class.model_validate(document)
+    except ValidationError as error:
+        problems += explain(error, recipe_class)
+    if problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+# ------------------------------------------------------------------ saying what is wrong
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[str]:
+    """One line per key that pydantic found wrong in ``model``; ``prefix`` goes before each key."""
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        path, section = _locate(model, problem["loc"])
+        key = prefix + ".".join(path)
+        if problem["type"] == "extra_forbidden":
+            hint = _nearest(path[-1], section.model_fields, key.removesuffix(path[-1]))
+            line = f"unknown key {key!r}{hint}"
+        elif problem["type"] == "missing":
+            line = f"{key}: missing"
+        elif problem["type"] == "value_error":  # from one of our own checks
+            message = problem["msg"].removeprefix("Value error, ")
+            line = f"{key}: {message}" if key else message
+        else:
+            line = f"{key}: {problem['msg'].removeprefix('Input ')}, got {problem['input']!r}"
+        lines.setdefault(key, line)  # each member of a union complains for itself
+    return list(lines.values())
+
+
+def _locate(
+    model: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[list[str], type[BaseModel]]:
+    """The key that an error is about, and the section it stands in."""
+    path = []
+    for part in location:
+        path.append(str(part))
+        field = model.model_fields.get(str(part))
+        kind = None if field is None else field.annotation
+        if not (isinstance(kind, type) and issubclass(kind, Section)):
+            break  # a value: what is inside it has no key
+        model = kind
+    return path, model
+
+
+def _nearest(name: str, known: Iterable[str], section: str = "") -> str:
+    """``; did you mean ...?``, or what there is to choose from."""
+    known = list(known)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {section}{near[0]}?"
+    return f" (known: {', '.join(known)})"
+
+
+def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys at which two documents differ."""
+    keys: list[str] = []
+    for name in sorted(one.keys() | other.keys()):
+        ours, theirs = one.get(name), other.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            keys += differing_keys(ours, theirs, f"{prefix}{name}.")
+        elif ours != theirs:
+            keys.append(f"{prefix}{name}")
+    return keys

@@ -1,0 +1,40 @@
+"""From a finished run to its scores, and to one record per example."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from . import atomic
+from .rundir import RunDirectory
+from .tasks import find_task
+from .train import on_cpu
+
+
+def evaluate_run(path: str | Path, splits: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Score the selected model of a run and write ``records/SPLIT.jsonl``.
+
+    Args:
+        path: the run directory.
+        splits: "valid", "test".
+
+    Returns:
+        split -> metric -> value.
+    """
+    run = RunDirectory(path)
+    recipe, model = run.recipe(), run.load_model()
+    accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
+    task = find_task(recipe.task)(recipe)
+    model.to(accelerator.device)
+    scores = {}
+    for split in splits:
+        evaluation = task.evaluate(model, split, accelerator)
+        scores[split] = evaluation.metrics
+        if accelerator.is_main_process:
+            run.records.mkdir(exist_ok=True)
+            lines = (json.dumps(record) + "\n" for record in evaluation.records)
+            atomic.write_text(run.records / f"{split}.jsonl", "".join(lines))
+    return scores

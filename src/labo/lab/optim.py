@@ -1,0 +1,44 @@
+"""The optimizer of a recipe, and its learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from .config import Optim
+
+
+def build_optimizer(optim: Optim, model: nn.Module, loss: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer. What a loss learns (KR-LS) is a group of its own, without weight decay."""
+    groups = [{"params": list(model.parameters()), "weight_decay": optim.weight_decay}]
+    if learned := list(loss.parameters()):
+        groups.append({"params": learned, "weight_decay": 0.0})
+    if optim.name == "sgd":
+        return torch.optim.SGD(
+            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov
+        )
+    kind = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
+    return kind(groups, lr=optim.lr, betas=optim.betas)
+
+
+def learning_rate(optim: Optim, step: int, epoch: int, total: int) -> float:
+    """The learning rate of the next step.
+
+    Args:
+        optim: the recipe's section.
+        step: steps done.
+        epoch: epochs done.
+        total: steps of the whole run.
+    """
+    if step < optim.warmup_steps:
+        return optim.warmup_from + (optim.lr - optim.warmup_from) * step / optim.warmup_steps
+    if optim.schedule == "step":
+        return optim.lr * optim.gamma ** sum(epoch >= milestone for milestone in optim.milestones)
+    if optim.schedule == "cosine":
+        progress = (step - optim.warmup_steps) / max(total - optim.warmup_steps, 1)
+        return optim.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    if optim.schedule == "inverse_sqrt":
+        return optim.lr * math.sqrt(optim.warmup_steps / step)
+    return optim.lr

@@ -1,0 +1,187 @@
+"""Where a second distribution comes from: a frozen model, a peer, an average, the past.
+
+The loop calls a teacher once per piece of a batch, after the model's own forward pass; what it
+returns goes to the loss behind ``(logits, target)``. ``step()`` follows each optimizer step. A
+teacher's state is tensors, and saved with every checkpoint.
+
+As for losses, positional parameters are what the run knows (``task``, ``model``, ``accelerator``,
+``seed``), keyword-only ones are hyper-parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from torch import Tensor, nn
+
+from .augment import uniforms
+from .distributed import gather_rows
+from .errors import RequestError
+from .rundir import RunDirectory
+from .seeds import mix
+from .tasks import Batch, Task
+
+
+class Teacher:
+    """The teacher that has nothing to say; the base of those that have."""
+
+    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor, ...]:
+        """What the loss needs besides ``logits``, the model's output for ``batch``."""
+        return ()
+
+    def step(self) -> None:
+        """Follow an optimizer step."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take up the state of ``state_dict()``."""
+
+
+class Frozen(Teacher):
+    """A finished run's selected model, in eval mode (KD, Tf-KD_self)."""
+
+    def __init__(self, task: Task, accelerator: Accelerator, *, teacher: str) -> None:
+        self.task, self.accelerator = task, accelerator
+        model = RunDirectory(teacher).load_model()
+        classes = RunDirectory(teacher).model_config()["num_classes"]
+        if classes != task.num_classes:
+            raise RequestError(
+                f"method.teacher: {teacher} knows {classes} classes, the data {task.num_classes}"
+            )
+        self.model = model.to(accelerator.device).eval()
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+        with self.accelerator.autocast():
+            return (self.task.logits(self.model, batch),)
+
+
+class SameClassPeer(Teacher):
+    """The model's own output for another sample of the same class (CS-KD).
+
+    The peers are a batch of their own, in train mode, as in the authors' code: batch norm sees
+    them apart from the anchors, and moves its running statistics twice per step.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
+        self.task, self.model, self.accelerator = task, model, accelerator
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+        peers = self.task.peers(batch).to(self.accelerator.device)
+        with self.accelerator.autocast():
+            return (self.task.logits(self.model, peers),)
+
+
+class EMA(Teacher):
+    """An averaged model, for its ranking of the samples, and the random draws (Beta-LS).
+
+    As in the authors' code the average starts from an initialisation of its own, is a plain mean
+    of the weights at first (decay 1 - 1/(t+1) after step t, until ``decay`` is reached), leaves
+    the buffers alone, and is run in train mode. The i-th smallest of the draws from Beta(a, 1) goes
+    to the i-th smallest confidence; the ranking is over all processes, piece by piece.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        accelerator: Accelerator,
+        seed: int,
+        *,
+        a: Annotated[float, Field(gt=0)] = 3.0,
+        decay: Annotated[float, Field(ge=0, lt=1)] = 0.999,
+    ) -> None:
+        self.task, self.source, self.accelerator = task, model, accelerator
+        self.a, self.decay = a, decay
+        self.seed = seed
+        torch.manual_seed(mix(seed, "averaged model"))
+        self.average = task.build_model().to(accelerator.device).train().requires_grad_(False)
+        self.steps = 0
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+        with self.accelerator.autocast():
+            average_logits = self.task.logits(self.average, batch)
+        u = uniforms(self.seed, batch.epoch, batch.index, 1, stream="beta").squeeze(-1)
+        draws = u.to(logits.device) ** (1 / self.a)
+        counts = batch.target >= 0
+        label = batch.target.clamp(min=0).unsqueeze(-1)
+        confidence = average_logits.float().softmax(-1).gather(-1, label).squeeze(-1)
+        return average_logits, self._own_share(confidence, draws, counts)
+
+    def _own_share(self, confidence: Tensor, draws: Tensor, counts: Tensor) -> Tensor:
+        """This process's draws, once those of all processes are dealt out by confidence.
+
+        Within its own rows the loss ranks again, and so finds each draw at its place.
+        """
+        if self.accelerator.num_processes == 1:
+            return draws
+        owner = torch.full_like(draws, self.accelerator.process_index)
+        rows = torch.stack([confidence, draws, owner], 1)[counts]
+        all_rows = gather_rows(self.accelerator, rows)
+        by_confidence = all_rows[:, 0].argsort(stable=True)
+        mine = all_rows[by_confidence, 2] == self.accelerator.process_index
+        share = draws.clone()
+        share[counts] = all_rows[:, 1].sort().values[mine]
+        return share
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        decay = min(1 - 1 / (self.steps + 1), self.decay)
+        for mean, new in zip(self.average.parameters(), self.source.parameters(), strict=True):
+            mean.lerp_(new.detach(), 1 - decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**self.average.state_dict(), "teacher.steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.steps = int(state.pop("teacher.steps"))
+        self.average.load_state_dict(state)
+
+
+class PastPredictions(Teacher):
+    """What the model said of each sample in the epoch before (PS-KD).
+
+    A table of log-probabilities (samples x classes) on the CPU of every process. A row is written
+    after the optimizer step with the prediction from before it. In the first epoch, and for a
+    sample not seen yet, the past is the label itself, so that the loss is plain cross entropy.
+    """
+
+    def __init__(self, task: Task, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.table = torch.zeros(task.size, task.num_classes)
+        self.seen = torch.zeros(task.size, dtype=torch.bool)
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+        counts = batch.target >= 0
+        log_p = logits.float().log_softmax(-1)
+        self.pending.append((batch.index[counts.cpu()], log_p[counts]))
+        label = torch.zeros_like(logits, dtype=torch.float32)
+        label.scatter_(-1, batch.target.clamp(min=0).unsqueeze(-1), 1.0)
+        past = self.table[batch.index].to(logits.device)
+        seen = self.seen[batch.index].to(logits.device)
+        return (torch.where(seen.unsqueeze(-1), past, label.log()),)
+
+    def step(self) -> None:
+        index = torch.cat([index for index, _ in self.pending])
+        log_p = torch.cat([log_p for _, log_p in self.pending])
+        self.pending.clear()
+        index = gather_rows(self.accelerator, index).cpu()
+        self.table[index] = gather_rows(self.accelerator, log_p).cpu()
+        self.seen[index] = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"table": self.table, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.table.copy_(state["table"])
+        self.seen.copy_(state["seen"])
