@@ -271,7 +271,7 @@ def test_gradient_of_the_gradient_is_refused(impl):
     logits, target = sample(4, 9)
     leaf = logits.requires_grad_()
     loss = F.labo_loss(leaf, target, impl=impl)
-    with pytest.raises(RuntimeError, match='create_graph=True.* use impl="reference"'):
+    with pytest.raises(RuntimeError, match=r'create_graph=True.* use impl="reference"'):
         torch.autograd.grad(loss, leaf, create_graph=True)
     loss = F.labo_loss(leaf, target, impl="reference")
     (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)

@@ -1,0 +1,182 @@
+"""Training runs for the tests: each in processes of its own, which can be killed at will.
+
+One server process imports everything once; each run is then forked from it, in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+Kill = tuple[str, int]
+TEACHERLESS = {"kd", "tf-kd-self"}  # methods that want another run as their teacher
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    [
+        "lab_runs",
+        "labo.cli",
+        "labo.lab.train",
+        "labo.lab.tasks.image_classification",
+        "sklearn.datasets",
+        "torch.utils.tensorboard",
+        "torch._dynamo",
+    ]
+)
+
+
+def plain_net(num_classes: int, in_channels: int) -> nn.Module:
+    """A network whose samples do not see each other: no batch norm."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(72, num_classes)
+    )
+
+
+def command(arguments: list[str], log: Path, env: dict[str, str], kill: Kill | None) -> None:
+    """Run ``labo`` in this process, to the end or to the chosen moment of its death."""
+    os.environ.update(env)
+    output = log.open("a")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
+    from labo import cli
+    from labo.lab.models.convnets import CONVNETS
+
+    CONVNETS["plain"] = plain_net
+    if kill is not None:
+        arm(*kill)
+    cli.main(arguments)
+    sys.exit(0)
+
+
+def arm(moment: str, number: int) -> None:
+    """Have this process killed: at the n-th call of something, or after so many milliseconds.
+
+    Or give it a full disk: no file of more than so many bytes.
+    """
+    from labo.lab.train import Trainer
+
+    if moment == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+        return
+    if moment == "time":
+        timer = threading.Timer(number / 1000, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+        return
+    places: dict[str, tuple[Any, str]] = {
+        "step": (Trainer, "update"),
+        "flush": (os, "fsync"),
+        "rename": (os, "replace"),
+        "remove": (shutil, "rmtree"),
+    }
+    owner, name = places[moment]
+    setattr(owner, name, deadly(getattr(owner, name), number))
+
+
+def deadly(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The function, whose n-th call is the last thing the process does."""
+    calls = 0
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = function(*arguments, **named)
+        if calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run(arguments: list[str], log: Path, world: int = 1, kill: Kill | None = None) -> set[int]:
+    """``labo ARGUMENTS`` in as many processes, as torchrun starts them; their exit codes.
+
+    When one of them dies the others are ended, as torchrun does.
+    """
+    group = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    children = []
+    for rank in range(world):
+        env = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        child = _server.Process(target=command, args=(arguments, log, env, kill))
+        child.start()
+        children.append(child)
+    alive = list(children)
+    while alive:
+        wait([child.sentinel for child in alive])
+        alive = [child for child in alive if child.exitcode is None]
+        if any(child.exitcode for child in children):
+            for child in alive:
+                child.kill()
+    return {child.exitcode or 0 for child in children}
+
+
+def train(out: Path, settings: list[str], world: int = 1, kill: Kill | None = None) -> set[int]:
+    """``labo train digits SETTINGS --out OUT``; what it prints is in ``log_of(out)``."""
+    return run(["train", "digits", *settings, "--out", str(out)], log_of(out), world, kill)
+
+
+def log_of(out: Path) -> Path:
+    return out.with_suffix(".log")
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics(out) if "loss" in line]
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """All that a finished run leaves behind, but for the time it took and the commit of labo."""
+    newest = max((out / "checkpoints").iterdir())
+    found = {
+        "metrics": metrics(out),
+        "results": [json.loads((out / "results.json").read_text())],
+        "state": [json.loads((newest / "state.json").read_text())],
+    }
+    for entries in found.values():
+        for entry in entries:
+            entry.pop("seconds", None)
+    found["results"][0]["signature"] = re.sub(r"git:\S*?\|", "", found["results"][0]["signature"])
+    tensors = {
+        f"{path.name}/{name}": (str(tensor.dtype), tensor.numpy().tobytes())
+        for path in (*newest.glob("*.safetensors"), out / "best" / "model.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    folders = sorted(path.name for path in (out / "checkpoints").iterdir())
+    return found | {"tensors": tensors, "folders": folders}
+
+
+def settings_of(method: str, teacher: Path) -> list[str]:
+    """A method, with what it cannot do without."""
+    settings = [f"method={method}"]
+    if method in TEACHERLESS:
+        settings.append(f"method.teacher={teacher}")
+    if method == "labo":
+        settings.append("method.warmup_steps=7")
+    return settings

@@ -1,0 +1,63 @@
+"""The command line: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labo.lab.methods import METHODS
+
+
+def labo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "labo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_help_loads_nothing_heavy():
+    script = "import sys; from labo.cli import main\n"
+    script += "try: main(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("train", "evaluate", "methods"))
+    assert not {"accelerate", "pydantic", "yaml", "sklearn"} & set(done.stderr.split())
+
+
+def test_methods_are_listed():
+    done = labo("methods")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "digit"], "labo: no recipe 'digit'; did you mean digits?"),
+        (["train", "digits", "sede=1"], "labo: unknown key 'sede'; did you mean seed?"),
+        (["evaluate", "nowhere"], "labo: nowhere is no run with recipe.yaml"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_status_2(arguments, line, tmp_path):
+    done = labo(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [line]
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_usage_errors_have_status_2():
+    assert labo("trian").returncode == 2
+    assert labo("train").returncode == 2
+
+
+def test_debug_shows_the_traceback():
+    done = labo("train", "digit", "--debug")
+    assert "Traceback" in done.stderr
+
+
+def test_the_default_run_directory(tmp_path):
+    done = labo("train", "digits", "method=CS_KD", "seed=3", "train.max_steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "digits-cs-kd-s3" / "results.json").exists()

@@ -1,0 +1,151 @@
+"""Recipes: what is right is filled in, what is wrong is said in a line."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from labo.lab.config import (
+    RECIPES,
+    RecipeError,
+    build_recipe,
+    differing_keys,
+    known_recipes,
+    load_recipe,
+)
+from labo.lab.methods import METHODS
+
+
+def problems(*overrides: str, recipe: str = "digits") -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, overrides)
+    return caught.value.problems
+
+
+def test_overrides_are_yaml_values():
+    recipe = load_recipe(
+        "digits",
+        [
+            "optim.weight_decay=1e-3",
+            "train.patience=null",
+            "data.flip=true",
+            "optim.betas=[0.8, 0.9]",
+        ],
+    )
+    assert recipe.optim.weight_decay == 1e-3
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.train.patience is None
+    assert recipe.data.flip is True
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_method_and_its_hyper_parameter_in_any_order(order):
+    recipe = load_recipe("digits", ["method=ls", "method.alpha=0.3"][::order])
+    assert recipe.method == {"name": "ls", "alpha": 0.3, "convention": "torch"}
+
+
+def test_choosing_a_method_takes_its_own_defaults():
+    assert load_recipe("digits", ["method.tau=3"]).method["tau"] == 3
+    assert load_recipe("digits", ["method.tau=3", "method=labo"]).method["tau"] == 3
+    assert load_recipe("digits", ["method=cs-kd"]).method["tau"] == 4
+
+
+@pytest.mark.parametrize("name", ["cs-kd", "cskd", "CS_KD", "Cs-Kd"])
+def test_method_names_however_written(name):
+    assert load_recipe("digits", [f"method={name}"]).method["name"] == "cs-kd"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean optim.lr?"),
+        ("sede=1", "unknown key 'sede'; did you mean seed?"),
+        ("method.tua=1", "unknown key 'method.tua'; did you mean method.tau?"),
+        ("optim.lr=fast", "optim.lr: should be a valid number, got 'fast'"),
+        ("optim.lr=true", "optim.lr: should be a valid number, got True"),
+        ("optim.lr=.nan", "optim.lr: should be a finite number, got nan"),
+        ("optim.lr=-1", "optim.lr: should be greater than 0, got -1"),
+        ("train.batch_size=1.5", "train.batch_size: should be a valid integer, got 1.5"),
+        ("train.batch_size=0", "train.batch_size: should be greater than or equal to 1, got 0"),
+        ("optim.name=sdg", "optim.name: should be 'sgd', 'adam' or 'adamw', got 'sdg'"),
+        ("method.alpha=[1]", "method.alpha: should be a valid number, got [1]"),
+        (
+            "optim.betas=[x, 1]",
+            "optim.betas: should be a valid number, got 'x'",
+        ),
+        ("optim=3", "optim: should be a valid dictionary or instance of Optim, got 3"),
+        ("task=[1]", "task: unknown [1] (known: image_classification)"),
+        ("method.tau=0", "method.tau: tau must be a number above 0, got 0.0"),
+        (
+            "method.warmup_steps=-1",
+            "method.warmup_steps: should be greater than or equal to 0, got -1",
+        ),
+        (
+            "optim.schedule=step",
+            "optim: schedule 'step' needs milestones, and no other schedule has any",
+        ),
+        ("train.epochs=null", "train: give epochs or max_steps"),
+        ("train.epochs.x=1", "train.epochs is no section of the recipe"),
+        ("lr", "'lr' is no override: write key=value, as in optim.lr=0.1"),
+    ],
+)
+def test_one_line_for_a_wrong_key(override, line):
+    assert problems(override) == [line]
+
+
+def test_all_wrong_keys_at_once():
+    assert len(problems("optim.lr=-1", "sede=1", "method.tua=1", "train.epochs=0")) == 4
+
+
+def test_unknown_names_get_the_nearest():
+    assert "did you mean digits?" in problems(recipe="digit")[0]
+    assert "did you mean 'cs-kd'?" in problems("method=cs-kdd")[0]
+    assert "did you mean 'resnet18'?" in problems("model.name=resnet-18")[0]
+    assert "did you mean image_classification?" in problems("task=image_clasification")[0]
+
+
+def test_a_method_that_wants_a_teacher_says_so():
+    assert problems("method=kd") == ["method.teacher: missing"]
+
+
+def test_mixing_is_refused_where_the_loss_is_not_linear():
+    assert problems("method=fl", "data.mixup=0.2") == [
+        "data.mixup and data.cutmix do not go with fl"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("seed: 1\nseed: 2\n", "line 2: key 'seed' is given twice"),
+        ("optim: {lr: 1\n", "line 2"),
+        ("- 1\n", "a recipe is a mapping of sections"),
+        ("!!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+    ],
+)
+def test_files_that_are_no_recipes(text, problem, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert problem in problems(recipe=str(path))[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_resolved_copy_is_a_recipe_again(method):
+    teacher = ["method.teacher=runs/x"] if method in ("kd", "tf-kd-self") else []
+    recipe = load_recipe("digits", [f"method={method}", *teacher])
+    copy = yaml.safe_load(yaml.safe_dump(recipe.as_document()))
+    assert build_recipe(copy) == recipe
+    assert build_recipe(copy).digest() == recipe.digest()
+
+
+def test_differing_keys():
+    one = load_recipe("digits", ["seed=1", "optim.lr=0.3"]).as_document()
+    assert differing_keys(one, load_recipe("digits").as_document()) == ["optim.lr", "seed"]
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_recipes_are_lab_sheets(name):
+    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    assert len(lines) <= 40
+    assert any(line.startswith("#   ") and f"labo train {name}" in line for line in lines)
+    load_recipe(name)

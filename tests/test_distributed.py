@@ -1,0 +1,67 @@
+"""Two processes give the losses of one, batch by batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab_runs import log_of, losses, metrics, settings_of, train
+from labo.lab.methods import METHODS
+
+# A network without batch norm, whose statistics are those of a process. 1293 samples in batches of
+# 323 leave a last batch of one: a process has nothing to do but must keep step.
+RUN = ["model.name=plain", "train.epochs=2", "train.batch_size=323", "train.log_every=1"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    assert train(out, ["method=base", "train.epochs=1"]) == {0}
+    return out
+
+
+def assert_same_curve(one: Path, two: Path) -> None:
+    assert len(losses(one)) == len(losses(two)) == 10
+    torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
+    for ours, theirs in zip(metrics(two), metrics(one), strict=True):
+        torch.testing.assert_close(
+            ours.get("valid", {}), theirs.get("valid", {}), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
+    settings = [*RUN, *settings_of(method, teacher)]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(one, settings) == {0}, log_of(one).read_text()
+    assert train(two, settings, world=2) == {0}, log_of(two).read_text()
+    assert_same_curve(one, two)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accumulation_changes_nothing(world, tmp_path):
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert train(whole, RUN) == {0}
+    assert train(pieces, [*RUN, "train.accumulate=3"], world) == {0}, log_of(pieces).read_text()
+    assert_same_curve(whole, pieces)
+
+
+def test_only_the_first_process_prints(tmp_path):
+    out = tmp_path / "run"
+    assert train(out, ["train.epochs=1"], world=2) == {0}
+    log = log_of(out).read_text()
+    assert log.count("is finished") == 1
+    assert log.count("valid  accuracy") == 1
+
+
+def test_torchrun_starts_it(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "labo", "train", "digits", "train.epochs=1"]
+    done = subprocess.run([*command, "--out", out], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "processes:2" in (out / "results.json").read_text()

@@ -1,0 +1,49 @@
+"""Every method trains, and goes on giving the losses it gave."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab_runs import log_of, losses, settings_of, train
+from labo import LOSSES
+from labo.lab.methods import METHODS
+
+GOLDEN = Path(__file__).parent / "golden"
+WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to change numbers
+
+# Two epochs and a bit, so that tables, past predictions and warm-up all come into play.
+RUN = ["train.epochs=null", "train.max_steps=14", "train.batch_size=256", "train.log_every=1"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    assert train(out, ["method=base", "train.epochs=2"]) == {0}
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_are_those_of_the_golden_run(method, teacher, tmp_path):
+    out = tmp_path / "run"
+    assert train(out, [*RUN, *settings_of(method, teacher)]) == {0}, log_of(out).read_text()
+    found, file = losses(out), GOLDEN / f"{method}.json"
+    if WRITE:
+        file.write_text(json.dumps([float(f"{loss:.8g}") for loss in found]) + "\n")
+    torch.testing.assert_close(found, json.loads(file.read_text()), rtol=1e-5, atol=0)
+
+
+def test_every_loss_for_images_is_a_method():
+    """By the same stem, with ce as base; mls and wls need a vocabulary."""
+    stems = {name.replace("-", "") for name in METHODS}
+    assert set(LOSSES) - {"ce", "mls", "wls"} <= stems
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_method_explains_itself(method):
+    assert method.summary
+    assert method.reference

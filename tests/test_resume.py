@@ -1,0 +1,205 @@
+"""SIGKILL at any moment, then the same command: the finished run is bit for bit the same."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from lab_runs import Kill, log_of, outcome, settings_of, train
+from labo.lab import checkpoint
+from labo.lab.methods import METHODS
+
+# make soak: so many killed runs of every method in one and in two processes, instead of a sample.
+SOAK = int(os.environ.get("LABO_SOAK", "0"))
+
+# Accumulation, a short last batch, saves inside an epoch, and three evaluations.
+RUN = ["train.epochs=3", "train.batch_size=160", "train.accumulate=3", "train.save_every=4"]
+RUN += ["train.log_every=3", "optim.warmup_steps=5", "train.average_last=2"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    assert train(out, ["method=base", "train.epochs=1"]) == {0}
+    return out
+
+
+def random_kill(chance: random.Random, *, sure: bool) -> Kill:
+    """A moment to die at; a sure one comes before the run ends, on however fast a machine."""
+    most = {"step": 12, "flush": 60, "rename": 40, "remove": 10} | ({} if sure else {"time": 500})
+    moment = chance.choice(list(most))
+    return moment, chance.randint(1, most[moment])
+
+
+def train_and_kill(out: Path, settings: list[str], world: int, chance: random.Random) -> int:
+    """Start the run again and again, with a death at random each time; how often it died.
+
+    Outside the soak test it is left alone after two deaths.
+    """
+    for deaths in range(100):
+        kill = random_kill(chance, sure=deaths == 0) if SOAK or deaths < 2 else None
+        codes = train(out, settings, world, kill)
+        if codes == {0}:
+            return deaths
+        assert -signal.SIGKILL in codes, log_of(out).read_text()
+    raise AssertionError("the run never ended")
+
+
+CASES = [(method, world) for method in METHODS for world in (1, 2)]
+SAMPLE = [(method, 1) for method in METHODS] + [("ols", 2), ("ps-kd", 2)]
+
+
+@pytest.mark.parametrize(("method", "world"), CASES if SOAK else SAMPLE)
+def test_a_killed_run_ends_as_if_nothing_had_happened(method, world, teacher, tmp_path):
+    settings = [*RUN, *settings_of(method, teacher)]
+    assert train(tmp_path / "whole", settings, world) == {0}
+    expected = outcome(tmp_path / "whole")
+    chance = random.Random(f"{method} {world}")
+    deaths = 0
+    for number in range(max(SOAK, 1)):
+        out = tmp_path / f"killed{number}"
+        deaths += train_and_kill(out, settings, world, chance)
+        assert outcome(out) == expected
+    assert deaths > 0
+
+
+@pytest.mark.parametrize("kill", [("flush", 1), ("rename", 1), ("flush", 2), ("flush", 3)])
+def test_a_run_killed_as_it_starts(kill, tmp_path):
+    """While recipe.yaml is written, and just after."""
+    out = tmp_path / "run"
+    assert train(out, ["train.epochs=1"], kill=kill) == {-signal.SIGKILL}
+    assert train(out, ["train.epochs=1"]) == {0}, log_of(out).read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert train(out, RUN) == {0}
+    return out
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run that was killed, with two checkpoints."""
+    out = tmp_path / "run"
+    assert train(out, RUN, kill=("step", 14)) == {-signal.SIGKILL}
+    assert len(list((out / "checkpoints").iterdir())) == 2
+    return out
+
+
+def truncate(newest: Path) -> None:
+    weights = newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def flip_a_bit(newest: Path) -> None:
+    weights = newest / "optimizer.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+
+
+def lose_a_file(newest: Path) -> None:
+    (newest / "state.json").unlink()
+
+
+def lose_the_manifest(newest: Path) -> None:
+    (newest / "manifest.json").write_text("{")
+
+
+def empty(newest: Path) -> None:
+    shutil.rmtree(newest)
+    newest.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, flip_a_bit, lose_a_file, lose_the_manifest, empty],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_checkpoint_is_passed_over(damage, stopped, whole):
+    newest = max((stopped / "checkpoints").iterdir())
+    damage(newest)
+    assert train(stopped, RUN) == {0}
+    reports = [line for line in log_of(stopped).read_text().splitlines() if "passing over" in line]
+    assert len(reports) == 1
+    assert str(newest) in reports[0]
+    assert outcome(stopped) == outcome(whole)
+
+
+def test_a_checkpoint_of_another_recipe_is_passed_over(stopped, tmp_path):
+    other = tmp_path / "other"
+    assert train(other, [*RUN, "seed=1"], kill=("step", 14)) == {-signal.SIGKILL}
+    for folder in (other / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    for folder in (stopped / "checkpoints").iterdir():
+        shutil.copytree(folder, other / "checkpoints" / folder.name)
+    assert train(other, [*RUN, "seed=1"]) == {1}
+    log = log_of(other).read_text()
+    assert "belongs to another recipe" in log
+    assert "no checkpoint in" in log
+
+
+class Malicious:
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return Path.touch, (self.trace,)
+
+
+def test_a_malicious_pickle_is_refused_and_not_run(stopped, tmp_path, whole):
+    """Even one with a fitting manifest."""
+    trace = tmp_path / "was here"
+    newest = max((stopped / "checkpoints").iterdir())
+    attack = pickle.dumps(Malicious(trace))
+    manifest = newest / "manifest.json"
+    for name in ("model.safetensors", "state.json"):
+        old = checkpoint._checksum(newest / name)
+        (newest / name).write_bytes(attack)
+        new = checkpoint._checksum(newest / name)
+        manifest.write_text(manifest.read_text().replace(old, new))
+    assert train(stopped, RUN) == {0}
+    assert not trace.exists()
+    assert "passing over" in log_of(stopped).read_text()
+    assert outcome(stopped) == outcome(whole)
+    pickle.loads(attack)
+    assert trace.exists(), "the attack itself works"
+
+
+def test_a_finished_run_is_left_alone(whole):
+    before = outcome(whole)
+    assert train(whole, RUN) == {0}
+    assert "was finished before" in log_of(whole).read_text()
+    assert outcome(whole) == before
+
+
+def test_another_recipe_is_refused(whole):
+    assert train(whole, [*RUN, "optim.lr=0.2", "method.tau=2"]) == {2}
+    last = log_of(whole).read_text().splitlines()[-1]
+    assert "method.tau, optim.lr" in last
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    assert train(tmp_path / "out", RUN) == {2}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_another_number_of_processes_is_refused(stopped):
+    assert train(stopped, RUN, world=2) == {2}
+    assert "a run of 1 process" in log_of(stopped).read_text()
+
+
+def test_a_change_of_versions_is_mentioned(stopped):
+    recipe = stopped / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("torch: 2", "torch: 1"))
+    assert train(stopped, RUN) == {0}
+    assert "note: it was begun with torch 1" in log_of(stopped).read_text()

@@ -1,0 +1,239 @@
+"""The loop: what it does besides lowering a loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from lab_runs import log_of, losses, metrics, outcome, run, train
+from labo.lab import train as loop
+from labo.lab.config import Optim, known_recipes, load_recipe
+from labo.lab.data.images import ImageData, Split
+from labo.lab.optim import learning_rate
+from labo.lab.scores import classification_scores
+from labo.lab.tasks import image_classification
+
+
+def last_line(out: Path) -> str:
+    return log_of(out).read_text().splitlines()[-1]
+
+
+# ------------------------------------------------------------------ when the work fails
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_the_update(tmp_path):
+    out = tmp_path / "run"
+    settings = ["optim.lr=1e30", "optim.warmup_steps=10", "optim.warmup_from=0.01"]
+    settings += ["method=base", "train.save_every=1", "train.batch_size=8"]
+    assert train(out, settings) == {1}
+    newest = max((out / "checkpoints").iterdir())
+    line = last_line(out)
+    assert line.startswith("labo: stopped before the update of step")
+    assert str(newest) in line
+    stop = metrics(out)[-1]
+    assert stop["stopped"] in line
+    assert len(stop["samples"]) == 8
+    assert str(stop["samples"][0]) in line
+    weights = load_file(newest / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert "nan" not in (out / "metrics.jsonl").read_text().replace(stop["stopped"], "").lower()
+
+
+def test_a_full_disk_destroys_nothing(tmp_path):
+    settings = ["train.epochs=3", "train.save_every=5", "train.batch_size=160"]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert train(whole, settings) == {0}
+    assert train(out, settings, kill=("step", 14)) == {-signal.SIGKILL}
+    before = sorted((out / "checkpoints").rglob("*"))
+    assert train(out, settings, kill=("full disk", 50_000)) == {1}
+    assert last_line(out).startswith("labo: cannot write")
+    assert sorted((out / "checkpoints").rglob("*")) == before
+    assert train(out, settings) == {0}
+    assert outcome(out) == outcome(whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["data.name=cifar10"], "cifar10 is not built in"),
+        (["data.name=cifar10", "data.root=/nowhere"], "/nowhere"),
+        (["method=kd", "method.teacher=/nowhere"], "/nowhere is no run"),
+        (["data.holdout=0.0001"], "leaves none to select a model by"),
+        (["train.precision=fp16"], "fp16 needs a GPU"),
+        (["train.sync_batchnorm=true"], "needs GPUs"),
+    ],
+)
+def test_a_wrong_request_leaves_no_trace(settings, problem, tmp_path):
+    out = tmp_path / "run"
+    assert train(out, settings) == {2}
+    assert problem in last_line(out)
+    assert not out.exists()
+
+
+def test_a_file_of_another_kind_in_the_data_folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"):
+        (tmp_path / "data" / name).write_text("a thesis")
+    settings = ["data.name=mnist", f"data.root={tmp_path / 'data'}"]
+    assert train(tmp_path / "run", settings) == {2}
+    assert str(tmp_path / "data") in last_line(tmp_path / "run")
+
+
+# ------------------------------------------------------------------ what a recipe can ask for
+
+
+def test_early_stop(tmp_path):
+    out = tmp_path / "run"
+    settings = ["optim.lr=1e-6", "train.epochs=9", "train.patience=2", "train.select=accuracy"]
+    assert train(out, settings) == {0}
+    assert "no better model in 2 evaluations" in log_of(out).read_text()
+    evaluations = [line for line in metrics(out) if "valid" in line]
+    assert len(evaluations) < 9
+    results = json.loads((out / "results.json").read_text())
+    assert results["steps"] == evaluations[-1]["step"]
+    assert results["selected_step"] == evaluations[-3]["step"]
+    assert results["valid"] == evaluations[-3]["valid"]
+
+
+def test_the_average_of_the_last_models(tmp_path):
+    out = tmp_path / "run"
+    assert train(out, ["train.epochs=4", "train.average_last=2"]) == {0}
+    first, last = sorted((out / "checkpoints").iterdir())
+    selected = load_file(out / "best" / "model.safetensors")
+    one, two = load_file(first / "model.safetensors"), load_file(last / "model.safetensors")
+    for name, weight in selected.items():
+        if weight.is_floating_point():
+            torch.testing.assert_close(weight, (one[name] + two[name]) / 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data.mixup=0.2"],
+        ["data.cutmix=1.0", "data.mixup=1.0", "data.mix_probability=0.5"],
+        ["data.padding=1", "data.flip=true", "data.rotation=15"],
+        ["train.precision=bf16"],
+        ["optim.name=adamw", "optim.lr=1e-3", "optim.clip_norm=1.0"],
+        ["optim.name=adam", "optim.schedule=inverse_sqrt", "optim.warmup_steps=4", "optim.lr=1e-3"],
+        ["optim.nesterov=true", "optim.schedule=step", "optim.milestones=[1]"],
+    ],
+    ids=" ".join,
+)
+def test_options(settings, tmp_path):
+    """Each trains, and resumes exactly."""
+    common = ["train.epochs=2", "train.batch_size=160", "train.log_every=3", "train.save_every=4"]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert train(whole, [*common, *settings]) == {0}, log_of(whole).read_text()
+    assert losses(whole)[-1] < losses(whole)[0]
+    assert train(out, [*common, *settings], kill=("step", 7)) == {-signal.SIGKILL}
+    assert train(out, [*common, *settings]) == {0}
+    assert outcome(out) == outcome(whole)
+
+
+def test_batches_prepared_ahead_are_the_same(tmp_path):
+    common = ["train.epochs=2", "data.flip=true"]
+    assert train(tmp_path / "plain", common) == {0}
+    assert train(tmp_path / "ahead", [*common, "train.workers=2"]) == {0}
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
+
+
+SCHEDULE = {
+    "constant": {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0},
+    "cosine": {0: 0.0, 10: 1.0, 55: 0.5, 100: 0.0},
+    "inverse_sqrt": {5: 0.5, 10: 1.0, 40: 0.5},
+    "step": {10: 1.0, 59: 1.0, 60: 0.2, 99: 0.2 * 0.2},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE)
+def test_learning_rate(schedule):
+    milestones = (6, 9) if schedule == "step" else ()
+    optim = Optim(lr=1.0, schedule=schedule, warmup_steps=10, milestones=milestones, gamma=0.2)
+    for step, rate in SCHEDULE[schedule].items():
+        assert math.isclose(learning_rate(optim, step, step // 10, 100), rate, abs_tol=1e-12)
+
+
+def test_calibration_error_against_its_definition():
+    torch.manual_seed(0)
+    log_p = (3 * torch.randn(500, 4)).log_softmax(-1)
+    log_p[0] = torch.tensor([0.0, -math.inf, -math.inf, -math.inf])  # a confidence of exactly 1
+    labels = torch.randint(4, (500,))
+    confidence, prediction = log_p.double().exp().max(-1)
+    total = 0.0
+    for lower in range(15):
+        inside = [i for i in range(500) if lower <= min(confidence[i] * 15, 14.5) < lower + 1]
+        if inside:
+            right = sum(bool(prediction[i] == labels[i]) for i in inside) / len(inside)
+            total += len(inside) / 500 * abs(right - confidence[inside].mean().item())
+    found = classification_scores(log_p, labels)
+    assert math.isclose(found["ece"], total, abs_tol=1e-9)
+    assert math.isclose(found["accuracy"], (prediction == labels).double().mean().item())
+
+
+def test_evaluation_agrees_with_training(tmp_path):
+    out = tmp_path / "run"
+    assert train(out, ["train.epochs=1"]) == {0}
+    assert list((out / "tensorboard").iterdir())
+    results = json.loads((out / "results.json").read_text())
+    assert run(["evaluate", str(out)], log_of(out)) == {0}
+    for split in ("valid", "test"):
+        lines = (out / "records" / f"{split}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [record["index"] for record in records] == list(range(len(records)))
+        right = [record["label"] == record["prediction"] for record in records]
+        assert math.isclose(sum(right) / len(right), results[split]["accuracy"])
+        for record in records:
+            assert record["confidence"] == max(record["probabilities"])
+        assert f"{results[split]['nll']:.4f}" in log_of(out).read_text()
+
+
+# ------------------------------------------------------------------ the recipes
+
+
+def generated(name: str, root: str | None, **_: object) -> ImageData:
+    """A few images of the shape of a data set."""
+    size, channels, classes = {
+        "digits": (8, 1, 10),
+        "fashion-mnist": (28, 1, 10),
+        "cifar10": (32, 3, 10),
+        "cifar100": (32, 3, 100),
+    }[name]
+    chance = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (12, channels, size, size), generator=chance, dtype=torch.uint8)
+    split = Split(pixels, torch.arange(12) % classes)
+    names = tuple(map(str, range(classes)))
+    return ImageData(split, split, split, names, (0.5,) * channels, (0.25,) * channels, name)
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        for kind in ("cat", "dog"):
+            folder = tmp_path / "images" / part / kind
+            folder.mkdir(parents=True)
+            for number in range(3):
+                image.effect_noise((250 + 20 * number, 240), 50).save(folder / f"{number}.png")
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_every_recipe_takes_real_steps(name, image_folder, tmp_path, monkeypatch):
+    settings = ["train.epochs=null", "train.max_steps=2", "train.batch_size=2"]
+    settings += [f"data.root={image_folder}", "data.holdout=0.5"] if name == "imagenet" else []
+    recipe = load_recipe(name, settings)
+    if recipe.data.name != "folder":
+        monkeypatch.setattr(image_classification, "load_images", generated)
+    results = loop.train(recipe, tmp_path / "run")
+    AcceleratorState._reset_state(True)
+    assert results["steps"] == 2
+    assert math.isfinite(results["test"]["nll"])
+    shutil.rmtree(tmp_path / "run")
