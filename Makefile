@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench docs soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,10 @@ bench: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[docs]
 	$(BIN)/mkdocs build --strict
+
+# Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
+soak: $(INSTALLED)
+	LABO_SOAK=5 $(BIN)/python -m pytest tests/test_resume.py
 
 # torch comes first and pinned: unpinned it would bring gigabytes of GPU libraries.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard src/labo/fused/*.c)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from html import escape
 
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
@@ -10,7 +11,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 360, 64, 200, 40, 48
 
 
 def line_chart(
-    title: str, x_label: str, y_label: str, lines: dict[str, list[tuple[float, float]]]
+    title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]
 ) -> str:
     """Both axes logarithmic; ``lines`` maps a name to its points."""
     points = [point for line in lines.values() for point in line]

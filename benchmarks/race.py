@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
-def race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def race(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each contender, over rounds in which each runs once, in turn.
 
     Whatever disturbs the machine for a while disturbs them all. One round before the first counts
