@@ -112,10 +112,13 @@ def check_hyper(**values: object) -> None:
                 raise ValueError(f"{name} must be {wanted}{also}, got {value!r}")
 
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the values of ``tensor`` can be read here: no tracing, no transform, no subclass."""
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
+        type(tensor) in _PLAIN_TYPES
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
@@ -123,7 +126,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def values_at_hand(tensor: Tensor) -> bool:
     """Whether reading a value of ``tensor`` is free: an ordinary CPU tensor in eager mode."""
-    return is_plain(tensor) and tensor.device.type == "cpu"
+    return is_plain(tensor) and tensor.is_cpu
 
 
 def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) -> None:
@@ -152,10 +155,11 @@ def check_logits(logits: Tensor, dim: int) -> None:
 
 def check_target(logits_shape: torch.Size, target: Tensor, dim: int) -> bool:
     """Refuse a target that does not fit the logits; tell whether it holds class probabilities."""
-    logits, shape = tuple(logits_shape), tuple(target.shape)
-    rows = list(logits)
+    rows = list(logits_shape)
     del rows[dim]
-    want = tuple(rows)
+    if target.dtype == torch.int64 and list(target.shape) == rows:
+        return False
+    logits, shape, want = tuple(logits_shape), tuple(target.shape), tuple(rows)
     if target.is_floating_point():
         if shape == logits:
             return True

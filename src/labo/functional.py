@@ -199,7 +199,7 @@ def labo_loss(
         Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
         Optimization.
     """
-    check_hyper(tau=tau, alpha=alpha, rho=rho)
+    check_hyper(tau=tau, alpha=alpha, rho=rho, reduction=reduction, impl=impl)
     unless = "alpha_grad=True" if alpha_grad else None
     layer = dispatch.choose(impl, logits, target, inplace, unless)
     if layer != "reference":
@@ -261,6 +261,7 @@ def cross_entropy_loss(
         >>> cross_entropy_loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
         tensor(0.4493)
     """
+    check_hyper(reduction=reduction, impl=impl)
     layer = dispatch.choose(impl, logits, target, inplace)
     if layer != "reference":
         shared = (weight, ignore_index, reduction, dim)
@@ -320,7 +321,7 @@ def label_smoothing_loss(
     Reference:
         Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision.
     """
-    check_hyper(alpha=alpha, convention=convention)
+    check_hyper(alpha=alpha, convention=convention, reduction=reduction, impl=impl)
     if (convention == "joeynmt") != (padding_idx is not None):
         raise ValueError('convention="joeynmt" and padding_idx go together: give both or neither')
     unless = None if convention == "torch" else f'convention="{convention}"'

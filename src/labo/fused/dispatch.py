@@ -48,9 +48,9 @@ def _triton_unavailable() -> str | None:
 
 def _native_refuses(logits: Tensor) -> str | None:
     """Why no native kernel can take these logits, or None."""
-    if logits.device.type == "cpu":
+    if logits.is_cpu:
         return native.refuses(logits)
-    if logits.device.type == "cuda":
+    if logits.is_cuda:
         if logits.dtype == torch.float64:
             return "the Triton kernels take float32, bfloat16 and float16, not torch.float64"
         return _triton_unavailable()
@@ -79,13 +79,12 @@ def choose(
     differentiated twice; so do probability targets, tensor subclasses and ``torch.func``.
 
     Args:
-        impl: what the caller asked for.
+        impl: what the caller asked for, checked.
         logits: its logits.
         target: its target.
         inplace: whether the gradient shall go over the logits.
         unless: an option of the loss that only the reference has.
     """
-    _checks.check_hyper(impl=impl)
     reason = unless or _fused_refuses(logits, target)
     if impl == "auto":
         layer = "reference" if reason else _fastest(logits, inplace)
@@ -124,7 +123,7 @@ def run_rows(
     """The contract of :mod:`labo.fused.spec`, by the named layer."""
     rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
     if impl == "native":
-        rows = native.rows if logits.device.type == "cpu" else _triton_rows
+        rows = native.rows if logits.is_cpu else _triton_rows
     return rows(
         logits, target, spec, weight=weight, ignore_index=ignore_index, factor=factor, out=out
     )
@@ -217,7 +216,11 @@ class _RowLoss(torch.autograd.Function):
             factor,
             logits if call.inplace else None,
         )
-        return values if call.reduction == "none" else row_sum(values) / call.divisor
+        if call.reduction == "none":
+            return values
+        if call.impl == "native" and isinstance(call.divisor, float) and values.is_cpu:
+            return native.total(values, call.divisor)
+        return row_sum(values) / call.divisor
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -279,7 +282,7 @@ rows_op.register_autograd(_give_gradient, setup_context=_keep_gradient)
 
 def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     """A gradient that is ours to change, times the gradient from above (per row, or one number)."""
-    if upstream.dim() == 0 and upstream.device.type == "cpu" and upstream.item() == 1:
+    if upstream.dim() == 0 and upstream.is_cpu and upstream.item() == 1:
         return grad
     if upstream.dim() == 1:
         upstream = upstream.unsqueeze(-1)
@@ -297,8 +300,9 @@ def row_loss(
     impl: str,
     inplace: bool,
 ) -> Tensor:
-    """A loss of the family by a fused layer; arguments as for the losses of ``functional``."""
-    _checks.check_hyper(reduction=reduction)
+    """A loss of the family by a fused layer; arguments as in ``functional``, where they are checked
+    as far as they are plain values.
+    """
     _checks.check_logits(logits, dim)
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]

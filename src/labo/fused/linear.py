@@ -204,6 +204,7 @@ def linear_loss(
         >>> linear_loss(hidden, head, torch.tensor([0, 1, 1]), LABOLoss(tau=1.25))
         tensor(1.2238)
     """
+    _checks.check_hyper(impl=impl)
     while isinstance(loss, Warmup):
         loss = loss.active
     if not isinstance(loss, _Loss) or not loss.rowwise:

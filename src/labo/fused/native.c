@@ -17,7 +17,7 @@
  * nothing but that row: not on its neighbours, nor on whether and where its gradient is written.
  *
  * The file is plain C11 and knows neither Python nor PyTorch. Its row loops are written once,
- * over a vector type `vec` of LANES floats and ten operations on it. The file includes itself to
+ * over a vector type `vec` of LANES floats and eleven operations on it. The file includes itself to
  * compile those loops for each instruction set, and picks one when it is loaded.
  */
 #ifndef LANES
@@ -61,12 +61,18 @@ typedef struct {
     float *values;
     void *grad; /* NULL for values only; may be the logits */
     int64_t grad_stride;
+    double log_classes;
 } batch;
 
 /* Sums over the classes of a row, of products of u, e = exp(u), q and w. */
 typedef struct {
     double e, ue, q, qu, wq, wqu;
 } row_sums;
+
+/* At the target. */
+typedef struct {
+    double u, e, q;
+} target_entry;
 
 /* Where j is not the target, gradient_j = from_e e_j - from_q w_j q_j. */
 typedef struct {
@@ -148,49 +154,48 @@ ALWAYS_INLINE void put(void *row, int64_t at, float x, bool bf16)
 }
 
 /* From the sums of row i to its value and the coefficients of its gradient. */
-static row_result finish_row(const batch *b, int64_t i, double u_target, const row_sums *s)
+static row_result finish_row(const batch *b, int64_t i, const target_entry *y, const row_sums *s)
 {
     const bool labo = b->mode == LABO_FIXED || b->mode == LABO_ADAPTIVE;
-    const double log_e = log(s->e);
-    const double log_classes = labo ? log((double)b->classes) : 0.0;
+    const double log_e = log(s->e), per_e = 1.0 / s->e;
 
     double onehot_share = 1.0 - (b->mode == CROSS_ENTROPY ? 0.0 : b->alpha);
     if (b->mode == LABO_ADAPTIVE) {
-        const double entropy = log_e - s->ue / s->e;
-        const double largest = b->classes == 1 ? 1.0 : log_classes;
+        const double entropy = log_e - s->ue * per_e;
+        const double largest = b->classes == 1 ? 1.0 : b->log_classes;
         onehot_share = b->rho * (entropy < 0.0 ? 0.0 : entropy) / largest;
     }
     const double alpha = 1.0 - onehot_share;
 
     /* Means under P. LABO without weights has no sum `qu`: it would cancel in the value. */
     const double w_target = b->weight ? b->weight[b->target[i]] : 1.0;
-    double mean_u = 0.0, mean_w = 1.0, mean_wu = 0.0;
+    double per_q = 0.0, mean_u = 0.0, mean_w = 1.0, mean_wu = 0.0;
     if (b->mode != CROSS_ENTROPY) {
-        mean_u = s->qu / s->q;
-        mean_w = b->weight ? s->wq / s->q : 1.0;
-        mean_wu = b->weight ? s->wqu / s->q : mean_u;
+        per_q = 1.0 / s->q;
+        mean_u = s->qu * per_q;
+        mean_w = b->weight ? s->wq * per_q : 1.0;
+        mean_wu = b->weight ? s->wqu * per_q : mean_u;
     }
 
     /* A masked target costs infinity whatever its share, even one that has come down to 0. */
-    const bool masked = u_target == -INFINITY;
-    double value = masked ? INFINITY : w_target * onehot_share * (log_e - u_target);
+    const bool masked = y->u == -INFINITY;
+    double value = masked ? INFINITY : w_target * onehot_share * (log_e - y->u);
     value += alpha * (mean_w * log_e - mean_wu);
     if (labo)
-        value += w_target * alpha * (b->tau * (log_classes - log(s->q)) + mean_u);
+        value += w_target * alpha * (b->tau * (b->log_classes - log(s->q)) + mean_u);
     row_result result = {.value = value};
     if (!b->grad)
         return result;
 
     const double factor = b->scale * (b->row_scale ? b->row_scale[i] : 1.0);
-    const double p_target = exp(u_target) / s->e;
+    const double p_target = y->e * per_e;
     const double onehot_part = w_target * onehot_share;
     double at_target = onehot_part * (p_target - 1.0);
     if (b->mode != CROSS_ENTROPY) {
-        const double q_target = labo ? exp(u_target / b->tau) : !masked;
-        at_target += alpha * (mean_w * p_target - w_target * q_target / s->q);
-        result.from_q = (float)(factor * alpha / s->q);
+        at_target += alpha * (mean_w * p_target - w_target * y->q * per_q);
+        result.from_q = (float)(factor * alpha * per_q);
     }
-    result.from_e = (float)(factor * (onehot_part + alpha * mean_w) / s->e);
+    result.from_e = (float)(factor * (onehot_part + alpha * mean_w) * per_e);
     result.at_target = (float)(factor * at_target);
     return result;
 }
@@ -214,7 +219,9 @@ static row_result finish_row(const batch *b, int64_t i, double u_target, const r
 #define zero_below JOIN(zero_below, ISA)
 #define load JOIN(load, ISA)
 #define store JOIN(store, ISA)
+#define highest JOIN(highest, ISA)
 #define total JOIN(total, ISA)
+#define first JOIN(first, ISA)
 #define add_totals JOIN(add_totals, ISA)
 #define row_max JOIN(row_max, ISA)
 #define exp_of JOIN(exp_of, ISA)
@@ -222,6 +229,7 @@ static row_result finish_row(const batch *b, int64_t i, double u_target, const r
 #define sum_stretch JOIN(sum_stretch, ISA)
 #define sum_row JOIN(sum_row, ISA)
 #define write_gradient JOIN(write_gradient, ISA)
+#define find_target JOIN(find_target, ISA)
 #define run_variant JOIN(run_variant, ISA)
 #define choose_weighted JOIN(choose_weighted, ISA)
 #define choose_mode JOIN(choose_mode, ISA)
@@ -312,6 +320,15 @@ INLINE void store(void *row, int64_t at, vec x, bool bf16)
         put(row, at + k, lanes[k], bf16);
 }
 
+INLINE float highest(vec x)
+{
+    float lanes[LANES];
+    memcpy(lanes, &x, sizeof x);
+    for (int k = 1; k < LANES; k++)
+        lanes[0] = lanes[k] > lanes[0] ? lanes[k] : lanes[0];
+    return lanes[0];
+}
+
 /* In double: next to the 1 of the largest logit, small sums of other lanes would be lost. */
 INLINE double total(vec x)
 {
@@ -389,6 +406,13 @@ INLINE void store(void *row, int64_t at, vec x, bool bf16)
     _mm_storeu_si128((void *)((uint16_t *)row + at), narrow);
 }
 
+INLINE float highest(vec x)
+{
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
 INLINE double total(vec x)
 {
     const __m256d four = _mm256_cvtps_pd(_mm256_castps256_ps128(x))
@@ -453,6 +477,8 @@ INLINE void store(void *row, int64_t at, vec x, bool bf16)
     const __m512i result = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
     _mm256_storeu_si256((void *)((uint16_t *)row + at), _mm512_cvtepi32_epi16(result));
 }
+
+INLINE float highest(vec x) { return _mm512_reduce_max_ps(x); }
 
 INLINE double total(vec x)
 {
@@ -529,13 +555,22 @@ EXPORT int64_t labo_check_targets(const int64_t *target, int64_t rows, int64_t c
     return -1;
 }
 
+/* In double and in order: the bits do not depend on how the rows were shared out. */
+EXPORT double labo_sum(const float *values, int64_t rows)
+{
+    double sum = 0.0;
+    for (int64_t i = 0; i < rows; i++)
+        sum += values[i];
+    return sum;
+}
+
 EXPORT void labo_rows_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
                           const int64_t *target, int64_t ignore_index, const float *weight,
                           int32_t mode, double alpha, double tau, double rho, double scale,
                           const float *row_scale, float *values, float *grad, int64_t grad_stride)
 {
     const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
-                     tau, rho, scale, row_scale, values, grad, grad_stride};
+                     tau, rho, scale, row_scale, values, grad, grad_stride, log((double)classes)};
     active->run(&b, false);
 }
 
@@ -546,7 +581,7 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
                            int64_t grad_stride)
 {
     const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
-                     tau, rho, scale, row_scale, values, grad, grad_stride};
+                     tau, rho, scale, row_scale, values, grad, grad_stride, log((double)classes)};
     active->run(&b, true);
 }
 
@@ -562,6 +597,7 @@ typedef union {
     uint16_t bf16[LANES];
 } vec_buffer;
 
+/* Move sums to double. */
 INLINE void add_totals(row_sums *all, const vec_sums *s)
 {
     all->e += total(s->e);
@@ -570,6 +606,13 @@ INLINE void add_totals(row_sums *all, const vec_sums *s)
     all->qu += total(s->qu);
     all->wq += total(s->wq);
     all->wqu += total(s->wqu);
+}
+
+INLINE float first(vec x)
+{
+    float lanes[LANES];
+    store(lanes, 0, x, false);
+    return lanes[0];
 }
 
 /* May miss a NaN, which the sums then meet. */
@@ -581,11 +624,7 @@ TARGET static float row_max(const row_view *row, bool bf16)
         for (int64_t at = 0; at < s.classes; at += LANES)
             top = maximum(top, load(s.logits, at, bf16));
     }
-    float lanes[LANES], result = -INFINITY;
-    store(lanes, 0, top, false);
-    for (int k = 0; k < LANES; k++)
-        result = lanes[k] > result ? lanes[k] : result;
-    return result;
+    return highest(top);
 }
 
 /*
@@ -614,12 +653,12 @@ INLINE vec q_of(vec z, vec u, rate over_tau, variant v)
     return exp_of(u, over_tau);
 }
 
-/* The sums over the classes from `at` to `end`. */
-INLINE vec_sums sum_stretch(const row_view *row, span s, int64_t at, int64_t end, variant v)
+/* The sums, continued over the classes from `at` to `end`. */
+INLINE vec_sums sum_stretch(vec_sums sums, const row_view *row, span s, int64_t at, int64_t end,
+                            variant v)
 {
-    const vec none = splat(0.0f), top = splat(row->top);
+    const vec top = splat(row->top);
     const rate over_one = row->over_one, over_tau = row->over_tau;
-    vec_sums sums = {none, none, none, none, none, none};
     for (; at < end; at += LANES) {
         const vec z = load(s.logits, at, v.bf16);
         /* Finite, so that 0 * u is 0 for a masked class. */
@@ -651,15 +690,18 @@ INLINE row_sums sum_row(const row_view *row, variant v)
 {
     /* The error of a float sum grows with its length: only short stretches are left to float. */
     const int64_t stretch = 64 * LANES;
+    const vec none = splat(0.0f);
+    const vec_sums start = {none, none, none, none, none, none};
+    const span whole = row->parts[0], tail = row->parts[1];
     row_sums all = {0};
-    for (int part = 0; part < 2; part++) {
-        const span s = row->parts[part];
-        for (int64_t at = 0; at < s.classes; at += stretch) {
-            const int64_t end = s.classes - at < stretch ? s.classes : at + stretch;
-            const vec_sums sums = sum_stretch(row, s, at, end, v);
-            add_totals(&all, &sums);
-        }
+    int64_t at = 0;
+    for (; whole.classes - at > stretch; at += stretch) {
+        const vec_sums sums = sum_stretch(start, row, whole, at, at + stretch, v);
+        add_totals(&all, &sums);
     }
+    const vec_sums most = sum_stretch(start, row, whole, at, whole.classes, v);
+    const vec_sums last = sum_stretch(most, row, tail, 0, tail.classes, v);
+    add_totals(&all, &last);
     return all;
 }
 
@@ -686,37 +728,50 @@ INLINE void write_gradient(const row_view *row, const row_result *result, varian
     }
 }
 
-INLINE row_result run_variant(const batch *b, int64_t i, double u_target, const row_view *row,
-                              variant v)
+INLINE target_entry find_target(const batch *b, int64_t i, const row_view *row, variant v)
+{
+    const int64_t y = b->target[i];
+    const span s = row->parts[0]; /* what is kept of both parts is in one piece */
+    const vec z = splat(get(s.logits, y, v.bf16)), u = z - splat(row->top);
+    target_entry entry = {.u = first(u)};
+    if (!b->grad)
+        return entry;
+    entry.e = s.kept_e ? s.kept_e[y] : first(exp_of(u, row->over_one));
+    if (v.mode != CROSS_ENTROPY)
+        entry.q = s.kept_q ? s.kept_q[y] : first(q_of(z, u, row->over_tau, v));
+    return entry;
+}
+
+INLINE row_result run_variant(const batch *b, int64_t i, const row_view *row, variant v)
 {
     const row_sums sums = sum_row(row, v);
-    const row_result result = finish_row(b, i, u_target, &sums);
+    const target_entry y = find_target(b, i, row, v);
+    const row_result result = finish_row(b, i, &y, &sums);
     if (b->grad)
         write_gradient(row, &result, v);
     return result;
 }
 
 /* Run-time choices turn into constants here. The cross entropy sums no weights. */
-INLINE row_result choose_weighted(const batch *b, int64_t i, double u_target, const row_view *row,
-                                  int mode, bool bf16)
+INLINE row_result choose_weighted(const batch *b, int64_t i, const row_view *row, int mode,
+                                  bool bf16)
 {
     if (b->weight && mode != CROSS_ENTROPY)
-        return run_variant(b, i, u_target, row, (variant){mode, true, bf16});
-    return run_variant(b, i, u_target, row, (variant){mode, false, bf16});
+        return run_variant(b, i, row, (variant){mode, true, bf16});
+    return run_variant(b, i, row, (variant){mode, false, bf16});
 }
 
-INLINE row_result choose_mode(const batch *b, int64_t i, double u_target, const row_view *row,
-                              bool bf16)
+INLINE row_result choose_mode(const batch *b, int64_t i, const row_view *row, bool bf16)
 {
     switch (b->mode) {
     case CROSS_ENTROPY:
-        return choose_weighted(b, i, u_target, row, CROSS_ENTROPY, bf16);
+        return choose_weighted(b, i, row, CROSS_ENTROPY, bf16);
     case LABEL_SMOOTHING:
-        return choose_weighted(b, i, u_target, row, LABEL_SMOOTHING, bf16);
+        return choose_weighted(b, i, row, LABEL_SMOOTHING, bf16);
     case LABO_FIXED:
-        return choose_weighted(b, i, u_target, row, LABO_FIXED, bf16);
+        return choose_weighted(b, i, row, LABO_FIXED, bf16);
     default:
-        return choose_weighted(b, i, u_target, row, LABO_ADAPTIVE, bf16);
+        return choose_weighted(b, i, row, LABO_ADAPTIVE, bf16);
     }
 }
 
@@ -754,9 +809,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
         row.parts[0].logits = logits;
         row.parts[0].grad = grad;
         row.top = row_max(&row, bf16);
-        const double u_target = get(logits, y, bf16) - row.top;
-        const row_result result = bf16 ? choose_mode(b, i, u_target, &row, true)
-                                       : choose_mode(b, i, u_target, &row, false);
+        const row_result result = bf16 ? choose_mode(b, i, &row, true)
+                                       : choose_mode(b, i, &row, false);
         b->values[i] = (float)result.value;
         if (grad) {
             memcpy(grad + whole * size, &tail_grad, (size_t)(rest * size));

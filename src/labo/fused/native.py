@@ -54,6 +54,9 @@ class _Library:
         self.check_targets = library.labo_check_targets
         self.check_targets.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER]
         self.check_targets.restype = _INT
+        self.sum = library.labo_sum
+        self.sum.argtypes = [_POINTER, _INT]
+        self.sum.restype = _DOUBLE
         self.isa = library.labo_native_isa
         self.isa.restype = ctypes.c_char_p
         self.select = library.labo_native_select
@@ -85,7 +88,7 @@ def refuses(logits: Tensor) -> str | None:
 
 def instruction_set() -> str:
     """What the kernel runs on: "avx512", "avx2" or "portable"."""
-    return _open().isa().decode()  # type: ignore[no-any-return]
+    return _open().isa().decode()
 
 
 def select_instruction_set(name: str) -> bool:
@@ -177,6 +180,25 @@ def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor 
     return total.value
 
 
+def total(values: Tensor, divisor: float) -> Tensor:
+    """The sum of ``values``, (N,) float32 as :func:`rows` gives them, over ``divisor``.
+
+    At a hundred rows PyTorch's sum and division cost as much as the rows themselves.
+    """
+    quotient = _open().sum(values.data_ptr(), len(values)) / divisor
+    return torch.full((), quotient, dtype=torch.float32)
+
+
+def _gradient_buffer(logits: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if out.shape != logits.shape or out.dtype != logits.dtype or out.device != logits.device:
+        raise ValueError("out must have the shape, dtype and device of the logits")
+    if out.stride(1) != 1 and out.shape[1] > 1:
+        raise ValueError("out must be contiguous along the classes")
+    return out
+
+
 def rows(
     logits: Tensor,
     target: Tensor,
@@ -188,10 +210,9 @@ def rows(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Values and gradients of rows; see :mod:`labo.fused.spec` for the contract."""
-    problem = refuses(logits)
-    if problem:
+    if problem := refuses(logits):
         raise ValueError(problem)
-    if logits.device.type != "cpu" or target.device.type != "cpu":
+    if not (logits.is_cpu and target.is_cpu):
         raise ValueError(f"the C kernel runs on the CPU, got {logits.device} and {target.device}")
     count, classes = logits.shape
     if target.shape != (count,) or target.dtype != torch.int64:
@@ -203,22 +224,16 @@ def rows(
     if weight is not None and weight.shape != (classes,):
         raise ValueError(f"weight must have shape ({classes},), got {tuple(weight.shape)}")
     values = torch.empty(count, dtype=torch.float32)
-    grad = None
-    row_factor = None
+    grad, row_factor, scale = None, None, 1.0
     if factor is not None:
-        grad = (
-            torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
-        )
-        if grad.shape != logits.shape or grad.dtype != logits.dtype or grad.device != logits.device:
-            raise ValueError("out must have the shape, dtype and device of the logits")
-        if grad.stride(1) != 1 and classes > 1:
-            raise ValueError("out must be contiguous along the classes")
+        grad = _gradient_buffer(logits, out)
         if isinstance(factor, Tensor):
             row_factor = _as_float(factor)
             if row_factor is None or row_factor.shape != (count,):
                 raise ValueError(f"factor must be a number or have shape ({count},)")
+        else:
+            scale = factor
     function = _open().rows[logits.dtype]
-    scale = factor if isinstance(factor, int | float) else 1.0
 
     def run(start: int, stop: int) -> None:
         item = logits.element_size()
@@ -241,8 +256,8 @@ def rows(
             0 if grad is None else grad.stride(0),
         )
 
-    threads = max(1, min(torch.get_num_threads(), count, count * classes // _PER_THREAD))
-    if threads == 1:
+    threads = min(torch.get_num_threads(), count, count * classes // _PER_THREAD)
+    if threads <= 1:
         run(0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
