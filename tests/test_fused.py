@@ -267,6 +267,23 @@ def test_second_backward_is_refused(impl):
 
 
 @each_layer
+def test_gradient_is_handed_out_not_copied(impl, monkeypatch):
+    """Autograd copies a gradient that someone else still holds: a worker thread, say."""
+    logits, target = sample(64, 20_000)  # enough for several threads
+    made = []
+
+    def spy(grad, upstream, keep=dispatch.times_upstream):
+        made.append(grad.data_ptr())
+        return keep(grad, upstream)
+
+    monkeypatch.setattr(dispatch, "times_upstream", spy)
+    leaf = logits.requires_grad_()
+    F.labo_loss(leaf, target, impl=impl).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == made[0]
+
+
+@each_layer
 def test_gradient_of_the_gradient_is_refused(impl):
     logits, target = sample(4, 9)
     leaf = logits.requires_grad_()

@@ -35,12 +35,12 @@ class LinearLossOptions:
 
     Attributes:
         batch_chunk_size: rows per chunk; None derives them from the budget.
-        memory_budget: bytes for the logits of one chunk and what is made of them. More than a
-            cache's worth brings nothing on a CPU.
+        memory_budget: bytes for the logits of one chunk and what is made of them. Each chunk reads
+            and writes the whole gradient of the weight, so few large chunks are faster.
     """
 
     batch_chunk_size: int | None = None
-    memory_budget: int = 32 << 20
+    memory_budget: int = 64 << 20
 
     def __post_init__(self) -> None:
         for name in ("batch_chunk_size", "memory_budget"):
@@ -88,7 +88,10 @@ def _run(
     accurate = upcast(head.input[:0]).dtype
     values = head.input.new_empty(count, dtype=accurate)
     d_input = torch.empty_like(head.input) if needs[0] else None
-    d_weight = head.weight.new_zeros(head.weight.shape, dtype=accurate) if needs[1] else None
+    d_weight = None
+    if needs[1]:  # the first chunk writes it, the others add to it
+        make = torch.empty_like if count else torch.zeros_like
+        d_weight = make(head.weight, dtype=accurate, memory_format=torch.contiguous_format)
     d_bias = head.weight.new_zeros(classes, dtype=accurate) if needs[2] else None
     buffer = head.input.new_empty(min(chunk, count), classes)
     for start in range(0, count, chunk):
@@ -101,7 +104,7 @@ def _run(
         if d_input is not None:
             torch.mm(grad, head.weight, out=d_input[part])
         if d_weight is not None:
-            _add_product(d_weight, grad, head.input[part])
+            _add_product(d_weight, grad, head.input[part], first=start == 0)
         if d_bias is not None:
             d_bias += grad.sum(0, dtype=accurate)
     if d_weight is not None:
@@ -111,12 +114,15 @@ def _run(
     return values, d_input, d_weight, d_bias
 
 
-def _add_product(total: Tensor, grad: Tensor, rows: Tensor) -> None:
+def _add_product(total: Tensor, grad: Tensor, rows: Tensor, *, first: bool) -> None:
     """total += grad^T rows; for half types the sum over chunks stays in float32."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.T, rows)
+    if total.dtype != grad.dtype:
+        product = grad.T @ rows
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(grad.T, rows, out=total)
     else:
-        total += grad.T @ rows
+        total.addmm_(grad.T, rows)
 
 
 class _LinearLoss(torch.autograd.Function):

@@ -136,11 +136,15 @@ class _Workers:
         jobs = self.jobs
         while True:
             job, done = jobs.get()
+            problem = None
             try:
                 job()
-                done.put(None)
-            except BaseException as problem:
-                done.put(problem)
+            except BaseException as raised:
+                problem = raised
+            # Before the caller goes on: a job holds its tensors, and a gradient that is held
+            # elsewhere too would be copied by autograd.
+            del job
+            done.put(problem)
 
 
 _workers = _Workers()
