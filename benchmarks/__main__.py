@@ -157,7 +157,7 @@ def training_steps(smoke: bool) -> list[Row]:
         ),
     }
     for name, work in steps.items():
-        times = race(work, 1 if smoke else 5)
+        times = race(work, 1 if smoke else 9)
         goals: list[tuple[str, str, float | None]] = [
             ("labo LABO", "torch CE", 1.02),
             ("torch LS", "torch CE", None),

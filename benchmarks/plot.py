@@ -32,7 +32,7 @@ def line_chart(
         "{text{fill:#ddd}.grid{stroke:#444}}</style>",
         f'<text x="{_LEFT}" y="20" font-size="15">{escape(title)}</text>',
         f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{escape(x_label)}</text>',
-        f'<text x="8" y="{_TOP - 6}">{escape(y_label)}</text>',
+        f'<text x="8" y="{_TOP - 14}">{escape(y_label)}</text>',
     ]
     some_x = 10**x_low
     for power in range(y_low, y_high + 1):

@@ -160,7 +160,7 @@ def _triton_rows(
 def denominator(
     target: Tensor, classes: int, ignore_index: int, weight: Tensor | None
 ) -> float | Tensor:
-    """Check the targets, (N,), and give what a mean divides by: at least the smallest number.
+    """Check the targets, (N,), and give what a mean divides by; 1 if nothing counts.
 
     A number on the CPU, where it is free to know; a tensor elsewhere, so that nothing waits.
     """
