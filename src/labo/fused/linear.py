@@ -25,7 +25,7 @@ from .blocked import by_autograd
 from .dispatch import choose, denominator, run_rows, times_upstream
 from .spec import RowSpec
 
-# How many buffers of the size of a chunk of logits autograd keeps at once.
+# About how many buffers of the size of a chunk of logits autograd keeps at once.
 _AUTOGRAD_COPIES = 8
 
 
