@@ -5,17 +5,38 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SCRIPT = """
+import pytest
+
+import labo
+
+ALL_OF_IT = """
 import sys, torch
 before = set(sys.modules)
-import labo
+from labo import *
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 heavy = new - set(sys.stdlib_module_names) - {"labo"}
 print(",".join(sorted(heavy)))
 """
 
 
-def test_import_loads_torch_and_nothing_else():
+def output_of(script: str) -> str:
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def test_the_core_loads_torch_and_nothing_else():
     """In particular no yaml, triton, transformers or matplotlib."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == ""
+    assert output_of(ALL_OF_IT) == ""
+
+
+@pytest.mark.parametrize("module", ["labo", "labo.cli"])
+def test_torch_is_loaded_only_when_it_is_used(module):
+    assert output_of(f"import sys, {module}; print('torch' in sys.modules)") == "False"
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert set(labo.__all__) <= set(dir(labo))
+    for name in labo.__all__:
+        getattr(labo, name)
+    with pytest.raises(AttributeError, match="no attribute 'LaboLoss'"):
+        _ = labo.LaboLoss

@@ -6,30 +6,37 @@
 tensor(1.1205)
 """
 
-from . import functional, smoothing
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
-from .fused.dispatch import backends
-from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
-from .losses import (
-    LOSSES,
-    AntiFocalLoss,
-    BetaSmoothingLoss,
-    ConfidencePenaltyLoss,
-    CrossEntropyLoss,
-    CSKDLoss,
-    DistillationLoss,
-    FocalLoss,
-    GeneralizedEntropyLoss,
-    KRLSLoss,
-    LabelSmoothingLoss,
-    LABOLoss,
-    MaskedLabelSmoothingLoss,
-    OnlineLabelSmoothingLoss,
-    PSKDLoss,
-    TFRegLoss,
-    Warmup,
-    WeightedLabelSmoothingLoss,
-)
+
+if TYPE_CHECKING:
+    from . import functional, smoothing
+    from .fused.dispatch import backends
+    from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
+    from .losses import (
+        LOSSES,
+        AntiFocalLoss,
+        BetaSmoothingLoss,
+        ConfidencePenaltyLoss,
+        CrossEntropyLoss,
+        CSKDLoss,
+        DistillationLoss,
+        FocalLoss,
+        GeneralizedEntropyLoss,
+        KRLSLoss,
+        LabelSmoothingLoss,
+        LABOLoss,
+        MaskedLabelSmoothingLoss,
+        OnlineLabelSmoothingLoss,
+        PSKDLoss,
+        TFRegLoss,
+        Warmup,
+        WeightedLabelSmoothingLoss,
+    )
 
 __all__ = [
     "LOSSES",
@@ -58,3 +65,26 @@ __all__ = [
     "linear_loss",
     "smoothing",
 ]
+
+_MODULES = {"functional", "smoothing"}
+_HOMES = {
+    "LinearLoss": "fused.linear",
+    "LinearLossOptions": "fused.linear",
+    "backends": "fused.dispatch",
+    "linear_loss": "fused.linear",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first used: the report and ``labo --help`` need no PyTorch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    home = importlib.import_module(f".{_HOMES.get(name, 'losses')}", __name__)
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
