@@ -10,17 +10,22 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 import torch
 
 import labo
+from scripts import EXAMPLES, ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A block of Python, and after it the block with what it prints.
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", re.DOTALL)
+# Python that is not run as it stands: the line before says what it needs, or where it goes.
+FOREIGN = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```py\n(.*?)```", re.DOTALL)
+METHODS_SECTIONS = (ROOT / "docs/methods.md").read_text().split("\n## ")[1:]
 MODULES = [
     "labo",
     "labo.functional",
@@ -46,7 +51,12 @@ def test_every_function_has_equation_shapes_and_example(name):
         assert part in text, part
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@pytest.mark.filterwarnings("ignore:The .* does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # inside Lightning
+@each_page
 def test_code_blocks_run_and_print_what_they_show(page):
     scope: dict[str, object] = {}
     for code, shown in BLOCK.findall(page.read_text()):
@@ -57,9 +67,34 @@ def test_code_blocks_run_and_print_what_they_show(page):
             assert printed.getvalue() == shown
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
+def test_code_for_other_libraries_is_marked_and_run_where_they_are(page):
+    for mark, code in FOREIGN.findall(page.read_text()):
+        assert mark, f"say before this block what it needs, or that it is not run:\n{code}"
+        library = mark.removeprefix("needs ")
+        if library != mark and importlib.util.find_spec(library):
+            # in a process of its own: the library may change what others see
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        else:
+            compile(code, str(page), "exec")
+
+
+def test_the_diff_of_the_first_page_is_that_of_its_example():
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/start.md").read_text(), re.DOTALL)
+    lines = (EXAMPLES / "plain_loop.py").read_text().splitlines()
+    code = iter([line.partition("  # ")[0].strip() for line in lines])
+    for line in diff.splitlines():
+        if line[0] != "-":
+            assert line[1:].strip() in code, f"not in the example, or not in this order: {line}"
+    new = [line for line in lines if "  # +" in line]
+    assert len(new) == sum(line[0] == "+" for line in diff.splitlines()) <= 10
+
+
+@each_page
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#]+)", prose):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), link
 
@@ -70,6 +105,13 @@ def test_every_method_is_in_the_tables():
         assert f"| `{name}` | `{module.__name__}` |" in readme
         assert f"`{name}`" in methods
         assert f"`{module.__name__}(" in methods or name == "ce"
+
+
+@pytest.mark.parametrize("section", METHODS_SECTIONS, ids=lambda section: section.split("\n")[0])
+def test_every_method_says_all_five_things(section):
+    assert re.search(r"^> .", section, re.MULTILINE), "no equation"
+    for part in ("Held fixed", "State", "Options", "Departs"):
+        assert section.count(f"- **{part}:** ") == 1, part
 
 
 def test_readme_confidence_table():
@@ -86,20 +128,6 @@ def test_readme_confidence_table():
             assert value == pytest.approx(float(cell), abs=6e-4)
 
 
-def load_script(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_digits_example(capsys):
-    load_script(ROOT / "examples" / "digits.py").main(["--seeds", "1", "--epochs", "2"])
-    printed = capsys.readouterr().out
-    assert "LABO tau 1.25" in printed
-    assert printed.count("±") == 20
-
-
 def test_benchmark_smoke(tmp_path, monkeypatch):
     """The benchmark runs as it stands, at tiny sizes."""
     monkeypatch.chdir(ROOT)
@@ -114,6 +142,27 @@ def test_benchmark_smoke(tmp_path, monkeypatch):
     assert results["machine"]["torch"] == torch.__version__
     assert {row["rival"] for row in results["rows"]} >= {"torch LS", "three matrix products"}
     assert all(row["ratio"] > 0 for row in results["rows"])
+
+
+def test_the_picture_of_the_idea_has_the_labels_of_the_losses(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    idea = importlib.import_module("benchmarks.idea")
+    logits = torch.tensor([0.0] * 3 + [3.0] + [0.0] * 4 + [2.0, 1.0])
+    drawn = ElementTree.fromstring(idea.draw(torch.rand(64), 3, logits))
+    numbers = [node.text for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    alpha = labo.smoothing.adaptive_alpha(logits)
+    star = labo.smoothing.tempered(logits, 1.25)
+    for value in (1.0, 0.91, 1 - alpha + alpha * star[3], alpha * star[8], logits.softmax(-1)[9]):
+        assert f"{value:.2f}" in numbers
+    kept = ElementTree.fromstring((ROOT / "docs/assets/idea.svg").read_text())
+    assert kept.attrib["role"] == "img"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_plot_is_a_picture(monkeypatch):

@@ -1,0 +1,91 @@
+"""A LightningModule with LABO after a warm-up, right under gradient accumulation.
+
+    $ python examples/lightning_module.py
+    50 optimizer steps, and the loss has counted 50
+    now LABOLoss(tau=1.25, alpha='adaptive', rho=0.5, alpha_grad=False, reduction='sum')
+    accuracy 0.8710  nll 0.6807
+
+Lightning takes the mean of the micro-batches' means: where their sizes differ (the last batch of an
+epoch, sentences of different lengths) some targets then count more than others. Here the loss is a
+sum, and the gradient is divided once, by all targets of the optimizer step.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import labo
+from labo.integrations.lightning import RegularizationCallback
+
+
+class Classifier(pl.LightningModule):  # type: ignore[misc]
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.loss = loss  # its reduction is "sum"
+        self.targets: Tensor | int = 0  # of this optimizer step, so far
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.targets = self.targets + (y != -100).sum()
+        total: Tensor = self.loss(self.model(x), y)
+        return total
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # Lightning has divided each sum by the pieces of a step, and DDP by the processes.
+        divided = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        targets = self.trainer.strategy.reduce(self.targets, reduce_op="sum")
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= divided / targets
+        self.targets = 0
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        logits = self.model(x)
+        self.log("accuracy", (logits.argmax(-1) == y).float().mean())
+        self.log("nll", nn.functional.cross_entropy(logits, y))  # not the training loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=10)
+    epochs = parser.parse_args(arguments).epochs
+
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+    train, valid = (torch.utils.data.Subset(data, range(*part)) for part in ((1200,), (1200, 1797)))
+    pl.seed_everything(0, verbose=False)
+    loss = labo.Warmup(
+        labo.LabelSmoothingLoss(alpha=0.1, reduction="sum"),
+        labo.LABOLoss(tau=1.25, reduction="sum"),
+        steps=20,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        accumulate_grad_batches=4,
+        callbacks=[RegularizationCallback()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Classifier(loss)
+    trainer.fit(module, DataLoader(train, 64, shuffle=True), DataLoader(valid, 597))
+    print(f"{trainer.global_step} optimizer steps, and the loss has counted {loss.steps_done}")
+    print(f"now {loss.active}")
+    print("  ".join(f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""labo inside other people's training loops; each module needs its library, the package none."""

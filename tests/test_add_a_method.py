@@ -1,0 +1,57 @@
+"""docs/add_a_method.md, followed to the letter in a copy of the project, works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts import ROOT
+
+PAGE = ROOT / "docs" / "add_a_method.md"
+STEP = re.compile(r"<!-- (\S+?)(?: before: (.*?))? -->\n```(\w+)\n(.*?)\n```\n", re.DOTALL)
+COPIED = ["src", "tests", "docs", "README.md", "pyproject.toml", "benchmarks", "examples"]
+
+
+def follow(project: Path) -> list[str]:
+    """Make the changes of the page; the files changed."""
+    changed = []
+    for name, mark, kind, block in STEP.findall(PAGE.read_text()):
+        if kind == "diff":
+            *added, mark = block.splitlines()
+            assert all(line[0] == "+" for line in added), block
+            block, mark = "\n".join(line[1:] for line in added) + "\n", mark[1:]
+        else:
+            block = block.rstrip("\n") + ("\n\n" if kind == "md" else "\n\n\n")
+        path = project / name
+        text = path.read_text()
+        assert text.count(mark) == 1, f"{name}: {mark!r} stands there {text.count(mark)} times"
+        path.write_text(text.replace(mark, block + mark))
+        changed.append(name)
+    return changed
+
+
+def test_the_page_leads_to_a_method_that_passes_the_tests(tmp_path):
+    for name in COPIED:
+        source, copy = ROOT / name, tmp_path / name
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy)
+    changed = follow(tmp_path)
+    assert {"src/labo/functional.py", "src/labo/losses.py", "tests/conftest.py"} < {*changed}
+    assert {"docs/methods.md", "README.md", "src/labo/lab/methods.py"} < {*changed}
+    files = ["functional", "behaviour", "losses", "linear_loss"]
+    files += ["worked_numbers", "docs", "methods"]
+    command = [sys.executable, "-m", "pytest", *(f"tests/test_{name}.py" for name in files)]
+    names = "maxsup or max_supp or tables or is_a_method or five_things or doctests"
+    # compilation and a recorded training run pass too, but take longer than all the others
+    command += ["-k", f"({names}) and not compile and not golden"]
+    paths = {"PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
