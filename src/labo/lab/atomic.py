@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .errors import LabError
+
+if TYPE_CHECKING:  # the report writes files, too, and needs no tensors
+    from torch import Tensor
 
 
 def flush(path: Path) -> None:
@@ -52,6 +51,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file. Tensors that share memory (tied weights) are written out each."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     seen: set[int] = set()
     plain = {}
     for name, tensor in tensors.items():
@@ -59,7 +61,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     try:
-        save_file(plain, temporary(path))
+        save_file(plain, temporary(path), metadata={"format": "pt"})
         _put_in_place(path)
     except (OSError, SafetensorError) as error:
         temporary(path).unlink(missing_ok=True)
@@ -68,6 +70,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file; nothing else can be in one, and nothing is run."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

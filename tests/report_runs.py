@@ -1,0 +1,192 @@
+"""Run directories made by hand, as ``labo train`` and ``labo evaluate`` leave them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BASE = {"name": "base"}
+LS = {"name": "ls", "alpha": 0.1}
+LABO = {"name": "labo", "tau": 1.25, "alpha": "adaptive", "rho": 0.5}
+
+# A grey dot, as a picture.
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNoAAAAggCB"
+    "bl5fLQAAAABJRU5ErkJggg=="
+)
+BLEU = "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.5.1"
+CONFIDENCE = {"base": 0.93, "ls": 0.85, "labo": 0.45}
+
+SENTENCES = [
+    ("Der Hund schläft am Fenster .", "The dog sleeps by the window ."),
+    ("Morgen fährt ein Zug nach Norden .", "A train goes north tomorrow ."),
+    ("Sie liest jeden Abend ein Buch .", "She reads a book every evening ."),
+    ("Das Wasser im See ist kalt .", "The water in the lake is cold ."),
+    ("Wir essen heute in der Küche .", "We are eating in the kitchen today ."),
+    ("Ein Kind malt ein rotes Haus .", "A child paints a red house ."),
+]
+HOSTILE = (
+    "</script><script>document.title='broken'</script><img src=x onerror=alert(1)> & \u2028 'q'"
+)
+
+
+def write_run(
+    path: Path,
+    method: Mapping[str, Any],
+    seed: int = 0,
+    *,
+    task: str = "image_classification",
+    finished: bool = True,
+    records: bool = True,
+) -> Path:
+    """A run of three evaluations; finished and evaluated unless told otherwise."""
+    rng = random.Random(f"{method['name']} {seed}")
+    images = task == "image_classification"
+    data = {"name": "digits"} if images else {"name": "cldr", "languages": ["de-en"]}
+    recipe = {"task": task, "seed": seed, "method": dict(method), "data": data}
+    recipe |= {"model": {"name": "small"}, "made_with": {"labo": "0.1.0"}}
+    (path / "best").mkdir(parents=True)
+    (path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    classes = 10 if images else 400
+    config = {"num_classes": classes}
+    (path / "best" / "config.json").write_text(json.dumps(config if images else {"labo": config}))
+    score = {"accuracy": 0.9 + 0.01 * seed, "ece": 0.05} if images else {"token_accuracy": 0.6}
+    sure = CONFIDENCE.get(method["name"], 0.8)
+    metrics: list[dict[str, Any]] = []
+    for epoch in (1, 2, 3):
+        step = 10 * epoch
+        metrics.append({"step": step, "epoch": epoch, "loss": 2.0 / epoch, "lr": 0.1})
+        valid = {"nll": 1.5 / epoch, "entropy": 1.2 / epoch, "confidence": sure, **score}
+        metrics.append({"step": step, "epoch": epoch, "valid": valid})
+    write_lines(path / "metrics.jsonl", metrics if finished else metrics[:3])
+    if finished:
+        (path / "results.json").write_text(json.dumps(_results(method, seed, images, rng)))
+    if finished and records:
+        (path / "records").mkdir()
+        for split in ("valid", "test"):
+            made = image_records(sure, rng) if images else translation_records(sure, rng)
+            write_lines(path / "records" / f"{split}.jsonl", made)
+        write_examples(path, classes, rng)
+    return path
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _results(
+    method: Mapping[str, Any], seed: int, images: bool, rng: random.Random
+) -> dict[str, Any]:
+    hyper = ",".join(f"{key}={value}" for key, value in method.items())
+    data = "digits@0123456789ab" if images else "cldr@ba9876543210"
+    parts = f"labo:0.1.0|git:None|data:{data}|method:{hyper}|seed:{seed}|steps:30"
+    lift = {"base": 0.0, "ls": 0.005, "labo": 0.01}.get(method["name"], 0.0) + rng.gauss(0, 0.001)
+    if images:
+        scores = {"accuracy": 0.95 + lift, "nll": 0.2, "ece": 0.03}
+    else:
+        scores = {"bleu": 60 + 100 * lift, "chrf": 70.0, "nll": 1.2, "length_ratio": 0.98}
+    results = {"valid": scores, "test": scores, "signature": parts, "steps": 30}
+    results |= {"seconds": 10.0 if method["name"] == "base" else 12.5, "peak_memory": 500_000_000}
+    return results if images else results | {"sacrebleu": {"bleu": BLEU, "chrf": "nc:6"}}
+
+
+def image_records(sure: float, rng: random.Random, count: int = 120) -> list[dict[str, Any]]:
+    records = []
+    for index in range(count):
+        label = index % 10
+        shown = label if rng.random() < 0.9 else (label + 1) % 10
+        top = min(0.99, max(0.2, rng.gauss(sure, 0.08)))
+        p = [(1 - top) / 9] * 10
+        p[shown] = top
+        record = {"index": index, "label": label, "prediction": shown, "confidence": top}
+        records.append({**record, "probabilities": p})
+    return records
+
+
+def translation_records(sure: float, rng: random.Random, copies: int = 10) -> list[dict[str, Any]]:
+    records = []
+    for index, (source, reference) in enumerate(SENTENCES * copies):
+        words = reference.split()
+        said = [word for word in words if rng.random() < 0.93] or words
+        tokens = [*(word if i == 0 else f"\u0120{word}" for i, word in enumerate(said)), "</s>"]
+        truth = [*words, "</s>"]
+
+        def draw(n: int) -> list[float]:
+            return [round(min(0.999, max(0.01, rng.gauss(sure, 0.1))), 4) for _ in range(n)]
+
+        right = [rng.random() < 0.8 for _ in truth]
+        confidence = draw(len(truth))
+        records.append(
+            {
+                "index": index,
+                "pair": "de-en",
+                "source": f"{source} ({index})",
+                "reference": reference,
+                "hypothesis": " ".join(said),
+                "source_tokens": source.split(),
+                "tokens": tokens,
+                "probabilities": draw(len(tokens)),
+                "score": -0.3,
+                "frequency": float(100 + 37 * index % 1000),
+                "forced": {
+                    "tokens": truth,
+                    "probabilities": [
+                        c if r else 0.05 for c, r in zip(confidence, right, strict=True)
+                    ],
+                    "confidence": confidence,
+                    "right": right,
+                    "entropy": [1 - c for c in confidence],
+                },
+                "lengths": {"1": len(tokens), "5": len(tokens), "20": max(1, len(tokens) - 1)},
+                "reference_length": len(truth),
+            }
+        )
+    return records
+
+
+def write_examples(path: Path, classes: int, rng: random.Random) -> None:
+    """Two samples: one the model is sure of, and one whose target it finds unlikely."""
+    names = (
+        [str(i) for i in range(10)] if classes == 10 else [f"\u0120w{i}" for i in range(classes)]
+    )
+    examples = []
+    for title, target, lift in (("sure", 3, 6.0), ("unlikely target", 7, -2.0)):
+        logits = [round(rng.gauss(0, 1), 4) for _ in range(classes)]
+        logits[target] += lift
+        image = PIXEL if classes == 10 else None
+        example = {"title": title, "target": target, "logits": logits, "image": image}
+        examples.append({**example, "context": f"context of {title}"})
+    document = {"classes": names, "examples": examples}
+    (path / "records" / "examples.json").write_text(json.dumps(document))
+
+
+def examples_of(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((path / "records" / "examples.json").read_text())
+    return document
+
+
+def make_hostile(path: Path) -> None:
+    """Put markup wherever a user's text can stand in a translation run."""
+    records = path / "records" / "test.jsonl"
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    for key in ("source", "reference", "hypothesis"):
+        lines[0][key] = HOSTILE
+    lines[0]["tokens"][0] = HOSTILE
+    write_lines(records, lines)
+    examples = examples_of(path)
+    examples["classes"][0] = examples["examples"][0]["title"] = HOSTILE
+    examples["examples"][0]["context"] = HOSTILE
+    examples["examples"][0]["logits"][0] = 9.0
+    examples["examples"][0]["image"] = "http://example.org/spy.png"
+    (path / "records" / "examples.json").write_text(json.dumps(examples))
+
+
+def is_close(one: float, other: float) -> bool:
+    """Equal to the three decimals that the page shows."""
+    return math.isclose(one, other, abs_tol=0.000501)

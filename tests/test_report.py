@@ -1,0 +1,381 @@
+"""The report as text: what stands in the page. How it behaves is in test_report_browser.py."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from labo import cli, smoothing
+from labo.lab.analysis.labels import smoothed_labels
+from labo.lab.errors import RequestError
+from labo.lab.report import write_report
+from labo.lab.report.charts import Axis, Line, line_chart, ticks
+from labo.lab.report.embed import explorer_data, readable, sentence_data, token_name
+from labo.lab.report.gather import make_groups, read_runs
+from report_runs import (
+    BASE,
+    BLEU,
+    HOSTILE,
+    LABO,
+    LS,
+    examples_of,
+    make_hostile,
+    write_examples,
+    write_run,
+)
+
+
+class Page(HTMLParser):
+    """A page taken apart: its elements, its text, and the data for its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.data: dict[str, object] = {}
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in {"meta", "input", "img", "br"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            name = self.elements[-1][1].get("id")
+            if name:
+                self.data[name] = json.loads(data)
+        elif not self.open or self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def report(paths: list[Path], out: Path) -> Page:
+    write_report(paths, out)
+    return Page(out.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Base, LS and LABO, two seeds each, on images and on sentences."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        write_run(folder / f"{task[:5]}-{method['name']}-s{seed}", method, seed, task=task)
+        for task in ("image_classification", "translation")
+        for method in (BASE, LS, LABO)
+        for seed in (0, 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return report(runs, tmp_path_factory.mktemp("page") / "report.html")
+
+
+# ------------------------------------------------------------------ content
+
+
+def test_the_page_has_every_section(page):
+    ids = [attributes.get("id") for attributes in page.of("section")]
+    assert ids == [
+        "runs",
+        "results",
+        "training",
+        "confidence",
+        "translation",
+        "sentences",
+        "labels",
+        "left-out",
+    ]
+    links = {attributes["href"] for attributes in page.of("a")}
+    assert {f"#{name}" for name in ids} <= links
+
+
+def test_results_are_means_over_seeds_with_differences(runs, tmp_path):
+    images = runs[:6]
+    scores = {}
+    for run in images:
+        results = json.loads((run / "results.json").read_text())
+        scores.setdefault(run.name.split("-")[1], []).append(100 * results["test"]["accuracy"])
+    text = report(images, tmp_path / "r.html").text
+    for values in scores.values():
+        assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in text
+    gain = np.array(scores["labo"]) - np.array(scores["ls"])
+    assert f"{gain.mean():+.2f} ± {gain.std(ddof=1):.2f}" in text
+    assert "1.25×" in text
+    assert "500" in text
+
+
+def test_every_figure_has_alternative_text_and_a_signature(page):
+    figures = sum(tag == "figure" for tag, _ in page.elements)
+    assert figures >= 10
+    ids = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
+    drawings = page.of("svg")
+    for attributes in drawings:
+        assert attributes["role"] == "img"
+        assert set(attributes["aria-labelledby"].split()) <= ids
+    signatures = [a for a in page.of("p") if a.get("class") == "signature"]
+    assert len(signatures) >= figures
+    assert len(ids) == len([a["id"] for _, a in page.elements if a.get("id")])  # no id twice
+
+
+def test_a_signature_says_what_a_figure_rests_on(page):
+    for part in ("labo 0.1.0", "data digits@0123456789ab", "ls alpha=0.1", "seed 0, 1", BLEU):
+        assert part in page.text
+    assert "labo tau=1.25 alpha=adaptive rho=0.5" in page.text
+
+
+def test_under_confidence_is_said_plainly(page):
+    found = re.search(
+        r"labo is right on ([\d.]+) % of the images and claims ([\d.]+) %: it is under-confident, "
+        r"by ([\d.]+) points",
+        page.text,
+    )
+    right, claimed, gap = map(float, found.groups())
+    assert gap == pytest.approx(right - claimed, abs=0.11)
+    assert claimed == pytest.approx(45, abs=3)
+    assert "takes its calibration error from" in page.text
+
+
+def test_the_sentences_are_all_there_with_every_run(page, runs):
+    data = page.data["browser-1-data"]
+    assert [run["name"] for run in data["runs"]] == [run.name for run in runs[6:]]
+    assert data["total"] == len(data["sentences"]) == 60
+    first = data["sentences"][0]
+    assert "".join(text for text, _ in first["outputs"][0]["tokens"]) == (
+        first["outputs"][0]["text"] + "</s>"
+    )
+
+
+def test_a_page_of_one_bare_run(tmp_path):
+    run = write_run(tmp_path / "only", LS, records=False)
+    found = report([run], tmp_path / "r.html")
+    ids = [attributes.get("id") for attributes in found.of("section")]
+    assert ids == ["runs", "results", "training", "left-out"]
+    assert "labo evaluate" in found.text
+
+
+def test_the_same_runs_make_the_same_bytes(runs, tmp_path):
+    write_report(runs, tmp_path / "one.html")
+    write_report(runs, tmp_path / "two.html")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def test_variants_of_a_method_are_told_apart(tmp_path):
+    sharp = write_run(tmp_path / "sharp", LABO | {"tau": 1.05})
+    usual = write_run(tmp_path / "usual", LABO)
+    (group,) = make_groups([listing.entry for listing in read_runs([sharp, usual])])
+    assert [variant.label for variant in group.variants] == ["labo tau=1.05", "labo tau=1.25"]
+    assert {variant.colour for variant in group.variants} == {"m2"}
+    assert len({variant.dashed for variant in group.variants}) == 2
+
+
+def test_students_of_different_teachers_are_one_method(tmp_path):
+    kd = {"name": "kd", "alpha": 0.9}
+    paths = [write_run(tmp_path / f"kd{i}", kd | {"teacher": f"base{i}"}, i) for i in (0, 1)]
+    (group,) = make_groups([listing.entry for listing in read_runs(paths)])
+    assert [(v.label, len(v.entries)) for v in group.variants] == [("kd", 2)]
+
+
+def test_runs_of_other_models_stand_in_tables_of_their_own(tmp_path):
+    one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LS, 1)
+    recipe = other / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("name: small", "name: large"))
+    groups = make_groups([listing.entry for listing in read_runs([one, other])])
+    assert [group.title for group in groups] == ["digits, small", "digits, large"]
+
+
+def test_unfair_comparisons_are_named(tmp_path):
+    one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LABO)
+    recipe = other / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "train: {epochs: 9}\n")
+    assert (
+        "differ in more than method and seed (train)" in report([one, other], tmp_path / "r").text
+    )
+
+
+# ------------------------------------------------------------------ runs as they are
+
+
+def test_broken_half_done_and_missing_runs_are_listed(tmp_path):
+    good = write_run(tmp_path / "good", LS)
+    half = write_run(tmp_path / "half", LABO, finished=False)
+    torn = write_run(tmp_path / "torn", BASE)
+    (torn / "results.json").write_text('{"test": {"acc')
+    spoilt = write_run(tmp_path / "spoilt", LS, 1)
+    (spoilt / "records" / "test.jsonl").write_text('{"label": 3}\n')
+    text = report([good, half, torn, spoilt, tmp_path / "missing"], tmp_path / "r.html").text
+    assert "half unfinished at step 20" in text
+    assert re.search(r"torn broken: \S*results.json is no JSON", text)
+    assert re.search(r"spoilt broken: \S*test.jsonl, line 1", text)
+    assert re.search(r"missing broken: \S*missing is no run with recipe.yaml", text)
+    assert "good finished" in text
+
+
+def test_nothing_usable_is_a_wrong_request(tmp_path):
+    with pytest.raises(RequestError, match=r"nothing to report: .*nowhere is no run"):
+        write_report([tmp_path / "nowhere"], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_missing_folder_is_a_wrong_request(tmp_path):
+    run = write_run(tmp_path / "run", LS)
+    with pytest.raises(RequestError, match="there is no folder"):
+        write_report([run], tmp_path / "no" / "r.html")
+
+
+def test_the_command(tmp_path, capsys):
+    run = write_run(tmp_path / "run", LS)
+    half = write_run(tmp_path / "half", LS, 1, finished=False)
+    out = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", str(run), str(half), "-o", str(out)])
+    assert ended.value.code in (0, None)
+    printed = capsys.readouterr().out
+    assert f"{half} is unfinished at step 20" in printed
+    assert f"{out} is written" in printed
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(out)])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    run = write_run(tmp_path / "run", LABO)
+    script = (
+        "import sys; from labo.lab.report import write_report\n"
+        f"write_report([{str(run)!r}], {str(tmp_path / 'r.html')!r})\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in done.stdout.split()
+
+
+# ------------------------------------------------------------------ safety
+
+
+def test_the_page_loads_nothing(page, runs, tmp_path):
+    for tag, attributes in page.elements:
+        assert not {"src", "srcset", "data", "action", "poster"} & {
+            key for key in attributes if tag != "img"
+        }
+        assert not any(key.startswith("on") for key in attributes)
+        if "href" in attributes:
+            assert attributes["href"].startswith("#")
+    policy = next(a["content"] for a in page.of("meta") if a.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy.partition("script-src")[2]
+    write_report(runs, tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp", text)
+
+
+def test_markup_in_the_data_stays_text(tmp_path):
+    run = write_run(tmp_path / "<b>run&", LABO, task="translation")
+    make_hostile(run)
+    found = report([run], tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<img src=x" not in text
+    assert "<b>run" not in text
+    assert "spy.png" not in text
+    sentence = found.data["browser-1-data"]["sentences"][0]
+    assert sentence["source"] == HOSTILE
+    assert sentence["outputs"][0]["tokens"][0][0] == HOSTILE
+    assert found.data["explorer-data"]["examples"][0]["title"] == HOSTILE
+    assert len(found.of("script")) == 5  # three of ours, two of data
+
+
+def test_a_lone_surrogate_does_no_harm(tmp_path):
+    run = write_run(tmp_path / "run", LS, task="translation")
+    records = run / "records" / "test.jsonl"
+    records.write_text(records.read_text().replace("Der Hund", "\\ud800 Hund"))
+    report([run], tmp_path / "r.html")
+
+
+# ------------------------------------------------------------------ parts
+
+
+def test_the_page_stays_small(tmp_path):
+    run = write_run(tmp_path / "run", LABO, task="translation")
+    record = json.loads((run / "records" / "test.jsonl").read_text().splitlines()[0])
+    record["tokens"], record["probabilities"] = ["\u0120word"] * 900, [0.5] * 900
+    (run / "records" / "test.jsonl").write_text((json.dumps(record) + "\n") * 400)
+    (data,) = sentence_data(make_groups([read_runs([run])[0].entry])).values()
+    assert data["total"] == 400
+    assert 50 <= len(data["sentences"]) <= 100
+    assert len(json.dumps(data)) < 1_600_000
+
+
+@pytest.mark.parametrize("classes", [10, 5000])
+def test_a_compact_sample_has_the_labels_of_the_whole(classes, tmp_path):
+    run = write_run(tmp_path / "run", LABO, task="translation")
+    write_examples(run, classes, random.Random(1))
+    whole = examples_of(run)
+    samples = explorer_data(make_groups([read_runs([run])[0].entry]))["examples"]
+    assert len(json.dumps(samples)) < 60_000
+    for sample, example in zip(samples, whole["examples"], strict=True):
+        groups = [(logit, 1) for logit in sample["logits"]] + [tuple(g) for g in sample["tail"]]
+        logits = np.repeat([g[0] for g in groups], [g[1] for g in groups])
+        assert len(logits) == sample["K"] == classes
+        compact = smoothed_labels(logits, sample["target"], tau=1.7)
+        exact = torch.tensor(example["logits"], dtype=torch.float64)
+        label = smoothing.smoothed_target(
+            torch.tensor(example["target"]),
+            smoothing.tempered(exact, 1.7),
+            smoothing.adaptive_alpha(exact),
+        )
+        assert compact["alpha"] == pytest.approx(float(smoothing.adaptive_alpha(exact)), abs=1e-5)
+        assert compact["labo"][sample["target"]] == pytest.approx(
+            float(label[example["target"]]), abs=1e-5
+        )
+
+
+def test_tokens_read_as_text():
+    spread = ["\u0120M\u00c3", "\u00a4d", "chen"]  # the two bytes of ä in two tokens
+    assert readable(spread) == [" M", "äd", "chen"]
+    assert token_name("\u0120dog") == "·dog"
+    assert token_name("dog</w>") == "dog·"
+    assert token_name("犬") == "犬"
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in ((0, 1), (0.02, 0.031), (-3, 12_000), (97.1, 97.2)):
+        found = ticks(low, high)
+        assert 2 <= len(found) <= 7
+        assert low - 1e-9 <= found[0]
+        assert found[-1] <= high + 1e-9
+
+
+def test_a_line_of_one_point_can_be_drawn():
+    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), [Line([(5, 0.0)], "m0", "a & b")])
+    assert "nan" not in chart
+    assert "a &amp; b" in chart
+
+
+def test_labels_at_the_ends_do_not_cover_each_other():
+    lines = [Line([(0, 0), (1, 0.5 + i / 1000)], "m0", f"name{i}") for i in range(7)]
+    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), lines)
+    heights = sorted(float(y) for y in re.findall(r'class="end m0" x="[\d.]+" y="([\d.]+)"', chart))
+    assert len(heights) == 7
+    assert min(b - a for a, b in pairwise(heights)) >= 13.9
