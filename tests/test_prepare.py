@@ -1,0 +1,797 @@
+"""Preparing parallel text: every format read alike, every fault in one line, all or nothing."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from contextlib import contextmanager
+from operator import neg
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from labo.cli import main
+from labo.lab.data import DataError, prepare
+from labo.lab.data.parallel import find_parallel_text, read_lines
+from labo.lab.data.prepare import PRESETS, Processing, choose, parse_pairs, prepare_pairs
+from labo.lab.data.prepared import Pair, Prepared
+from labo.lab.errors import LabError, RequestError
+from labo.lab.text import Pipeline, TextOptions
+
+NOUNS = {"Hund": "dog", "Katze": "cat", "Straße": "street", "Kind": "child", "Baum": "tree"}
+VERBS = {"sieht": "sees", "kennt": "knows", "sucht": "looks for"}
+PAIRS = [
+    (f"Das {one} {verb} „{other}“.", f"The {NOUNS[one]} {VERBS[verb]} the “{NOUNS[other]}”.")
+    for one in NOUNS
+    for verb in VERBS
+    for other in NOUNS
+    if one != other
+]  # 60
+SPLITS = {"train": PAIRS[:44], "valid": PAIRS[44:52], "test": PAIRS[52:]}
+
+
+@contextmanager
+def refused(message: str, kind: type[Exception] = DataError):
+    """The request is refused, in one line that matches."""
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+def write(path: Path, text: str | bytes, compress: bool = False) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = text.encode() if isinstance(text, str) else text
+    path.write_bytes(gzip.compress(data) if compress else data)
+    return path
+
+
+def lines(texts) -> str:
+    return "".join(f"{text}\n" for text in texts)
+
+
+def write_corpus(folder: Path, splits=SPLITS) -> Path:
+    for split, pairs in splits.items():
+        for language, side in zip(("de", "en"), zip(*pairs, strict=True), strict=True):
+            write(folder / f"{split}.{language}", lines(side))
+    return folder
+
+
+def ask(folder: Path, preset: str | None = None, text=(), **settings):
+    """Options for the corpus in a folder."""
+    files = {split: [str(folder / split)] for split in SPLITS}
+    return choose(preset, dict(text), {"pair": ["de-en"], "vocabulary": 300} | files | settings)
+
+
+def run(folder: Path, out: str = "out", preset: str | None = None, text=(), **settings) -> Prepared:
+    return prepare.prepare(ask(folder, preset, text, **settings), folder / out)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def plain(corpus) -> Prepared:
+    return run(corpus, "plain")
+
+
+@pytest.fixture(scope="module")
+def moses(corpus) -> Prepared:
+    return run(corpus, "moses", text={"moses": True, "lowercase": True}, vocabulary=None, merges=50)
+
+
+# Formats ----------------------------------------------------------------------------------------
+
+
+def xml(pairs, side: int, ids=None) -> str:
+    body = "".join(
+        f'<seg id="{ids[i] if ids else i + 1}"> {pair[side].replace("&", "&amp;")} </seg>\n'
+        for i, pair in enumerate(pairs)
+    )
+    return (
+        f'<?xml version="1.0"?>\n<mteval>\n<doc docid="7">\n<url>x</url>\n{body}</doc></mteval>\n'
+    )
+
+
+def tagged(pairs, side: int) -> str:
+    """As WIT3 publishes its talks; translators are named on one side only."""
+    people = "<reviewer>A</reviewer>\n<translator>B</translator>\n" if side == 0 else ""
+    head = f"<doc docid='1'>\n<url>http://x</url>\n<keywords>a, b</keywords>\n{people}"
+    head += "<speaker>C</speaker>\n<talkid>1</talkid>\n"
+    title, description, *rest = (pair[side] for pair in pairs)
+    return (
+        f"{head}<title>{title}</title>\n<description>{description}</description>\n"
+        f"{lines(f' {text} ' for text in rest)}</doc>\n"
+    )
+
+
+ODD = [*PAIRS[:5], ("R&D <b> 'x'", "R&D <b> “y”"), ("日本\u2028語", "a\x85b")]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("form", ["lines", "crlf", "tsv", "swapped", "xml", "sgm", "tags", "two"])
+def test_every_format_gives_the_same_pairs(tmp_path, form, compress):
+    gz = ".gz" * compress
+    german, english = zip(*ODD, strict=True)
+    files, name, columns = {}, "x", ("source", "target")
+    if form in ("lines", "crlf"):
+        files = {"x.de": lines(german), "x.en": lines(english).removesuffix("\n")}
+        if form == "crlf":
+            files = {k: "\ufeff" + v.replace("\n", "\r\n") for k, v in files.items()}
+    elif form == "tsv":
+        files, name = {"x.tsv": lines("\t".join(pair) for pair in ODD)}, f"x.tsv{gz}"
+    elif form == "swapped":
+        rows = (f"{one}\tCC\t{other}" for other, one in ODD)
+        files, name, columns = {"x.txt": lines(rows)}, f"x.txt{gz}", ("en", "-", "de")
+    elif form in ("xml", "sgm"):
+        files = {f"x.de.{form}": xml(ODD, 0), f"x.en.{form}": xml(ODD, 1)}
+    elif form == "tags":
+        files = {"train.tags.de-en.de": tagged(ODD, 0), "train.tags.de-en.en": tagged(ODD, 1)}
+        name = "train.tags.{pair}"
+    else:
+        files, name = {"a": lines(german), "b": lines(english)}, f"a{gz},{tmp_path}/b{gz}"
+    for file, text in files.items():
+        write(tmp_path / f"{file}{gz}", text, compress)
+    found = find_parallel_text(f"{tmp_path}/{name}", "de", "en", columns)
+    assert list(found) == ODD
+    assert list(found) == ODD  # once more: it can be read again
+
+
+def test_a_segment_may_run_over_several_lines(tmp_path):
+    text = '<doc docid="1">\n<seg id="1">one\ntwo</seg><seg id="2">three</seg>\n</doc>\n'
+    for language in ("de", "en"):
+        write(tmp_path / f"x.{language}.xml", text)
+    assert list(find_parallel_text(f"{tmp_path}/x", "de", "en")) == [
+        ("one two", "one two"),
+        ("three", "three"),
+    ]
+
+
+def test_several_files_are_one_corpus_in_their_order(corpus):
+    parts = [str(corpus / "valid"), str(corpus / "test")]
+    data = run(corpus, "several", test=parts).split("test")
+    texts = [(data.source_text(i), data.target_text(i)) for i in range(len(data))]
+    assert texts == SPLITS["valid"] + SPLITS["test"]
+
+
+def test_reading_holds_no_more_than_a_line(tmp_path):
+    count = 30_000
+    for language in ("de", "en"):
+        write(tmp_path / f"x.{language}.gz", (f"{language} " * 50 + "\n") * count, compress=True)
+    text = find_parallel_text(f"{tmp_path}/x", "de", "en")
+    tracemalloc.start()
+    assert sum(1 for _ in text) == count
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000  # of 9 MB
+
+
+def test_preparing_asks_for_pairs_as_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_CHUNK", 4)
+    ahead = []
+    cleaned = 0
+    original = prepare._clean_rows
+
+    def clean(text, pairs, rows):
+        nonlocal cleaned
+        cleaned += len(rows)
+        return original(text, pairs, rows)
+
+    def rows(pairs):
+        for number, pair in enumerate(pairs):
+            ahead.append(number - cleaned)
+            yield 0, *pair
+
+    monkeypatch.setattr(prepare, "_clean_rows", clean)
+    splits = {"train": rows(SPLITS["train"])} | {
+        split: [(0, *pair) for pair in SPLITS[split]] for split in ("valid", "test")
+    }
+    prepare_pairs(tmp_path / "out", [Pair("de", "en")], splits, Processing(vocabulary=300))
+    assert len(ahead) == 44
+    assert max(ahead) < 4
+
+
+def test_processes_work_in_order_and_only_a_little_ahead():
+    taken = []
+
+    def items():
+        for number in range(40):
+            taken.append(number)
+            yield number
+
+    results = prepare._in_order(neg, items(), 2)
+    assert next(results) == 0
+    assert len(taken) <= 5
+    assert [0, *results] == [-n for n in range(40)]
+
+
+# What is written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "moses"])
+def test_what_is_stored_is_what_the_saved_tokenizer_says_of_the_text(request, kind):
+    data: Prepared = request.getfixturevalue(kind)
+    tokenizer = AutoTokenizer.from_pretrained(data.path / "tokenizer")
+    pipeline = Pipeline(data.text, "de", "en")
+    for name, pairs in SPLITS.items():
+        split = data.split(name)
+        assert len(split) == len(pairs) == data.manifest["sizes"][name]
+        for index, (source, target) in enumerate(pairs):
+            assert split.source(index).tolist() == tokenizer(pipeline.source(source)).input_ids
+            assert split.target(index).tolist() == tokenizer(pipeline.target(target)).input_ids
+            text = tokenizer.decode(split.target(index), skip_special_tokens=True)
+            assert text == pipeline.target(target)
+            if name != "train":
+                assert (split.source_text(index), split.target_text(index)) == (source, target)
+
+
+def test_datasets_reads_the_splits(plain):
+    for name in SPLITS:
+        split = plain.split(name)
+        rows = datasets.Dataset.from_file(str(plain.path / f"{name}.arrow"))
+        columns = ["source", "target", "pair", "source_text", "target_text"]
+        assert rows.column_names == columns[: 3 if name == "train" else 5]
+        assert rows["source"] == [split.source(i).tolist() for i in range(len(split))]
+        assert rows["target"] == [split.target(i).tolist() for i in range(len(split))]
+
+
+@pytest.mark.parametrize("batch", [3, 100_000])
+def test_splits_are_numpy_arrays_however_many_batches_they_have(corpus, plain, monkeypatch, batch):
+    monkeypatch.setattr(prepare, "_BATCH", batch)
+    monkeypatch.setattr(prepare, "_CHUNK", 3)
+    split = run(corpus, f"batches{batch}").split("train")
+    whole = plain.split("train")
+    assert (split.source_values == whole.source_values).all()
+    assert (split.target_offsets == whole.target_offsets).all()
+    assert split.source_values.dtype == np.int32
+    assert split.lengths("source").sum() == len(split.source_values)
+    assert split.pair.tolist() == [0] * 44
+    assert split.target(43).tolist() == whole.target_values[whole.target_offsets[43] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "moses"])
+def test_frequencies_are_the_counts_of_the_training_split(request, kind):
+    data: Prepared = request.getfixturevalue(kind)
+    split = data.split("train")
+    for side in ("source", "target"):
+        counts = Counter(getattr(split, f"{side}_values").tolist())
+        frequencies = data.frequencies(side)
+        assert frequencies.tolist() == [counts[i] for i in range(len(data.tokenizer))]
+        assert frequencies[2] == len(split)
+        assert frequencies.sum() == data.manifest["tokens"]["train"][side]
+
+
+def test_subwords_are_learned_from_the_training_split_alone(tmp_path):
+    names = ("train", "valid", "test")
+    one, other = ({n: list(SPLITS[n]) for n in names} for _ in range(2))
+    other["valid"] = [("xyzxyz" * 5, "qqqq" * 9)] * 30
+    data = [run(write_corpus(tmp_path / str(n), s)) for n, s in enumerate((one, other))]
+    assert digests(data[0].path / "tokenizer") == digests(data[1].path / "tokenizer")
+    assert data[0].fingerprint != data[1].fingerprint
+
+
+def test_sides_may_share_all_or_the_merges_or_nothing(corpus):
+    text = {"moses": True}
+    kinds = {
+        share: run(corpus, share, text=text, share=share, vocabulary=None, merges=20)
+        for share in ("all", "merges", "nothing")
+    }
+    joint, common, separate = kinds.values()
+    assert joint.tokenizer is joint.target_tokenizer
+    assert [d.manifest["vocabulary"]["kind"] for d in kinds.values()] == [
+        "joint",
+        "separate",
+        "separate",
+    ]
+    pipeline = Pipeline(joint.text, "de", "en")
+    for source, target in SPLITS["train"]:
+        # one set of merges: split alike, numbered otherwise
+        assert joint.tokenizer.tokenize(pipeline.source(source)) == common.tokenizer.tokenize(
+            pipeline.source(source)
+        )
+        assert joint.tokenizer.tokenize(pipeline.target(target)) == (
+            common.target_tokenizer.tokenize(pipeline.target(target))
+        )
+    sizes = [len(d.tokenizer) + len(d.target_tokenizer) for d in (joint, common)]
+    assert sizes[1] < sizes[0]
+    merges = [
+        json.loads((separate.path / folder / "tokenizer.json").read_text())["model"]["merges"]
+        for folder in ("tokenizer", "target_tokenizer")
+    ]
+    assert [len(m) for m in merges] == [20, 20]
+    for data in (common, separate):
+        assert len(data.frequencies("source")) == data.manifest["vocabulary"]["source"]
+        assert len(data.frequencies("target")) == data.manifest["vocabulary"]["target"]
+        split = data.split("test")
+        assert data.target_tokenizer.decode(split.target(0), skip_special_tokens=True) == (
+            pipeline.target(SPLITS["test"][0][1])
+        )
+
+
+def test_the_manifest_says_what_there_is(plain, corpus):
+    manifest = json.loads((plain.path / "prepared.json").read_text())
+    assert manifest["pairs"] == [{"source": "de", "target": "en", "tag": None}]
+    assert manifest["vocabulary"] == {"kind": "joint", "source": 300, "target": 300}
+    assert manifest["sizes"] == {"train": 44, "valid": 8, "test": 8}
+    assert manifest["sha256"] == {
+        name: digest for name, digest in digests(plain.path).items() if name != "prepared.json"
+    }
+    listing = "".join(f"{digest}  {name}\n" for name, digest in manifest["sha256"].items())
+    assert manifest["fingerprint"] == hashlib.sha256(listing.encode()).hexdigest()
+    assert manifest["inputs"][0] == {
+        "file": "train.de",
+        "sha256": hashlib.sha256((corpus / "train.de").read_bytes()).hexdigest(),
+    }
+    assert str(corpus) not in (plain.path / "prepared.json").read_text()
+
+
+def test_tokenized_text_is_split_by_published_merges_and_shown_as_people_read_it(tmp_path):
+    pairs = [("er &apos;s lower .", "it &apos;s low .")]
+    write_corpus(tmp_path, dict.fromkeys(SPLITS, pairs))
+    codes = write(tmp_path / "codes", "#version: 0.2\nl o\nlo w</w>\ne r</w>\n")
+    data = run(tmp_path, text={"tokenized": True}, codes=str(codes), vocabulary=None)
+    names = data.tokenizer.convert_ids_to_tokens(data.split("train").source(0).tolist())
+    assert names[-5:] == ["lo", "w", "er</w>", ".</w>", "</s>"]
+    assert data.split("test").target_text(0) == "it's low."
+    assert data.manifest["processing"]["codes"] == {
+        "file": "codes",
+        "sha256": hashlib.sha256(codes.read_bytes()).hexdigest(),
+    }
+
+
+# Cleaning and holding out -----------------------------------------------------------------------
+
+
+def counted(folder: Path, pairs, **settings) -> Prepared:
+    return run(write_corpus(folder, SPLITS | {"train": pairs}), **settings)
+
+
+def test_training_pairs_are_cleaned_and_the_dropped_are_counted(tmp_path):
+    bad = [("", "x"), ("  ", "y"), ("a " * 12, "b " * 12), ("a b c", "a b c d e"), ("a b", "a b c")]
+    data = counted(tmp_path, PAIRS[:40] + bad, max_tokens=11, max_ratio=1.5)
+    assert data.manifest["dropped"]["train"] == {"empty": 2, "too long": 1, "length ratio": 1}
+    assert data.manifest["read"]["train"] == 45
+    assert data.manifest["sizes"]["train"] == 41  # 3 to 2 is not above 1.5
+
+
+def test_scored_splits_lose_nothing_but_empty_lines(tmp_path):
+    pairs = [("a " * 50, "b"), ("", "b"), ("c", "d")]
+    limits = {"max_tokens": 20, "max_ratio": 1.5, "max_pieces": 50, "max_piece_ratio": 1.5}
+    write_corpus(tmp_path, {"train": SPLITS["train"] + pairs, "valid": pairs, "test": pairs})
+    data = run(tmp_path, **limits)
+    for split in ("valid", "test"):
+        assert data.manifest["dropped"][split] == {"empty": 1}
+        assert len(data.split(split)) == 2
+    assert data.manifest["dropped"]["train"]["too long"] == 1
+
+
+def test_every_nth_cleaned_training_pair_is_held_out(tmp_path):
+    bad = [("", "dropped before counting")]
+    folder = write_corpus(tmp_path, {"train": bad + PAIRS[:30] + bad + PAIRS[30:]})
+    data = run(folder, valid=None, test=None, holdout=23, holdout_test=5)
+    valid, test = data.split("valid"), data.split("test")
+    assert [valid.source_text(i) for i in range(len(valid))] == [PAIRS[22][0], PAIRS[45][0]]
+    rest = [pair for number, pair in enumerate(PAIRS, 1) if number % 23]
+    assert [test.target_text(i) for i in range(len(test))] == [p[1] for p in rest[4::5]]
+    train = data.split("train")
+    texts = data.tokenizer.batch_decode(
+        [train.source(i) for i in range(len(train))], skip_special_tokens=True
+    )
+    assert texts == [p[0] for number, p in enumerate(rest, 1) if number % 5]
+
+
+def test_limits_in_subwords_hold_for_training_and_held_out_pairs(tmp_path):
+    long = [("ж" * 60, "ж" * 60)]
+    folder = write_corpus(tmp_path, {"train": PAIRS[:9] + long + PAIRS[9:19], "test": long})
+    data = run(folder, valid=None, holdout=10, max_pieces=100, vocabulary=262)
+    assert data.manifest["dropped"]["valid"] == {"too long": 1}
+    assert data.manifest["sizes"] == {"train": 18, "valid": 1, "test": 1}
+
+
+def test_training_text_keeps_its_apostrophes(tmp_path):
+    data = counted(tmp_path, [("l\u2019a", "b\u2019c")] * 4, text={"straight_apostrophes": True})
+    train = data.split("train")
+    assert data.tokenizer.decode(train.source(0), skip_special_tokens=True) == "l\u2019a"
+    assert data.text.straight_apostrophes
+
+
+# Several pairs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "tag", "tags"),
+    [
+        (["de-en"], None, [None]),
+        (["de-en", "fr-en"], None, ["<de>", "<fr>"]),
+        (["en-de", "en-fr"], None, ["<de>", "<fr>"]),
+        (["de-en", "en-de"], None, ["<en>", "<de>"]),
+        (["de-en", "fr-en"], "target", ["<en>", "<en>"]),
+        (["de-en", "fr-en"], "none", [None, None]),
+        (["pt_BR-en"], "source", ["<pt_BR>"]),
+    ],
+)
+def test_tags_name_what_the_model_must_be_told(names, tag, tags):
+    pairs = parse_pairs(names, tag)
+    assert [str(pair) for pair in pairs] == names
+    assert [pair.tag for pair in pairs] == tags
+
+
+def test_several_pairs_become_one_corpus_with_tags(tmp_path):
+    for split, pairs in SPLITS.items():
+        for pair, source in (("de-en", 0), ("fr-en", 1)):
+            language = pair[:2]
+            write(tmp_path / pair / f"{split}.{language}", lines(p[source] for p in pairs))
+            write(tmp_path / pair / f"{split}.en", lines(p[1] for p in pairs))
+    files = {split: [f"{tmp_path}/{{pair}}/{split}"] for split in SPLITS}
+    data = prepare.prepare(
+        choose(None, {}, {"pair": ["de-en", "fr-en"], "vocabulary": 310} | files), tmp_path / "out"
+    )
+    split = data.split("valid")
+    assert [str(pair) for pair in data.pairs] == ["de-en", "fr-en"]
+    assert split.pair.tolist() == [0] * 8 + [1] * 8
+    assert {int(split.source(i)[0]) for i in range(8)} == {4}
+    assert {int(split.source(i)[0]) for i in range(8, 16)} == {5}
+    tokenizer = AutoTokenizer.from_pretrained(data.path / "tokenizer")
+    text = f"<fr> {split.source_text(9)}"
+    assert split.source(9).tolist() == tokenizer(text).input_ids
+    assert data.frequencies("source")[4:6].tolist() == [44, 44]
+    assert data.frequencies("target")[4:6].tolist() == [0, 0]
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        ({}, "x", r"x\.de: no such file, nor with \.gz, \.xml or \.sgm at its end"),
+        ({"x.de": "a\n"}, "x", r"x\.en: no such file"),
+        ({"x.de": "a\n"}, "x.de,y", r"^y: no such file|/y: no such file"),
+        ({"x.de": "a\n"}, "x.de", r"x\.de:1: 1 columns separated by tabs, but .* need 2"),
+        ({"x": "a\tb\nc\n"}, "x", r"x:2: 1 columns, but line 1 has 2"),
+        ({"x": "a\tb\nc\td\te\n"}, "x", r"x:2: 3 columns, but line 1 has 2"),
+        ({"x.de": "a\nb\n", "x.en": "a\n"}, "x", r"x\.de has 2 lines, .*x\.en has 1: not aligned"),
+        (
+            {"x.de": "a\n", "x.en": "a\nb\nc\n"},
+            "x",
+            r"x\.de has 1 lines, .*x\.en has 3: not aligned",
+        ),
+        (
+            {"x.de": b"ok\nb\xe4d\n", "x.en": "a\nb\n"},
+            "x",
+            r"x\.de:2: byte 0xe4 is not UTF-8",
+        ),
+        (
+            {"x.de": gzip.compress(b"a\n" * 9)[:-9], "x.en": "a\n" * 9},
+            "x",
+            r"x\.de: truncated or damaged",
+        ),
+        (
+            {"x.de.xml": xml(PAIRS[:2], 0), "x.en.xml": xml(PAIRS[:2], 1, ids=[1, 3])},
+            "x",
+            r"segment 2 is '7 2' in .*x\.de\.xml, '7 3' in .*: not aligned",
+        ),
+        (
+            {"x.de.xml": xml(PAIRS[:2], 0), "x.en.xml": xml(PAIRS[:3], 1)},
+            "x",
+            r"segment 3 is missing in .*x\.de\.xml, '7 3' in",
+        ),
+        (
+            {"x.de.xml": '<seg id="1">a\nb\n', "x.en.xml": xml(PAIRS[:1], 1)},
+            "x",
+            r"x\.de\.xml:1: a <seg> without its end",
+        ),
+        (
+            {"x.de.xml": xml(PAIRS[:1], 0), "x.en": "a\n"},
+            "x",
+            r"one has <seg> elements, the other has not",
+        ),
+        ({}, "x.{lang}", r"only \{pair\}, \{source\} and \{target\} are filled in"),
+        ({}, "a,b,c", r"two files are FILE,FILE"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(corpus, tmp_path, files, name, message):
+    for file, content in files.items():
+        write(tmp_path / file, content)
+    with refused(message):
+        run(corpus, out=f"../{tmp_path.name}-out", train=[f"{tmp_path}/{name}"])
+    assert not list(corpus.parent.glob(f"*{tmp_path.name}-out*"))
+
+
+def test_unknown_columns_are_refused(tmp_path):
+    write(tmp_path / "x", "a\tb\n")
+    with refused("columns en,fr: none is source or de"):
+        find_parallel_text(f"{tmp_path}/x", "de", "en", ("en", "fr"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "wmt"}, "unknown preset 'wmt'; did you mean 'wmt14'"),
+        ({"pair": ["german-english"]}, "two languages, such as de-en, .*got german-english"),
+        ({"pair": ["de-de"]}, "got de-de"),
+        ({"pair": ["de-en", "de-en"]}, "given once; got de-en, de-en"),
+        ({"train": []}, "train: no training data"),
+        ({"valid": []}, "valid: no such data; give valid or holdout"),
+        ({"test": []}, "test: no such data; give test or holdout_test"),
+        ({"holdout": 23}, "valid and holdout exclude each other"),
+        ({"valid": [], "holdout": 1}, "leaves none to train on"),
+        ({"merges": 9}, "vocabulary and merges exclude each other"),
+        ({"vocabulary": None, "codes": "x"}, "they need moses, or text that is tokenized"),
+        ({"share": "some"}, "share: .*'all', 'merges' or 'nothing'"),
+        ({"max_tokens": -1}, "max_tokens: .*greater than or equal to 0"),
+        ({"tag": "german"}, "tag: "),
+    ],
+)
+def test_wrong_requests_are_refused(corpus, settings, message):
+    with refused(message, RequestError):
+        ask(corpus, **settings)
+
+
+def test_an_existing_folder_is_kept_unless_told_otherwise(corpus, tmp_path, plain):
+    options = ask(corpus)
+    out = tmp_path / "out"
+    out.mkdir()
+    before = digests(prepare.prepare(options, out).path)  # an empty folder is no obstacle
+    with refused("out exists; --force replaces it", RequestError):
+        prepare.prepare(options, out)
+    assert digests(out) == before
+    prepare.prepare(ask(corpus, vocabulary=310), out, force=True)
+    assert Prepared(out).manifest["vocabulary"]["source"] == 310
+    other = tmp_path / "other"
+    write(other / "mine.txt", "precious")
+    with refused("other exists, and is no prepared data", RequestError):
+        prepare.prepare(options, other, force=True)
+    assert (other / "mine.txt").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "message"),
+    [
+        ([("", "a"), ("b", "")], {}, "the train split is empty: dropped 2 empty"),
+        (PAIRS[:3], {"max_pieces": 1}, "the train split is empty: dropped 3 too long"),
+        (PAIRS[:3], {"valid": None, "holdout": 9}, "the valid split is empty$"),
+        (PAIRS[:3], {"vocabulary": 200}, "vocabulary of 200 cannot hold"),
+    ],
+)
+def test_a_corpus_of_which_nothing_is_left_is_refused(tmp_path, train, settings, message):
+    folder = write_corpus(tmp_path / "in", SPLITS | {"train": train})
+    with refused(message):
+        prepare.prepare(ask(folder, **settings), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_cannot_be_written_is_said_in_one_line(corpus, tmp_path):
+    write(tmp_path / "file", "")
+    with refused("cannot write .*out: ", LabError):
+        prepare.prepare(ask(corpus), tmp_path / "file" / "out")
+
+
+def test_folders_that_are_not_prepared_are_refused(plain, tmp_path):
+    with refused("no prepared data here; `labo prepare` makes it"):
+        Prepared(tmp_path / "none")
+    write(tmp_path / "prepared.json", '{"format": 2}')
+    with refused("prepared.json: not of format 1"):
+        Prepared(tmp_path)
+    write(tmp_path / "prepared.json", "{")
+    with refused("prepared.json: cannot be read"):
+        Prepared(tmp_path)
+    write(tmp_path / "prepared.json", '{"format": 1}')
+    with refused("prepared.json: damaged"):
+        Prepared(tmp_path)
+    manifest = (plain.path / "prepared.json").read_text()
+    write(tmp_path / "prepared.json", manifest)
+    with refused("frequencies.json: missing; run `labo prepare` again"):
+        Prepared(tmp_path)
+    for file in json.loads(manifest)["sha256"]:
+        write(tmp_path / file, (plain.path / file).read_bytes()[:100])
+    for name in SPLITS:
+        with refused(f"{name}.arrow: cannot be read"):
+            Prepared(tmp_path).split(name)
+    with refused("frequencies.json: cannot be read"):
+        Prepared(tmp_path).frequencies("source")
+
+
+# Presets ----------------------------------------------------------------------------------------
+
+
+def test_presets_are_the_recipes(corpus):
+    fourteen = ask(corpus, "iwslt14", valid=None, vocabulary=None)
+    assert (fourteen.holdout, fourteen.merges, fourteen.share) == (23, 10_000, "merges")
+    assert (fourteen.max_tokens, fourteen.max_ratio) == (175, 1.5)
+    assert fourteen.text == TextOptions(moses=True, lowercase=True, straight_apostrophes=True)
+    assert fourteen.training_text == TextOptions(moses=True, lowercase=True)
+    wmt = ask(corpus, "wmt14", valid=None, vocabulary=None)
+    assert (wmt.holdout, wmt.merges, wmt.max_pieces, wmt.max_piece_ratio) == (100, 40_000, 250, 1.5)
+    assert wmt.training_text.normalize_punctuation
+    assert not wmt.text.normalize_punctuation
+    seventeen = ask(corpus, "iwslt17", vocabulary=None)
+    assert (seventeen.vocabulary, seventeen.max_pieces, seventeen.share) == (16_384, 250, "all")
+    assert not seventeen.text.spaced
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_options_go_over_every_preset(corpus, preset):
+    options = ask(corpus, preset, {"lowercase": True}, vocabulary=500, max_tokens=7)
+    assert (options.vocabulary, options.merges, options.holdout) == (500, None, 0)
+    assert options.max_tokens == 7
+    assert options.text.lowercase
+    assert options.training_text.lowercase
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.sampled_from(["moses", "tokenized"]), st.booleans())
+def test_text_options_hold_for_training_text_too(preset, name, value):
+    text = {name: value} | ({"moses": False, "aggressive_hyphens": False} if value else {})
+    if name == "moses":
+        text = {"moses": value, "aggressive_hyphens": False}
+    options = choose(
+        preset, text, {"pair": ["de-en"], "train": ["a"], "valid": ["b"], "test": ["c"]}
+    )
+    assert getattr(options.text, name) == getattr(options.training_text, name) == value
+
+
+# The same input, the same output; all or nothing ------------------------------------------------
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from labo.lab.data import prepare
+
+folder, out, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+files = {split: [str(folder / split)] for split in ("train", "valid", "test")}
+for name, text in (("bytes", {}), ("words", {"moses": True})):
+    settings = {"pair": ["de-en"], "merges": 80, "share": "merges"} | files
+    prepare.prepare(prepare.choose(None, text, settings), out / f"{name}{number}")
+"""
+
+
+def start(script: str, *arguments: object, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_same_input_gives_the_same_bytes_in_every_process(corpus, tmp_path):
+    for number in (1, 2):
+        process = start(SCRIPT, corpus, tmp_path, number, PYTHONHASHSEED=str(number))
+        assert process.communicate()[1] == ""  # no bar, for it is no terminal
+        assert process.returncode == 0
+    for name in ("bytes", "words"):
+        assert digests(tmp_path / f"{name}1") == digests(tmp_path / f"{name}2")
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_CHUNK", 7)
+    options = ask(corpus, text={"moses": True}, holdout=5, valid=None)
+    for workers in (1, 2):
+        prepare.prepare(options, tmp_path / str(workers), workers=workers)
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
+
+
+HANGING = """
+import sys, time
+from labo.lab.data import prepare
+
+def hang(self, inputs):
+    print("nearly done", flush=True)
+    time.sleep(600)
+
+prepare._Work.write_manifest = hang
+exec(sys.argv[4])
+"""
+
+
+def test_a_killed_preparation_leaves_nothing_that_looks_finished(corpus, tmp_path):
+    process = start(HANGING, corpus, tmp_path, "", SCRIPT)
+    assert process.stdout.readline() == "nearly done\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "bytes").exists()
+    left = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert left  # the next attempt clears it away
+    assert all(path.name.startswith(".") for path in left)
+    for path in left:
+        with refused("no prepared data here"):
+            Prepared(path)
+    prepare.prepare(ask(corpus), tmp_path / "bytes")
+    assert [path.name for path in tmp_path.iterdir()] == ["bytes"]
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_preparation_clears_up(corpus, tmp_path, monkeypatch, plain, fault):
+    def fail(*_):
+        raise fault
+
+    monkeypatch.setattr(prepare._Work, "write_manifest", fail)
+    with pytest.raises((KeyboardInterrupt, LabError)):
+        prepare.prepare(ask(corpus), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# The command line -------------------------------------------------------------------------------
+
+
+def labo(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    return caught.value.code or 0
+
+
+def test_the_command_prepares_and_says_what_it_did(corpus, tmp_path, capsys):
+    status = labo(
+        *("prepare", tmp_path / "out", "--pair", "de-en", "--train", corpus / "train"),
+        *("--valid", corpus / "valid", "--test", corpus / "test", "--test", corpus / "valid"),
+        *("--preset", "multi30k", "--merges", 30, "--no-lowercase", "--share", "merges"),
+    )
+    output = capsys.readouterr()
+    assert status == 0
+    assert output.err == ""
+    data = Prepared(tmp_path / "out")
+    assert data.text == TextOptions(moses=True, normalize_punctuation=True)
+    assert data.manifest["processing"]["merges"] == 30
+    assert len(data.split("test")) == 16
+    rows = [line.split() for line in output.out.splitlines()]
+    tokens = data.manifest["tokens"]["test"]
+    assert ["test", "16", "0", "16", str(tokens["source"]), str(tokens["target"])] in [
+        row[:6] for row in rows
+    ]
+    assert f"data.path={tmp_path / 'out'}" in output.out
+    assert "separate" in output.out
+
+
+def test_the_command_takes_columns_and_warns_of_languages(tmp_path, capsys):
+    write(tmp_path / "x.tsv", lines(f"{english}\t{german}" for german, english in PAIRS))
+    arguments = ("prepare", tmp_path / "out", "--pair", "uk-en", "--train", tmp_path / "x.tsv")
+    options = ("--columns", "en,uk", "--holdout", 10, "--holdout-test", 10, "--moses")
+    assert labo(*arguments, *options, "--vocabulary", 100) == 0
+    assert "Moses has no rules for uk" in capsys.readouterr().out
+    data = Prepared(tmp_path / "out").split("valid")
+    assert (data.source_text(0), data.target_text(0)) == PAIRS[9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "wmt"], "labo: unknown preset 'wmt'; did you mean 'wmt14'?"),
+        (["--holdout", "23"], "labo: valid and holdout exclude each other\n"),
+        (["--codes", "nowhere", "--moses"], "labo: nowhere: no such file\n"),
+    ],
+)
+def test_the_command_refuses_in_one_line(corpus, tmp_path, capsys, arguments, message):
+    files = [text for split in SPLITS for text in (f"--{split}", corpus / split)]
+    assert labo("prepare", tmp_path / "out", "--pair", "de-en", *files, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_lines_end_at_line_feeds_only(tmp_path):
+    write(tmp_path / "x", "a\x0bb\x0cc\u2028d\x85e\r\nf\rg\n\nh")
+    assert list(read_lines(tmp_path / "x")) == ["a\x0bb\x0cc\u2028d\x85e", "f\rg", "", "h"]
