@@ -1,0 +1,262 @@
+"""Beam search: against one written out in plain Python, and whatever stands in the batch."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+
+from labo.lab import decoding
+from labo.lab.decoding import Decode, batches, decode, generation_config, longest_output
+from labo.lab.errors import RequestError
+from labo.lab.models.marian import BOS, EOS, PAD
+from tiny_translation import (
+    POSITIONS,
+    VOCABULARY,
+    random_model,
+    save_folder,
+    sentences,
+    trained_model,
+    word_tokenizer,
+)
+
+SUPPRESSED = (BOS, PAD)
+
+
+def oracle(model, source, options):
+    """The beam search of the documentation, a sentence and a step at a time, without a cache."""
+    longest = longest_output(len(source), options, POSITIONS)
+    running, finished = [(0.0, (EOS,))], []
+    for length in range(1, longest + 1):
+        candidates = []
+        for score, prefix in running:
+            with torch.no_grad():
+                logits = model(
+                    torch.tensor([source]), decoder_input_ids=torch.tensor([prefix])
+                ).logits[0, -1]
+            for token, log_p in enumerate(logits.log_softmax(-1).tolist()):
+                if token not in SUPPRESSED:
+                    candidates.append((score + log_p, (*prefix, token)))
+        candidates.sort(key=lambda candidate: -candidate[0])
+        running = []
+        for rank, (score, prefix) in enumerate(candidates[: 2 * options.beam]):
+            if prefix[-1] == EOS or length == longest:
+                if rank < options.beam:
+                    finished.append((score / length**options.length_penalty, prefix[1:]))
+            elif len(running) < options.beam:
+                running.append((score, prefix))
+        if len(finished) >= options.beam:
+            break
+    return sorted(finished, key=lambda hypothesis: -hypothesis[0])[: options.beam]
+
+
+@pytest.mark.parametrize(
+    ("beam", "penalty", "embeddings"),
+    [
+        (1, 1.0, "shared"),
+        (2, 0.0, "shared"),
+        (5, 0.6, "shared"),
+        (5, 1.0, "shared"),
+        (5, 1.0, "separate"),
+        (9, 2.0, "shared"),
+    ],
+)
+def test_beam_search_finds_what_a_plain_one_finds(beam, penalty, embeddings):
+    options = Decode(beam=beam, length_penalty=penalty, max_ratio=1.0, max_extra=3)
+    seen = set()
+    for seed, ending in enumerate([0.0, 3.0, 6.0]):
+        model = random_model(embeddings=embeddings, seed=seed, ending=ending)
+        sources = sentences(2, seed=seed)
+        decoded = decode(model, sources, options, nbest=beam)
+        for source, hypotheses in zip(sources, decoded, strict=True):
+            expected = oracle(model, source, options)
+            for found, (score, ids) in zip(hypotheses, expected, strict=True):
+                assert (*found.ids, *[EOS] * found.ended) == ids
+                assert found.score == pytest.approx(score, abs=1e-5)
+                seen.add(found.ended)
+    assert seen == {True, False}
+
+
+def test_beam_search_of_a_trained_model():
+    options = Decode()
+    sources = sentences(12, seed=1000, longest=6)
+    found = decode(trained_model(), sources, options)
+    for source, (best,) in zip(sources, found, strict=True):
+        score, ids = oracle(trained_model(), source, options)[0]
+        assert (*best.ids, *[EOS] * best.ended) == ids
+        assert best.score == pytest.approx(score, abs=1e-5)
+    right = [best.ids == tuple(reversed(s[:-1])) for s, (best,) in zip(sources, found, strict=True)]
+    assert any(right)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
+def test_a_translation_does_not_hang_on_its_batch(batch_tokens):
+    model, sources = random_model(seed=3), sentences(20, seed=3)
+    options = Decode(max_ratio=0.7, max_extra=2, batch_tokens=batch_tokens)
+    together = decode(model, sources, options, nbest=3)
+    for source, hypotheses in zip(sources, together, strict=True):
+        (alone,) = decode(model, [source], options, nbest=3)
+        assert [h.ids for h in alone] == [h.ids for h in hypotheses]
+        for one, other in zip(alone, hypotheses, strict=True):
+            assert one.score == pytest.approx(other.score, abs=1e-5)
+            assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 1.7])
+def test_the_score_follows_from_the_probabilities(penalty):
+    model = random_model()
+    for hypotheses in decode(model, sentences(8), Decode(length_penalty=penalty), nbest=5):
+        for found in hypotheses:
+            assert len(found.probabilities) == len(found.ids) + found.ended
+            log_p = sum(map(math.log, found.probabilities))
+            assert found.score == pytest.approx(log_p / len(found.probabilities) ** penalty)
+        scores = [found.score for found in hypotheses]
+        assert scores == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
+        assert len({found.ids for found in hypotheses}) == 5
+
+
+def test_probabilities_are_the_models_own(monkeypatch):
+    """They are not those of the search, which never says <s> or <pad>; in small pieces too."""
+    model, source = random_model(), sentences(1, seed=9)[0]
+    (whole,) = decode(model, [source], Decode(), nbest=5)
+    monkeypatch.setattr(decoding, "_SCORED_LOGITS", 1)
+    (pieces,) = decode(model, [source], Decode(), nbest=5)
+    for found, again in zip(whole, pieces, strict=True):
+        assert found.probabilities == pytest.approx(again.probabilities)
+        prefix = torch.tensor([[EOS, *found.ids]])
+        with torch.no_grad():
+            p = model(torch.tensor([source]), decoder_input_ids=prefix).logits[0].softmax(-1)
+        said = [*found.ids, EOS]
+        expected = [p[place, token].item() for place, token in enumerate(said)]
+        assert found.probabilities == pytest.approx(expected[: len(found.probabilities)], rel=1e-5)
+
+
+@pytest.mark.parametrize("beam", [1, 5])
+def test_each_sentence_has_its_own_longest_output(beam):
+    model = random_model()
+    model.final_logits_bias[0, EOS] = -1e4
+    sources = [[5, EOS], [5, 6, 7, 8, EOS], [EOS]]
+    options = Decode(beam=beam, max_ratio=2.0, max_extra=1)
+    found = [best for (best, *_) in decode(model, sources, options)]
+    assert [len(best.ids) for best in found] == [5, 11, 3]
+    assert not any(best.ended for best in found)
+
+
+def test_no_output_outgrows_the_positions():
+    model = random_model()
+    model.final_logits_bias[0, EOS] = -1e4
+    ((best,),) = decode(model, [[5] * (POSITIONS - 1) + [EOS]], Decode())
+    assert len(best.ids) == POSITIONS - 1
+
+
+@pytest.mark.parametrize("beam", [1, 5])
+def test_start_and_padding_are_never_said(beam):
+    model = random_model()
+    model.final_logits_bias[0, list(SUPPRESSED)] = 30.0
+    for hypotheses in decode(model, sentences(5), Decode(beam=beam), nbest=beam):
+        for found in hypotheses:
+            assert not {BOS, PAD, EOS} & set(found.ids)
+
+
+def test_order_is_kept_and_progress_told():
+    model, sources, done = random_model(), sentences(11), []
+    options = Decode(beam=2, batch_tokens=60)
+    found = decode(model, sources, options, advance=done.append)
+    assert sum(done) == 11
+    assert len(done) > 2
+    backwards = decode(model, sources[::-1], options)
+    assert [h[0].ids for h in found] == [h[0].ids for h in backwards[::-1]]
+    assert len({h[0].ids for h in found}) > 3
+
+
+def test_the_mode_of_the_model_is_restored_whatever_happens():
+    model = random_model()
+    model.config.dropout = 0.5
+    for mode in (True, False):
+        model.train(mode)
+        first, second = (decode(model, sentences(3), Decode()) for _ in range(2))
+        assert first == second
+        assert all(module.training is mode for module in model.modules())
+
+    def fail(count):
+        raise KeyboardInterrupt
+
+    model.train()
+    with pytest.raises(KeyboardInterrupt):
+        decode(model, sentences(3), Decode(), advance=fail)
+    assert model.training
+
+
+def test_nothing_to_decode():
+    assert decode(random_model(), [], Decode()) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "nbest", "line"),
+    [
+        ([[EOS], [5] * POSITIONS + [EOS]], 1, "source 1 has 41 tokens, the model has 1 to 40"),
+        ([[]], 1, "source 0 has 0 tokens, the model has 1 to 40 positions"),
+        ([[EOS]], 6, "6 best of a beam of 5: choose 1 to 5"),
+        ([[EOS]], 0, "0 best of a beam of 5: choose 1 to 5"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(sources, nbest, line):
+    with pytest.raises(RequestError, match=line):
+        decode(random_model(), sources, Decode(), nbest=nbest)
+
+
+@given(
+    st.lists(st.integers(1, 60), max_size=50),
+    st.integers(1, 6),
+    st.integers(1, 500),
+)
+def test_batches_hold_every_sentence_once_within_the_limit(lengths, beam, limit):
+    options = Decode(beam=beam, batch_tokens=limit)
+    found = list(batches(lengths, options))
+    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+    for batch in found:
+        padded_tokens = len(batch) * max(lengths[i] for i in batch) * beam
+        assert padded_tokens <= limit or len(batch) == 1
+
+
+def test_a_saved_folder_translates_the_same_with_transformers_alone(tmp_path):
+    options = Decode(beam=4, length_penalty=0.7, max_extra=POSITIONS)
+    folder = save_folder(
+        tmp_path / "best", trained_model(), word_tokenizer("abcdefghij"), decode=options
+    )
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = ["abc d", "e", "jij ff a", ""]
+    sources = [word_tokenizer("abcdefghij").encode(text) for text in texts]
+    for text, (best,) in zip(texts, decode(trained_model(), sources, options), strict=True):
+        (said,) = model.generate(**tokenizer(text, return_tensors="pt"))
+        assert said.tolist() == [EOS, *best.ids, EOS]
+
+
+@pytest.mark.parametrize("beam", [1, 5])
+def test_a_generation_config_survives_its_file(beam, tmp_path):
+    config = generation_config(Decode(beam=beam), random_model().config)
+    (tmp_path / "generation_config.json").write_text(config.to_json_string())
+    read = GenerationConfig.from_pretrained(tmp_path)
+    for key in ("num_beams", "length_penalty", "early_stopping", "max_length", "suppress_tokens"):
+        assert getattr(read, key) == getattr(config, key)
+    assert read.eos_token_id == read.decoder_start_token_id == EOS
+
+
+def test_the_smallest_vocabulary_fills_a_beam():
+    """More beams than words to begin a sentence with."""
+    assert VOCABULARY < 64
+    model = random_model(9, 9)
+    ((*found,),) = decode(model, [[5, EOS]], Decode(beam=5), nbest=5)
+    assert all(hypothesis.score > -100 for hypothesis in found)
+
+
+def test_doctests():
+    result = doctest.testmod(decoding)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,206 @@
+"""Exports to CTranslate2: the same translations, whole folders or none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import shutil
+
+import ctranslate2
+import pytest
+import torch
+from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+
+from labo import cli
+from labo.lab.decoding import Decode, decode
+from labo.lab.errors import LabError, RequestError
+from labo.lab.export import export
+from labo.lab.models.marian import BOS, EOS, PAD
+from labo.lab.translate import Translator
+from tiny_translation import (
+    POSITIONS,
+    VOCABULARY,
+    byte_folder,
+    random_model,
+    save_folder,
+    sentences,
+    trained_model,
+    word_tokenizer,
+)
+
+LETTERS = "abcdefghij"
+
+
+def translations(folder, sources, tokenizer, target_tokenizer=None, **options):
+    """Ids and scores of the best translations by CTranslate2."""
+    translator = ctranslate2.Translator(str(folder), inter_threads=1, intra_threads=1)
+    results = translator.translate_batch(
+        [tokenizer.convert_ids_to_tokens(source) for source in sources],
+        min_decoding_length=0,
+        max_decoding_length=POSITIONS - 1,
+        return_scores=True,
+        **options,
+    )
+    ids = (target_tokenizer or tokenizer).convert_tokens_to_ids
+    return [(tuple(ids(found.hypotheses[0])), found.scores[0]) for found in results]
+
+
+def without_unsaid(model):
+    """The model without a thought for what is never said.
+
+    CTranslate2 shares out its probability among the rest; only so do scores agree to the digit.
+    """
+    model = copy.deepcopy(model)
+    model.final_logits_bias[0, [BOS, PAD]] = -1e4
+    return model
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.6, 2.0])
+def test_translations_and_scores_are_the_same(penalty, tmp_path):
+    model = without_unsaid(trained_model())
+    tokenizer = word_tokenizer(LETTERS)
+    save_folder(tmp_path / "best", model, tokenizer)
+    export(tmp_path, tmp_path / "out")
+    sources = sentences(40, seed=5, longest=9)
+    options = Decode(length_penalty=penalty, max_extra=POSITIONS)
+    expected = decode(model, sources, options)
+    found = translations(tmp_path / "out", sources, tokenizer, beam_size=5, length_penalty=penalty)
+    for (best,), (ids, score) in zip(expected, found, strict=True):
+        assert ids == best.ids
+        assert score == pytest.approx(best.score, abs=1e-4)
+    assert len({ids for ids, _ in found}) > 20
+
+
+@pytest.mark.parametrize("embeddings", ["shared", "decoder", "separate"])
+def test_every_way_to_share_embeddings(embeddings, tmp_path):
+    separate = embeddings != "shared"
+    source = word_tokenizer(LETTERS)
+    target = word_tokenizer("klmnopqrstuv") if separate else source
+    model = random_model(VOCABULARY, len(target), embeddings=embeddings, ending=2.0)
+    model = without_unsaid(model)
+    save_folder(tmp_path / "best", model, source, target if separate else None)
+    export(tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / "target_tokenizer").exists() == separate
+    sources = sentences(8)
+    options = Decode(max_extra=POSITIONS)
+    found = translations(tmp_path / "out", sources, source, target, beam_size=5)
+    for (best,), (ids, _) in zip(decode(model, sources, options), found, strict=True):
+        assert ids == best.ids
+
+
+def test_start_and_padding_are_never_said(tmp_path):
+    model = random_model()
+    model.final_logits_bias[0, [BOS, PAD]] = 30.0
+    tokenizer = word_tokenizer(LETTERS)
+    save_folder(tmp_path / "best", model, tokenizer)
+    export(tmp_path, tmp_path / "out")
+    for ids, _ in translations(tmp_path / "out", sentences(8), tokenizer, beam_size=5):
+        assert not {BOS, PAD, EOS} & set(ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [({}, "abc d"), ({"moses": True, "lowercase": True}, "ABC d!")]
+)
+def test_the_printed_lines_translate(text, sentence, tmp_path):
+    tokenizer = word_tokenizer(LETTERS if not text else "abcdefghi!")
+    save_folder(tmp_path / "best", trained_model(), tokenizer, text=text)
+    lines = export(tmp_path, tmp_path / "out")
+    (expected,) = Translator(tmp_path).translate([sentence])
+    shutil.rmtree(tmp_path / "best")  # the exported folder needs it no longer
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(lines.replace("'...'", repr(sentence)), {})
+    assert printed.getvalue() == expected + "\n"
+    assert expected
+
+
+def test_the_printed_lines_of_a_tagged_pair(tmp_path):
+    pairs = (
+        {"source": "de", "target": "en", "tag": "<de>"},
+        {"source": "fr", "target": "en", "tag": "<fr>"},
+    )
+    byte_folder(tmp_path / "best", pairs=pairs)
+    lines = export(tmp_path, tmp_path / "out")
+    assert "['<de>'] + tokenizer" in lines
+    assert "# fr-en: <fr>" in lines
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(lines.replace("'...'", "'Äpfel'"), {})
+    assert json.loads((tmp_path / "out" / "labo.json").read_text())["pairs"] == list(pairs)
+
+
+def test_a_smaller_model(tmp_path):
+    tokenizer = word_tokenizer(LETTERS)
+    save_folder(tmp_path / "best", trained_model(), tokenizer)
+    sizes = {}
+    for kind in (None, "int8", "float16"):
+        out = tmp_path / str(kind)
+        export(tmp_path, out, kind)
+        sizes[kind] = (out / "model.bin").stat().st_size
+    assert sizes["int8"] < sizes["float16"] < sizes[None]
+    found = translations(tmp_path / "int8", [tokenizer.encode("abc")], tokenizer, beam_size=5)
+    assert not {BOS, PAD} & set(found[0][0])
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    byte_folder(tmp_path / "best")
+    (tmp_path / "there").mkdir()
+    capsys.readouterr()
+    for arguments, line in [
+        (["--out", "there"], "there is there already: choose another --out"),
+        (["--out", "x", "--to", "onnx"], "--to onnx: there is ctranslate2"),
+        (
+            ["--out", "x", "--quantization", "int4"],
+            f"--quantization int4: there are {', '.join(ACCEPTED_MODEL_TYPES)}",
+        ),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["export", ".", *arguments])
+        assert caught.value.code == 2
+        assert capsys.readouterr() == ("", f"labo: {line}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "there"]
+
+
+def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept_up(tmp_path, monkeypatch):
+    byte_folder(tmp_path / "best")
+    killed = tmp_path / ".out.tmp"
+    killed.mkdir()
+    (killed / "model.bin").write_bytes(b"half")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("labo.lab.export._add_text", full)
+        with pytest.raises(LabError, match=r"cannot write .*out: No space left on device"):
+            export(tmp_path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    export(tmp_path, tmp_path / "out")
+    assert not killed.exists()
+    assert ctranslate2.contains_model(str(tmp_path / "out"))
+
+
+def test_the_command_prints_the_lines(tmp_path, capsys):
+    byte_folder(tmp_path / "best")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["export", str(tmp_path), "--out", str(tmp_path / "deep" / "out")])
+    assert caught.value.code in (0, None)
+    assert "import ctranslate2" in capsys.readouterr().out
+    assert torch.is_grad_enabled()
+
+
+def test_a_missing_ctranslate2_is_said(monkeypatch):
+    with pytest.raises(RequestError, match=r"install torch-labo\[ctranslate2\]"):
+        exec_without_ctranslate2(monkeypatch)
+
+
+def exec_without_ctranslate2(monkeypatch):
+    import importlib.util
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ctranslate2.converters", None)
+    spec = importlib.util.find_spec("labo.lab.export")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

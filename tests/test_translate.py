@@ -1,0 +1,314 @@
+"""``labo translate``: a line for a line, whatever the lines are."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from labo import cli
+from labo.lab import translate
+from labo.lab.decoding import Decode, Hypothesis, decode
+from labo.lab.errors import RequestError
+from labo.lab.translate import ModelFolder, Translator, translate_stream
+from tiny_translation import (
+    POSITIONS,
+    byte_folder,
+    byte_tokenizer,
+    image_folder,
+    random_model,
+    save_folder,
+    trained_model,
+    word_tokenizer,
+)
+
+MULTILINGUAL = (
+    {"source": "de", "target": "en", "tag": "<de>"},
+    {"source": "fr", "target": "en", "tag": "<fr>"},
+    {"source": "fr", "target": "de", "tag": "<fr>"},
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory whose model babbles bytes."""
+    path = tmp_path_factory.mktemp("run")
+    byte_folder(path / "best", decode=Decode(beam=2, max_extra=5))
+    return path
+
+
+def stream(run, given: bytes, **options) -> bytes:
+    target = io.BytesIO()
+    translate_stream(run, io.BytesIO(given), target, **options)
+    return target.getvalue()
+
+
+def test_text_goes_through_pipeline_and_model_and_back(tmp_path):
+    """The words are lowercased and tokenized on the way in, and put together on the way out."""
+    tokenizer = word_tokenizer("abcdefghi.")
+    save_folder(
+        tmp_path / "best", trained_model(), tokenizer, text={"moses": True, "lowercase": True}
+    )
+    translator = Translator(tmp_path)
+    (expected,) = decode(trained_model(), [tokenizer.encode("abc d .")], Decode())[0]
+    (found,) = translator.nbest(["ABC D."], 1)[0]
+    assert [*found.tokens] == [*tokenizer.convert_ids_to_tokens(list(expected.ids)), "</s>"]
+    said = tokenizer.decode(expected.ids)
+    assert found.text == translator.pipeline.restore(said)
+    assert translator.translate(["ABC D."]) == [found.text]
+    assert found.score == pytest.approx(expected.score)
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [
+        (b"", 0),
+        (b"one", 1),
+        (b"one\n", 1),
+        (b"one\r\ntwo\r\n", 2),
+        (b"\n\n \t\none\n\n", 5),
+        (b"a\rb\x0b\x0c\x85\xe2\x80\xa8c\x00d\n", 1),
+        (b"\xef\xbb\xbfone\n", 1),
+        ("日本語 \U0001f600 \u200b עברית\n".encode() * 3, 3),
+        (b"</s> <pad> <s> <unk>\nlast", 2),
+    ],
+)
+def test_one_line_for_each_line(run, given, number):
+    lines = stream(run, given).decode()
+    assert lines.count("\n") == len(lines.splitlines()) == number
+    assert lines == "" or lines.endswith("\n")
+
+
+def test_lines_are_independent_of_their_ends_and_order(run):
+    plain = stream(run, b"one\ntwo three\n").splitlines()
+    assert stream(run, b"\xef\xbb\xbfone\r\ntwo three").splitlines() == plain
+    assert stream(run, b"two three\n\none\n").splitlines() == [plain[1], b"", plain[0]]
+    assert all(plain)
+
+
+def test_an_output_never_breaks_its_line(run, monkeypatch):
+    said = byte_tokenizer().encode("a\nb\r\nc\u2028d\x85\x0ce\n")[:-1]
+
+    def say(model, sources, options, **arguments):
+        return [[Hypothesis(tuple(said), -1.0, (0.5,) * len(said))] for _ in sources]
+
+    monkeypatch.setattr(translate, "decode", say)
+    assert stream(run, b"one\ntwo\n") == b"a b c d  e\n" * 2
+
+
+def test_special_tokens_in_a_text_are_text(run):
+    translator = Translator(run)
+    (ids,) = translate.encode(translator.tokenizer, ["</s>"])
+    assert ids[-1] == 2
+    assert not {0, 1, 2, 3} & set(ids[:-1])
+
+
+def test_a_long_line_is_cut_with_one_notice(run, capsys):
+    lines = stream(run, b"one\n\n" + b"x" * 100 + b"\n" + b"y" * (POSITIONS - 1)).splitlines()
+    assert len(lines) == 4
+    assert capsys.readouterr().err == (
+        "labo: line 3 has 101 tokens, the model takes 40: the rest is left out\n"
+    )
+    assert stream(run, b"x" * (POSITIONS - 1)).splitlines() == [lines[2]]
+    capsys.readouterr()
+
+
+def test_bytes_that_are_not_utf8_are_replaced_with_a_notice(run, capsys):
+    found = stream(run, b"one\nca\xe9 \xff\n")
+    assert capsys.readouterr().err == (
+        "labo: line 2: byte 0xe9 is not UTF-8, it is read as U+FFFD\n"
+    )
+    assert found == stream(run, "one\nca\ufffd \ufffd\n".encode())
+
+
+def test_python_is_told_by_a_warning(run):
+    with pytest.warns(UserWarning, match="line 2 has 101 tokens"):
+        found = Translator(run).translate(["", "x" * 100])
+    assert found[0] == ""
+    assert len(found) == 2
+
+
+def test_lines_are_numbered_through_all_chunks(run, monkeypatch, capsys):
+    given = b"one\n" * 4 + b"x" * 100 + b"\n\xff\n"
+    whole = stream(run, given, nbest=1)
+    notices = capsys.readouterr().err
+    monkeypatch.setattr(translate, "_LINES_AT_ONCE", 2)
+    assert stream(run, given, nbest=1) == whole
+    assert capsys.readouterr().err == notices
+    assert "line 5 has" in notices
+    assert "line 6:" in notices
+
+
+def test_output_appears_before_the_input_ends(run, monkeypatch):
+    """Line by line if each is a chunk; a reader that waits for it is not kept waiting."""
+    monkeypatch.setattr(translate, "_LINES_AT_ONCE", 1)
+    target = io.BytesIO()
+    seen = []
+
+    class Source(io.BytesIO):
+        def readline(self, size=-1):
+            seen.append(target.getvalue().count(b"\n"))
+            return super().readline(size)
+
+    translate_stream(run, Source(b"one\ntwo\nthree\n"), target)
+    assert seen[:3] == [0, 1, 2]
+
+
+def test_nbest_lines(run):
+    rows = [
+        line.split("\t", 2) for line in stream(run, b"one\n\ntwo", nbest=2).decode().splitlines()
+    ]
+    assert [row[0] for row in rows] == ["1", "1", "2", "2", "3", "3"]
+    assert [row[1:] for row in rows[2:4]] == [["0.0000", ""]] * 2
+    assert float(rows[0][1]) >= float(rows[1][1])
+    assert stream(run, b"one\n\ntwo").decode().splitlines() == [row[2] for row in rows[::2]]
+
+
+def test_scores_are_json(run):
+    given = "one\n\nzwei Ä".encode()
+    records = [json.loads(line) for line in stream(run, given, scores=True).splitlines()]
+    assert [record["line"] for record in records] == [1, 2, 3]
+    assert [record["text"] for record in records] == stream(run, given).decode().splitlines()
+    assert records[1] == {"line": 2, "text": "", "score": 0.0, "tokens": [], "probabilities": []}
+    for record in records[::2]:
+        assert len(record["tokens"]) == len(record["probabilities"]) > 0
+        log_p = sum(map(math.log, record["probabilities"]))
+        assert record["score"] == pytest.approx(log_p / len(record["tokens"]))
+    both = [json.loads(line) for line in stream(run, given, scores=True, nbest=2).splitlines()]
+    assert [record["line"] for record in both] == [1, 1, 2, 2, 3, 3]
+    assert both[::2] == records
+
+
+def test_search_options_replace_those_of_the_recipe(run):
+    assert Translator(run).options == Decode(beam=2, max_extra=5)
+    changed = Translator(run, beam=4, length_penalty=0.5, batch_tokens=None).options
+    assert changed == Decode(beam=4, length_penalty=0.5, max_extra=5)
+    assert len(stream(run, b"one", nbest=4, beam=4).splitlines()) == 4
+    with pytest.raises(RequestError, match="beam: should be greater than or equal to 1, got 0"):
+        Translator(run, beam=0)
+    with pytest.raises(RequestError, match="unknown key 'baem'; did you mean beam"):
+        Translator(run, baem=3)
+    with pytest.raises(RequestError, match="--nbest 3 is more than the beam of 2"):
+        stream(run, b"one", nbest=3)
+
+
+def test_a_folder_alone_is_enough(run):
+    assert stream(run / "best", b"one") == stream(run, b"one")
+
+
+def test_separate_vocabularies(tmp_path):
+    source, target = byte_tokenizer(), word_tokenizer("xyz")
+    model = random_model(len(source), len(target), embeddings="separate", ending=2.0)
+    save_folder(tmp_path / "best", model, source, target)
+    (best,) = Translator(tmp_path).nbest(["Äpfel"], 1)[0]
+    assert set(best.text) <= set("xyz ")
+    assert set(best.tokens) <= {*target.get_vocab()}
+
+
+def test_the_pair_sets_the_tag_of_the_source(tmp_path):
+    byte_folder(tmp_path / "best", pairs=MULTILINGUAL)
+    folder = ModelFolder.find(tmp_path)
+    assert str(folder.pair("de")) == str(folder.pair("de-en")) == "de-en"
+    tokenizer, _ = folder.tokenizers()
+    translator = Translator(tmp_path, pair="fr-en")
+    assert translator.tag == [tokenizer.convert_tokens_to_ids("<fr>")] != [3]
+    source = [*translator.tag, *tokenizer.encode("one")]
+    ((expected,),) = decode(translator.model, [source], Decode())
+    (found,) = translator.nbest(["one"], 1)[0]
+    assert found.probabilities == pytest.approx(expected.probabilities)
+    other = Translator(tmp_path, pair="de").nbest(["one"], 1)[0][0]
+    assert other.probabilities != pytest.approx(expected.probabilities)
+    for pair, line in [
+        (None, "translates de-en, fr-en, fr-de: choose with --pair"),
+        ("fr", "--pair fr: .* translates de-en, fr-en, fr-de"),
+        ("en-de", "--pair en-de: .* translates de-en"),
+    ]:
+        with pytest.raises(RequestError, match=line):
+            Translator(tmp_path, pair=pair)
+
+
+def damaged(tmp_path, name: str, content: bytes | None):
+    """A run with one file gone or not what it was."""
+    byte_folder(tmp_path / "best")
+    if content is None:
+        (tmp_path / "best" / name).unlink()
+    else:
+        (tmp_path / "best" / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("config.json", None, "is no run with best/config.json"),
+        ("config.json", b"{", "config.json describes no model"),
+        ("config.json", b"[]", "config.json describes no model"),
+        ("config.json", b'{"model_type": "marian"}', "holds no model of labo"),
+        ("config.json", b'{"labo": {"task": "translation"}}', "no model this version can load"),
+        ("model.safetensors", None, "holds no model this version can load"),
+        ("model.safetensors", b"damage", "holds no model this version can load"),
+        ("tokenizer.json", None, "holds no tokenizer"),
+        ("tokenizer.json", b"{}", "holds no tokenizer"),
+    ],
+)
+def test_a_damaged_folder_is_refused(name, content, line, tmp_path):
+    with pytest.raises(RequestError, match=line) as caught:
+        Translator(damaged(tmp_path, name, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_run_and_no_run_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    image_folder(tmp_path / "best")
+    capsys.readouterr()
+    for command in (["translate"], ["export", "--out", "out"]):
+        for run, line in [
+            (
+                ".",
+                "labo: . holds a model for image_classification: what translates is a run of the "
+                "task translation\n",
+            ),
+            ("nowhere", "labo: nowhere is no run with best/config.json\n"),
+        ]:
+            with pytest.raises(SystemExit) as caught:
+                cli.main([command[0], run, *command[1:]])
+            assert caught.value.code == 2
+            assert capsys.readouterr() == ("", line)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_the_command(run):
+    """From its own process: bytes in, bytes out, whatever the locale; nothing on stderr."""
+    command = [sys.executable, "-m", "labo", "translate", str(run), "--beam", "3", "--nbest", "3"]
+    env = os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    given = "zwölf\n\ndrei".encode()
+    done = subprocess.run(command, input=given, capture_output=True, env=env, timeout=300)
+    assert done.stderr == b""
+    assert done.returncode == 0
+    assert done.stdout == stream(run, given, beam=3, nbest=3)
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(run):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as target:
+        translate_stream(run, io.BytesIO(b"one\n" * 3), target)
+        target.write(b"what is still in the buffer goes nowhere")
+
+
+def test_the_model_is_loaded_without_a_sound(run, capfd):
+    Translator(run)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_models_weights_are_those_of_the_folder(run):
+    for one, other in zip(
+        Translator(run).model.parameters(), ModelFolder.find(run).load().parameters(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
