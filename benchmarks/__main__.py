@@ -21,7 +21,7 @@ from rich.table import Table
 
 import labo
 
-from . import contenders
+from . import contenders, huggingface, translation
 from .memory import in_fresh_process
 from .plot import line_chart
 from .race import race
@@ -166,6 +166,67 @@ def training_steps(smoke: bool) -> list[Row]:
     return rows
 
 
+def language_model(smoke: bool) -> list[Row]:
+    """A step of a causal model of transformers: its head fused with the loss, or not."""
+    size = huggingface.SMOKE if smoke else huggingface.FULL
+    names = list(huggingface.CONTENDERS)
+    memory = {name: huggingface.in_fresh_process(name, size) / 2**20 for name in names}
+    times = race(huggingface.steps(names, size), 1 if smoke else 5)
+    work = f"Llama, {size.batch * size.length} tokens, V={size.vocabulary}"
+    rows = []
+    for ours, rival in (
+        ("fuse_head LABO", "transformers CE"),
+        ("fuse_head LABO", "LABO on logits"),
+        ("fuse_head CE", "transformers CE"),
+    ):
+        peaks = (memory[ours], memory[rival])
+        rows.append(Row(f"{work}, extra memory", ours, rival, *peaks, "MiB", None))
+        rows += _compare(f"{work}, step", times, [(ours, rival, None)])
+    return rows
+
+
+def translating(smoke: bool) -> list[Row]:
+    """Training and decoding beside other toolkits, each contender in its own process."""
+    found = translation.take_turns(smoke)
+    rows = []
+    training, decoding = found["training"], found["decoding"]
+
+    def row(
+        work: str, rival: str, values: Callable[[str], float], unit: str, goal: float | None
+    ) -> Row:
+        return Row(work, "labo", rival, values("labo"), values(rival), unit, goal)
+
+    for rival, goal in (("Seq2SeqTrainer", 1 / 1.2), ("JoeyNMT", 1.0)):
+        if rival in training:
+            rows += [
+                row(
+                    "translation, training",
+                    rival,
+                    lambda name: 1e6 / training[name]["tokens_per_second"],
+                    "us/token",
+                    goal,
+                ),
+                row(
+                    "translation, peak memory",
+                    rival,
+                    lambda name: training[name]["peak"] / 2**20,
+                    "MiB",
+                    None,
+                ),
+            ]
+    for rival in ("generate", "CTranslate2"):
+        rows.append(
+            row(
+                "translation, beam 5",
+                rival,
+                lambda name: 1e3 / decoding[name]["sentences_per_second"],
+                "ms/sentence",
+                None,
+            )
+        )
+    return rows
+
+
 def against_vocabulary(smoke: bool) -> dict[str, str]:
     """Plots of time and of memory against V."""
     sizes = (64, 128) if smoke else (1024, 4096, 16384, 65536, 131072)
@@ -197,6 +258,8 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "memory": linear_memory,
     "growth": linear_growth,
     "steps": training_steps,
+    "huggingface": language_model,
+    "translation": translating,
 }
 
 

@@ -24,8 +24,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from labo.lab.methods import IMAGES, METHODS, TRANSLATION
+
 Kill = tuple[str, int]
 TEACHERLESS = {"kd", "tf-kd-self"}  # methods that want another run as their teacher
+IMAGE_METHODS = [name for name, method in METHODS.items() if IMAGES in method.tasks]
+TEXT_METHODS = [name for name, method in METHODS.items() if TRANSLATION in method.tasks]
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
@@ -34,6 +38,7 @@ _server.set_forkserver_preload(
         "labo.cli",
         "labo.lab.train",
         "labo.lab.tasks.image_classification",
+        "labo.lab.tasks.translation",
         "sklearn.datasets",
         "torch.utils.tensorboard",
         "torch._dynamo",
@@ -111,7 +116,13 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def run(arguments: list[str], log: Path, world: int = 1, kill: Kill | None = None) -> set[int]:
+def run(
+    arguments: list[str],
+    log: Path,
+    world: int = 1,
+    kill: Kill | None = None,
+    environment: dict[str, str] | None = None,
+) -> set[int]:
     """``labo ARGUMENTS`` in as many processes, as torchrun starts them; their exit codes.
 
     When one of them dies the others are ended, as torchrun does.
@@ -120,7 +131,9 @@ def run(arguments: list[str], log: Path, world: int = 1, kill: Kill | None = Non
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     children = []
     for rank in range(world):
-        env = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        env = dict(environment or {})
+        if world > 1:
+            env |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         child = _server.Process(target=command, args=(arguments, log, env, kill))
         child.start()
         children.append(child)
@@ -152,7 +165,7 @@ def losses(out: Path) -> list[float]:
 
 
 def outcome(out: Path) -> dict[str, Any]:
-    """All that a finished run leaves behind, but for the time it took and the commit of labo."""
+    """All that a finished run leaves behind, but for time, memory and the commit of labo."""
     newest = max((out / "checkpoints").iterdir())
     found = {
         "metrics": metrics(out),
@@ -161,7 +174,8 @@ def outcome(out: Path) -> dict[str, Any]:
     }
     for entries in found.values():
         for entry in entries:
-            entry.pop("seconds", None)
+            for measured in ("seconds", "peak_memory"):
+                entry.pop(measured, None)
     found["results"][0]["signature"] = re.sub(r"git:\S*?\|", "", found["results"][0]["signature"])
     tensors = {
         f"{path.name}/{name}": (str(tensor.dtype), tensor.numpy().tobytes())

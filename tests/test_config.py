@@ -13,7 +13,7 @@ from labo.lab.config import (
     known_recipes,
     load_recipe,
 )
-from labo.lab.methods import METHODS
+from labo.lab.methods import IMAGES, METHODS
 
 
 def problems(*overrides: str, recipe: str = "digits") -> list[str]:
@@ -74,7 +74,7 @@ def test_method_names_however_written(name):
             "optim.betas: should be a valid number, got 'x'",
         ),
         ("optim=3", "optim: should be a valid dictionary or instance of Optim, got 3"),
-        ("task=[1]", "task: unknown [1] (known: image_classification)"),
+        ("task=[1]", "task: unknown [1] (known: image_classification, translation)"),
         ("method.tau=0", "method.tau: tau must be a number above 0, got 0.0"),
         (
             "method.warmup_steps=-1",
@@ -132,7 +132,8 @@ def test_files_that_are_no_recipes(text, problem, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_resolved_copy_is_a_recipe_again(method):
     teacher = ["method.teacher=runs/x"] if method in ("kd", "tf-kd-self") else []
-    recipe = load_recipe("digits", [f"method={method}", *teacher])
+    name = "digits" if IMAGES in METHODS[method].tasks else "cldr"
+    recipe = load_recipe(name, [f"method={method}", *teacher])
     copy = yaml.safe_load(yaml.safe_dump(recipe.as_document()))
     assert build_recipe(copy) == recipe
     assert build_recipe(copy).digest() == recipe.digest()
@@ -149,3 +150,10 @@ def test_recipes_are_lab_sheets(name):
     assert len(lines) <= 40
     assert any(line.startswith("#   ") and f"labo train {name}" in line for line in lines)
     load_recipe(name)
+
+
+def test_the_recipes_own_method_keeps_its_settings():
+    """cldr has a short warm-up for LABO; naming the method again does not lose it."""
+    assert load_recipe("cldr", ["method=LABO"]) == load_recipe("cldr")
+    assert load_recipe("cldr", ["method=labo", "method.tau=1.1"]).method["warmup_steps"] == 400
+    assert "warmup_steps" not in load_recipe("cldr", ["method=ls"]).method

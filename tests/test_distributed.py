@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab_runs import log_of, losses, metrics, settings_of, train
-from labo.lab.methods import METHODS
+from lab_runs import IMAGE_METHODS, log_of, losses, metrics, settings_of, train
 
 # A network without batch norm, whose statistics are those of a process. 1293 samples in batches of
 # 323 leave a last batch of one: a process has nothing to do but must keep step.
@@ -33,7 +32,7 @@ def assert_same_curve(one: Path, two: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", IMAGE_METHODS)
 def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     settings = [*RUN, *settings_of(method, teacher)]
     one, two = tmp_path / "one", tmp_path / "two"

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lab_runs import Kill, log_of, outcome, settings_of, train
+from lab_runs import IMAGE_METHODS, Kill, log_of, outcome, settings_of, train
 from labo.lab import checkpoint
-from labo.lab.methods import METHODS
 
 # make soak: so many killed runs of every method in one and in two processes, instead of a sample.
 SOAK = int(os.environ.get("LABO_SOAK", "0"))
@@ -51,8 +50,8 @@ def train_and_kill(out: Path, settings: list[str], world: int, chance: random.Ra
     raise AssertionError("the run never ended")
 
 
-CASES = [(method, world) for method in METHODS for world in (1, 2)]
-SAMPLE = [(method, 1) for method in METHODS] + [("ols", 2), ("ps-kd", 2)]
+CASES = [(method, world) for method in IMAGE_METHODS for world in (1, 2)]
+SAMPLE = [(method, 1) for method in IMAGE_METHODS] + [("ols", 2), ("ps-kd", 2)]
 
 
 @pytest.mark.parametrize(("method", "world"), CASES if SOAK else SAMPLE)

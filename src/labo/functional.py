@@ -848,7 +848,7 @@ def cs_kd_loss(
 def ps_kd_loss(
     logits: Tensor,
     target: Tensor,
-    past_logits: Tensor,
+    past_logits: Tensor | None = None,
     *,
     alpha: float | Tensor = 0.8,
     weight: Tensor | None = None,
@@ -864,6 +864,7 @@ def ps_kd_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         past_logits: as ``logits``; logits or log-probabilities of the past prediction; held fixed.
+            Without a past, as in the first epoch, the loss is the cross entropy.
         alpha: alpha_t of this epoch, in [0, 1].
         weight, ignore_index, reduction, dim: as for every loss here.
 
@@ -881,6 +882,8 @@ def ps_kd_loss(
     """
     check_hyper(alpha=alpha)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    if past_logits is None:
+        return rows.reduce(rows.nll(rows.log_probabilities()))
     past = smoothing.tempered(rows.second("past_logits", past_logits), 1.0)
     return rows.reduce(_objective(rows, past, alpha))
 

@@ -43,6 +43,7 @@ class Section(BaseModel):
 # YAML has lists only; pydantic, being strict, would ask for tuples.
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Epochs = Annotated[tuple[int, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Optim(Section):
@@ -84,7 +85,6 @@ class Train(Section):
 
     epochs: int | None = Field(None, ge=1)
     max_steps: int | None = Field(None, ge=1)
-    batch_size: int = Field(ge=1)  # over all processes and accumulated pieces together
     accumulate: int = Field(1, ge=1)  # pieces a batch is worked off in, to save memory
     precision: Literal["no", "bf16", "fp16"] = "no"
     sync_batchnorm: bool = False  # statistics over all processes; GPUs only
@@ -194,6 +194,7 @@ def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
     """Apply ``a.b=value`` settings in place; the values are YAML.
 
     Whole sections are set before single keys, so that their order on the command line is free.
+    The method that the recipe has already keeps the settings it has there.
     """
     settings = []
     for text in overrides:
@@ -207,7 +208,17 @@ def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
             section = _as_section(section, name)
             if not isinstance(section, dict):
                 raise RecipeError([f"{'.'.join(path[:depth])} is no section of the recipe"])
-        section[path[-1]] = value
+        if path != ["method"] or not _same_method(document.get("method"), value):
+            section[path[-1]] = value
+
+
+def _same_method(section: object, name: object) -> bool:
+    """Whether a recipe's ``method`` section is of the method of this name."""
+    from .methods import method_name
+
+    if not isinstance(section, dict) or not isinstance(name, str):
+        return False
+    return method_name(section.get("name")) == method_name(name)
 
 
 def _as_section(parent: dict[str, Any], name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -14,12 +14,17 @@ from .tasks import find_task
 from .train import on_cpu
 
 
-def evaluate_run(path: str | Path, splits: Iterable[str]) -> dict[str, dict[str, float]]:
+def evaluate_run(
+    path: str | Path, splits: Iterable[str], beams: Sequence[int] = ()
+) -> dict[str, dict[str, float]]:
     """Score the selected model of a run and write ``records/SPLIT.jsonl``.
+
+    ``records/examples.json`` has a few samples of the last split with all their logits. If the results of the run lack a split (``labo train --no-test``), its scores are added.
 
     Args:
         path: the run directory.
         splits: "valid", "test".
+        beams: for translation, further beam sizes to measure the length of the output at.
 
     Returns:
         split -> metric -> value.
@@ -31,10 +36,14 @@ def evaluate_run(path: str | Path, splits: Iterable[str]) -> dict[str, dict[str,
     model.to(accelerator.device)
     scores = {}
     for split in splits:
-        evaluation = task.evaluate(model, split, accelerator)
+        evaluation = task.evaluate(model, split, accelerator, beams=beams)
         scores[split] = evaluation.metrics
         if accelerator.is_main_process:
             run.records.mkdir(exist_ok=True)
             lines = (json.dumps(record) + "\n" for record in evaluation.records)
             atomic.write_text(run.records / f"{split}.jsonl", "".join(lines))
+            examples = task.examples(model, split, accelerator)
+            atomic.write_text(run.records / "examples.json", json.dumps(examples) + "\n")
+    if accelerator.is_main_process and run.finished:
+        run.complete(scores)
     return scores

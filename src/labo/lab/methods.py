@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import losses
 from .._checks import check_hyper, unknown_name
 from .config import RecipeError, Section, explain
-from .teachers import EMA, Frozen, PastPredictions, SameClassPeer, Teacher
+from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self
 
 # Parameters of a loss that are no choice of a recipe.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
@@ -41,14 +41,16 @@ class Method:
         loss: builds the loss.
         teacher: builds the teacher.
         defaults: per task, where they differ from the defaults of loss and teacher.
+        tasks: what it can be used for.
         mixes: whether labels may be mixed (mixup, CutMix).
     """
 
     summary: str
     reference: str
     loss: Callable[..., nn.Module]
-    teacher: type[Teacher] = Teacher
+    teacher: Callable[..., Teacher] = Teacher
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tasks: tuple[str, ...] = (IMAGES, TRANSLATION)
     mixes: bool = False
 
     def hyper_parameters(self, task: str) -> type[Section]:
@@ -113,6 +115,32 @@ def warmed_up_labo(
     return losses.Warmup(before, after, warmup_steps)
 
 
+def masked_smoothing(
+    task: Any, *, alpha: float = 0.1, reduction: str = "mean"
+) -> losses.MaskedLabelSmoothingLoss:
+    """Label smoothing over the tokens of the target language."""
+    mask = task.vocabulary_groups() < 2
+    return losses.MaskedLabelSmoothingLoss(mask, alpha=alpha, reduction=reduction)
+
+
+def weighted_smoothing(
+    task: Any,
+    *,
+    alpha: float = 0.1,
+    shares: Annotated[tuple[float, float, float], Field(strict=False)] = (0.4, 0.4, 0.2),
+    normalize: bool = True,
+    reduction: str = "mean",
+) -> losses.WeightedLabelSmoothingLoss:
+    """Label smoothing with shares for target-only, common and source-only tokens."""
+    return losses.WeightedLabelSmoothingLoss(
+        task.vocabulary_groups(),
+        alpha=alpha,
+        shares=shares,
+        normalize=normalize,
+        reduction=reduction,
+    )
+
+
 METHODS: dict[str, Method] = {
     "base": Method(
         "cross entropy, no regularization",
@@ -149,7 +177,7 @@ METHODS: dict[str, Method] = {
         Frozen,
         # tau: the smallest of the paper's grid {5, 10, 20, 40}; with the batch mean of the KL the
         # size of its gradient hardly depends on it.
-        defaults={IMAGES: {"alpha": 0.9, "tau": 5.0}},
+        defaults={IMAGES: {"alpha": 0.9, "tau": 5.0}, TRANSLATION: {"alpha": 0.5, "tau": 1.0}},
         mixes=True,
     ),
     "tf-kd-self": Method(
@@ -158,7 +186,7 @@ METHODS: dict[str, Method] = {
         losses.DistillationLoss,
         Frozen,
         # The authors' scale is kl_reduction=elementwise with a multiplier per model.
-        defaults={IMAGES: {"alpha": 0.95, "tau": 20.0}},
+        defaults={IMAGES: {"alpha": 0.95, "tau": 20.0}, TRANSLATION: {"alpha": 0.5, "tau": 1.0}},
         mixes=True,
     ),
     "cs-kd": Method(
@@ -166,6 +194,7 @@ METHODS: dict[str, Method] = {
         "Yun et al. 2020",
         losses.CSKDLoss,
         SameClassPeer,
+        tasks=(IMAGES,),
     ),
     "tf-reg": Method(
         "distillation from a hand-made teacher",
@@ -177,28 +206,44 @@ METHODS: dict[str, Method] = {
         "Zhang and Sabuncu 2020",
         losses.BetaSmoothingLoss,
         EMA,
+        tasks=(IMAGES,),
     ),
     "kr-ls": Method(
         "a learned table of how the other classes resemble each class",
         "Ding et al. 2021",
         losses.KRLSLoss,
+        tasks=(IMAGES,),  # its table has classes x classes entries
     ),
     "ps-kd": Method(
         "labels softened by the model's predictions of the epoch before",
         "Kim et al. 2021",
         losses.PSKDLoss,
-        PastPredictions,
+        past_self,
+        defaults={TRANSLATION: {"alpha": 0.7}},
     ),
     "ols": Method(
         "a table of soft labels gathered from correct predictions, epoch by epoch",
         "Zhang et al. 2021",
         losses.OnlineLabelSmoothingLoss,
+        tasks=(IMAGES,),  # its table has classes x classes entries
     ),
     "ger": Method(
         "generalized entropy regularization, between confidence penalty and label smoothing",
         "Meister et al. 2020",
         losses.GeneralizedEntropyLoss,
         mixes=True,
+    ),
+    "mls": Method(
+        "label smoothing over the tokens of the target language only",
+        "Chen et al. 2022",
+        masked_smoothing,
+        tasks=(TRANSLATION,),
+    ),
+    "wls": Method(
+        "label smoothing with shares for target-only, common and source-only tokens",
+        "Chen et al. 2022",
+        weighted_smoothing,
+        tasks=(TRANSLATION,),
     ),
     "labo": Method(
         "optimal instance-specific smoothing in closed form, after a warm-up with ls",
@@ -230,6 +275,9 @@ def resolve(section: object, task: str) -> dict[str, Any]:
     if not isinstance(given, dict) or "name" not in given:
         raise RecipeError([f"method: give method=NAME (known: {', '.join(METHODS)})"])
     name = method_name(given["name"])
+    if task not in METHODS[name].tasks:
+        suited = ", ".join(known for known, method in METHODS.items() if task in method.tasks)
+        raise RecipeError([f"method: {name} is not for {task}; there are {suited}"])
     kind = METHODS[name].hyper_parameters(task)
     try:
         hyper = kind.model_validate({key: given[key] for key in given if key != "name"})

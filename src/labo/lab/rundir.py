@@ -5,7 +5,7 @@
     recipe.yaml      the resolved recipe, and what it was made with
     metrics.jsonl    one line per logged step or evaluation
     checkpoints/     what resuming needs; the newest two
-    best/            the selected model: model.safetensors and config.json
+    best/            the selected model: model.safetensors, config.json and what belongs to them
     results.json     the scores, once finished
     records/         per-example records written by ``labo evaluate``
     tensorboard/     the metrics again, for TensorBoard
@@ -94,6 +94,12 @@ class RunDirectory:
     def finish(self, results: Mapping[str, Any]) -> None:
         atomic.write_json(self.results_file, results)
 
+    def complete(self, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Add to the results the scores of splits they lack; what they have stays."""
+        results = self.results()
+        if scores.keys() - results.keys():
+            self.finish({**results, **scores, **results})
+
     def signature(self, *, data: str, steps: int, processes: int) -> str:
         """What a number rests on, in a line that two equal experiments share."""
         recipe, begun = self.recipe(), self.begun_with()
@@ -123,23 +129,22 @@ class RunDirectory:
     def results(self) -> dict[str, Any]:
         return self._read_json(self.results_file)
 
-    def model_config(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What ``best/config.json`` says of the selected model."""
-        return self._read_json(self.best / "config.json")
+        config = self._read_json(self.best / "config.json")
+        facts: dict[str, Any] = config.get("labo", config)
+        return facts
 
     def load_model(self) -> nn.Module:
         """The selected model, on the CPU."""
         from .tasks import find_task
 
-        config = self.model_config()
-        weights = self.best / "model.safetensors"
-        self._must_have(weights)
+        facts = self.facts()
+        self._must_have(self.best / "model.safetensors")
         try:
-            model: nn.Module = find_task(config["task"]).model_from(config)
-            model.load_state_dict(atomic.read_tensors(weights))
+            return find_task(facts["task"]).load_model(self.best)
         except (KeyError, RuntimeError) as error:
             raise RequestError(f"{self.best} holds no model this version can build") from error
-        return model
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         self._must_have(path)
@@ -155,10 +160,12 @@ class RunDirectory:
 
     # ------------------------------------------------------------------ writing
 
-    def select(self, model: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    def select(self, weights: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         """Put a model into ``best``."""
-        atomic.write_json(self.best / "config.json", config)
-        atomic.write_tensors(self.best / "model.safetensors", model)
+        for name, text in texts.items():
+            (self.best / name).parent.mkdir(exist_ok=True)
+            atomic.write_text(self.best / name, text)
+        atomic.write_tensors(self.best / "model.safetensors", weights)
 
     def log(self, line: Mapping[str, Any]) -> None:
         try:

@@ -9,19 +9,24 @@ ECE_BINS = 15
 
 
 def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy (a fraction), negative log-likelihood and calibration error.
+    """Accuracy (a fraction), negative log-likelihood, calibration error, and two means.
+
+    The means are those of the entropy (in nats) and of the largest probability.
 
     Args:
         log_p: (N, K) log-probabilities.
         labels: (N,) class indices.
     """
     log_p = log_p.double()
-    confidence, prediction = log_p.exp().max(-1)
+    p = log_p.exp()
+    confidence, prediction = p.max(-1)
     right = (prediction == labels).double()
     return {
         "accuracy": right.mean().item(),
         "nll": -log_p.gather(-1, labels.unsqueeze(-1)).mean().item(),
         "ece": expected_calibration_error(confidence, right),
+        "entropy": -torch.where(p > 0, p * log_p, 0.0).sum(-1).mean().item(),
+        "confidence": confidence.mean().item(),
     }
 
 

@@ -1,7 +1,7 @@
 """Where a second distribution comes from: a frozen model, a peer, an average, the past.
 
 The loop calls a teacher once per piece of a batch, after the model's own forward pass; what it
-returns goes to the loss behind ``(logits, target)``. ``step()`` follows each optimizer step. A
+returns goes to the loss behind ``(outputs, target)``. ``step()`` follows each optimizer step. A
 teacher's state is tensors, and saved with every checkpoint.
 
 As for losses, positional parameters are what the run knows (``task``, ``model``, ``accelerator``,
@@ -10,7 +10,8 @@ As for losses, positional parameters are what the run knows (``task``, ``model``
 
 from __future__ import annotations
 
-from typing import Annotated
+import copy
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
@@ -28,8 +29,8 @@ from .tasks import Batch, Task
 class Teacher:
     """The teacher that has nothing to say; the base of those that have."""
 
-    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor, ...]:
-        """What the loss needs besides ``logits``, the model's output for ``batch``."""
+    def __call__(self, batch: Batch, outputs: Any) -> tuple[Any, ...]:
+        """What the loss needs besides ``outputs``, those of the model for ``batch``."""
         return ()
 
     def step(self) -> None:
@@ -48,17 +49,20 @@ class Frozen(Teacher):
     def __init__(self, task: Task, accelerator: Accelerator, *, teacher: str) -> None:
         self.task, self.accelerator = task, accelerator
         model = RunDirectory(teacher).load_model()
-        classes = RunDirectory(teacher).model_config()["num_classes"]
-        if classes != task.num_classes:
+        theirs, ours = RunDirectory(teacher).facts(), task.facts()
+        if theirs["num_classes"] != ours["num_classes"]:
             raise RequestError(
-                f"method.teacher: {teacher} knows {classes} classes, the data {task.num_classes}"
+                f"method.teacher: {teacher} knows {theirs['num_classes']} classes, "
+                f"the data {ours['num_classes']}"
             )
+        if theirs.get("vocabulary") != ours.get("vocabulary"):
+            raise RequestError(f"method.teacher: {teacher} has another target vocabulary")
         self.model = model.to(accelerator.device).eval()
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+    def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
         with self.accelerator.autocast():
-            return (self.task.logits(self.model, batch),)
+            return (self.task.outputs(self.model, batch),)
 
 
 class SameClassPeer(Teacher):
@@ -72,10 +76,10 @@ class SameClassPeer(Teacher):
         self.task, self.model, self.accelerator = task, model, accelerator
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+    def __call__(self, batch: Batch, outputs: Tensor) -> tuple[Tensor]:
         peers = self.task.peers(batch).to(self.accelerator.device)
         with self.accelerator.autocast():
-            return (self.task.logits(self.model, peers),)
+            return (self.task.outputs(self.model, peers),)
 
 
 class EMA(Teacher):
@@ -105,11 +109,11 @@ class EMA(Teacher):
         self.steps = 0
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, outputs: Tensor) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
-            average_logits = self.task.logits(self.average, batch)
+            average_logits = self.task.outputs(self.average, batch)
         u = uniforms(self.seed, batch.epoch, batch.index, 1, stream="beta").squeeze(-1)
-        draws = u.to(logits.device) ** (1 / self.a)
+        draws = u.to(outputs.device) ** (1 / self.a)
         counts = batch.target >= 0
         label = batch.target.clamp(min=0).unsqueeze(-1)
         confidence = average_logits.float().softmax(-1).gather(-1, label).squeeze(-1)
@@ -161,14 +165,14 @@ class PastPredictions(Teacher):
         self.pending: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, logits: Tensor) -> tuple[Tensor]:
+    def __call__(self, batch: Batch, outputs: Tensor) -> tuple[Tensor]:
         counts = batch.target >= 0
-        log_p = logits.float().log_softmax(-1)
+        log_p = outputs.detach().float().log_softmax(-1)
         self.pending.append((batch.index[counts.cpu()], log_p[counts]))
-        label = torch.zeros_like(logits, dtype=torch.float32)
+        label = torch.zeros_like(outputs, dtype=torch.float32)
         label.scatter_(-1, batch.target.clamp(min=0).unsqueeze(-1), 1.0)
-        past = self.table[batch.index].to(logits.device)
-        seen = self.seen[batch.index].to(logits.device)
+        past = self.table[batch.index].to(outputs.device)
+        seen = self.seen[batch.index].to(outputs.device)
         return (torch.where(seen.unsqueeze(-1), past, label.log()),)
 
     def step(self) -> None:
@@ -185,3 +189,43 @@ class PastPredictions(Teacher):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.table.copy_(state["table"])
         self.seen.copy_(state["seen"])
+
+
+class PastWeights(Teacher):
+    """The model as it was at the end of the epoch before (PS-KD with many targets per sample).
+
+    A table of predictions would have samples x length x vocabulary entries; the weights say the
+    same, in eval mode. In the first epoch there is no past, and the loss is plain cross entropy.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
+        self.task, self.source, self.accelerator = task, model, accelerator
+        self.past = copy.deepcopy(model).eval().requires_grad_(False)
+        self.steps = 0
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, outputs: Any) -> tuple[Any, ...]:
+        if self.steps < self.task.steps_per_epoch:
+            return ()
+        with self.accelerator.autocast():
+            return (self.task.outputs(self.past, batch),)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps % self.task.steps_per_epoch == 0:
+            self.past.load_state_dict(self.source.state_dict())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**self.past.state_dict(), "teacher.steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.steps = int(state.pop("teacher.steps"))
+        self.past.load_state_dict(state)
+
+
+def past_self(task: Task, model: nn.Module, accelerator: Accelerator) -> Teacher:
+    """What the model said in the epoch before, in the form that fits the task (PS-KD)."""
+    if task.one_target_per_sample:
+        return PastPredictions(task, accelerator)
+    return PastWeights(task, model, accelerator)

@@ -13,6 +13,8 @@ targets of the whole batch: the curve is that of one process.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,12 +61,14 @@ class State:
     seconds: float = 0.0  # spent in training, over all its starts
 
 
-def train(recipe: Recipe, out: str | Path) -> dict[str, Any]:
+def train(recipe: Recipe, out: str | Path, *, test: bool = True) -> dict[str, Any]:
     """Train, or go on training, in a run directory.
 
     Args:
         recipe: what to do.
         out: the run directory; made if it is not there.
+        test: whether to score the selected model on the test split at the end. Without it that
+            split stays untouched until ``labo evaluate`` adds its scores to the results.
 
     Returns:
         The content of ``results.json``.
@@ -77,7 +81,7 @@ def train(recipe: Recipe, out: str | Path) -> dict[str, Any]:
     run.check(recipe)
     if run.finished:
         return run.results()
-    return Trainer(recipe, run).train()
+    return Trainer(recipe, run).train(test)
 
 
 class Trainer:
@@ -116,12 +120,14 @@ class Trainer:
         self.state = State()
         self.saved: Path | None = None  # the newest checkpoint
 
-    def train(self) -> dict[str, Any]:
-        """The loop."""
+    def train(self, test: bool) -> dict[str, Any]:
+        """The loop; ``test`` says whether it ends on the test split."""
         if self.accelerator.is_main_process:
             self.run.start(self.recipe)
         self.accelerator.wait_for_everyone()
         with Display(self.total, silent=not self.accelerator.is_main_process) as self.display:
+            for note in self.task.notes:
+                self.display.say(f"note: {note}")
             self.restore()
             state, began = self.state, time.perf_counter() - self.state.seconds
             for batches, index in self.upcoming():
@@ -133,7 +139,7 @@ class Trainer:
                     _tell(self.loss, "end_epoch")
                 state.seconds = time.perf_counter() - began
                 evaluated = state.step in self.evaluated_steps
-                self.display.advance(state.step, len(index))
+                self.display.advance(state.step, self.task.count(index))
                 if evaluated or state.step % self.recipe.train.log_every == 0:
                     self.log()
                 if evaluated:
@@ -141,7 +147,7 @@ class Trainer:
                     state.seconds = time.perf_counter() - began
                 if evaluated or _divides(self.recipe.train.save_every, state.step):
                     self.save()
-            return self.finish()
+            return self.finish(test)
 
     def upcoming(self) -> Iterator[tuple[list[Batch], Tensor]]:
         """The batches from here to the end: this process's pieces, and all sample indices."""
@@ -182,13 +188,13 @@ class Trainer:
             last = number == len(batches)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    logits = self.task.logits(self.model, batch)
-                second = self.teacher(batch, logits.detach())
-                loss = self.loss(logits, batch.target, *second) / count
+                    outputs = self.task.outputs(self.model, batch)
+                second = self.teacher(batch, outputs)
+                loss = self.task.loss(self.loss, outputs, batch, second) / count
                 # Data parallelism takes the mean of the gradients where their sum is wanted.
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
-            seen.append((batch.index, logits.detach().flatten(1).sum(-1)))
+            seen.append((batch.index, self.task.sums(outputs, batch)))
         for parameter in self.loss.parameters():  # no part of the data-parallel model
             parameter.grad = accelerator.reduce(parameter.grad, "mean")
         norm = accelerator.clip_grad_norm_(self._parameters(), recipe.optim.clip_norm or math.inf)
@@ -211,7 +217,7 @@ class Trainer:
     ) -> None:
         """Stop before the update if anything is not a number; all processes decide alike.
 
-        ``seen`` has the samples of this process, with a sum of the logits of each.
+        ``seen`` has the samples of this process, with a sum over the outputs of each.
         """
         scaled = self.accelerator.scaler is not None  # fp16: the scaler skips an infinite gradient
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
@@ -256,7 +262,7 @@ class Trainer:
         state, train = self.state, self.recipe.train
         for buffer in self.module.buffers():  # running statistics: those of the first process
             broadcast(buffer)
-        metrics = self.task.evaluate(self.module, "valid", self.accelerator).metrics
+        metrics = self.task.validate(self.module, self.accelerator)
         if not all(map(math.isfinite, metrics.values())):
             raise LabError(
                 f"stopped at step {state.step}: the scores on the validation split are {metrics}; "
@@ -278,7 +284,7 @@ class Trainer:
 
     def _select(self, weights: dict[str, Tensor]) -> None:
         if self.accelerator.is_main_process:
-            self.run.select(weights, self.task.model_config())
+            self.run.select(*self.task.model_files(self.module, weights))
         self.accelerator.wait_for_everyone()
 
     def _add_to_average(self) -> None:
@@ -351,15 +357,16 @@ class Trainer:
             name: tensor.to(self.accelerator.device) for name, tensor in tensors["average"].items()
         }
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, test: bool) -> dict[str, Any]:
         """Score the selected model, on the test split for the first and only time."""
         if self.average:
             self._select(self.average)
         model = self.run.load_model().to(self.accelerator.device)
-        scores = {
-            split: self.task.evaluate(model, split, self.accelerator).metrics
-            for split in ("valid", "test")
+        found = {
+            split: self.task.evaluate(model, split, self.accelerator)
+            for split in (("valid", "test") if test else ("valid",))
         }
+        scores = {split: evaluation.metrics for split, evaluation in found.items()}
         results = scores | {
             "signature": self.run.signature(
                 data=self.task.fingerprint,
@@ -369,11 +376,21 @@ class Trainer:
             "steps": self.state.step,
             "selected_step": self.state.step if self.average else self.state.best_step,
             "seconds": round(self.state.seconds, 3),
+            "peak_memory": peak_memory(),
+            **found["valid"].about,
         }
         if self.accelerator.is_main_process:
             self.run.finish(results)
         self.accelerator.end_training()
         return results
+
+
+def peak_memory() -> int:
+    """The most memory this process has held so far, in bytes: of the GPU if it works on one."""
+    if not on_cpu():
+        return int(torch.accelerator.max_memory_allocated())
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
 
 
 def on_cpu() -> bool:

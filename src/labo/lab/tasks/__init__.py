@@ -7,8 +7,9 @@ imported only when asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 
 from ..config import Recipe
 
-TASKS = {"image_classification": "labo.lab.tasks.image_classification"}
+TASKS = {
+    "image_classification": "labo.lab.tasks.image_classification",
+    "translation": "labo.lab.tasks.translation",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Batch:
     """Samples of the training split as the model takes them.
 
     Attributes:
-        inputs: what the model is called with.
+        inputs: what the model reads; has ``to(device)``.
         target: (N, ...) class indices, -100 where nothing is to be learned; or probabilities.
         index: (N,) places of the samples in the training split; stays on the CPU.
         epoch: the epoch they were drawn for.
@@ -52,10 +56,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of a model on a split, and what it said of each sample."""
+    """Scores of a model on a split, and what it said of each sample.
+
+    Attributes:
+        metrics: name -> value.
+        records: one per sample.
+        about: what ``results.json`` says of the scores besides, such as signatures.
+    """
 
     metrics: dict[str, float]
     records: Iterator[dict[str, Any]]
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Task(Protocol):
@@ -63,23 +74,33 @@ class Task(Protocol):
 
     Recipe: ClassVar[type[Recipe]]
     higher_is_better: ClassVar[Mapping[str, bool]]  # the metrics a model can be selected by
+    one_target_per_sample: ClassVar[bool]  # or many, as a sentence has
 
     size: int  # samples of the training split
     num_classes: int
     steps_per_epoch: int
     fingerprint: str  # names exactly this data
+    notes: Sequence[str]  # what a person should know of it
 
     def __init__(self, recipe: Any) -> None: ...
 
-    @staticmethod
-    def model_from(config: Mapping[str, Any]) -> nn.Module:
-        """A fresh model as ``model_config`` describes it."""
-
-    def model_config(self) -> dict[str, Any]:
-        """What is needed to build the model again, ``task`` and ``num_classes`` among it."""
-
     def build_model(self) -> nn.Module:
         """A fresh model, from PyTorch's generator."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a saved model says of itself: ``task``, ``num_classes``, what else is of use."""
+
+    def model_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What a run saves of a model with these weights: tensors, and texts by file name.
+
+        Among the texts is ``config.json``, which has the facts, or has them under "labo".
+        """
+
+    @staticmethod
+    def load_model(folder: Path) -> nn.Module:
+        """A saved model, on the CPU."""
 
     def global_batch(self, epoch: int, position: int) -> Tensor:
         """The samples of a batch over all processes, (N,)."""
@@ -93,11 +114,37 @@ class Task(Protocol):
     def peers(self, batch: Batch) -> Batch:
         """For each sample of a batch another one of the same class."""
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model."""
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Run the model: logits, or hidden states with the output layer."""
 
-    def evaluate(self, model: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
-        """Score a model in eval mode on "valid" or "test", shared among the processes."""
+    def loss(self, loss: nn.Module, outputs: Any, batch: Batch, second: tuple[Any, ...]) -> Tensor:
+        """The loss of outputs; ``second`` has the teacher's, if there is one."""
+
+    def sums(self, outputs: Any, batch: Batch) -> Tensor:
+        """(N,) one number per sample, finite where its outputs are."""
+
+    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        """The scores on the validation split that a run follows; shared among the processes."""
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        *,
+        beams: Sequence[int] = (),
+    ) -> Evaluation:
+        """All scores in eval mode on "valid" or "test", shared among the processes.
+
+        Args:
+            model: what to score.
+            split: on what.
+            accelerator: where.
+            beams: for translation, further beam sizes to measure the length of the output at.
+        """
+
+    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
+        """A few samples with all their logits, to look at closely; and the names of the classes."""
 
 
 def find_task(name: str) -> type[Task]:

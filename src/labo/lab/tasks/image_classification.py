@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from ..._checks import unknown_name
-from .. import augment, config
+from .. import atomic, augment, config
 from ..data.images import Split, load_images
 from ..distributed import gather_rows
 from ..errors import RequestError
@@ -24,6 +29,7 @@ from ..seeds import mix
 from . import Batch, Evaluation
 
 _EVALUATED_AT_ONCE = 256
+_EXPLORED = 6  # examples with all their logits
 
 
 class ImageData(config.Section):
@@ -58,6 +64,7 @@ class ImageModel(config.Section):
 class ImageTrain(config.Train):
     """The loop, and the score on the validation images that selects the model."""
 
+    batch_size: int = Field(ge=1)  # over all processes and accumulated pieces together
     select: Literal["accuracy", "nll"] = "accuracy"
 
 
@@ -81,6 +88,8 @@ class Task:
 
     Recipe = ImageRecipe
     higher_is_better: ClassVar = {"accuracy": True, "nll": False}
+    one_target_per_sample: ClassVar = True
+    notes: ClassVar = ()
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
@@ -109,12 +118,16 @@ class Task:
 
     # ------------------------------------------------------------------ the model
 
+    def build_model(self) -> nn.Module:
+        return _fresh_model(self.facts())
+
     @staticmethod
-    def model_from(config: Mapping[str, Any]) -> nn.Module:
-        model: nn.Module = CONVNETS[config["model"]](config["num_classes"], config["in_channels"])
+    def load_model(folder: Path) -> nn.Module:
+        model = _fresh_model(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
         return model
 
-    def model_config(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         return {
             "task": self.recipe.task,
             "model": self.recipe.model.name,
@@ -125,12 +138,23 @@ class Task:
             "std": list(self.data.std),
         }
 
-    def build_model(self) -> nn.Module:
-        return self.model_from(self.model_config())
+    def model_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return dict(weights), {"config.json": json.dumps(self.facts(), indent=2) + "\n"}
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        result: Tensor = model(batch.inputs)
-        return result
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch.inputs)
+        return logits
+
+    def loss(
+        self, loss: nn.Module, outputs: Tensor, batch: Batch, second: tuple[Any, ...]
+    ) -> Tensor:
+        value: Tensor = loss(outputs, batch.target, *second)
+        return value
+
+    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return outputs.detach().flatten(1).sum(-1)
 
     # ------------------------------------------------------------------ training batches
 
@@ -202,8 +226,20 @@ class Task:
 
     # ------------------------------------------------------------------ scores
 
+    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        return self.evaluate(model, "valid", accelerator).metrics
+
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        *,
+        beams: Sequence[int] = (),
+    ) -> Evaluation:
+        if beams:
+            raise RequestError("--beams is for translation: images are not decoded")
         chosen: Split = getattr(self.data, split)
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
@@ -217,6 +253,28 @@ class Task:
         scores = classification_scores(log_p, chosen.labels)
         return Evaluation(scores, _records(log_p, chosen.labels))
 
+    @torch.no_grad()
+    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
+        """The images the model is least sure of, and the first one."""
+        chosen: Split = getattr(self.data, split)
+        index = torch.arange(min(len(chosen.labels), _EVALUATED_AT_ONCE))
+        model.eval()
+        logits = model(self._plain_views(chosen, index).to(accelerator.device)).float().cpu()
+        unsure = logits.softmax(-1).amax(-1).argsort(stable=True).tolist()
+        shown = dict.fromkeys([*unsure[: _EXPLORED - 1], 0])
+        names = list(self.data.classes)
+        examples = [
+            {
+                "title": f"image {i}: {names[chosen.labels[i]]}",
+                "target": int(chosen.labels[i]),
+                "logits": [round(z, 4) for z in logits[i].tolist()],
+                "image": _picture(chosen.images[i], self.recipe.data.size),
+                "context": None,
+            }
+            for i in shown
+        ]
+        return {"classes": names, "examples": examples}
+
     def _plain_views(self, split: Split, index: Tensor) -> Tensor:
         images, size = split.images, self.recipe.data.size
         if isinstance(images, Tensor):
@@ -228,6 +286,23 @@ class Task:
 
             views = torch.stack(list(self._map(view, index.tolist())))
         return augment.normalize(views, self.data.mean, self.data.std)
+
+
+def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
+    model: nn.Module = CONVNETS[facts["model"]](facts["num_classes"], facts["in_channels"])
+    return model
+
+
+def _picture(image: Tensor, size: int) -> str:
+    """An image as a data URL, small ones enlarged to be seen."""
+    pixels = image if image.shape[-1] <= size else augment.resize_center_crop(image, size, size)
+    array = pixels.permute(1, 2, 0).numpy()
+    picture = Image.fromarray(array.squeeze(-1) if array.shape[-1] == 1 else array)
+    scale = max(1, 128 // picture.width)
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.BOX)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _records(log_p: Tensor, labels: Tensor) -> Iterator[dict[str, Any]]:

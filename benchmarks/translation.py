@@ -1,0 +1,371 @@
+"""Translation beside its rivals: training in target tokens per second, decoding in sentences.
+
+Each contender runs in a process of its own, on the same sentences, dimensions, batch size in tokens
+and threads; they take turns, and medians are compared. ``python -m benchmarks.translation NAME``
+is one turn of one of them, and prints what it measured as JSON.
+
+Hugging Face's Seq2SeqTrainer is given the very batches of labo. JoeyNMT makes up its own; it needs
+an environment of its own, whose Python is named by ``JOEYNMT_PYTHON``, and is left out without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+THREADS = "2"
+
+
+def _recipe(smoke: bool) -> Any:
+    """Label smoothing on the CLDR phrases: 256/1024, 3 + 3 layers, batches of 4096 tokens."""
+    from labo.lab.config import load_recipe
+
+    size = ["model.preset=small", "train.batch_tokens=4096", "data.vocabulary=6000"]
+    if smoke:
+        size = ["model.preset=tiny", "train.batch_tokens=256", "data.size=400"]
+        size += ["data.vocabulary=400"]
+    return load_recipe("cldr", [*size, "method=ls", "data.data_seed=1"])
+
+
+def _peak() -> int:
+    from labo.lab.train import peak_memory
+
+    return peak_memory()
+
+
+class _Clock:
+    """Target tokens per second, once the first steps are over."""
+
+    def __init__(self, warm: int) -> None:
+        self.warm, self.steps, self.tokens, self.began = warm, 0, 0, 0.0
+
+    def step(self, tokens: int) -> None:
+        self.steps += 1
+        self.tokens += tokens if self.steps > self.warm else 0
+        if self.steps == self.warm:
+            self.began = time.perf_counter()
+
+    def result(self) -> dict[str, float]:
+        return {
+            "tokens_per_second": self.tokens / (time.perf_counter() - self.began),
+            "peak": _peak(),
+        }
+
+
+# ------------------------------------------------------------------ training
+
+
+def train_labo(steps: int, smoke: bool) -> dict[str, float]:
+    """The loop of ``labo train``."""
+    from labo.lab.rundir import RunDirectory
+    from labo.lab.train import Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(_recipe(smoke), RunDirectory(Path(folder) / "run"))
+        clock = _Clock(warm=2)
+        for batches, index in trainer.upcoming():
+            trainer.update(batches, index)
+            clock.step(trainer.task.count(index))
+            if clock.steps == steps + clock.warm:
+                break
+        return clock.result()
+
+
+def train_huggingface(steps: int, smoke: bool) -> dict[str, float]:
+    """Seq2SeqTrainer with label_smoothing_factor on the same model and the same batches."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+
+    from labo.lab.tasks.translation import Task
+
+    task = Task(_recipe(smoke))
+    clock = _Clock(warm=2)
+    plan = [task.global_batch(0, i % task.steps_per_epoch) for i in range(steps + clock.warm)]
+
+    class SameBatches(Seq2SeqTrainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return _Batches()
+
+    class _Batches:
+        def __len__(self) -> int:
+            return len(plan)
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for index in plan:
+                batch = task.batch(index, 0)
+                mask = batch.inputs.source != 1
+                yield {
+                    "input_ids": batch.inputs.source,
+                    "attention_mask": mask,
+                    "decoder_input_ids": batch.inputs.prefix,
+                    "labels": batch.target,
+                }
+
+    class Count(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.step(task.count(plan[clock.steps]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=folder,
+            max_steps=len(plan),
+            label_smoothing_factor=0.1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        model = task.build_model().marian
+        SameBatches(model, arguments, train_dataset=[0], callbacks=[Count()]).train()
+        return clock.result()
+
+
+_JOEY = """
+name: "speed"
+joeynmt_version: "2.3.0"
+model_dir: "{folder}/model"
+use_cuda: False
+fp16: False
+random_seed: 1
+data:
+    train: "{folder}/train"
+    dev: "{folder}/dev"
+    dataset_type: "plain"
+    src: {{lang: "de", level: "word", voc_min_freq: 1, max_length: 200, voc_file: "{folder}/vocab"}}
+    trg: {{lang: "en", level: "word", voc_min_freq: 1, max_length: 200, voc_file: "{folder}/vocab"}}
+testing: {{n_best: 1, beam_size: 1, batch_size: 1024, batch_type: "token"}}
+training:
+    initializer: "xavier_uniform"
+    loss: "crossentropy"
+    label_smoothing: 0.1
+    optimizer: "adamw"
+    learning_rate: 0.001
+    batch_size: {tokens}
+    batch_type: "token"
+    normalization: "tokens"
+    epochs: 100
+    updates: {steps}
+    validation_freq: 1000000
+    logging_freq: 1
+    shuffle: True
+    num_workers: 0
+model:
+    tied_embeddings: True
+    tied_softmax: True
+    encoder: &sizes
+        type: "transformer"
+        num_layers: {layers}
+        num_heads: 4
+        embeddings: {{embedding_dim: {width}, scale: True, dropout: 0.1}}
+        hidden_size: {width}
+        ff_size: {ffn}
+        dropout: 0.1
+        layer_norm: "post"
+    decoder: *sizes
+"""
+
+_JOEY_RUN = """
+import json, logging, resource, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(int(sys.argv[2]))
+from joeynmt.training import train
+try:
+    train(cfg_file=sys.argv[1], skip_test=True)
+except TypeError:
+    train(cfg_file=sys.argv[1])
+print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def train_joey(steps: int, smoke: bool) -> dict[str, float]:
+    """JoeyNMT's own loop, on the same pieces of words; it logs its tokens per second."""
+    from labo.lab.models.marian import PRESETS
+    from labo.lab.tasks.translation import Task
+
+    task = Task(_recipe(smoke))
+    sizes = PRESETS[task.recipe.model.preset]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_for_joey(task, folder)
+        config = _JOEY.format(
+            folder=folder,
+            tokens=task.recipe.train.batch_tokens,
+            steps=steps + 2,
+            **{key: sizes[key] for key in ("layers", "width", "ffn")},
+        )
+        (folder / "joey.yaml").write_text(config)
+        (folder / "run.py").write_text(_JOEY_RUN)
+        command = [os.environ["JOEYNMT_PYTHON"], "run.py", "joey.yaml", THREADS]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        output = done.stdout + done.stderr
+        rates = [float(x) for x in re.findall(r"Tokens per Sec:\s*(\d+)", output)]
+        peak = re.search(r"PEAK (\d+)", output)
+        if not rates or not peak:
+            raise RuntimeError(f"JoeyNMT failed: {output[-2000:]}")
+        return {"tokens_per_second": statistics.median(rates[2:]), "peak": int(peak[1])}
+
+
+def _write_for_joey(task: Any, folder: Path) -> None:
+    tokens = task.data.tokenizer.convert_ids_to_tokens
+    for split, name in (("train", "train"), ("valid", "dev")):
+        pairs = task.data.split(split)
+        for side, language in (("source", "de"), ("target", "en")):
+            with (folder / f"{name}.{language}").open("w", encoding="utf-8") as file:
+                for i in range(len(pairs)):
+                    ids = getattr(pairs, side)(i).tolist()[:-1]
+                    file.write(" ".join(tokens(ids)) + "\n")
+    special = ["<unk>", "<pad>", "<s>", "</s>"]
+    types = tokens(list(range(4, task.num_classes)))
+    (folder / "vocab").write_text("\n".join([*special, *types]) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------ decoding
+
+
+def _model_folder(smoke: bool, folder: Path) -> Path:
+    """A model that has learnt a little, so that its sentences end."""
+    from labo.lab.config import build_recipe
+    from labo.lab.train import train
+
+    recipe = _recipe(smoke).as_document()
+    recipe["train"] |= {"epochs": None, "max_steps": 2 if smoke else 150}
+    train(build_recipe(recipe), folder / "run", test=False)
+    return folder / "run" / "best"
+
+
+def _sources(smoke: bool) -> list[list[int]]:
+    from labo.lab.tasks.translation import Task
+
+    split = Task(_recipe(smoke)).data.split("test")
+    return [split.source(i).tolist() for i in range(4 if smoke else len(split))]
+
+
+def _timed(work: Callable[[], object], sentences: int) -> dict[str, float]:
+    began = time.perf_counter()
+    work()
+    return {"sentences_per_second": sentences / (time.perf_counter() - began), "peak": _peak()}
+
+
+def decode_labo(best: Path, smoke: bool) -> dict[str, float]:
+    from transformers import MarianMTModel
+
+    from labo.lab.decoding import Decode, decode
+
+    model, sources = MarianMTModel.from_pretrained(best), _sources(smoke)
+    return _timed(lambda: decode(model, sources, Decode()), len(sources))
+
+
+def decode_huggingface(best: Path, smoke: bool) -> dict[str, float]:
+    """``generate`` on batches of 32 sentences in the order they come, as its examples do."""
+    import torch
+    from transformers import MarianMTModel
+
+    model, sources = MarianMTModel.from_pretrained(best).eval(), _sources(smoke)
+
+    def work() -> None:
+        for first in range(0, len(sources), 32):
+            rows = [torch.tensor(source) for source in sources[first : first + 32]]
+            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
+            longest = int(1.5 * ids.shape[1]) + 20
+            model.generate(input_ids=ids, attention_mask=ids != 1, max_length=longest)
+
+    return _timed(work, len(sources))
+
+
+def decode_ctranslate2(best: Path, smoke: bool) -> dict[str, float]:
+    import ctranslate2
+    from transformers import AutoTokenizer
+
+    from labo.lab.export import export_ctranslate2
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "ct2"
+        export_ctranslate2(best, out)
+        translator = ctranslate2.Translator(str(out), intra_threads=int(THREADS))
+        tokens = AutoTokenizer.from_pretrained(best).convert_ids_to_tokens
+        sources = [tokens(source) for source in _sources(smoke)]
+        return _timed(
+            lambda: translator.translate_batch(
+                sources,
+                beam_size=5,
+                max_batch_size=4096,
+                batch_type="tokens",
+                suppress_sequences=[["<s>"], ["<pad>"]],
+            ),
+            len(sources),
+        )
+
+
+TRAINING = {
+    "labo": train_labo,
+    "Seq2SeqTrainer": train_huggingface,
+    "JoeyNMT": train_joey,
+}
+DECODING = {
+    "labo": decode_labo,
+    "generate": decode_huggingface,
+    "CTranslate2": decode_ctranslate2,
+}
+
+
+# ------------------------------------------------------------------ turns
+
+
+def take_turns(smoke: bool, *, steps: int = 12, turns: int = 3) -> dict[str, dict[str, Any]]:
+    """ "training" and "decoding" -> contender -> medians over its turns."""
+    if smoke:
+        steps, turns = 2, 1
+    with tempfile.TemporaryDirectory() as folder:
+        best = _model_folder(smoke, Path(folder))
+        entrants = {
+            "training": [n for n in TRAINING if n != "JoeyNMT" or "JOEYNMT_PYTHON" in os.environ],
+            "decoding": list(DECODING),
+        }
+        found: dict[str, dict[str, Any]] = {}
+        for kind, names in entrants.items():
+            results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+            for _ in range(turns):
+                for name in names:
+                    results[name].append(_turn(kind, name, best, steps, smoke))
+            found[kind] = {
+                name: {key: statistics.median(r[key] for r in rows) for key in rows[0]}
+                for name, rows in results.items()
+            }
+    return found
+
+
+def _turn(kind: str, name: str, best: Path, steps: int, smoke: bool) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.translation", kind, name, "--best", str(best)]
+    command += ["--steps", str(steps), *(["--smoke"] if smoke else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": THREADS, "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{kind}, {name}: {done.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("training", "decoding"))
+    parser.add_argument("name")
+    parser.add_argument("--best", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.kind == "training":
+        measured = TRAINING[chosen.name](chosen.steps, chosen.smoke)
+    else:
+        measured = DECODING[chosen.name](chosen.best, chosen.smoke)
+    print(json.dumps(measured))
