@@ -1,0 +1,59 @@
+"""Which tokens of a translation are right: those that line up with the reference.
+
+A decoded token has no label of its own. As in inference calibration (Wang et al. 2020) it counts as
+right if an alignment of minimum edit distance (insert, delete, substitute, each 1) matches it with
+an equal token of the reference. They use TER, which may also move blocks of words at a cost of 1;
+nothing is moved here, so what stands in the wrong place counts as wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .reading import Booleans
+
+
+def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Booleans:
+    """Which tokens of the hypothesis are matched in a minimum edit-distance alignment.
+
+    Of several such alignments one with the most matches is taken; if there are still several, a
+    fixed rule decides.
+
+    Args:
+        hypothesis: tokens.
+        reference: tokens.
+
+    Returns:
+        (len(hypothesis),).
+
+    Example:
+        >>> matched_tokens("the black cat sat".split(), "the cat sat down".split()).tolist()
+        [True, False, True, True]
+    """
+    ids = {token: place for place, token in enumerate(dict.fromkeys([*hypothesis, *reference]))}
+    ours, theirs = [ids[token] for token in hypothesis], np.array([ids[t] for t in reference], int)
+    # One number for both aims: an edit costs more than all matches together can save.
+    edit = min(len(ours), len(theirs)) + 1
+    ahead = edit * np.arange(len(theirs) + 1)
+    cost = np.empty((len(ours) + 1, len(theirs) + 1), dtype=np.int64)
+    cost[0] = ahead
+    for i, token in enumerate(ours, 1):
+        row = cost[i - 1] + edit
+        row[1:] = np.minimum(row[1:], cost[i - 1, :-1] + np.where(theirs == token, -1, edit))
+        # An insertion takes from the left in the same row: a running minimum.
+        cost[i] = np.minimum.accumulate(row - ahead) + ahead
+
+    matched = np.zeros(len(ours), dtype=bool)
+    i, j = len(ours), len(theirs)
+    while i and j:
+        equal = ours[i - 1] == theirs[j - 1]
+        if cost[i, j] == cost[i - 1, j - 1] + (-1 if equal else edit):
+            i, j = i - 1, j - 1
+            matched[i] = equal
+        elif cost[i, j] == cost[i - 1, j] + edit:
+            i -= 1
+        else:
+            j -= 1
+    return matched

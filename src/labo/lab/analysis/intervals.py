@@ -1,0 +1,79 @@
+"""95 % intervals of accuracy, calibration error and AURC by the bootstrap.
+
+Images are drawn one by one. Tokens are drawn by the sentence, since those of one sentence go wrong
+together.
+
+The ECE is never below 0, so chance alone raises it, and drawing again raises it once more. An
+interval of the drawn values as they are then misses the truth: in simulations with 350 samples and
+a perfectly calibrated model never once did it hold it. So the ECE's interval is reflected, which
+takes the bias away: [2 e - upper, 2 e - lower], cut at 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .calibration import BINS, bin_index, ece
+from .reading import Booleans, Floats, Integers
+from .selective import risk_by_rank
+
+DRAWS = 1000
+LEVEL = 0.95
+
+
+def bootstrap_intervals(
+    confidence: Floats,
+    right: Booleans,
+    units: Integers | None = None,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Intervals of accuracy, underconfidence, ece and aurc.
+
+    Args:
+        confidence: (N,).
+        right: (N,).
+        units: (N,) which samples are drawn together, numbered from 0; each alone if not given.
+        draws: how many times the units are drawn.
+        seed: of the draws: the same interval every time.
+
+    Returns:
+        name -> [low, high].
+
+    Example:
+        >>> confidence = np.array([0.9, 0.8, 0.7, 0.6])
+        >>> bootstrap_intervals(confidence, np.array([True, True, True, True]))["accuracy"]
+        [1.0, 1.0]
+    """
+    order = np.argsort(-confidence, kind="stable")
+    confidence, right = confidence[order], right[order]
+    units = order if units is None else units[order]
+    size = int(units.max()) + 1
+    place = np.unique(-confidence, return_inverse=True)[1]
+    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    index, gap = bin_index(confidence), confidence - right
+
+    random = np.random.default_rng(seed)
+    values: dict[str, list[float]] = {"accuracy": [], "underconfidence": [], "ece": [], "aurc": []}
+    for _ in range(draws):
+        times = np.bincount(random.integers(0, size, size), minlength=size)[units]
+        total = times.sum()
+        if total == 0:
+            continue  # only sentences without a token were drawn
+        count = np.add.reduceat(times, starts)
+        errors = np.add.reduceat(times * ~right, starts).astype(np.float64)
+        values["accuracy"].append(1 - errors.sum() / total)
+        values["underconfidence"].append(-(times @ gap) / total)
+        values["ece"].append(np.abs(np.bincount(index, times * gap, BINS)).sum() / total)
+        values["aurc"].append(risk_by_rank(count, errors).mean())
+
+    tail = (1 - LEVEL) / 2
+    result = {}
+    for name, drawn in values.items():
+        low, high = np.quantile(drawn, [tail, 1 - tail])
+        if name == "ece":
+            centre = ece(confidence, right)
+            low, high = max(2 * centre - high, 0), max(2 * centre - low, 0)
+        result[name] = [float(low), float(high)]
+    return result

@@ -1,0 +1,45 @@
+"""How long the output is against the reference, by beam size.
+
+A wider beam finds likelier outputs, and with label smoothing those are shorter (Liang et al. 2022):
+a comparison at one beam size does not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .reading import Integers
+
+
+def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[str, Any]:
+    """Mean length, length ratio and share of short outputs for every beam size.
+
+    Args:
+        lengths: beam size -> (N,) output lengths in tokens.
+        reference: (N,) lengths of the references.
+
+    Returns:
+        reference: their mean; beams: of each size the mean, the ratio of the sums (None if the
+        references are empty) and the share of outputs shorter than their reference; drift: the
+        ratio at the widest beam less that at the narrowest.
+
+    Example:
+        >>> found = length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))
+        >>> found["beams"]["20"], found["drift"]
+        ({'mean': 4.5, 'ratio': 0.75, 'shorter': 0.5}, -0.25)
+    """
+    total = int(reference.sum())
+    beams = {
+        beam: {
+            "mean": float(lengths[beam].mean()),
+            "ratio": float(lengths[beam].sum() / total) if total else None,
+            "shorter": float((lengths[beam] < reference).mean()),
+        }
+        for beam in sorted(lengths, key=int)
+    }
+    ends = [float(lengths[beam].sum()) for beam in (min(beams, key=int), max(beams, key=int))]
+    drift = (ends[1] - ends[0]) / total if total else None
+    return {"reference": float(np.mean(reference)), "beams": beams, "drift": drift}

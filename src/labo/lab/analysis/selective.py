@@ -1,0 +1,200 @@
+r"""Selective classification: answer where the model is sure, pass where it is not.
+
+Of the n surest predictions (coverage n / N) the risk is the share of wrong ones. The area under the
+risk-coverage curve, AURC, is the mean of that risk over all n; what is left after taking away the
+AURC of the best order of the same predictions, the excess, tells how well confidence ranks errors
+last, whatever the accuracy. Label smoothing is known to make it worse (Xia et al. 2025).
+
+Equal confidences cannot be told apart: within them errors are spread evenly, which is the mean over
+their orders. So the order of the samples never matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .reading import Booleans, Floats, Integers
+
+RISKS = (0.01, 0.05, 0.1)
+COVERAGES = (0.5, 0.8, 0.9, 1.0)
+NORMS = range(1, 11)
+CURVE_POINTS = 101
+
+
+def _descending(confidence: Floats, right: Booleans) -> tuple[Integers, Floats]:
+    """For each different confidence, largest first: how many have it, and errors among them."""
+    _, place, count = np.unique(-confidence, return_inverse=True, return_counts=True)
+    return count.astype(np.int64), np.bincount(place, ~right).astype(np.float64)
+
+
+def risk_by_rank(count: Integers, errors: Floats) -> Floats:
+    """(N,) the risk of the n surest, for n = 1 to N, from groups of equal confidence.
+
+    Args:
+        count: (G,) samples of each group, surest first; 0 is fine.
+        errors: (G,) wrong ones among them.
+
+    Example:
+        >>> risk_by_rank(np.array([1, 2]), np.array([0.0, 1.0]))
+        array([0.        , 0.25      , 0.33333333])
+    """
+    rate = errors / np.maximum(count, 1)
+    wrong = np.repeat(rate, count).cumsum()
+    risk: Floats = wrong / np.arange(1, len(wrong) + 1)
+    return risk
+
+
+def risk_coverage(confidence: Floats, right: Booleans) -> tuple[Floats, Floats]:
+    """The risk-coverage curve.
+
+    Args:
+        confidence: (N,) any score, larger where the model is surer.
+        right: (N,).
+
+    Returns:
+        coverage (N,) from 1/N to 1, and the risk (N,) at each.
+
+    Example:
+        >>> risk_coverage(np.array([0.9, 0.5]), np.array([True, False]))
+        (array([0.5, 1. ]), array([0. , 0.5]))
+    """
+    risk = risk_by_rank(*_descending(confidence, right))
+    return np.arange(1, len(risk) + 1) / len(risk), risk
+
+
+def aurc(confidence: Floats, right: Booleans) -> float:
+    r"""Area under the risk-coverage curve, :math:`\frac1N \sum_n \mathrm{risk}(n)`.
+
+    Args:
+        confidence: (N,).
+        right: (N,).
+
+    Example:
+        >>> aurc(np.array([0.9, 0.5]), np.array([True, False]))
+        0.25
+    """
+    return float(risk_coverage(confidence, right)[1].mean())
+
+
+def best_aurc(size: int, errors: int) -> float:
+    r"""The AURC of the order that has every error last.
+
+    .. math:: \frac1N \sum_{n > N - E} \frac{n - (N - E)}{n}
+
+    Example:
+        >>> best_aurc(size=2, errors=1)
+        0.25
+    """
+    rank = np.arange(size - errors + 1, size + 1)
+    return float(((rank - (size - errors)) / rank).sum() / size)
+
+
+def excess_aurc(confidence: Floats, right: Booleans) -> float:
+    """AURC above that of the best order: 0 for a confidence that ranks every error last.
+
+    Example:
+        >>> excess_aurc(np.array([0.5, 0.9]), np.array([True, False]))
+        0.5
+    """
+    return aurc(confidence, right) - best_aurc(len(right), int((~right).sum()))
+
+
+def coverage_at_risk(confidence: Floats, right: Booleans, risk: float) -> float:
+    """The largest share a threshold on the confidence lets through with at most this risk.
+
+    Args:
+        confidence: (N,).
+        right: (N,).
+        risk: share of wrong ones among those let through.
+
+    Example:
+        >>> confidence, right = np.array([0.9, 0.8, 0.8, 0.5]), np.array([True, True, False, True])
+        >>> coverage_at_risk(confidence, right, 0.1), coverage_at_risk(confidence, right, 0.3)
+        (0.25, 1.0)
+    """
+    count, errors = _descending(confidence, right)
+    through, wrong = count.cumsum(), errors.cumsum()
+    return float(through[wrong <= risk * through].max(initial=0) / len(right))
+
+
+def risk_at_coverage(confidence: Floats, right: Booleans, coverage: float) -> float:
+    """The risk of the surest part of the predictions.
+
+    Args:
+        confidence: (N,).
+        right: (N,).
+        coverage: the part, in (0, 1]; rounded up to a whole number of predictions.
+
+    Example:
+        >>> risk_at_coverage(np.array([0.9, 0.8, 0.7]), np.array([True, False, True]), 0.5)
+        0.5
+    """
+    kept = int(np.ceil(coverage * len(right) - 1e-9))
+    return float(risk_coverage(confidence, right)[1][kept - 1])
+
+
+def selective_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
+    """AURC and its excess, coverage at fixed risks, risk at fixed coverages, the curve.
+
+    Example:
+        >>> measures = selective_measures(np.array([0.9, 0.5]), np.array([True, False]))
+        >>> measures["coverage_at_risk"]["0.01"], measures["risk_at_coverage"]["1"]
+        (0.5, 0.5)
+    """
+    coverage, risk = risk_coverage(confidence, right)
+    shown = np.unique(np.linspace(0, len(risk) - 1, CURVE_POINTS).round().astype(int))
+    return {
+        "aurc": aurc(confidence, right),
+        "excess_aurc": excess_aurc(confidence, right),
+        "coverage_at_risk": {f"{r:g}": coverage_at_risk(confidence, right, r) for r in RISKS},
+        "risk_at_coverage": {f"{c:g}": risk_at_coverage(confidence, right, c) for c in COVERAGES},
+        "curve": {"coverage": coverage[shown].tolist(), "risk": risk[shown].tolist()},
+    }
+
+
+# ------------------------------------------------------------------ normalised logits
+
+
+def normalised_logit(log_p: Floats, p: int) -> Floats:
+    r"""The largest centred logit over the p-norm of all (MaxLogit-pNorm, Cattelan and Silva 2024).
+
+    .. math:: \max_k \frac{z_k - \bar z}{\lVert z - \bar z \rVert_p}
+
+    Log-probabilities are logits less a constant, so the centred logits are exact.
+
+    Args:
+        log_p: (N, K).
+        p: of the norm.
+
+    Returns:
+        (N,) a score to rank by, no probability; 0 where all classes are equally likely.
+
+    Example:
+        >>> normalised_logit(np.log([[0.5, 0.25, 0.25], [0.98, 0.01, 0.01]]), p=2).round(4)
+        array([0.8165, 0.8165])
+    """
+    centred = log_p - log_p.mean(-1, keepdims=True)
+    largest = np.abs(centred).max(-1)
+    scaled = centred / np.where(largest > 0, largest, 1)[:, None]  # no overflow at any p
+    norm = (np.abs(scaled) ** p).sum(-1) ** (1 / p)
+    score: Floats = scaled.max(-1) / np.where(norm > 0, norm, 1)
+    return score
+
+
+def choose_norm(log_p: Floats, right: Booleans) -> int | None:
+    """The p, from 1 to 10, that ranks best on the validation split.
+
+    Args:
+        log_p: (N, K).
+        right: (N,).
+
+    Returns:
+        p, or None if the largest probability itself ranks at least as well.
+
+    Example:
+        >>> choose_norm(np.log([[0.6, 0.4], [0.9, 0.1]]), np.array([True, True]))
+    """
+    area, p = min((aurc(normalised_logit(log_p, p), right), p) for p in NORMS)
+    return p if area < aurc(log_p.max(-1), right) else None

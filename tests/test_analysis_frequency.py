@@ -1,0 +1,193 @@
+"""Frequency parts, chosen probabilities, output lengths and token alignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import sacrebleu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labo.lab.analysis.alignment import matched_tokens
+from labo.lab.analysis.confidence import chosen_probabilities, histogram
+from labo.lab.analysis.frequency import (
+    bleu_by_part,
+    differences,
+    frequency_parts,
+    frequency_score,
+)
+from labo.lab.analysis.lengths import length_bias
+
+REFERENCES = [
+    "the cat sat on the mat",
+    "a dog ran over the hill",
+    "birds sing in the early morning",
+    "nobody knows what the future brings",
+    "rain falls on the quiet town",
+]
+HYPOTHESES = [
+    "the cat sat on the mat",
+    "a dog ran on the hill",
+    "birds sing in the late morning",
+    "nobody knows the future",
+    "snow falls on the town",
+]
+
+
+def test_the_score_is_the_mean_count():
+    assert frequency_score([1, 1, 3], np.array([0, 7, 0, 1])) == 5.0
+
+
+def test_sentences_are_cut_in_order_of_falling_score():
+    parts = frequency_parts(np.array([1.0, 5.0, 3.0, 4.0, 2.0, 6.0]))
+    assert {name: index.tolist() for name, index in parts.items()} == {
+        "most": [5, 1],
+        "medium": [3, 2],
+        "least": [4, 0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("sentences", "size", "expected"),
+    [
+        (7283, 2400, (2400, 2400, 2400)),  # the paper's validation set: 83 are left over
+        (6750, 2400, (2400, 2400, 1950)),  # its test set
+        (6750, None, (2250, 2250, 2250)),
+        (7283, None, (2428, 2428, 2427)),
+        (5, 2, (2, 2, 1)),
+        (2, None, (1, 1, 0)),
+        (1, 4, (1, 0, 0)),
+    ],
+)
+def test_the_sizes_of_the_parts(sentences, size, expected):
+    scores = np.random.default_rng(0).random(sentences)
+    parts = frequency_parts(scores, size)
+    assert tuple(len(index) for index in parts.values()) == expected
+    assert len(set(np.concatenate(list(parts.values())).tolist())) == sum(expected)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_no_sentence_of_a_part_is_rarer_than_one_of_the_next(scores):
+    values = np.array(scores, dtype=float)
+    ordered = np.concatenate([values[index] for index in frequency_parts(values).values()])
+    assert (np.diff(ordered) <= 0).all()
+
+
+def test_bleu_by_part_is_that_of_sacrebleu():
+    parts = {"one": np.array([3, 1]), "none": np.array([], dtype=int), "all": np.arange(5)}
+    found = bleu_by_part(HYPOTHESES, REFERENCES, parts)
+    chosen = sacrebleu.corpus_bleu([HYPOTHESES[3], HYPOTHESES[1]], [[REFERENCES[3], REFERENCES[1]]])
+    assert found["one"] == pytest.approx(chosen.score)
+    assert found["all"] == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score)
+    assert found["none"] is None
+
+
+def test_bleu_is_cased_as_the_run_was_scored():
+    shouted, parts = [text.upper() for text in HYPOTHESES], {"all": np.arange(5)}
+    lower = bleu_by_part(shouted, REFERENCES, parts, "nrefs:1|case:lc|eff:no|tok:13a|smooth:exp")
+    assert lower == bleu_by_part(HYPOTHESES, REFERENCES, parts)
+    assert bleu_by_part(shouted, REFERENCES, parts, "nrefs:1|case:mixed|tok:13a")["all"] < 1
+
+
+def test_differences_part_by_part():
+    ls, labo = {"most": 38.4, "least": 32.1}, {"most": 39.0, "least": None}
+    assert differences(labo, ls) == {"most": pytest.approx(0.6), "least": None}
+
+
+# ------------------------------------------------------------------ chosen probabilities
+
+
+def test_a_histogram_worked_by_hand():
+    assert histogram(np.array([0.0, 0.05, 0.39, 0.4, 0.95, 1.0]), bins=5) == pytest.approx(
+        [2 / 6, 1 / 6, 1 / 6, 0, 2 / 6]
+    )
+    assert histogram(np.empty(0)) is None
+
+
+def test_histograms_of_all_sentences_and_of_parts():
+    probabilities = [np.array([0.9, 0.92]), np.array([0.42]), np.empty(0)]
+    parts = {"most": np.array([0]), "medium": np.array([1]), "least": np.array([2])}
+    found = chosen_probabilities(probabilities, parts)
+    assert len(found["edges"]) == 21
+    assert found["peak"] == {"all": 0.925, "most": 0.925, "medium": 0.425, "least": None}
+    assert found["mean"] == {"all": pytest.approx(0.7467, abs=1e-4), **found["mean"]}
+    assert found["mean"]["least"] is None
+    assert sum(found["shares"]["all"]) == pytest.approx(1)
+
+
+# ------------------------------------------------------------------ lengths
+
+
+def test_length_ratios_by_beam():
+    reference = np.array([10, 20])
+    lengths = {"20": np.array([5, 19]), "1": np.array([10, 21]), "5": np.array([9, 20])}
+    found = length_bias(lengths, reference)
+    assert list(found["beams"]) == ["1", "5", "20"]
+    assert found["reference"] == 15
+    assert found["beams"]["1"] == {"mean": 15.5, "ratio": pytest.approx(31 / 30), "shorter": 0.0}
+    assert found["beams"]["20"] == {"mean": 12.0, "ratio": 0.8, "shorter": 1.0}
+    assert found["drift"] == pytest.approx(24 / 30 - 31 / 30)
+
+
+def test_empty_references_have_no_ratio():
+    found = length_bias({"1": np.array([1])}, np.array([0]))
+    assert found["beams"]["1"]["ratio"] is None
+    assert found["drift"] is None
+
+
+# ------------------------------------------------------------------ alignment
+
+
+def distance(a, b):
+    """Edit distance by the recursion that defines it."""
+    if not a or not b:
+        return len(a) + len(b)
+    substituted = distance(a[1:], b[1:]) + (a[0] != b[0])
+    return min(substituted, distance(a[1:], b) + 1, distance(a, b[1:]) + 1)
+
+
+def most_matches(a, b, edits):
+    """The most matches of an alignment with this many edits, or None if there is none."""
+    if edits < 0:
+        return None
+    if not a or not b:
+        return 0 if len(a) + len(b) <= edits else None
+    equal = a[0] == b[0]
+    options = [
+        (most_matches(a[1:], b[1:], edits - (not equal)), equal),
+        (most_matches(a[1:], b, edits - 1), 0),
+        (most_matches(a, b[1:], edits - 1), 0),
+    ]
+    return max((found + here for found, here in options if found is not None), default=None)
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "reference", "expected"),
+    [
+        ("a b c", "a b c", "111"),
+        ("a x c", "a b c", "101"),
+        ("a b b c", "a b c", "1011"),
+        ("b c", "a b c", "11"),
+        ("b a", "a b", "10"),  # one kept by deletion and insertion, not two substitutions
+        ("x y", "a b c", "00"),
+        ("", "a b", ""),
+        ("a b", "", "00"),
+    ],
+)
+def test_matches_worked_by_hand(hypothesis, reference, expected):
+    found = matched_tokens(hypothesis.split(), reference.split())
+    assert "".join(str(int(match)) for match in found) == expected
+
+
+token_lists = st.lists(st.sampled_from("abc"), max_size=5)
+
+
+@given(token_lists, token_lists)
+def test_an_alignment_has_least_edits_and_then_most_matches(hypothesis, reference):
+    matched = matched_tokens(hypothesis, reference)
+    assert len(matched) == len(hypothesis)
+    expected = most_matches(hypothesis, reference, distance(hypothesis, reference))
+    assert matched.sum() == expected
+    # What is matched is a common subsequence.
+    rest = iter(reference)
+    assert all(token in rest for token, hit in zip(hypothesis, matched, strict=True) if hit)

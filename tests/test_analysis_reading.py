@@ -1,0 +1,227 @@
+"""Reading run directories: finished, unfinished, broken; and records, right and wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from analysis_runs import drawn_images, image_records, sentence, write_lines, write_run
+from labo.lab.analysis import reading
+from labo.lab.errors import RequestError
+
+
+def test_a_finished_run(tmp_path):
+    run = reading.read_run(write_run(tmp_path / "r", method={"name": "ls", "alpha": 0.1}, seed=3))
+    assert str(run.state) == "finished"
+    assert run.state.step == 10
+    assert (run.name, run.task, run.seed) == ("r", "image_classification", 3)
+    assert run.method == {"name": "ls", "alpha": 0.1}
+    assert run.num_classes == 3
+    assert "made_with" not in run.recipe
+    assert run.splits() == []
+
+
+def test_an_unfinished_run_says_how_far_it_came(tmp_path):
+    path = write_run(tmp_path / "r")
+    (path / "results.json").unlink()
+    assert str(reading.read_run(path).state) == "unfinished at step 10"
+    (path / "metrics.jsonl").unlink()
+    assert str(reading.read_run(path).state) == "unfinished at step 0"
+
+
+def test_the_line_that_was_being_written_is_left_out(tmp_path):
+    path = write_run(tmp_path / "r")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "epo')
+    run = reading.read_run(path)
+    assert run.state.kind == "finished"
+    assert [line["step"] for line in run.metrics] == [5, 10]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("metrics.jsonl", '{"st\n{"step": 2}\n', "metrics.jsonl, line 1: no logged step"),
+        ("metrics.jsonl", '{"loss": 1}\n{"step": 2}\n', "metrics.jsonl, line 1: no logged step"),
+        ("results.json", '{"valid": ', "results.json is no JSON"),
+        ("results.json", "[]", "results.json is no JSON object"),
+        ("best/config.json", "", "config.json is no JSON"),
+        ("recipe.yaml", "task: [", "recipe.yaml"),
+        ("recipe.yaml", "seed: 1", "recipe.yaml: no task"),
+        ("recipe.yaml", "task: translation", "recipe.yaml: no method with a name"),
+    ],
+)
+def test_a_broken_run_says_why(tmp_path, file, content, reason):
+    path = write_run(tmp_path / "r")
+    (path / file).write_text(content)
+    state = reading.read_run(path).state
+    assert str(state).startswith("broken: ")
+    assert reason in state.reason
+    with pytest.raises(RequestError, match="r is broken: "):
+        reading.sound_run(path)
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(RequestError, match=r"is no run with recipe\.yaml"):
+        reading.read_run(tmp_path)
+
+
+def test_digests_change_with_the_files(tmp_path):
+    path = write_run(tmp_path / "r")
+    before = reading.digests(reading.read_run(path))
+    assert set(before) == {"recipe.yaml", "metrics.jsonl", "results.json", "best/config.json"}
+    write_lines(path / "records" / "test.jsonl", [])
+    after = reading.digests(reading.read_run(path))
+    assert after == {**before, "records/test.jsonl": after["records/test.jsonl"]}
+
+
+# ------------------------------------------------------------------ images
+
+
+def with_records(tmp_path, records, **run):
+    path = write_run(tmp_path / "r", **run)
+    write_lines(path / "records" / "test.jsonl", records)
+    return reading.read_run(path)
+
+
+def test_image_records_become_arrays(tmp_path):
+    p, labels = drawn_images(20, 3)
+    run = with_records(tmp_path, image_records(p, labels))
+    assert run.splits() == ["test"]
+    images = reading.read_images(run, "test")
+    np.testing.assert_allclose(images.probabilities, p)
+    assert images.labels.tolist() == labels.tolist()
+    assert images.right.tolist() == (p.argmax(-1) == labels).tolist()
+
+
+def test_a_probability_of_0_has_a_finite_log(tmp_path):
+    run = with_records(tmp_path, image_records(np.array([[1.0, 0.0]]), np.array([1])))
+    log_p = reading.read_images(run, "test").log_p
+    assert log_p[0, 0] == 0
+    assert log_p[0, 1] == pytest.approx(math.log(1.4e-45), abs=0.01)
+
+
+def test_missing_records_say_how_to_get_them(tmp_path):
+    run = reading.read_run(write_run(tmp_path / "r"))
+    with pytest.raises(RequestError) as error:
+        reading.read_images(run, "test")
+    assert str(error.value) == (
+        f"{run.path} has no records of the test split: labo evaluate {run.path} writes them"
+    )
+
+
+GOOD = {"label": 1, "probabilities": [0.25, 0.75]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"label": 1}, "'probabilities' is missing"),
+        ({**GOOD, "probabilities": "x"}, "'probabilities' is no list"),
+        ({**GOOD, "probabilities": ["x", 1]}, "'probabilities' is no list of numbers"),
+        ({**GOOD, "probabilities": [[1.0]]}, "'probabilities' has 1 values, not 2"),
+        ({**GOOD, "probabilities": [0.2, 0.3, 0.5]}, "'probabilities' has 3 values, not 2"),
+        ({**GOOD, "probabilities": [-0.5, 1.5]}, "'probabilities' has a value outside [0, 1]"),
+        ({**GOOD, "probabilities": [math.nan, 1]}, "'probabilities' has a value outside [0, 1]"),
+        ({**GOOD, "probabilities": [0.5, 0.4]}, "'probabilities' do not sum to 1"),
+        ({**GOOD, "label": 2}, "'label' 2 is none of the 2 classes"),
+        ({**GOOD, "label": -1}, "'label' -1 is none of the 2 classes"),
+        ({**GOOD, "label": True}, "'label' is no whole number"),
+        ({**GOOD, "label": 0.5}, "'label' is no whole number"),
+        ([1, 2], "no record"),
+    ],
+)
+def test_a_wrong_image_record_is_one_clear_line(tmp_path, wrong, problem):
+    run = with_records(tmp_path, [GOOD, wrong])
+    with pytest.raises(RequestError) as error:
+        reading.read_images(run, "test")
+    assert str(error.value) == f"{run.records_file('test')}, line 2: {problem}"
+
+
+def test_a_cut_off_record_is_one_clear_line(tmp_path):
+    run = with_records(tmp_path, [GOOD])
+    with run.records_file("test").open("a") as file:
+        file.write('{"label": 1, "proba')
+    with pytest.raises(RequestError, match=r"test\.jsonl, line 2: no JSON"):
+        reading.read_images(run, "test")
+
+
+@pytest.mark.parametrize("read", [reading.read_images, reading.read_translations])
+def test_no_records_at_all(tmp_path, read):
+    with pytest.raises(RequestError, match=r"test\.jsonl is empty"):
+        read(with_records(tmp_path, []), "test")
+
+
+# ------------------------------------------------------------------ translation
+
+
+def test_translation_records(tmp_path):
+    lengths = {"1": 5, "20": 4}
+    records = [sentence(), sentence("a b", "a", p=0.25, frequency=3, lengths=lengths)]
+    run = with_records(tmp_path, records, task="translation", num_classes=50)
+    assert run.num_classes == 50
+    found = reading.read_translations(run, "test")
+    assert len(found) == 2
+    assert found.hypotheses == ["the cat sat down", "a"]
+    assert found.references == ["the cat sat down", "a b"]
+    assert found.frequency.tolist() == [10.0, 3.0]
+    assert found.probabilities[1].tolist() == [0.25, 0.25]
+    assert found.sentences[0].lengths is None
+    assert found.sentences[1].lengths == lengths
+    assert found.sentences[1].forced.tokens == ["a", "b", "</s>"]
+
+
+def forced(**fields):
+    return {"forced": {**sentence()["forced"], **fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"hypothesis": None}, ": 'hypothesis' is no text"),
+        ({"frequency": "many"}, ": 'frequency' is no number"),
+        ({"frequency": math.nan}, ": 'frequency' is nan"),
+        ({"probabilities": [0.5]}, ": 'probabilities' has 1 values, not 5"),
+        ({"tokens": [1, 2]}, ": 'tokens' is no list of texts"),
+        ({"forced": 3}, ": 'forced' is no section"),
+        ({"lengths": {"1": "long"}}, ", lengths: '1' is no whole number"),
+        (forced(right=[1, 1, 1, 1, 1]), ", forced: 'right' is no list of 5 truth values"),
+        (forced(confidence=[2.0] * 5), ", forced: 'confidence' has a value outside [0, 1]"),
+        (forced(entropy=[-1.0] * 5), ", forced: 'entropy' has a value outside [0, inf]"),
+    ],
+)
+def test_a_wrong_translation_record_is_one_clear_line(tmp_path, fields, problem):
+    run = with_records(tmp_path, [{**sentence(), **fields}], task="translation")
+    with pytest.raises(RequestError) as error:
+        reading.read_translations(run, "test")
+    assert str(error.value) == f"{run.records_file('test')}, line 1{problem}"
+
+
+# ------------------------------------------------------------------ examples
+
+
+@pytest.mark.parametrize(
+    ("example", "problem"),
+    [
+        ({"target": 0, "logits": [0, 1]}, "'title' is missing"),
+        ({"title": "x", "target": 2, "logits": [0, 1]}, "'target' is none of the 2 classes"),
+        ({"title": "x", "target": 0, "logits": [0]}, "'logits' has 1 values, not 2"),
+    ],
+)
+def test_wrong_examples_are_one_clear_line(tmp_path, example, problem):
+    path = write_run(tmp_path / "r")
+    content = {"classes": ["a", "b"], "examples": [example]}
+    (path / "records" / "examples.json").write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=rf"examples\.json, example 0: {problem}"):
+        reading.read_examples(reading.read_run(path))
+
+
+def test_the_analysis_loads_no_torch():
+    script = "import sys, labo.lab.analysis.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,409 @@
+"""Analyses put together: the document of a run, runs beside each other, and ``labo analyze``."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import math
+import pkgutil
+import shutil
+
+import numpy as np
+import pytest
+import sacrebleu
+
+from analysis_runs import drawn_images, image_records, sentence, write_lines, write_run
+from labo import cli
+from labo.lab import analysis
+from labo.lab.analysis import calibration, selective
+from labo.lab.analysis.run import analyze_run, analyze_runs, load_analysis, write_analysis
+from labo.lab.errors import RequestError
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(analysis.__path__))
+WITHOUT_EXAMPLES = {"compare", "images", "printing", "translations"}  # they put others together
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name):
+    module = importlib.import_module(f"labo.lab.analysis.{name}")
+    result = doctest.testmod(module, extraglobs={"np": np, "math": math})
+    assert result.failed == 0
+    assert (result.attempted > 0) == (name not in WITHOUT_EXAMPLES)
+
+
+def image_run(path, *, sharpness=1.0, size=150, noise=0, splits=("valid", "test"), **run):
+    """A run that tells distributions with this sharpness, perhaps with some of them shuffled."""
+    write_run(path, **{"method": {"name": "base"}, **run})
+    for place, split in enumerate(splits):
+        p, labels = drawn_images(size, 3, sharpness=sharpness, seed=place)
+        p[:noise] = np.roll(p[:noise], 1, axis=-1)
+        write_lines(path / "records" / f"{split}.jsonl", image_records(p, labels))
+    return path
+
+
+TEXTS = [
+    "one two three four five six",
+    "seven eight nine ten one two",
+    "three four five six seven eight",
+    "nine ten one two three four",
+    "five six seven eight nine ten",
+    "ten nine eight seven six five",
+]
+
+
+def outputs(wrong):
+    """The texts with the first words wrong."""
+    return [" ".join(["zero"] * wrong + text.split()[wrong:]) for text in TEXTS]
+
+
+def translation_run(path, *, wrong=1, p=0.5, **run):
+    """A run that gets the first ``wrong`` words of every sentence wrong."""
+    write_run(path, **{"task": "translation", "method": {"name": "ls", "alpha": 0.1}, **run})
+    records = []
+    for place, (text, output) in enumerate(zip(TEXTS, outputs(wrong), strict=True)):
+        lengths = {"1": 7, "5": 7, "20": 7 - place % 2}
+        records.append(sentence(text, output, p=p, frequency=100.0 - place, lengths=lengths))
+    write_lines(path / "records" / "test.jsonl", records)
+    return path
+
+
+# ------------------------------------------------------------------ one run
+
+
+def test_an_image_run(tmp_path):
+    path = image_run(tmp_path / "r", sharpness=2.0, method={"name": "labo", "rho": 0.5})
+    found = analyze_run(path)
+    json.dumps(found, allow_nan=False)
+    assert set(found["splits"]) == {"valid", "test"}
+    test = found["splits"]["test"]
+    p, labels = drawn_images(150, 3, sharpness=2.0, seed=1)
+    before, after = test["views"]["before"], test["views"]["after"]
+    assert before["ece"] == pytest.approx(calibration.ece(p.max(-1), p.argmax(-1) == labels))
+    assert before["accuracy"] == after["accuracy"] == (p.argmax(-1) == labels).mean()
+    assert before["selective"]["aurc"] == selective.aurc(p.max(-1), p.argmax(-1) == labels)
+    # Overconfident by construction; the temperature is fitted on the validation records.
+    valid, valid_labels = drawn_images(150, 3, sharpness=2.0, seed=0)
+    expected = calibration.fit_temperature(np.log(np.maximum(valid, 1e-45)), valid_labels)
+    assert test["temperature"]["value"] == pytest.approx(expected, rel=1e-3)
+    assert test["temperature"]["nll_after"] < test["temperature"]["nll_before"]
+    assert after["nll"] < before["nll"]
+    assert abs(after["underconfidence"]) < abs(before["underconfidence"])
+    assert test["verdict"].startswith("labo is overconfident by 0.")
+    assert "after one temperature, T = " in test["verdict"]
+    assert test["logit_norm"]["aurc"] >= selective.best_aurc(150, before["errors"])
+    assert set(found["splits"]["valid"]["views"]) == {"before"}
+    assert found["training"]["alpha"]["used"] is True
+    assert found["training"]["alpha"]["values"] == pytest.approx([1 - 0.25 / math.log(3)])
+    assert found["notes"] == []
+
+
+def test_without_validation_records_no_temperature_is_fitted(tmp_path):
+    found = analyze_run(image_run(tmp_path / "r", splits=("test",)))
+    assert found["splits"]["test"]["temperature"] is None
+    assert set(found["splits"]["test"]["views"]) == {"before"}
+    assert found["notes"] == ["no temperature is fitted: there are no records of the valid split"]
+
+
+def test_all_right_on_the_validation_split(tmp_path):
+    path = image_run(tmp_path / "r", splits=("test",))
+    records = image_records(np.array([[0.8, 0.1, 0.1]] * 4), np.zeros(4, dtype=int))
+    write_lines(path / "records" / "valid.jsonl", records)
+    found = analyze_run(path)
+    assert found["splits"]["test"]["temperature"] is None
+    assert found["splits"]["valid"]["views"]["before"]["confidence_on_errors"] is None
+    assert found["notes"] == [
+        "no temperature can be fitted on the valid split: all predictions there are right"
+    ]
+
+
+def test_a_single_image_of_a_single_class(tmp_path):
+    path = write_run(tmp_path / "r", num_classes=1)
+    write_lines(path / "records" / "test.jsonl", image_records(np.ones((1, 1)), np.zeros(1, int)))
+    view = analyze_run(path)["splits"]["test"]["views"]["before"]
+    assert (view["accuracy"], view["ece"], view["nll"], view["selective"]["aurc"]) == (1, 0, 0, 0)
+
+
+def test_a_run_without_records_has_its_curves(tmp_path):
+    path = write_run(tmp_path / "r")
+    (path / "results.json").unlink()
+    found = analyze_run(path)
+    assert found["splits"] == {}
+    assert found["state"] == {"kind": "unfinished", "step": 10, "reason": None}
+    assert found["training"]["valid"]["nll"] == [1.0]
+    assert found["notes"] == [f"there are no records: labo evaluate {path} writes them"]
+
+
+def test_a_loss_that_was_no_number_is_null(tmp_path):
+    path = write_run(tmp_path / "r")
+    (path / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "loss": NaN, "lr": 0.1}\n')
+    assert analyze_run(path)["training"]["loss"]["loss"] == [None]
+
+
+def test_figure_1c_of_the_examples(tmp_path):
+    path = image_run(tmp_path / "r", method={"name": "labo", "tau": 1.15, "alpha": 0.3})
+    example = {"title": "t", "target": 1, "logits": [2.0, 1.0, 0.0], "image": None, "context": "c"}
+    content = {"classes": ["a", "b", "c"], "examples": [example]}
+    (path / "records" / "examples.json").write_text(json.dumps(content))
+    (label,) = analyze_run(path)["labels"]
+    assert (label["title"], label["context"], label["example"]) == ("t", "c", 0)
+    assert (label["alpha"], label["tau"], label["rho"]) == (0.3, 1.15, None)
+    assert label["classes"] == ["a", "b", "c"]
+    assert label["labo"][1] == pytest.approx(0.7 + 0.3 * label["optimal"][1])
+
+
+def test_a_translation_run(tmp_path):
+    found = analyze_run(translation_run(tmp_path / "r", wrong=2, p=0.4))
+    json.dumps(found, allow_nan=False)
+    test = found["splits"]["test"]
+    assert test["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs(2), [TEXTS]).score)
+    assert test["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
+    assert test["pairs"] == {"de-en": {"examples": 6, "bleu": pytest.approx(test["bleu"])}}
+    decoded, forced = test["views"]["decoded"], test["views"]["forced"]
+    assert decoded["samples"] == forced["samples"] == 6 * 7
+    assert decoded["accuracy"] == pytest.approx(5 / 7)
+    assert decoded["underconfidence"] == pytest.approx(5 / 7 - 0.4)
+    assert decoded["nll"] is None
+    assert forced["accuracy"] == 1.0
+    assert forced["nll"] == pytest.approx(-math.log(0.4))
+    assert forced["entropy"] == pytest.approx(0.1)
+    assert forced["brier"] is forced["classwise_ece"] is None
+    parts = test["frequency"]
+    assert parts["rule"] == "thirds"
+    assert parts["most"]["examples"] == 2
+    assert parts["most"]["mean_frequency"] == 99.5
+    assert parts["left_over"] == 0
+    assert test["confidence"]["peak"]["least"] == 0.425
+    assert test["lengths"]["beams"]["20"]["ratio"] == pytest.approx(39 / 42)
+    assert test["lengths"]["drift"] == pytest.approx(-3 / 42)
+    assert test["verdict"] == (
+        "ls: given the reference so far it is underconfident by 0.600; "
+        "on its own output it is underconfident by 0.314"
+    )
+    assert len(found["notes"]) == 1
+    assert found["notes"][0].startswith("no temperature is fitted for translation")
+
+
+def test_slices_leave_sentences_over(tmp_path):
+    path = translation_run(tmp_path / "r")
+    parts = analyze_run(path, part_size=1)["splits"]["test"]["frequency"]
+    assert parts["rule"] == "slices of 1"
+    assert parts["left_over"] == 3
+    parts = analyze_run(path, part_size=4)["splits"]["test"]["frequency"]
+    assert [parts[part]["examples"] for part in ("most", "medium", "least")] == [4, 2, 0]
+    assert parts["least"] == {"examples": 0, "mean_frequency": None, "bleu": None}
+
+
+def test_an_output_without_a_token(tmp_path):
+    path = write_run(tmp_path / "r", task="translation")
+    empty = sentence("a b", "", tokens=[], probabilities=[])
+    write_lines(path / "records" / "test.jsonl", [empty])
+    found = analyze_run(path)
+    assert set(found["splits"]["test"]["views"]) == {"forced"}
+    assert found["splits"]["test"]["lengths"] is None
+    assert "the test records hold no decoded token" in found["notes"]
+    assert "output lengths by beam size are not in the records" in found["notes"]
+
+
+def test_requests_that_cannot_be_met(tmp_path):
+    path = write_run(tmp_path / "r")
+    with pytest.raises(RequestError, match="has no records of the test split"):
+        analyze_run(path, ["test"])
+    with pytest.raises(RequestError, match="there is no analysis for task 'speech'"):
+        analyze_run(write_run(tmp_path / "s", task="speech"))
+
+
+# ------------------------------------------------------------------ the file
+
+
+def test_an_analysis_is_read_as_long_as_it_fits(tmp_path):
+    path = image_run(tmp_path / "r")
+    written = write_analysis(path)
+    assert json.loads((path / "analysis.json").read_text()) == written
+    marked = {**written, "notes": ["from the file"]}
+    (path / "analysis.json").write_text(json.dumps(marked))
+    assert load_analysis(path) == marked
+    write_lines(path / "records" / "test.jsonl", image_records(*drawn_images(9, 3)))
+    assert load_analysis(path)["splits"]["test"]["examples"] == 9
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 0}', '{"format": 1, "inputs": {}}'])
+def test_a_file_that_does_not_fit_is_made_anew(tmp_path, content):
+    path = image_run(tmp_path / "r")
+    (path / "analysis.json").write_text(content)
+    assert load_analysis(path) == analyze_run(path)
+
+
+def test_an_analysis_of_one_split_is_made_whole(tmp_path):
+    path = image_run(tmp_path / "r")
+    write_analysis(path, ["test"])
+    assert set(load_analysis(path)["splits"]) == {"valid", "test"}
+
+
+# ------------------------------------------------------------------ several runs
+
+
+def test_seeds_make_a_method_and_methods_are_compared(tmp_path):
+    paths = []
+    for seed, (ours, theirs) in enumerate([(0, 40), (5, 30), (2, 50)]):
+        paths.append(
+            image_run(tmp_path / f"labo-{seed}", noise=ours, seed=seed, method={"name": "labo"})
+        )
+        paths.append(
+            image_run(tmp_path / f"ls-{seed}", noise=theirs, seed=seed, method={"name": "ls"})
+        )
+    (group,) = analyze_runs(paths)["groups"]
+    assert group["baseline"] == "ls"
+    assert [row["method"] for row in group["methods"]] == ["labo", "ls"]
+    labo, ls = (row["measures"]["accuracy"] for row in group["methods"])
+    assert group["methods"][0]["seeds"] == [0, 1, 2]
+    assert labo["mean"] == pytest.approx(np.mean(labo["values"]))
+    assert labo["std"] == pytest.approx(np.std(labo["values"], ddof=1))
+    (difference,) = group["differences"]
+    assert difference["method"] == "labo"
+    assert difference["values"] == pytest.approx(np.subtract(labo["values"], ls["values"]))
+    assert difference["mean"] > 0
+    assert (difference["p"], difference["smallest_p"]) == (0.25, 0.25)
+    assert difference["bootstrap"] is None
+    assert group["frequency"] is group["confidence"] is None
+
+
+def test_one_method_with_two_settings_is_two_methods(tmp_path):
+    a = image_run(tmp_path / "a", method={"name": "labo", "tau": 1.15, "rho": 0.5})
+    b = image_run(tmp_path / "b", method={"name": "labo", "tau": 1.25, "rho": 0.5})
+    (group,) = analyze_runs([a, b])["groups"]
+    assert [row["method"] for row in group["methods"]] == ["labo tau=1.15", "labo tau=1.25"]
+    assert group["baseline"] == "labo tau=1.15"
+
+
+def test_an_unfair_comparison_is_named(tmp_path):
+    a = image_run(tmp_path / "a", method={"name": "ls"}, train={"epochs": 3})
+    b = image_run(tmp_path / "b", method={"name": "labo"}, train={"epochs": 9}, seed=1)
+    found = analyze_runs([a, b])
+    assert found["groups"][0]["differences"] == []
+    assert found["notes"] == [
+        "labo and ls differ in train.epochs, not only in method",
+        "labo and ls have no seed in common",
+    ]
+
+
+def test_the_same_run_twice_counts_once(tmp_path):
+    path = image_run(tmp_path / "a")
+    copy = tmp_path / "b"
+    shutil.copytree(path, copy)
+    found = analyze_runs([path, path, copy])
+    assert [row["runs"] for row in found["groups"][0]["methods"]] == [["a"]]
+    assert found["notes"] == ["b is left out: it is a once more, seed and all"]
+
+
+def test_runs_on_different_examples_are_not_compared(tmp_path):
+    a, b = image_run(tmp_path / "a"), image_run(tmp_path / "b", size=40)
+    c, d = translation_run(tmp_path / "c"), write_run(tmp_path / "d")
+    found = analyze_runs([a, b, c, d])
+    assert [group["runs"] for group in found["groups"]] == [["a"], ["b"], ["c"]]
+    assert found["notes"] == ["d has no records of the test split, and is compared with none"]
+
+
+def test_translations_are_compared_part_by_part(tmp_path):
+    ls = [translation_run(tmp_path / f"ls-{s}", wrong=2, p=0.9, seed=s) for s in (0, 1)]
+    labo = [
+        translation_run(tmp_path / f"labo-{s}", wrong=s, p=0.4, seed=s, method={"name": "labo"})
+        for s in (0, 1)
+    ]
+    (group,) = analyze_runs([*ls, *labo])["groups"]
+    assert (group["metric"], group["baseline"]) == ("bleu", "ls")
+    frequency = group["frequency"]
+    assert frequency["sizes"] == {"most": 2, "medium": 2, "least": 2}
+    row = {row["method"]: row for row in frequency["rows"]}
+    assert row["ls"]["difference"] is None
+    scores = [sacrebleu.corpus_bleu(outputs(wrong)[:2], [TEXTS[:2]]).score for wrong in (0, 1)]
+    assert row["labo"]["bleu"]["most"] == pytest.approx(np.mean(scores))
+    assert row["labo"]["difference"]["most"] == pytest.approx(
+        row["labo"]["bleu"]["most"] - row["ls"]["bleu"]["most"]
+    )
+    histograms = {row["method"]: row for row in group["confidence"]["rows"]}
+    assert histograms["labo"]["peak"]["most"] == 0.425
+    assert histograms["ls"]["peak"]["all"] == 0.925
+    (difference,) = group["differences"]
+    assert [draw["seed"] for draw in difference["bootstrap"]] == [0, 1]
+    assert difference["bootstrap"][0]["difference"] == pytest.approx(difference["values"][0])
+
+
+def test_what_students_learn(tmp_path):
+    def scores(accuracy):
+        return {"test": {"accuracy": accuracy}, "signature": ""}
+
+    ls = image_run(tmp_path / "ls", method={"name": "ls"}, results=scores(0.9))
+    gone = {"name": "kd", "teacher": "runs/lost"}
+    kd = {"name": "kd", "teacher": "runs/ls"}
+    paths = [
+        image_run(tmp_path / "kd-0", method=kd, results=scores(0.8)),
+        image_run(tmp_path / "kd-1", method=kd, seed=1, results=scores(0.7)),
+        image_run(tmp_path / "kd-2", method=gone, results=scores(0.6)),
+    ]
+    rows = analyze_runs(paths)["distillation"]
+    # The teacher is found beside its students although the recipe names another place.
+    assert rows[0] == {
+        "student": "kd-0",
+        "teacher": "ls",
+        "method": "kd",
+        "teacher_method": "ls",
+        "metric": "accuracy",
+        "student_score": 0.8,
+        "teacher_score": 0.9,
+        "seed": 0,
+    }
+    assert rows[2]["teacher_method"] is rows[2]["teacher_score"] is None
+    (group,) = analyze_runs([*paths, ls])["groups"]
+    labels = [row["method"] for row in group["methods"]]
+    assert labels == ["kd teacher=ls", "kd teacher=unknown", "ls"]
+    assert group["methods"][0]["seeds"] == [0, 1]
+
+
+# ------------------------------------------------------------------ the command
+
+
+def analyze(*arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["analyze", *map(str, arguments)])
+    return end.value.code
+
+
+def test_the_command_writes_files_and_prints_tables(tmp_path, capsys):
+    paths = [
+        translation_run(tmp_path / f"{name}-{seed}", wrong=wrong, seed=seed, method={"name": name})
+        for name, wrong in (("ls", 2), ("labo", 1))
+        for seed in (0, 1)
+    ]
+    assert analyze(*paths, "--part-size", 1) == 0
+    printed = capsys.readouterr().out
+    for path in paths:
+        document = json.loads((path / "analysis.json").read_text())
+        assert f"{path.name}: {document['splits']['test']['verdict']}\n" in printed
+    assert "test, 6 examples\n" in printed
+    assert "difference to ls\n" in printed
+    assert "- slices of 1 by token frequency: most 1 (mean count 100)" in printed
+    assert "- 3 sentences are left over" in printed
+    assert printed.count("note: no temperature is fitted for translation") == 1
+
+
+def test_the_command_prints_what_students_learn(tmp_path, capsys):
+    results = {"test": {"accuracy": 0.875}, "signature": ""}
+    teacher = image_run(tmp_path / "t", method={"name": "ls"}, results=results)
+    kd = {"name": "kd", "teacher": str(teacher)}
+    student = image_run(tmp_path / "s", method=kd, results=results, splits=("test",))
+    assert analyze(teacher, student) == 0
+    printed = capsys.readouterr().out
+    assert "| kd from ls |    1 |              87.50 |              87.50 |" in printed
+    assert "note: s: no temperature is fitted: there are no records of the valid split" in printed
+
+
+def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
+    run = image_run(tmp_path / "r")
+    for arguments, line in [
+        ([tmp_path / "nowhere"], f"labo: {tmp_path / 'nowhere'} is no run with recipe.yaml\n"),
+        ([run, "--split", "train"], "labo: --split train: there are valid and test\n"),
+    ]:
+        assert analyze(*arguments) == 2
+        assert capsys.readouterr().err == line
+    assert not (run / "analysis.json").exists()
