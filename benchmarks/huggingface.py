@@ -1,0 +1,111 @@
+"""A training step of a language model of transformers, its head fused or not.
+
+Extra memory is weighed in a fresh process, ``python -m benchmarks.huggingface``: what a step needs
+at its peak beyond the model, its gradients and what a step on two tokens has left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+import labo
+
+from .memory import _status
+
+
+class Size(NamedTuple):
+    """Sequences, their length, and the dimensions of a Llama with tied embeddings."""
+
+    batch: int
+    length: int
+    width: int
+    layers: int
+    vocabulary: int
+
+
+FULL = Size(batch=8, length=256, width=256, layers=4, vocabulary=32768)
+SMOKE = Size(batch=2, length=8, width=16, layers=1, vocabulary=512)
+# with the loss each one trains with; the first two store the logits
+CONTENDERS = {
+    "transformers CE": None,
+    "LABO on logits": labo.LABOLoss,
+    "fuse_head LABO": labo.LABOLoss,
+    "fuse_head CE": labo.CrossEntropyLoss,
+}
+
+
+def step(name: str, size: Size) -> Callable[[int], None]:
+    """Forward and backward on so many of the tokens of each sequence."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from labo.integrations.huggingface import fuse_head
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        max_position_embeddings=size.length,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    loss = CONTENDERS[name]
+    fused = name.startswith("fuse_head")
+    if loss is not None and fused:
+        fuse_head(model, loss())
+    tokens = torch.randint(size.vocabulary, (size.batch, size.length))
+
+    def run(length: int) -> None:
+        ids = tokens[:, :length]
+        if loss is None or fused:
+            value = model(input_ids=ids, labels=ids, use_cache=False).loss
+        else:
+            logits = model(input_ids=ids, use_cache=False).logits
+            target = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+            value = loss()(logits, target)
+        value.backward()
+
+    return run
+
+
+def steps(names: Iterable[str], size: Size) -> dict[str, Callable[[], None]]:
+    """Whole steps, for a race."""
+    return {name: partial(step(name, size), size.length) for name in names}
+
+
+def measure(name: str, size: Size) -> int:
+    """Extra bytes at the peak of one forward + backward, in this process."""
+    run = step(name, size)
+    run(2)
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    before = _status("VmRSS")
+    run(size.length)
+    return max(0, _status("VmHWM") - before)
+
+
+def in_fresh_process(name: str, size: Size) -> int:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.huggingface", name, *map(str, size)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(run.stdout)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=CONTENDERS)
+    for field in Size._fields:
+        parser.add_argument(field, type=int)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    sizes = Size(*(getattr(arguments, field) for field in Size._fields))
+    print(measure(arguments.name, sizes))

@@ -1,0 +1,55 @@
+"""``labo demo``: base, label smoothing and LABO on digits and on phrases, from nothing to a report.
+
+Both data sets come with the packages that are installed; nothing is downloaded. What is finished is
+not run again, so a demo that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import launch
+from .compare import Comparison, carry_out, plan, tabulate
+from .report import write_report
+from .tables import to_markdown, write_table
+
+METHODS = ("base", "ls", "labo")
+# Recipe -> seeds and overrides. The longest runs come first: no core is left with one at the end.
+PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "cldr": (1, ()),
+    "digits": (2, ()),
+}
+
+
+def comparisons(out: Path) -> list[Comparison]:
+    """What the demo runs."""
+    return [
+        plan(name, METHODS, seeds, out / name, overrides=overrides)
+        for name, (seeds, overrides) in PARTS.items()
+    ]
+
+
+def demo(out: Path, jobs: int | None = None) -> tuple[str, list[launch.Failure]]:
+    """Run it.
+
+    Args:
+        out: the folder of the runs, the tables and ``report.html``.
+        jobs: how many runs at once.
+
+    Returns:
+        What to print (the tables, where the report is, what to try next), and the runs that failed.
+    """
+    planned = comparisons(out)
+    failures = carry_out(planned, out, jobs)
+    texts = []
+    for comparison in reversed(planned):
+        table = tabulate(comparison)
+        write_table(table, out / comparison.name)
+        texts.append(to_markdown(table))
+    report = out / "report.html"
+    write_report([run.path for comparison in planned for run in comparison.selected()], report)
+    texts.append(
+        f"The report, with all figures: {report}\n"
+        "Next: labo compare digits --methods base,ls,kd,labo --seeds 5 --grid labo.tau=1.05,1.25"
+    )
+    return "\n".join(texts), failures

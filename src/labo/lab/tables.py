@@ -1,0 +1,269 @@
+"""Tables of results: one structure, written as Markdown, LaTeX, CSV or JSON.
+
+Markdown and LaTeX are for reading: rounded, a mean with its spread, the paper's figure beside ours.
+CSV and JSON are for computing: every number as it was measured, nothing rounded, nothing scaled.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import atomic
+
+NOTHING = "-"  # what a cell without a number shows
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a table.
+
+    Attributes:
+        value: the number; None if there is none.
+        spread: its standard deviation.
+        paper: what the paper has in this place.
+    """
+
+    value: float | None = None
+    spread: float | None = None
+    paper: Cell | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """What the numbers below each other are, and how they are shown.
+
+    Attributes:
+        key: its name in CSV and JSON.
+        heading: its name in Markdown and LaTeX.
+        group: what stands above the heading, over all neighbours of the same group.
+        digits: decimal places shown.
+        scale: what a number is multiplied by to be shown; 100 for percent.
+        suffix: what follows a shown number.
+        signed: whether a plus is shown.
+        printed: whether the column is in Markdown and LaTeX; CSV and JSON have all.
+    """
+
+    key: str
+    heading: str
+    group: str = ""
+    digits: int = 2
+    scale: float = 1.0
+    suffix: str = ""
+    signed: bool = False
+    printed: bool = True
+
+    def shown(self, number: float) -> str:
+        """A number as it is read.
+
+        Example:
+            >>> Column("accuracy", "accuracy %", scale=100).shown(0.98765)
+            '98.77'
+        """
+        sign = "+" if self.signed else ""
+        return f"{number * self.scale:{sign}.{self.digits}f}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: its label, and its cells by the key of their column."""
+
+    label: str
+    cells: Mapping[str, Cell]
+    ruled: bool = False  # whether a line is drawn above it
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and columns, what they are about, and what must be known to read them."""
+
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    corner: str = "method"  # the heading of the labels
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def printed(self) -> list[Column]:
+        return [column for column in self.columns if column.printed]
+
+
+# ------------------------------------------------------------------ for reading
+
+
+def to_markdown(table: Table) -> str:
+    """A Markdown table with the caption above and the notes below, columns aligned."""
+    head = [table.corner, *map(_full_heading, table.printed)]
+    body = [[row.label, *_texts(table, row, _plain)] for row in table.rows]
+    lines = [[text.replace("|", "\\|") for text in line] for line in (head, *body)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [
+        [
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))
+    notes = "".join(f"\n- {note}" for note in table.notes)
+    return f"{table.caption}\n\n{text}\n" + (f"{notes}\n" if notes else "")
+
+
+def to_latex(table: Table) -> str:
+    """A ``table`` environment for booktabs."""
+    columns = table.printed
+    lines = [
+        r"\begin{table}",
+        r"\centering\small",
+        rf"\caption{{{_escaped(table.caption)}}}",
+        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+        r"\toprule",
+    ]
+    if any(column.group for column in columns):
+        cells, rules, at = [""], [], 2
+        for group, span in _groups(columns):
+            cells.append(rf"\multicolumn{{{span}}}{{c}}{{{_escaped(group)}}}")
+            if group:
+                rules.append(rf"\cmidrule(lr){{{at}-{at + span - 1}}}")
+            at += span
+        lines += [" & ".join(cells) + r" \\", " ".join(rules)]
+    headings = [_escaped(column.heading) for column in columns]
+    lines += [" & ".join([_escaped(table.corner), *headings]) + r" \\", r"\midrule"]
+    for row in table.rows:
+        if row.ruled:
+            lines.append(r"\midrule")
+        lines.append(" & ".join([_escaped(row.label), *_texts(table, row, _tex)]) + r" \\")
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    lines += [rf"\par\footnotesize {_escaped(note)}" for note in table.notes]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
+
+
+def _texts(table: Table, row: Row, shown: Callable[[Column, Cell], str]) -> Iterator[str]:
+    for column in table.printed:
+        cell = row.cells.get(column.key, Cell())
+        text = shown(column, cell)
+        yield f"{text} [{shown(column, cell.paper)}]" if cell.paper is not None else text
+
+
+def _plain(column: Column, cell: Cell) -> str:
+    if cell.value is None:
+        return NOTHING
+    spread = "" if cell.spread is None else f" ± {cell.spread * column.scale:.{column.digits}f}"
+    return column.shown(cell.value) + spread
+
+
+def _tex(column: Column, cell: Cell) -> str:
+    if cell.value is None:
+        return NOTHING
+    value, *spread = _plain(column, cell).split(" ± ")
+    small = rf"{{\tiny $\pm$ {spread[0]}}}" if spread else ""
+    return _escaped(value) + small
+
+
+def _full_heading(column: Column) -> str:
+    return f"{column.group} {column.heading}".strip()
+
+
+def _groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """The groups from left to right, each with how many columns it spans."""
+    spans: list[tuple[str, int]] = []
+    for column in columns:
+        if spans and spans[-1][0] == column.group:
+            spans[-1] = (column.group, spans[-1][1] + 1)
+        else:
+            spans.append((column.group, 1))
+    return spans
+
+
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "Δ": r"$\Delta$",
+    **{character: "\\" + character for character in "&%$#_{}"},
+}
+
+
+def _escaped(text: str) -> str:
+    r"""Plain text for LaTeX.
+
+    Example:
+        >>> print(_escaped("tf_reg & 5 %"))
+        tf\_reg \& 5 \%
+    """
+    return "".join(_TEX.get(character, character) for character in text)
+
+
+# ------------------------------------------------------------------ for computing
+
+
+def to_csv(table: Table) -> str:
+    """One line per row; columns ``KEY`` and, where there are any, ``KEY_std``, ``KEY_paper``..."""
+    wanted = [
+        (column.key, part)
+        for column in table.columns
+        for part in _PARTS
+        if part == "" or any(_part(row, column.key, part) is not None for row in table.rows)
+    ]
+    output = io.StringIO()
+    writer = csv.writer(output, lineterminator="\n")
+    writer.writerow([table.corner, *(key + part for key, part in wanted)])
+    for row in table.rows:
+        writer.writerow([row.label, *(_part(row, key, part) for key, part in wanted)])
+    return output.getvalue()
+
+
+_PARTS: dict[str, Callable[[Cell], float | None]] = {
+    "": lambda cell: cell.value,
+    "_std": lambda cell: cell.spread,
+    "_paper": lambda cell: None if cell.paper is None else cell.paper.value,
+    "_paper_std": lambda cell: None if cell.paper is None else cell.paper.spread,
+}
+
+
+def _part(row: Row, key: str, part: str) -> float | None:
+    return _PARTS[part](row.cells.get(key, Cell()))
+
+
+def to_json(table: Table) -> dict[str, Any]:
+    """The table as a document: a list of rows, each with its cells by column."""
+    return {
+        "caption": table.caption,
+        "notes": list(table.notes),
+        "columns": [
+            {"key": column.key, "heading": _full_heading(column)} for column in table.columns
+        ],
+        "rows": [
+            {
+                table.corner: row.label,
+                "cells": {
+                    column.key: _cell(row.cells.get(column.key, Cell())) for column in table.columns
+                },
+            }
+            for row in table.rows
+        ],
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    document: dict[str, Any] = {"value": cell.value}
+    if cell.spread is not None:
+        document["std"] = cell.spread
+    if cell.paper is not None:
+        document["paper"] = _cell(cell.paper)
+    return document
+
+
+def write_table(table: Table, stem: Path) -> None:
+    """``STEM.md``, ``.tex``, ``.csv`` and ``.json``."""
+    atomic.write_text(stem.with_suffix(".md"), to_markdown(table))
+    atomic.write_text(stem.with_suffix(".tex"), to_latex(table))
+    atomic.write_text(stem.with_suffix(".csv"), to_csv(table))
+    atomic.write_json(stem.with_suffix(".json"), to_json(table))

@@ -1,0 +1,357 @@
+"""Comparisons: which runs are made, which are selected, and the arithmetic of the table."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from analysis_runs import sentence, write_lines
+from labo import cli
+from labo.lab import compare, launch
+from labo.lab.compare import Comparison, carry_out, plan, spread_of, tabulate
+from labo.lab.errors import RequestError
+from labo.lab.tables import to_markdown
+from launched import Launcher
+
+TINY = ("train.max_steps=8", "train.log_every=1")
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    return Launcher.install(monkeypatch)
+
+
+def tiny(out: Path, methods: list[str], seeds: int = 1, **options: Any) -> Comparison:
+    overrides = (*TINY, *options.pop("overrides", ()))
+    return plan("digits", methods, seeds, out, overrides=overrides, **options)
+
+
+def finish(comparison: Comparison, results: dict[str, dict[str, Any]]) -> None:
+    """Pretend that runs, given by their folders, have ended with these results."""
+    for run in comparison.runs:
+        if run.path.name in results:
+            run.directory.start(run.recipe)
+            run.directory.finish({"steps": 10, "seconds": 5.0, **results[run.path.name]})
+
+
+# ------------------------------------------------------------------ the runs
+
+
+def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
+    first = tiny(tmp_path, ["base", "ls"])
+    assert carry_out([first], tmp_path, jobs=2) == []
+    assert launcher.commands() == [
+        *("train base-s0", "train ls-s0", "evaluate base-s0", "evaluate ls-s0")
+    ]
+    assert "base-s0: valid accuracy" in capsys.readouterr().out
+    launcher.started.clear()
+    more = tiny(tmp_path, ["base", "ls", "labo"])
+    assert carry_out([more], tmp_path, jobs=2) == []
+    assert launcher.commands() == ["train labo-s0", "evaluate labo-s0"]
+    launcher.started.clear()
+    table, failures = compare.compare(more)
+    assert (launcher.started, failures) == ([], [])
+    assert to_markdown(table) == (tmp_path / "table.md").read_text()
+    assert {"table.md", "table.tex", "table.csv", "table.json"} <= set(os.listdir(tmp_path))
+
+
+def test_a_killed_run_is_shown_and_then_continued(tmp_path, launcher):
+    comparison = tiny(tmp_path, ["base", "ls"], overrides=["train.save_every=2"])
+    launcher.kill["ls-s0"] = ("step", 5)
+    (failure,) = carry_out([comparison], tmp_path, jobs=1)
+    assert str(failure) == "ls-s0: ended by signal 9"
+    assert "test" in comparison.runs[0].directory.results()
+    launcher.kill.clear()
+    assert carry_out([comparison], tmp_path, jobs=1) == []
+    log = (tmp_path / "logs" / "ls-s0.log").read_text()
+    assert "continuing" in log
+    assert "at step 4" in log
+
+
+def test_a_failing_run_does_not_stop_the_others(tmp_path, launcher, capsys):
+    arguments = ["digits", "train.max_steps=3", "--methods", "kd,base,ls", "--seeds", "1"]
+    arguments += ["--grid", "optim.lr=1e30,0.05", "--jobs", "1", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", *arguments])
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    failed = sorted(said.err.splitlines())
+    assert len(failed) == 3
+    assert failed[0].startswith("labo: failed: base-optim.lr1e30-s0: stopped")
+    assert failed[1].startswith("labo: failed: kd-optim.lr1e30-s0: not started, for it needs base")
+    assert failed[2].startswith("labo: failed: ls-optim.lr1e30-s0: stopped")
+    for method in ("base", "kd", "ls"):
+        assert f"| {method} (optim.lr=0.05)" in said.out
+        assert f"{method}: optim.lr=0.05 selected by validation accuracy" in said.out
+
+
+def test_distillation_learns_from_the_base_run_of_its_seed(tmp_path):
+    comparison = tiny(tmp_path, ["kd", "base"], seeds=2)
+    teachers = {run.path.name: run.teacher for run in comparison.runs if run.teacher}
+    assert teachers == {"kd-s0": tmp_path / "base-s0", "kd-s1": tmp_path / "base-s1"}
+    assert comparison.runs[0].recipe.method["teacher"] == str(tmp_path / "base-s0")
+
+
+def test_a_teacher_can_be_named(tmp_path, launcher):
+    own = tiny(tmp_path / "own", ["base"])
+    carry_out([own], tmp_path / "own", jobs=1)
+    comparison = tiny(tmp_path / "kd", ["kd"], teacher=str(own.runs[0].path))
+    assert carry_out([comparison], tmp_path / "kd", jobs=1) == []
+
+
+def test_a_recipe_keeps_the_hyper_parameters_it_gives_to_its_own_method(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    source = (Path(cli.__file__).parent / "recipes" / "digits.yaml").read_text()
+    recipe.write_text(source.replace("name: labo", "name: labo\n  warmup_steps: 7\n  tau: 1.5"))
+    comparison = plan(str(recipe), ["labo", "labo:tau=2", "ls"], 1, tmp_path)
+    found = [(run.recipe.method["name"], run.recipe.method.get("tau")) for run in comparison.runs]
+    assert found == [("labo", 1.5), ("labo", 2), ("ls", None)]
+    assert comparison.runs[0].recipe.method["warmup_steps"] == 7
+
+
+def test_ctrl_c_ends_the_runs_and_the_same_command_continues_them(tmp_path):
+    settings = ["train.epochs=500", "train.log_every=1", "train.save_every=1"]
+    command = [sys.executable, "-m", "labo", "compare", "digits", *settings]
+    command += ["--methods", "base", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "base-s0" / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    with pytest.raises(RequestError, match="is in use"), launch.held(tmp_path):
+        pass
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=60) != 0
+    with launch.held(tmp_path):  # by nobody: the child, which inherited the lock, is gone
+        steps = len(metrics.read_text().splitlines())
+    assert 3 < steps < 10_000
+    assert not (tmp_path / "base-s0" / "results.json").exists()
+    assert any((tmp_path / "base-s0" / "checkpoints").iterdir())
+
+
+def test_a_terminal_shows_a_table_of_all_runs(tmp_path, monkeypatch):
+    comparison = tiny(tmp_path, ["base", "ls", "labo"], seeds=2)
+    finish(comparison, {"base-s0": {"valid": {"accuracy": 0.75}}})
+    running = comparison.runs[1]
+    running.directory.start(running.recipe)
+    running.directory.log({"step": 5, "epoch": 1, "valid": {"accuracy": 0.5}})
+    share = launch.Share(1, 1)
+    jobs = [compare._training(run, tmp_path, share) for run in comparison.runs]
+    board = launch._Launch(jobs, share, None)
+    board.running[0] = jobs[1], None
+    board.fail(jobs[2], "the loss is nan")
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(board.board())
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert lines == [
+        "seed 0 seed 1",
+        "base valid accuracy 0.7500 in 5 s waiting",
+        "ls epoch 1/30 0.5000 waiting",
+        "labo failed waiting",
+        "1 of 6 done, 1 failed",
+    ]
+
+
+# ------------------------------------------------------------------ selection
+
+
+def test_hyper_parameters_are_selected_by_the_validation_split_alone(tmp_path):
+    comparison = tiny(tmp_path, ["base", "labo"], seeds=2, grid=["tau=1.15,1.25"])
+    scores = {"tau1.15": ((0.9, 0.1), (0.8, 0.1)), "tau1.25": ((0.7, 1.0), (0.95, 1.0))}
+    finish(
+        comparison,
+        {
+            f"labo-{point}-s{seed}": {"valid": {"accuracy": v}, "test": {"accuracy": t}}
+            for point, pairs in scores.items()
+            for seed, (v, t) in enumerate(pairs)
+        },
+    )
+    choice = comparison.choices()["labo"]
+    assert choice.point == "tau=1.15"
+    assert choice.scores == {"tau=1.15": pytest.approx(0.85), "tau=1.25": pytest.approx(0.825)}
+    assert [run.path.name for run in choice.runs] == ["labo-tau1.15-s0", "labo-tau1.15-s1"]
+
+
+def test_a_point_with_a_failed_seed_is_not_preferred(tmp_path):
+    comparison = tiny(tmp_path, ["labo"], seeds=2, grid=["tau=1.15,1.25"])
+    whole = {f"labo-tau1.15-s{seed}": {"valid": {"accuracy": 0.5}} for seed in (0, 1)}
+    finish(comparison, whole | {"labo-tau1.25-s0": {"valid": {"accuracy": 0.9}}})
+    assert comparison.choices()["labo"].point == "tau=1.15"
+
+
+def test_the_test_split_of_unselected_runs_stays_untouched(tmp_path, launcher):
+    comparison = tiny(tmp_path, ["labo"], grid=["labo.tau=1.15,1.25", "rho=0.5,1.0"])
+    assert len(comparison.runs) == 4
+    assert carry_out([comparison], tmp_path, jobs=2) == []
+    chosen = comparison.choices()["labo"].runs
+    for run in comparison.runs:
+        selected = run in chosen
+        assert ("test" in run.directory.results()) == selected
+        assert (run.path / "records" / "test.jsonl").exists() == selected
+    assert len(launcher.commands()) == 5
+
+
+# ------------------------------------------------------------------ the table
+
+
+def accuracy(value: float, **more: Any) -> dict[str, Any]:
+    return {"valid": {"accuracy": value}, "test": {"accuracy": value, "nll": 0.5}, **more}
+
+
+def test_the_arithmetic_of_the_table(tmp_path):
+    comparison = tiny(tmp_path, ["base", "ls", "labo"], seeds=3)
+    scores = {"base": (0.5, 0.6, 0.7), "ls": (0.6, 0.6, 0.9), "labo": (0.7, 0.9, 0.8)}
+    seconds = {"base": 5.0, "ls": 6.0, "labo": 10.0}
+    memory = {"base": 100e6, "ls": 100e6, "labo": 130e6}
+    finish(
+        comparison,
+        {
+            f"{method}-s{seed}": accuracy(v, seconds=seconds[method], peak_memory=memory[method])
+            for method, values in scores.items()
+            for seed, v in enumerate(values)
+        },
+    )
+    for run in comparison.runs:
+        compare._note_conditions(run, launch.Share(2, 1))
+    table = tabulate(comparison)
+    base, ls, labo = table.rows
+    assert [row.label for row in table.rows] == ["base", "ls", "labo"]
+    assert base.cells["accuracy"].value == pytest.approx(0.6)
+    assert base.cells["accuracy"].spread == pytest.approx(0.1)
+    assert labo.cells["delta_base"].value == pytest.approx(0.2)
+    assert labo.cells["delta_ls"].value == pytest.approx(0.1)
+    assert ls.cells["delta_base"].value == pytest.approx(0.1)
+    assert labo.cells["p_base"].value == 0.25  # 2 of the 8 ways to sign 0.2, 0.3, 0.1
+    assert labo.cells["p_ls"].value == 0.75  # 6 of 8 for 0.1, 0.3, -0.1
+    assert "delta_base" not in base.cells
+    assert labo.cells["time"].value == pytest.approx(2.0)
+    assert labo.cells["memory"].value == pytest.approx(30e6)
+    assert labo.cells["nll"].spread == 0
+    assert any("3 seeds can give no less than 0.25" in note for note in table.notes)
+    assert any("2 runs at once, 1 thread(s) each" in note for note in table.notes)
+
+
+def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
+    comparison = tiny(tmp_path, ["base", "labo"], seeds=2)
+    finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
+    for run in comparison.runs:
+        alone = run.path.name in ("labo-s0", "labo-s1")
+        compare._note_conditions(run, launch.Share(1 if alone else 2, 1))
+    table = tabulate(comparison)
+    assert table.rows[1].cells["time"].value is None
+    assert any("only runs made under the same conditions" in note for note in table.notes)
+
+
+def test_a_row_with_failed_runs_says_so(tmp_path):
+    comparison = tiny(tmp_path, ["base", "labo"], seeds=2)
+    finish(comparison, {"base-s0": accuracy(0.5), "base-s1": accuracy(0.7), "labo-s1": accuracy(1)})
+    table = tabulate(comparison)
+    assert table.rows[1].cells["runs"].value == 1
+    assert table.rows[1].cells["delta_base"].value == pytest.approx(0.3)  # over seed 1 alone
+    assert "labo: 1 of 2 runs are finished" in table.notes
+
+
+def test_a_comparison_without_any_result_has_a_table_too(tmp_path):
+    table = tabulate(tiny(tmp_path, ["base", "labo"]))
+    assert [row.cells["runs"].value for row in table.rows] == [0, 0]
+
+
+def test_bleu_is_tested_over_sentences(tmp_path):
+    comparison = plan("cldr", ["base", "labo"], 1, tmp_path)
+    references = [f"this is sentence number {i} of the set" for i in range(40)]
+    worse = [text.replace("sentence", "line") for text in references]
+    finish(
+        comparison,
+        {
+            f"{method}-s0": {"valid": {"bleu": 1.0}, "test": {"bleu": bleu}}
+            for method, bleu in (("base", 50.0), ("labo", 100.0))
+        },
+    )
+    for run, hypotheses in zip(comparison.runs, (worse, references), strict=True):
+        run.directory.records.mkdir()
+        records = [sentence(r, h) for r, h in zip(references, hypotheses, strict=True)]
+        write_lines(run.directory.records / "test.jsonl", records)
+    cells = tabulate(comparison).rows[1].cells
+    assert cells["delta_base"].value == 50.0
+    assert cells["p_base"].value == pytest.approx(1 / 1001)
+    assert cells["p_seeds_base"].value is None
+
+
+def test_one_number_has_no_spread():
+    assert spread_of([2.0]).spread is None
+    assert spread_of([]).value is None
+
+
+# ------------------------------------------------------------------ wrong requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["digits", "--methods", "base,lsd"], "unknown method 'lsd'"),
+        (["digits", "--methods", "base,base"], "base is given twice"),
+        (["digits", "--methods", "labo:tau"], "write NAME:HYPER=VALUE"),
+        (["digits", "--methods", "labo:tau=-1"], "method.tau"),
+        (["digits", "--methods", "ls,kd"], "kd learns from another run: add base"),
+        (["digits", "--methods", "kd", "--teacher", "nowhere"], "nowhere is no run"),
+        (["digits", "--seeds", "0"], "--seeds 0: at least one seed"),
+        (["digits", "--jobs", "0"], "--jobs 0: at least one job"),
+        (["digits", "--grid", "tau"], "--grid tau: write a key and its different values"),
+        (["digits", "--grid", "tau=1.15,,2"], "write a key and its different values"),
+        (["digits", "--grid", "tau=2,2"], "write a key and its different values"),
+        (["digits", "--grid", "gamma=1,2"], "no method of base, ls, labo has gamma"),
+        (["digits", "--grid", "alpha=0.1,0.2"], "ls and labo have alpha; write labo.alpha"),
+        (["digits", "--grid", "kd.tau=1,2"], "no method of base, ls, labo has kd.tau"),
+        (["digits", "--grid", "labo.tau=1.15,x"], "method.tau"),
+        (["digits", "--grid", "optim.lr=1,-1"], "optim.lr"),
+        (["digits", "seed=3"], "chosen by --methods and --seeds"),
+        (["digits", "method.tau=3"], "chosen by --methods and --seeds"),
+        (["digits", "train.epoch=3"], "unknown key 'train.epoch'; did you mean train.epochs?"),
+        (["digit"], "no recipe 'digit'; did you mean digits?"),
+        (["fashion-mnist", "data.root=nowhere"], "nowhere"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_starts_nothing(
+    arguments, line, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", *arguments])
+    assert end.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+    assert not list(tmp_path.rglob("recipe.yaml"))
+
+
+def test_a_folder_with_runs_of_another_recipe_is_refused(tmp_path):
+    finish(tiny(tmp_path, ["base"]), {"base-s0": accuracy(0.5)})
+    with pytest.raises(RequestError, match=r"differs in optim\.lr"):
+        tiny(tmp_path, ["base"], overrides=["optim.lr=0.1"])
+
+
+def test_the_share_of_the_machine(monkeypatch):
+    monkeypatch.setattr(launch, "core_count", lambda: 8)
+    share = launch.Share.of_machine
+    assert share(100) == launch.Share(8, 1)
+    assert share(3) == launch.Share(3, 2)
+    assert share(100, jobs=2) == launch.Share(2, 4)
+    assert share(100, jobs=16) == launch.Share(16, 1)
+
+
+def test_conditions_are_kept_with_the_runs(tmp_path):
+    comparison = tiny(tmp_path, ["base"])
+    compare._note_conditions(comparison.runs[0], launch.Share(2, 1))
+    compare._note_conditions(comparison.runs[0], launch.Share(2, 1))
+    compare._note_conditions(comparison.runs[0], launch.Share(1, 1))
+    noted = json.loads((tmp_path / "conditions.json").read_text())
+    assert [found["jobs"] for found in noted["base-s0"]] == [2, 1]

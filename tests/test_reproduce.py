@@ -1,0 +1,326 @@
+"""The paper's tables again: its numbers, the runs they need, and the layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from analysis_runs import sentence, write_lines
+from labo import cli
+from labo.lab import estimates, paper, reproduce
+from labo.lab.errors import RequestError
+from labo.lab.exhibits import EXHIBITS
+from labo.lab.reproduce import EXPERIMENTS, Plan, describe, plan, require
+from labo.lab.tables import to_markdown
+from launched import Launcher
+
+# ------------------------------------------------------------------ the paper's numbers
+
+
+def test_numbers_of_the_paper():
+    """Typed again from the spec, method by method."""
+    de_en, en_de = (
+        {method: row[place][0] for method, row in paper.BILINGUAL.items()} for place in (0, 1)
+    )
+    assert de_en == {"base": 33.9, "ls": 34.5, "cp": 34.2, "fl": 33.0, "afl": 34.2, "labo": 35.2}
+    assert en_de == {"base": 27.8, "ls": 28.3, "cp": 27.9, "fl": 26.8, "afl": 27.9, "labo": 28.8}
+    assert [row[2][0] for row in paper.BILINGUAL.values()] == [40.0, 40.5, 40.4, 39.2, 40.5, 40.9]
+    assert [row[3][0] for row in paper.BILINGUAL.values()] == [39.0, 39.8, 39.2, 38.3, 39.5, 40.3]
+    assert [row[4][0] for row in paper.BILINGUAL.values()] == [27.1, 27.7, 27.4, 26.6, 27.5, 28.3]
+    assert [row[5][0] for row in paper.BILINGUAL.values()] == [29.8, 31.9, 30.4, 28.9, 30.3, 32.3]
+    assert paper.BILINGUAL["labo"][3] == (40.3, 0.05)
+    assert paper.MULTILINGUAL == {"base": (26.9, 35.4), "ls": (28.0, 36.8), "labo": (28.4, 37.2)}
+    accuracies = {method: [score for score, _ in row] for method, row in paper.CIFAR.items()}
+    assert accuracies == {
+        "base": [67.98, 76.92, 90.55, 94.82],
+        "kd": [70.99, 77.78, 91.52, 95.28],
+        "ls": [68.69, 77.67, 90.82, 95.02],
+        "cs-kd": [70.36, 77.95, 91.17, 94.90],
+        "tf-reg": [70.08, 77.91, 90.97, 95.05],
+        "beta-ls": [70.45, 77.83, 90.89, 94.87],
+        "kr-ls": [70.12, 77.82, 90.67, 94.76],
+        "labo": [71.05, 78.10, 91.53, 95.21],
+    }
+    assert [time for _, time in paper.CIFAR["kd"]] == [3.7, 3.8, 3.7, 3.9]
+    resnets = {method: [score for score, _ in row] for method, row in paper.IMAGENET.items()}
+    assert resnets == {
+        "base": [75.81, 77.92],
+        "ls": [76.17, 78.33],
+        "tf-reg": [76.21, 78.12],
+        "beta-ls": [76.13, 78.56],
+        "kr-ls": [76.32, 78.48],
+        "labo": [76.55, 78.62],
+    }
+    assert paper.FREQUENCY["valid"] == {"ls": (40.3, 35.2, 33.1), "labo": (40.7, 35.8, 33.8)}
+    assert paper.FREQUENCY["test"] == {"ls": (38.4, 33.5, 32.1), "labo": (39.0, 34.3, 32.7)}
+
+
+@pytest.mark.parametrize("recipe", ["cifar10", "cifar100", "imagenet"])
+def test_the_recipes_quote_the_same_numbers(recipe):
+    text = (Path(cli.__file__).parent / "recipes" / f"{recipe}.yaml").read_text()
+    text = " ".join(line.lstrip("# ") for line in text.splitlines())
+    printed, first = (
+        (paper.IMAGENET, 0) if recipe == "imagenet" else (paper.CIFAR, 2 * (recipe == "cifar10"))
+    )
+    for method, row in printed.items():
+        pair = f"{row[first][0]:.2f} / {row[first + 1][0]:.2f}"
+        assert f"{paper.ROWS[method]} {pair}" in text
+
+
+# ------------------------------------------------------------------ the plan
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("table1", "6 methods x 6 columns x 5 seeds = 180 runs, and 30 more to select"),
+        ("table2", "3 methods x 1 column x 1 seed = 3 runs, and 1 more to select"),
+        ("table3", "8 methods x 4 columns x 5 seeds = 160 runs, and 2 teachers: 162 in all"),
+        ("table4", "2 methods x 1 column x 1 seed = 2 runs, and 1 more to select"),
+        ("figure1", "1 method x 1 column x 1 seed = 1 run, and 1 more to select"),
+        ("figure2", "2 methods x 1 column x 1 seed = 2 runs, and 1 more to select"),
+        ("imagenet", "6 methods x 2 columns x 1 seed = 12 runs: 12 in all"),
+    ],
+)
+def test_a_dry_run_lists_every_run_and_fails_with_what_is_missing(
+    name, count, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["reproduce", name, "--scale", "paper", "--dry-run", "--data", "where"])
+    assert end.value.code == 2
+    found = capsys.readouterr()
+    *runs, counted, hours = found.out.splitlines()
+    assert count in counted
+    assert len(runs) == int(re.search(r"(\d+) in all", counted)[1])
+    assert all(re.search(r"data: where/\S+  [\d,.]+ GPU h$", run) for run in runs)
+    assert "an estimate" in hours
+    wanted = {EXPERIMENTS[key].data for key in EXHIBITS[name].experiments}
+    assert {line.split()[2] for line in found.err.splitlines()} == {f"where/{d}" for d in wanted}
+    assert not list(tmp_path.iterdir())
+
+
+def test_methods_with_a_teacher_wait_for_it(tmp_path):
+    planned = plan("table3", "paper", [str(tmp_path)])
+    teacher = planned.teachers["cifar100"].runs[0]
+    assert teacher.recipe.model.name == "resnext29"
+    kd = next(
+        run for run in planned.comparisons["cifar100-resnet18"].runs if run.variant.method == "kd"
+    )
+    assert kd.teacher == teacher.path
+    assert kd.recipe.method["teacher"] == str(teacher.path)
+    assert kd.recipe.model.name == "resnet18"
+    assert planned.all().index(planned.teachers["cifar100"]) == 0
+
+
+def test_data_are_found_by_name_or_named(tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    planned = plan("table3", "paper", [str(tmp_path), f"cifar100={tmp_path / 'elsewhere'}"])
+    assert planned.folders == {
+        "cifar100": tmp_path / "elsewhere",
+        "cifar10": tmp_path / "cifar10",
+    }
+    require(planned)
+
+
+def test_the_small_scale_takes_what_there_is(tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    planned = plan("table3", "small", [str(tmp_path)])
+    require(planned)
+    assert list(planned.comparisons) == ["cifar10-mobilenet-v2", "cifar10-resnet18"]
+    assert planned.comparisons["cifar10-resnet18"].runs[0].recipe.train.epochs == 5
+    with pytest.raises(RequestError, match="missing: DATA/cifar100"):
+        require(plan("table3", "small"))
+
+
+def test_small_translation_leaves_the_warm_up_of_labo_in_time(tmp_path):
+    (tmp_path / "iwslt14.de-en").mkdir()
+    planned = plan("table1", "small", [str(tmp_path)])
+    runs = planned.comparisons["iwslt14-de-en"].runs
+    labo = [run.recipe.method for run in runs if run.variant.method == "labo"]
+    assert [(found["tau"], found["warmup_steps"]) for found in labo] == [(1.15, 500), (1.25, 500)]
+
+
+def test_exhibits_share_their_runs(tmp_path):
+    table = plan("table1", "demo", out=tmp_path)
+    figure = plan("figure2", "demo", out=tmp_path)
+    paths = {run.path for comparison in table.all() for run in comparison.runs}
+    assert {run.path for comparison in figure.all() for run in comparison.runs} < paths
+    assert "8 methods x 2 columns x 3 seeds = 48 runs" in describe(plan("table3", "demo"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["table9"], "no exhibit 'table9' (known: table1, "),
+        (["table3", "--scale", "tiny"], "--scale tiny: there are demo, small, paper"),
+        (["table3", "--data", "svhn=here"], "--data svhn=...: known names are cifar10, "),
+        (["table3", "--seeds", "0"], "--seeds 0"),
+        (["table3", "train.epoch=1"], "unknown key 'train.epoch'"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_starts_nothing(
+    arguments, line, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["reproduce", *arguments])
+    assert end.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ estimates
+
+
+def test_estimates_follow_the_work():
+    hours = estimates.image_hours
+    base = hours("resnet18", "cifar10", 200)
+    assert hours("resnet18", "cifar10", 100) == base / 2
+    assert hours("resnet18", "cifar10", 200, "cs-kd") == pytest.approx(base * 4 / 3)
+    assert hours("resnet18", "cifar10", 200, "kd", "resnext29") > 3 * base
+    one, two = (estimates.text_hours("iwslt", "iwslt14", n, 10) for n in (1000, 2000))
+    assert two == 2 * one
+    # 3 x 3 convolutions of 224 x 224 images: the published 4.1e9 multiply-adds.
+    assert estimates.forward_operations("resnet50", 1000, 224) == pytest.approx(8.2e9, rel=0.01)
+
+
+# ------------------------------------------------------------------ the layout
+
+
+def pretend(planned: Plan, results: Any) -> None:
+    """Give every run of a plan results, from a function of the run."""
+    for comparison in planned.all():
+        for run in comparison.runs:
+            run.directory.start(run.recipe)
+            run.directory.finish({"steps": 10, "seconds": 5.0, **results(run)})
+            run.directory.records.mkdir(exist_ok=True)
+            for split in ("valid", "test"):
+                (run.directory.records / f"{split}.jsonl").touch()
+
+
+def test_the_table_of_classifiers_has_ours_beside_the_papers(tmp_path, monkeypatch):
+    planned = plan("table3", "demo", out=tmp_path, seeds=2)
+
+    def results(run):
+        score = 0.9 + 0.01 * run.seed + 0.05 * (run.variant.method == "labo")
+        return {"valid": {"accuracy": score}, "test": {"accuracy": score}}
+
+    pretend(planned, results)
+    table, failures = reproduce.reproduce("table3", planned)
+    assert failures == []
+    text = to_markdown(table)
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    assert list(lines)[2:] == ["Base", "KD", "LS", "CS-KD", "TF-reg", "Beta-LS", "KR-LS", "LABO"]
+    assert lines["LABO"].count("95.50 ± 0.71") == 4
+    for printed in ("[71.05]", "[78.10]", "[91.53]", "[95.21]", "[1.0x]"):
+        assert printed in lines["LABO"]
+    assert "stands in for" in text
+    document = json.loads((tmp_path / "table3.json").read_text())
+    cell = document["rows"][7]["cells"]["cifar100-resnet18"]
+    assert cell["paper"]["value"] == pytest.approx(0.7810)
+    assert cell["value"] == pytest.approx(0.955)
+
+
+def translated(run: Any) -> None:
+    """Records of a run of which LABO translates better, and is less sure of it."""
+    labo = run.variant.method == "labo"
+    texts = [f"a sentence with number {i} in it" for i in range(12)]
+    for split in ("valid", "test"):
+        records = [
+            sentence(
+                text,
+                text if labo or i % 2 else text.replace("sentence", "line"),
+                p=0.42 if labo else 0.93,
+                frequency=100.0 - i,
+                index=i,
+                pair="fr-en" if i % 3 == 0 else "de-en",
+            )
+            for i, text in enumerate(texts)
+        ]
+        write_lines(run.directory.records / f"{split}.jsonl", records)
+    example = {"title": "one", "target": 1, "logits": [0.0, 2.0, 1.0], "image": None, "context": ""}
+    examples = {"classes": ["film", "video", "picture"], "examples": [example]}
+    (run.directory.records / "examples.json").write_text(json.dumps(examples))
+    run.directory.best.mkdir(exist_ok=True)
+    facts = {"task": "translation", "num_classes": 3}
+    (run.directory.best / "config.json").write_text(json.dumps({"labo": facts}))
+
+
+def made(name: str, out: Path) -> Any:
+    """The exhibit from pretended runs of the demo."""
+    planned = plan(name, "demo", out=out)
+    scores = {"bleu": 50.0, "tokenized_bleu": 51.0, "nll": 1.0}
+    pretend(planned, lambda run: {"valid": scores, "test": scores, "signature": "labo:0|data:x"})
+    for comparison in planned.all():
+        for run in comparison.runs:
+            translated(run)
+    reproduce.reproduce(name, planned)
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def cells(document: Any, row: int) -> dict[str, Any]:
+    return document["rows"][row]["cells"]
+
+
+def test_bilingual_table(tmp_path):
+    document = made("table1", tmp_path)
+    cell = cells(document, 5)["wmt14-de-en"]
+    assert (cell["value"], cell["paper"]) == (51.0, {"value": 32.3, "std": 0.06})
+    assert cells(document, 0)["iwslt14-en-fr-sacrebleu"] == {"value": 50.0}
+
+
+def test_multilingual_table(tmp_path):
+    document = made("table2", tmp_path)
+    assert [row["method"] for row in document["rows"]] == ["Base", "LS", "LABO"]
+    assert cells(document, 2)["de-en"] == {"value": pytest.approx(100), "paper": {"value": 28.4}}
+    assert cells(document, 1)["fr-en"]["value"] < 95
+
+
+def test_table_by_frequency(tmp_path):
+    document = made("table4", tmp_path)
+    labels = [row["method"] for row in document["rows"]]
+    assert labels == [
+        f"{split}: {row}" for split in ("valid", "test") for row in ("LS", "LABO", "Δ")
+    ]
+    difference = cells(document, 5)["least"]
+    assert difference["value"] == pytest.approx(
+        cells(document, 4)["least"]["value"] - cells(document, 3)["least"]["value"]
+    )
+    assert difference["paper"]["value"] == pytest.approx(0.6)
+
+
+def test_figure_of_one_label(tmp_path):
+    document = made("figure1", tmp_path)
+    assert document["rows"][0]["method"] == "video (target)"
+    label = [cells(document, row)["labo"]["value"] for row in range(3)]
+    assert sum(label) == pytest.approx(1)
+    assert label == sorted(label, reverse=True)
+    root = ElementTree.parse(tmp_path / "figure1.svg").getroot()
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) == 3
+
+
+def test_figure_of_probabilities(tmp_path):
+    document = made("figure2", tmp_path)
+    assert cells(document, 0)["all"] == {"value": pytest.approx(0.925), "paper": {"value": 0.9}}
+    assert cells(document, 1)["least"] == {"value": pytest.approx(0.425), "paper": {"value": 0.4}}
+    root = ElementTree.parse(tmp_path / "figure2.svg").getroot()
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) >= 3
+    assert {"ls", "labo"} <= {text.text.split()[0] for text in root if text.text}
+
+
+def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):
+    Launcher.install(monkeypatch)
+    planned = plan("imagenet", "demo", out=tmp_path, seeds=1, overrides=["train.max_steps=2"])
+    table, failures = reproduce.reproduce("imagenet", planned, jobs=2)
+    text = to_markdown(table)
+    assert failures == []
+    assert "[76.55]" in text
+    assert "digits stands in for imagenet-resnet50, imagenet-resnet152" in text
