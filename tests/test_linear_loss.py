@@ -196,6 +196,65 @@ def test_teacher_as_an_output_layer(name):
     torch.testing.assert_close(by_layer, whole)
 
 
+def capped(loss, x, weight, bias, target, second=None):
+    """The output layer of Gemma 2, then the loss."""
+    extra = () if second is None else (second,)
+    logits = torch.nn.functional.linear(x, weight, bias)
+    return loss(torch.tanh(logits / 1.5) * 1.5, target, *extra)
+
+
+@each_loss
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_softcap_equals_layer_cap_then_loss(name, reduction):
+    x, weight, bias, target = problem()
+    loss, second = build(name, reduction=reduction), teacher(name)
+    upstream = None if reduction != "none" else torch.linspace(0, 2, N, dtype=torch.float64)
+    expected = gradients(
+        lambda x, w, b: capped(loss, x, w, b, target, second), x, weight, bias, upstream=upstream
+    )
+    result = gradients(
+        lambda x, w, b: labo.linear_loss(
+            x, w, target, loss, linear_bias=b, softcap=1.5, second=second, options=SMALL
+        ),
+        x,
+        weight,
+        bias,
+        upstream=upstream,
+    )
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["labo", "ls", "ce"])
+def test_softcap_in_the_fast_layers(name):
+    x, weight, bias, target = problem(torch.float32)
+    expected = gradients(lambda x, w, b: capped(build(name), x, w, b, target), x, weight, bias)
+    for impl in ("native", "blocked"):
+        result = gradients(
+            lambda x, w, b, i=impl: labo.linear_loss(
+                x, w, target, build(name), linear_bias=b, softcap=1.5, impl=i, options=SMALL
+            ),
+            x,
+            weight,
+            bias,
+        )
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ls", "cp"])
+def test_softcap_gradcheck(name):
+    x, weight, bias, target = problem()
+    loss = build(name, reduction="none")
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: labo.linear_loss(
+            x, w, target, loss, linear_bias=b, softcap=1.5, options=SMALL
+        ),
+        leaves,
+    )
+
+
 def test_leading_dimensions():
     x, weight, bias, target = problem(torch.float32)
     loss = build("labo", reduction="none")
@@ -313,6 +372,23 @@ def test_chunks_are_even():
 # ------------------------------------------------------------------ torch.compile
 
 
+@pytest.mark.parametrize("name", ["labo", "cp"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_softcap_compiles_whole(name, reduction):
+    x, weight, bias, target = problem(torch.float32)
+    loss = build(name, reduction=reduction)
+
+    def step(x, w, b):
+        value = labo.linear_loss(x, w, target, loss, linear_bias=b, softcap=1.5, options=SMALL)
+        return (value * torch.linspace(1, 2, N)).sum() if reduction == "none" else 3 * value
+
+    expected = gradients(step, x, weight, bias)
+    torch._dynamo.reset()
+    result = gradients(torch.compile(step, fullgraph=True, backend="aot_eager"), x, weight, bias)
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["labo", "ls", "ce", "cp", "kd"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_compiles_whole(name, reduction):
@@ -333,10 +409,12 @@ def test_compiles_whole(name, reduction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", [0, 1, 2, 3])
-def test_operator_check(dtype, mode):
+@pytest.mark.parametrize(
+    ("mode", "softcap"), [(0, None), (1, None), (2, None), (3, None), (3, 2.0)]
+)
+def test_operator_check(dtype, mode, softcap):
     x, weight, bias, target = problem(dtype)
-    fixed = (mode, 0.3, 1.25, 0.5, -100, "native", 4)
+    fixed = (softcap, mode, 0.3, 1.25, 0.5, -100, "native", 4)
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
         needs = [grad] * 3
@@ -368,6 +446,14 @@ def test_module_is_the_function():
     assert "LABOLoss(tau=1.25" in repr(head)
 
 
+def test_module_with_a_cap():
+    torch.manual_seed(0)
+    head = labo.LinearLoss(D, V, labo.LABOLoss(), softcap=0.5)
+    x, target = 9 * torch.randn(2, 5, D), torch.randint(V, (2, 5))
+    assert head.logits(x).abs().max() <= 0.5
+    torch.testing.assert_close(head(x, target), head.loss(head.logits(x), target))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
@@ -382,6 +468,7 @@ def test_module_is_the_function():
         ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"got \(3,\)"),
         ({"target": torch.full((N,), V)}, IndexError, r"target 11 at position 0 is outside"),
         ({"impl": "nativ"}, ValueError, "did you mean 'native'"),
+        ({"softcap": 0.0}, ValueError, "softcap must be a number above 0"),
         ({"loss": labo.FocalLoss(), "impl": "native"}, ValueError, "cannot serve this call"),
     ],
 )

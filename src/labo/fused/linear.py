@@ -58,18 +58,33 @@ class LinearLossOptions:
 
 @dataclass(frozen=True)
 class _Head:
-    """The output layer: hidden states (N, D), weight (V, D), bias (V,)."""
+    """The output layer: hidden states (N, D), weight (V, D), bias (V,), and a cap or none."""
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
+    softcap: float | None = None
 
     def logits(self, part: slice, out: Tensor | None = None) -> Tensor:
         """(rows of the chunk, V)."""
         rows = self.input[part]
         if self.bias is None:
-            return torch.mm(rows, self.weight.T, out=out)
-        return torch.addmm(self.bias, rows, self.weight.T, out=out)
+            logits = torch.mm(rows, self.weight.T, out=out)
+        else:
+            logits = torch.addmm(self.bias, rows, self.weight.T, out=out)
+        return logits if self.softcap is None else _cap(logits, self.softcap, out=logits)
+
+
+def _cap(logits: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
+    """Softcap tanh(z / softcap)."""
+    scaled = torch.div(logits, softcap, out=out)
+    return torch.mul(torch.tanh(scaled, out=out), softcap, out=out)
+
+
+def _cap_slope(capped: Tensor, softcap: float, out: Tensor) -> Tensor:
+    """The derivative of the cap, 1 - tanh^2, from what it returned."""
+    torch.div(capped, softcap, out=out)
+    return out.square_().neg_().add_(1)
 
 
 # (logits, chunk, factor, out) -> (values, gradient): a loss as the chunk loop sees it.
@@ -94,13 +109,19 @@ def _run(
         d_weight = make(head.weight, dtype=accurate, memory_format=torch.contiguous_format)
     d_bias = head.weight.new_zeros(classes, dtype=accurate) if needs[2] else None
     buffer = head.input.new_empty(min(chunk, count), classes)
+    slopes = None if head.softcap is None or factor is None else torch.empty_like(buffer)
     for start in range(0, count, chunk):
         part = slice(start, min(start + chunk, count))
-        logits = head.logits(part, out=buffer[: part.stop - part.start])
+        length = part.stop - part.start
+        logits = head.logits(part, out=buffer[:length])
+        if slopes is not None and head.softcap is not None:
+            _cap_slope(logits, head.softcap, out=slopes[:length])
         part_factor = factor[part] if isinstance(factor, Tensor) else factor
         values[part], grad = rows(logits, part, part_factor, logits)
         if grad is None:
             continue
+        if slopes is not None:
+            grad.mul_(slopes[:length])
         if d_input is not None:
             torch.mm(grad, head.weight, out=d_input[part])
         if d_weight is not None:
@@ -136,16 +157,17 @@ class _LinearLoss(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        softcap: float | None,
         rows: _Rows,
         chunk: int,
         divisor: float | Tensor,
         reduction: str,
     ) -> Tensor:
-        head = _Head(input, weight, bias)
+        head = _Head(input, weight, bias, softcap)
         needs = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
         if reduction == "none":
             ctx.save_for_backward(input, weight, bias)
-            ctx.again = (rows, chunk, needs)
+            ctx.again = (softcap, rows, chunk, needs)
             return _run(head, rows, chunk, None, (False, False, False))[0]
         factor = None
         if any(needs):
@@ -159,9 +181,11 @@ class _LinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if upstream.dim() == 1:
-            rows, chunk, needs = ctx.again
-            grads = _run(_Head(*ctx.saved_tensors), rows, chunk, upstream, needs)[1:]
-            return (*grads, *(None,) * 4)
+            softcap, rows, chunk, needs = ctx.again
+            input, weight, bias = ctx.saved_tensors
+            head = _Head(input, weight, bias, softcap)
+            grads = _run(head, rows, chunk, upstream, needs)[1:]
+            return (*grads, *(None,) * 5)
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError(
@@ -169,7 +193,7 @@ class _LinearLoss(torch.autograd.Function):
                 'first one. Compute the loss again, or use reduction="none"'
             )
         scaled = (None if grad is None else times_upstream(grad, upstream) for grad in grads)
-        return (*scaled, *(None,) * 4)
+        return (*scaled, *(None,) * 5)
 
 
 def linear_loss(
@@ -179,6 +203,7 @@ def linear_loss(
     loss: nn.Module,
     *,
     linear_bias: Tensor | None = None,
+    softcap: float | None = None,
     second: Tensor | tuple[Tensor, ...] | None = None,
     impl: str = "auto",
     options: LinearLossOptions | None = None,
@@ -195,9 +220,10 @@ def linear_loss(
         target: (...) class indices or (..., V) class probabilities.
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         linear_bias: (V,).
+        softcap: if given, the logits are softcap tanh(z / softcap), as in Gemma 2.
         second: for a loss with a second set of logits (distillation): those logits, (..., V), or
             the hidden states and output layer (input, weight[, bias]) of the teacher, whose logits
-            are then computed by chunks too; held fixed.
+            are then computed by chunks too, without a cap; held fixed.
         impl: the layer for LABO, label smoothing and cross entropy, as for the losses.
         options: chunk size or memory budget.
 
@@ -211,6 +237,7 @@ def linear_loss(
         tensor(1.2238)
     """
     _checks.check_hyper(impl=impl)
+    _check_softcap(softcap)
     while isinstance(loss, Warmup):
         loss = loss.active
     if not isinstance(loss, _Loss) or not loss.rowwise:
@@ -218,7 +245,7 @@ def linear_loss(
             f"linear_loss takes a row-wise loss of labo, not {type(loss).__name__}: its value for "
             "a row must depend on that row alone"
         )
-    head, labels = _check(input, linear_weight, linear_bias, target, loss)
+    head, labels = _check(input, linear_weight, linear_bias, softcap, target, loss)
     classes = len(head.weight)
     spec = None if second is not None or target.is_floating_point() else loss.spec()
     layer = choose(
@@ -232,12 +259,13 @@ def linear_loss(
     else:
         total = denominator(labels, classes, loss.ignore_index, loss.weight)
     divisor = total if loss.reduction == "mean" else 1.0
-    row_bytes = classes * head.input.element_size() * (1 if spec else _AUTOGRAD_COPIES)
+    copies = (1 if spec else _AUTOGRAD_COPIES) + (softcap is not None)
+    row_bytes = classes * head.input.element_size() * copies
     chunk = (options or LinearLossOptions()).chunk_rows(len(head.input), row_bytes)
     with torch.autocast(input.device.type, enabled=False):
         if not torch.compiler.is_compiling():
             value = _LinearLoss.apply(
-                head.input, head.weight, head.bias, rows, chunk, divisor, loss.reduction
+                head.input, head.weight, head.bias, softcap, rows, chunk, divisor, loss.reduction
             )
         elif spec is None:
             value = _checkpointed(head, labels, loss, chunk, divisor, second)
@@ -256,7 +284,7 @@ class LinearLoss(nn.Module):
         num_classes: V.
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         bias: whether there is a bias.
-        impl, options: as for :func:`linear_loss`.
+        softcap, impl, options: as for :func:`linear_loss`.
         device, dtype: of the parameters.
 
     Example:
@@ -275,14 +303,17 @@ class LinearLoss(nn.Module):
         loss: nn.Module,
         *,
         bias: bool = False,
+        softcap: float | None = None,
         impl: str = "auto",
         options: LinearLossOptions | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_softcap(softcap)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.loss = loss
+        self.softcap = softcap
         self.impl = impl
         self.options = options
 
@@ -295,6 +326,7 @@ class LinearLoss(nn.Module):
             target,
             self.loss,
             linear_bias=self.linear.bias,
+            softcap=self.softcap,
             second=second,
             impl=self.impl,
             options=self.options,
@@ -303,11 +335,21 @@ class LinearLoss(nn.Module):
     def logits(self, input: Tensor) -> Tensor:
         """The logits, (..., V), for when they are wanted: evaluation, decoding."""
         result: Tensor = self.linear(input)
-        return result
+        return result if self.softcap is None else _cap(result, self.softcap)
+
+
+def _check_softcap(softcap: float | None) -> None:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be a number above 0 or None, got {softcap!r}")
 
 
 def _check(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: _Loss
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    target: Tensor,
+    loss: _Loss,
 ) -> tuple[_Head, Tensor]:
     """The head with its rows laid out, in autocast's dtype if that is on, and the flat targets."""
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
@@ -334,7 +376,7 @@ def _check(
     _checks.check_logits(input, -1)
     _checks.check_weight(loss.weight, len(weight))
     _checks.check_target(torch.Size((*input.shape[:-1], len(weight))), target, -1)
-    head = _Head(input.reshape(-1, input.shape[-1]), weight, bias)
+    head = _Head(input.reshape(-1, input.shape[-1]), weight, bias, softcap)
     if target.is_floating_point():
         return head, target.reshape(-1, len(weight))
     return head, target.reshape(-1).long()
@@ -388,7 +430,10 @@ def _checkpointed(
     """Any loss in a graph: chunks whose logits are computed again in the backward pass."""
 
     def values(rows: Tensor, labels: Tensor, *extra: Tensor) -> Tensor:
-        return loss.values(nn.functional.linear(rows, head.weight, head.bias), labels, *extra)
+        logits = nn.functional.linear(rows, head.weight, head.bias)
+        if head.softcap is not None:
+            logits = _cap(logits, head.softcap)
+        return loss.values(logits, labels, *extra)
 
     parts = []
     for start in range(0, len(head.input), chunk):
@@ -410,7 +455,7 @@ def _operator(
 ) -> Tensor:
     """LABO, label smoothing or cross entropy in a graph: one operator."""
     tensors = (head.input, head.weight, head.bias, target, loss.weight)
-    fixed = (*spec, loss.ignore_index, layer, chunk)
+    fixed = (head.softcap, *spec, loss.ignore_index, layer, chunk)
     if loss.reduction == "none":
         return linear_rows_op(*tensors, *fixed)
     if not isinstance(divisor, Tensor):
@@ -426,6 +471,7 @@ def linear_loss_op(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
+    softcap: float | None,
     mode: int,
     alpha: float,
     tau: float,
@@ -439,7 +485,7 @@ def linear_loss_op(
     """The reduced loss with its gradients for input, weight and bias; empty if not needed."""
     rows = _fast_rows(target, class_weight, RowSpec(mode, alpha, tau, rho), ignore_index, layer)
     factor = (1 / divisor).expand(len(input)) if any(needs) else None
-    values, *grads = _run(_Head(input, weight, bias), rows, chunk, factor, needs)
+    values, *grads = _run(_Head(input, weight, bias, softcap), rows, chunk, factor, needs)
     return row_sum(values) / divisor, *_all_there(input, grads)
 
 
@@ -477,7 +523,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _give_gradients(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     kept = zip(ctx.saved_tensors, ctx.needs, strict=True)
     grads = ((grad * upstream).to(grad.dtype) if needed else None for grad, needed in kept)
-    return (*grads, *(None,) * 11)
+    return (*grads, *(None,) * 12)
 
 
 linear_loss_op.register_autograd(_give_gradients, setup_context=_keep_gradients)
@@ -490,6 +536,7 @@ def linear_rows_op(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
+    softcap: float | None,
     mode: int,
     alpha: float,
     tau: float,
@@ -500,7 +547,8 @@ def linear_rows_op(
 ) -> Tensor:
     """The value of each row, (N,)."""
     rows = _fast_rows(target, class_weight, RowSpec(mode, alpha, tau, rho), ignore_index, layer)
-    return _run(_Head(input, weight, bias), rows, chunk, None, (False, False, False))[0]
+    head = _Head(input, weight, bias, softcap)
+    return _run(head, rows, chunk, None, (False, False, False))[0]
 
 
 @linear_rows_op.register_fake
@@ -515,6 +563,7 @@ def linear_rows_backward_op(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
+    softcap: float | None,
     mode: int,
     alpha: float,
     tau: float,
@@ -527,7 +576,7 @@ def linear_rows_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum_i upstream_i value_i for input, weight and bias; empty if not needed."""
     rows = _fast_rows(target, class_weight, RowSpec(mode, alpha, tau, rho), ignore_index, layer)
-    _, *grads = _run(_Head(input, weight, bias), rows, chunk, upstream, needs)
+    _, *grads = _run(_Head(input, weight, bias, softcap), rows, chunk, upstream, needs)
     return _all_there(input, grads)
 
 
@@ -547,7 +596,7 @@ def _compute_again(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])
     grads = linear_rows_backward_op(*ctx.saved_tensors, *ctx.fixed, upstream, needs)
     kept = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return (*kept, *(None,) * 9)
+    return (*kept, *(None,) * 10)
 
 
 linear_rows_op.register_autograd(_compute_again, setup_context=_keep_inputs)
