@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test check bench docs soak clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/digits.py
+	$(BIN)/labo demo
 
 test: check
 	$(BIN)/python -m pytest

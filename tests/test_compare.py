@@ -123,7 +123,7 @@ def test_ctrl_c_ends_the_runs_and_the_same_command_continues_them(tmp_path):
     settings = ["train.epochs=500", "train.log_every=1", "train.save_every=1"]
     command = [sys.executable, "-m", "labo", "compare", "digits", *settings]
     command += ["--methods", "base", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path)]
-    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "base-s0" / "metrics.jsonl"
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
         assert parent.poll() is None
@@ -131,7 +131,9 @@ def test_ctrl_c_ends_the_runs_and_the_same_command_continues_them(tmp_path):
     with pytest.raises(RequestError, match="is in use"), launch.held(tmp_path):
         pass
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(timeout=60) != 0
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode != 0
+    assert said.strip() == "labo: interrupted; the same command continues the runs"
     with launch.held(tmp_path):  # by nobody: the child, which inherited the lock, is gone
         steps = len(metrics.read_text().splitlines())
     assert 3 < steps < 10_000

@@ -311,7 +311,7 @@ def compute_loss_func(
     return _ComputeLoss(loss.to(args.device), shift)
 
 
-class RegularizationCallback(TrainerCallback):
+class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
     """Tells a loss about optimizer steps and epochs, and keeps its state with the checkpoints.
 
     The state goes into ``trainer_state.json``, which the Trainer writes with every checkpoint and
@@ -403,7 +403,7 @@ class RegularizationCallback(TrainerCallback):
             self._end_epoch()
 
 
-class _Regularized(Trainer):
+class _Regularized(Trainer):  # type: ignore[misc]
     """What the two Trainers share."""
 
     def __init__(
@@ -481,7 +481,7 @@ class RegularizedTrainer(_Regularized):
     """
 
 
-class RegularizedSeq2SeqTrainer(_Regularized, Seq2SeqTrainer):
+class RegularizedSeq2SeqTrainer(_Regularized, Seq2SeqTrainer):  # type: ignore[misc]
     """A ``Seq2SeqTrainer`` with a loss; see :class:`RegularizedTrainer`.
 
     Decoder inputs are made from the labels, so that any collator will do.
