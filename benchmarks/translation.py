@@ -287,11 +287,11 @@ def decode_ctranslate2(best: Path, smoke: bool) -> dict[str, float]:
     import ctranslate2
     from transformers import AutoTokenizer
 
-    from labo.lab.export import export_ctranslate2
+    from labo.lab.export import export
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ct2"
-        export_ctranslate2(best, out)
+        export(best, out)
         translator = ctranslate2.Translator(str(out), intra_threads=int(THREADS))
         tokens = AutoTokenizer.from_pretrained(best).convert_ids_to_tokens
         sources = [tokens(source) for source in _sources(smoke)]
@@ -301,7 +301,7 @@ def decode_ctranslate2(best: Path, smoke: bool) -> dict[str, float]:
                 beam_size=5,
                 max_batch_size=4096,
                 batch_type="tokens",
-                suppress_sequences=[["<s>"], ["<pad>"]],
+                min_decoding_length=0,
             ),
             len(sources),
         )

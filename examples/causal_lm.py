@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, loss in losses(options.steps).items():
         model = train(loss, training, options.steps, options.size)
         logits, target = predictions(model, validation)
-        grid = torch.linspace(0.5, 1.5, 51).tolist()
+        grid = torch.linspace(0.6, 1.4, 17).tolist()
         best = min(grid, key=lambda t: cross_entropy(logits / t, target).item())
         logits, target = predictions(model, test)
         plain, scaled = (math.exp(cross_entropy(z, target)) for z in (logits, logits / best))

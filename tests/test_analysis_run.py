@@ -17,6 +17,7 @@ from analysis_runs import drawn_images, image_records, sentence, write_lines, wr
 from labo import cli
 from labo.lab import analysis
 from labo.lab.analysis import calibration, selective
+from labo.lab.analysis.intervals import bootstrap_intervals
 from labo.lab.analysis.run import analyze_run, analyze_runs, load_analysis, write_analysis
 from labo.lab.errors import RequestError
 
@@ -184,6 +185,18 @@ def test_a_translation_run(tmp_path):
     assert found["notes"][0].startswith("no temperature is fitted for translation")
 
 
+def test_intervals_of_tokens_are_drawn_by_the_sentence(tmp_path):
+    path = write_run(tmp_path / "r", task="translation")
+    records = [sentence("a b c", text) for text in ["x y z", "a b c"] * 4]
+    write_lines(path / "records" / "test.jsonl", records)
+    right = np.array([False, False, False, True, True, True, True, True] * 4)
+    expected = bootstrap_intervals(np.full(32, 0.5), right, np.repeat(np.arange(8), 4))
+    view = analyze_run(path)["splits"]["test"]["views"]["decoded"]
+    assert view["intervals"] == expected
+    low, high = expected["accuracy"]
+    assert high - low > 0.4
+
+
 def test_slices_leave_sentences_over(tmp_path):
     path = translation_run(tmp_path / "r")
     parts = analyze_run(path, part_size=1)["splits"]["test"]["frequency"]
@@ -307,8 +320,8 @@ def test_runs_on_different_examples_are_not_compared(tmp_path):
 def test_translations_are_compared_part_by_part(tmp_path):
     ls = [translation_run(tmp_path / f"ls-{s}", wrong=2, p=0.9, seed=s) for s in (0, 1)]
     labo = [
-        translation_run(tmp_path / f"labo-{s}", wrong=s, p=0.4, seed=s, method={"name": "labo"})
-        for s in (0, 1)
+        translation_run(tmp_path / f"labo-{s}", wrong=s, p=p, seed=s, method={"name": "labo"})
+        for s, p in enumerate((0.4, 0.6))
     ]
     (group,) = analyze_runs([*ls, *labo])["groups"]
     assert (group["metric"], group["baseline"]) == ("bleu", "ls")
@@ -322,7 +335,7 @@ def test_translations_are_compared_part_by_part(tmp_path):
         row["labo"]["bleu"]["most"] - row["ls"]["bleu"]["most"]
     )
     histograms = {row["method"]: row for row in group["confidence"]["rows"]}
-    assert histograms["labo"]["peak"]["most"] == 0.425
+    assert histograms["labo"]["mean"]["most"] == pytest.approx(0.5)  # of both seeds
     assert histograms["ls"]["peak"]["all"] == 0.925
     (difference,) = group["differences"]
     assert [draw["seed"] for draw in difference["bootstrap"]] == [0, 1]

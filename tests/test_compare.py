@@ -36,6 +36,11 @@ def tiny(out: Path, methods: list[str], seeds: int = 1, **options: Any) -> Compa
     return plan("digits", methods, seeds, out, overrides=overrides, **options)
 
 
+def heed_interrupts() -> None:
+    """A test that runs in the background of a shell was told to ignore them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def finish(comparison: Comparison, results: dict[str, dict[str, Any]]) -> None:
     """Pretend that runs, given by their folders, have ended with these results."""
     for run in comparison.runs:
@@ -119,11 +124,17 @@ def test_a_recipe_keeps_the_hyper_parameters_it_gives_to_its_own_method(tmp_path
     assert comparison.runs[0].recipe.method["warmup_steps"] == 7
 
 
-def test_ctrl_c_ends_the_runs_and_the_same_command_continues_them(tmp_path):
+def test_ctrl_c_ends_the_runs_and_leaves_what_they_need_to_go_on(tmp_path):
     settings = ["train.epochs=500", "train.log_every=1", "train.save_every=1"]
     command = [sys.executable, "-m", "labo", "compare", "digits", *settings]
     command += ["--methods", "base", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path)]
-    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
     metrics = tmp_path / "base-s0" / "metrics.jsonl"
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
         assert parent.poll() is None
@@ -189,6 +200,16 @@ def test_a_point_with_a_failed_seed_is_not_preferred(tmp_path):
     whole = {f"labo-tau1.15-s{seed}": {"valid": {"accuracy": 0.5}} for seed in (0, 1)}
     finish(comparison, whole | {"labo-tau1.25-s0": {"valid": {"accuracy": 0.9}}})
     assert comparison.choices()["labo"].point == "tau=1.15"
+
+
+def test_a_grid_that_the_validation_split_cannot_tell_apart_says_so(tmp_path):
+    """On digits most methods miss the same two validation images."""
+    comparison = tiny(tmp_path, ["labo"], grid=["tau=1.15,1.25"])
+    tied = {f"labo-tau{tau}-s0": accuracy(0.75) for tau in ("1.15", "1.25")}
+    finish(comparison, tied)
+    (note,) = (note for note in tabulate(comparison).notes if "selected by" in note)
+    assert note.startswith("labo: tau=1.15 selected by validation accuracy")
+    assert note.endswith("; tied with tau=1.25, the first is taken")
 
 
 def test_the_test_split_of_unselected_runs_stays_untouched(tmp_path, launcher):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import logging
 import math
 
 import pytest
@@ -246,6 +247,16 @@ def test_a_generation_config_survives_its_file(beam, tmp_path):
     for key in ("num_beams", "length_penalty", "early_stopping", "max_length", "suppress_tokens"):
         assert getattr(read, key) == getattr(config, key)
     assert read.eos_token_id == read.decoder_start_token_id == EOS
+
+
+def test_transformers_has_nothing_to_remark(caplog, monkeypatch):
+    """Whatever search the model was saved with."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = random_model()
+    model.generation_config = generation_config(Decode(length_penalty=0.6), model.config)
+    for beam in (1, 5):
+        decode(model, sentences(2), Decode(beam=beam, length_penalty=0.6))
+    assert caplog.text == ""
 
 
 def test_the_smallest_vocabulary_fills_a_beam():

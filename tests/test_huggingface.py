@@ -574,6 +574,10 @@ def test_a_warmup_without_its_callback_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="nobody tells it about the steps"):
         trainer.train()
+    fused = hf.fuse_head(build("Llama"), loss)
+    with pytest.warns(UserWarning, match=r"callbacks=\[RegularizationCallback\(loss\)\]"):
+        fused(**collate(examples(2)), num_items_in_batch=9)  # as the Trainer does
+    fused(**collate(examples(2)))
 
 
 def test_an_encoder_decoder_without_decoder_inputs_is_refused(tmp_path):

@@ -94,7 +94,9 @@ def test_fixnorm_uses_directions_only():
 def test_fixnorm_learns_through_the_division():
     model = tiny(fixnorm=True).train()
     states, weight = model(SOURCE, SOURCE != PAD, PREFIX)
-    F.cross_entropy((states @ weight.T).flatten(0, 1), torch.tensor([9, 10, 2, 11, 2, 2])).backward()
+    F.cross_entropy(
+        (states @ weight.T).flatten(0, 1), torch.tensor([9, 10, 2, 11, 2, 2])
+    ).backward()
     embeddings = model.marian.model.shared.weight
     radial = (embeddings.grad * embeddings).sum(-1)
     torch.testing.assert_close(radial, torch.zeros(40), rtol=0, atol=1e-6)

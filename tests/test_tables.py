@@ -55,7 +55,7 @@ def test_markdown():
 
 def test_a_bar_in_a_label_does_not_make_a_column():
     lines = to_markdown(Table("", [Column("a", "a")], [Row("x|y", {})])).splitlines()
-    assert lines[-1] == r"| x\|y   | - |"
+    assert lines[-1] == r"| x\|y   |  - |"
 
 
 def test_latex():

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from lab_runs import log_of, losses, metrics, outcome, run, train
 from labo.lab import train as loop
 from labo.lab.config import Optim, known_recipes, load_recipe
+from labo.lab.data.cldr import cldr_data
 from labo.lab.data.images import ImageData, Split
+from labo.lab.methods import IMAGES, TRANSLATION
 from labo.lab.optim import learning_rate
 from labo.lab.scores import classification_scores
 from labo.lab.tasks import image_classification
@@ -225,8 +227,12 @@ def image_folder(tmp_path):
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("name", known_recipes())
-def test_every_recipe_takes_real_steps(name, image_folder, tmp_path, monkeypatch):
+IMAGE_RECIPES = [name for name in known_recipes() if load_recipe(name).task == IMAGES]
+TEXT_RECIPES = [name for name in known_recipes() if load_recipe(name).task == TRANSLATION]
+
+
+@pytest.mark.parametrize("name", IMAGE_RECIPES)
+def test_every_recipe_for_images_takes_real_steps(name, image_folder, tmp_path, monkeypatch):
     settings = ["train.epochs=null", "train.max_steps=2", "train.batch_size=2"]
     settings += [f"data.root={image_folder}", "data.holdout=0.5"] if name == "imagenet" else []
     recipe = load_recipe(name, settings)
@@ -236,4 +242,19 @@ def test_every_recipe_takes_real_steps(name, image_folder, tmp_path, monkeypatch
     AcceleratorState._reset_state(True)
     assert results["steps"] == 2
     assert math.isfinite(results["test"]["nll"])
+    shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", TEXT_RECIPES)
+def test_every_recipe_for_text_takes_real_steps(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABO_CACHE", str(tmp_path))
+    data = cldr_data(["de-en", "fr-en"], size=100, vocabulary=320)
+    settings = ["train.epochs=null", "train.max_steps=2", "train.batch_tokens=128"]
+    settings += ["decode.beam=2", "decode.max_ratio=0.5", "decode.max_extra=2"]
+    settings += ["data.name=prepared", f"data.path={data.path}", "data.languages=[]"]
+    results = loop.train(load_recipe(name, settings), tmp_path / "run")
+    AcceleratorState._reset_state(True)
+    assert results["steps"] == 2
+    assert math.isfinite(results["test"]["nll"])
+    assert {"bleu", "bleu_fr_en"} <= results["test"].keys()
     shutil.rmtree(tmp_path / "run")

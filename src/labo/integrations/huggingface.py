@@ -20,6 +20,7 @@ from __future__ import annotations
 import base64
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -639,6 +640,8 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     as_dict = inputs.pop("return_dict", None)
     inputs["return_dict"] = True
     if model.training:
+        if items is not None and not torch.compiler.is_compiling():
+            _miss_callback(model._labo.loss)
         inputs.setdefault("use_cache", False)
         head = _head(model)
         outputs, hidden = _forward_tapped(forward, head, inputs)
@@ -653,6 +656,19 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     outputs = type(outputs)(**{**outputs, "loss": value, "logits": logits})
     as_dict = model.config.return_dict if as_dict is None else as_dict
     return outputs if as_dict else outputs.to_tuple()
+
+
+def _miss_callback(loss: nn.Module) -> None:
+    """Say once that a Trainer, who passes a count, seems to leave a warm-up alone.
+
+    Not an error: a loop of one's own may pass a count too, and step the loss by hand.
+    """
+    if loss not in _FOLLOWED and _follows_training(loss):
+        warnings.warn(
+            f"{type(loss).__name__} follows the training: give the Trainer "
+            "callbacks=[RegularizationCallback(loss)], or call loss.step() after each step",
+            stacklevel=2,
+        )
 
 
 def _refuse_router(outputs: Any) -> None:

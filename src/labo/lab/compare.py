@@ -616,12 +616,7 @@ def _notes(
     notes = []
     for label, line in rows.items():
         if line.choice.point:
-            tried = ", ".join(
-                f"{point}: {score:.4f}" for point, score in line.choice.scores.items()
-            )
-            notes.append(
-                f"{label}: {line.choice.point} selected by validation {headline} ({tried})"
-            )
+            notes.append(f"{label}: {_selection(line.choice, headline)}")
         if len(line.results) < comparison.seeds:
             notes.append(f"{label}: {len(line.results)} of {comparison.seeds} runs are finished")
     if rivals and headline == "bleu":
@@ -644,3 +639,12 @@ def _notes(
             notes.append("time: only runs made under the same conditions are compared")
         notes.append(f"memory: largest resident size of a run less that of {BASE}")
     return notes
+
+
+def _selection(choice: Choice, headline: str | None) -> str:
+    """Which point of a grid was selected, from what, and whether the scores could tell."""
+    tried = ", ".join(f"{point}: {score:.4f}" for point, score in choice.scores.items())
+    best = choice.scores[choice.point]
+    equal = [point for point, score in choice.scores.items() if score == best]
+    tied = f"; tied with {', '.join(equal[1:])}, the first is taken" if len(equal) > 1 else ""
+    return f"{choice.point} selected by validation {headline} ({tried}){tied}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -98,11 +97,13 @@ def generation_config(
         max_length: start token and output together; as many as the model has positions if None.
             A saved file cannot tie it to the source: there ``</s>`` must end the sentence.
     """
-    search: dict[str, Any] = {"num_beams": options.beam, "num_return_sequences": nbest}
-    if options.beam > 1:
-        search |= {"length_penalty": options.length_penalty, "early_stopping": True}
+    # Without a beam nothing is compared. Unset, both would be taken from the model's own config.
+    wide = options.beam > 1
     return GenerationConfig(
-        **search,
+        num_beams=options.beam,
+        num_return_sequences=nbest,
+        length_penalty=options.length_penalty if wide else 1.0,
+        early_stopping=wide,
         do_sample=False,
         max_length=max_length or model.max_position_embeddings,
         decoder_start_token_id=EOS,

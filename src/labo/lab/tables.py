@@ -100,7 +100,8 @@ def to_markdown(table: Table) -> str:
     head = [table.corner, *map(_full_heading, table.printed)]
     body = [[row.label, *_texts(table, row, _plain)] for row in table.rows]
     lines = [[text.replace("|", "\\|") for text in line] for line in (head, *body)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # A rule needs two signs: a dash and the colon of its alignment.
+    widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
     padded = [
         [
             text.ljust(w) if i == 0 else text.rjust(w)
