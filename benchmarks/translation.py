@@ -323,7 +323,7 @@ DECODING = {
 
 
 def take_turns(smoke: bool, *, steps: int = 12, turns: int = 3) -> dict[str, dict[str, Any]]:
-    """ "training" and "decoding" -> contender -> medians over its turns."""
+    """For training and decoding: contender -> medians over its turns."""
     if smoke:
         steps, turns = 2, 1
     with tempfile.TemporaryDirectory() as folder:

@@ -251,6 +251,7 @@ def test_every_recipe_for_text_takes_real_steps(name, tmp_path, monkeypatch):
     data = cldr_data(["de-en", "fr-en"], size=100, vocabulary=320)
     settings = ["train.epochs=null", "train.max_steps=2", "train.batch_tokens=128"]
     settings += ["decode.beam=2", "decode.max_ratio=0.5", "decode.max_extra=2"]
+    settings += ["model.encoder_layers=1", "model.decoder_layers=1"]
     settings += ["data.name=prepared", f"data.path={data.path}", "data.languages=[]"]
     results = loop.train(load_recipe(name, settings), tmp_path / "run")
     AcceleratorState._reset_state(True)

@@ -19,7 +19,8 @@ def evaluate_run(
 ) -> dict[str, dict[str, float]]:
     """Score the selected model of a run and write ``records/SPLIT.jsonl``.
 
-    ``records/examples.json`` has a few samples of the last split with all their logits. If the results of the run lack a split (``labo train --no-test``), its scores are added.
+    ``records/examples.json`` has a few samples of the last split with all their logits. If the
+    results of the run lack a split (``labo train --no-test``), its scores are added.
 
     Args:
         path: the run directory.
