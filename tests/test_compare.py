@@ -262,6 +262,8 @@ def test_the_arithmetic_of_the_table(tmp_path):
     assert labo.cells["nll"].spread == 0
     assert any("3 seeds can give no less than 0.25" in note for note in table.notes)
     assert any("2 runs at once, 1 thread(s) each" in note for note in table.notes)
+    assert any("other work on the machine distorts it" in note for note in table.notes)
+    assert table.caption == "digits: test split, mean ± standard deviation over 3 seeds"
 
 
 def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
@@ -286,6 +288,7 @@ def test_a_row_with_failed_runs_says_so(tmp_path):
 
 def test_a_comparison_without_any_result_has_a_table_too(tmp_path):
     table = tabulate(tiny(tmp_path, ["base", "labo"]))
+    assert table.caption == "digits: test split, 1 seed"
     assert [row.cells["runs"].value for row in table.rows] == [0, 0]
 
 

@@ -463,9 +463,9 @@ def tabulate(comparison: Comparison) -> Table:
     )
     headline = headline_of(metrics) if metrics else None
     rivals = [rival for rival in (BASE, SMOOTHING) if rival in rows]
-    seeds = "1 seed" if comparison.seeds == 1 else f"{comparison.seeds} seeds"
+    several = f"mean ± standard deviation over {comparison.seeds} seeds"
     return Table(
-        caption=f"{comparison.name}: test split, mean ± standard deviation over {seeds}",
+        caption=f"{comparison.name}: test split, {several if comparison.seeds > 1 else '1 seed'}",
         columns=_columns(headline, metrics, rivals),
         rows=[
             Row(line.label(label), _cells(label, line, rows, metrics, headline, rivals))
@@ -633,7 +633,8 @@ def _notes(
             found = json.loads(text)
             notes.append(
                 f"time: seconds per training step over those of {BASE} with the same seed; "
-                f"{found['jobs']} runs at once, {found['threads']} thread(s) each"
+                f"{found['jobs']} runs at once, {found['threads']} thread(s) each; by the clock, so "
+                "that other work on the machine distorts it"
             )
         if len(kinds) > 1:
             notes.append("time: only runs made under the same conditions are compared")

@@ -122,7 +122,7 @@ def held(folder: Path) -> Iterator[int | None]:
         return
     import fcntl
 
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield descriptor
