@@ -1,7 +1,10 @@
 """Pre-train a small language model with cross entropy, label smoothing and LABO.
 
     $ python examples/causal_lm.py
-    fill me
+    115712 tokens                perplexity   scaled  confidence
+    cross entropy                     44.75    44.75       0.308
+    label smoothing 0.1               45.41    45.01       0.284
+    LABO tau 1.05                     50.49    47.02       0.208
 
 The text is Python's own reference manual, which ships with Python. ``fuse_head`` puts the loss into
 the model, so that the (tokens x vocabulary) logits are never stored in training. Perplexity is

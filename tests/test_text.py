@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from labo.lab import text
 from labo.lab.data import DataError
 from labo.lab.text import (
     SPECIAL_TOKENS,
@@ -163,6 +164,22 @@ def test_the_size_of_the_vocabulary_is_exact(is_words, types):
 
     assert len(make_tokenizer(learn(Size(vocabulary=types)), ["<de>"])) == types
     assert len(learn(Size(merges=7)).merges) == 7
+
+
+@pytest.mark.parametrize("is_words", [True, False])
+def test_of_too_many_words_the_most_frequent_are_learned_from(monkeypatch, is_words):
+    def learn() -> Merges:
+        lines = ["ab ab ab", "cd cd", "ef", "gh xyxy", "cd ef"]
+        return learn_merges(lambda: lines, words=is_words, size=Size(merges=9), reserved=4)
+
+    whole = learn()
+    monkeypatch.setattr(text, "_MOST_LEARNED", 2)
+    few = learn()
+    assert few.alphabet == whole.alphabet
+    assert {a.strip("Ġ") + b for a, b in few.merges} < {a.strip("Ġ") + b for a, b in whole.merges}
+    assert not set("efghxy") & set("".join(a + b for a, b in few.merges).replace("</w>", ""))
+    monkeypatch.setattr(text, "_MOST_COUNTED", 3)  # forgets ef and gh on the way
+    assert learn() == few
 
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused():

@@ -633,8 +633,8 @@ def _notes(
             found = json.loads(text)
             notes.append(
                 f"time: seconds per training step over those of {BASE} with the same seed; "
-                f"{found['jobs']} runs at once, {found['threads']} thread(s) each; by the clock, so "
-                "that other work on the machine distorts it"
+                f"{found['jobs']} runs at once, {found['threads']} thread(s) each; by the clock, "
+                "so that other work on the machine distorts it"
             )
         if len(kinds) > 1:
             notes.append("time: only runs made under the same conditions are compared")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -51,6 +52,8 @@ SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # with fairseq's ids, 0 to 3
 MARK = "</w>"
 _LONGEST = 1024  # tokens; what tokenizers say of themselves, nothing is cut
 _PRIVATE_USE = 0xF0000
+_MOST_COUNTED = 4_000_000  # different words, about 100 bytes each
+_MOST_LEARNED = 1_000_000  # different words, about 1000 bytes each in the trainer
 _FINAL_PERIOD = re.compile(r"([^\s.])\.$")
 _LAST_CHARACTER = re.compile(r"\S(?!\S)")
 
@@ -191,10 +194,13 @@ class Merges:
 
 
 def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Merges:
-    """Learn a byte-pair encoding; the same lines, in any order, give the same.
+    """Learn a byte-pair encoding; the same text gives the same.
+
+    The memory it takes grows with the number of different words, of which a million at most, the
+    most frequent ones, are learned from.
 
     Args:
-        lines: the training text; read twice for words.
+        lines: the training text, which is read twice.
         words: the kind.
         size: how far to merge; pairs that occur once are never merged.
         reserved: how many types of the vocabulary are special tokens and tags.
@@ -202,17 +208,19 @@ def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Mer
     Raises:
         DataError: the alphabet alone is larger than the vocabulary.
     """
+    inventory = _take_inventory(lines())
+    text = inventory.frequent(lines())
     if not words:
         from tokenizers.pre_tokenizers import ByteLevel
 
         alphabet = sorted(ByteLevel.alphabet())
-        merges = _run_trainer(lines(), alphabet, size, reserved, byte_level=True)
+        merges = _run_trainer(text, alphabet, size, reserved, byte_level=True)
         return Merges(False, tuple(alphabet), tuple(merges))
-    inner, last = _symbols(lines())
+    inner = inventory.inner
     free = (chr(code) for code in count(_PRIVATE_USE) if chr(code) not in inner)
-    stand_ins = dict(zip(sorted(last), free, strict=False))
+    stand_ins = dict(zip(sorted(inventory.last), free, strict=False))
     marked = {code: character + MARK for character, code in stand_ins.items()}
-    swapped = (_LAST_CHARACTER.sub(lambda m: stand_ins[m[0]], line) for line in lines())
+    swapped = (_LAST_CHARACTER.sub(lambda m: stand_ins[m[0]], line) for line in text)
     learned = _run_trainer(swapped, sorted({*inner, *marked}), size, reserved, byte_level=False)
 
     def unswap(symbol: str) -> str:
@@ -253,15 +261,44 @@ def _run_trainer(
     return [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def _symbols(lines: Iterable[str]) -> tuple[set[str], set[str]]:
-    """The characters inside words, and those that end one."""
-    inner: set[str] = set()
-    last: set[str] = set()
+@dataclass(frozen=True)
+class _Inventory:
+    """The words of a text, with their counts, and the characters inside and at the end of words."""
+
+    counts: Counter[str]
+    inner: set[str]
+    last: set[str]
+
+    def frequent(self, lines: Iterable[str]) -> Iterable[str]:
+        """The lines, without rare words if there are more words than the trainer can hold."""
+        if len(self.counts) <= _MOST_LEARNED:
+            return lines
+        ranked = sorted(self.counts, key=lambda word: (-self.counts[word], word))
+        kept = set(ranked[:_MOST_LEARNED])
+        self.counts.clear()  # before the trainer needs the memory
+        return (" ".join(word for word in line.split() if word in kept) for line in lines)
+
+
+def _take_inventory(lines: Iterable[str]) -> _Inventory:
+    """Of a text of any size: of too many words the rarest so far are forgotten."""
+    inventory = _Inventory(Counter(), set(), set())
+    floor = 0
+
+    def note_characters(words: Iterable[str]) -> None:
+        for word in words:
+            inventory.inner.update(word[:-1])
+            inventory.last.add(word[-1])
+
     for line in lines:
-        for word in line.split():
-            inner.update(word[:-1])
-            last.add(word[-1])
-    return inner, last
+        inventory.counts.update(line.split())
+        if len(inventory.counts) > _MOST_COUNTED:
+            floor += 1
+            note_characters(inventory.counts)
+            kept = {word: n for word, n in inventory.counts.items() if n > floor}
+            inventory.counts.clear()
+            inventory.counts.update(kept)
+    note_characters(inventory.counts)
+    return inventory
 
 
 def read_codes(path: Path, lines: Lines) -> Merges:
@@ -285,9 +322,9 @@ def read_codes(path: Path, lines: Lines) -> Merges:
             case _:
                 raise DataError(f"{path}:{number}: not a merge of two symbols: {row!r}")
     merged = {a + b for a, b in merges}
-    inner, last = _symbols(lines())
+    inventory = _take_inventory(lines())
     alphabet = {symbol for pair in merges for symbol in pair if symbol not in merged}
-    alphabet |= inner | {character + MARK for character in last}
+    alphabet |= inventory.inner | {character + MARK for character in inventory.last}
     return Merges(True, tuple(sorted(alphabet)), tuple(merges))
 
 
