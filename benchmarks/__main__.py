@@ -214,7 +214,7 @@ def translating(smoke: bool) -> list[Row]:
                     None,
                 ),
             ]
-    for rival in ("generate", "CTranslate2"):
+    for rival in [name for name in decoding if name != "labo"]:
         rows.append(
             row(
                 "translation, beam 5",

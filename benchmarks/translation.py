@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -133,23 +134,32 @@ def train_huggingface(steps: int, smoke: bool) -> dict[str, float]:
 _JOEY = """
 name: "speed"
 joeynmt_version: "2.3.0"
-model_dir: "{folder}/model"
+model_dir: "model"
 use_cuda: False
 fp16: False
 random_seed: 1
 data:
-    train: "{folder}/train"
-    dev: "{folder}/dev"
+    train: "train"
+    {held_out}
     dataset_type: "plain"
-    src: {{lang: "de", level: "word", voc_min_freq: 1, max_length: 200, voc_file: "{folder}/vocab"}}
-    trg: {{lang: "en", level: "word", voc_min_freq: 1, max_length: 200, voc_file: "{folder}/vocab"}}
-testing: {{n_best: 1, beam_size: 1, batch_size: 1024, batch_type: "token"}}
+    src: {{lang: "de", level: "word", voc_min_freq: 1, max_length: 200, voc_file: "vocab"}}
+    trg: {{lang: "en", level: "word", voc_min_freq: 1, max_length: 200, voc_file: "vocab"}}
+testing:
+    load_model: "model/latest.ckpt"
+    n_best: 1
+    beam_size: 5
+    beam_alpha: 1.0
+    batch_size: 64
+    batch_type: "sentence"
+    eval_metrics: []
 training:
     initializer: "xavier_uniform"
     loss: "crossentropy"
     label_smoothing: 0.1
     optimizer: "adamw"
     learning_rate: 0.001
+    scheduling: "warmupinversesquareroot"
+    learning_rate_warmup: 100
     batch_size: {tokens}
     batch_type: "token"
     normalization: "tokens"
@@ -174,52 +184,47 @@ model:
     decoder: *sizes
 """
 
-_JOEY_RUN = """
-import json, logging, resource, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(int(sys.argv[2]))
-from joeynmt.training import train
-try:
-    train(cfg_file=sys.argv[1], skip_test=True)
-except TypeError:
-    train(cfg_file=sys.argv[1])
-print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
 
-
-def train_joey(steps: int, smoke: bool) -> dict[str, float]:
-    """JoeyNMT's own loop, on the same pieces of words; it logs its tokens per second."""
+def _joey(folder: Path, smoke: bool, mode: str, steps: int) -> str:
+    """What ``python -m joeynmt MODE`` logs, run in ``folder`` on labo's pieces of words."""
     from labo.lab.models.marian import PRESETS
     from labo.lab.tasks.translation import Task
 
     task = Task(_recipe(smoke))
     sizes = PRESETS[task.recipe.model.preset]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _write_for_joey(task, folder)
-        config = _JOEY.format(
-            folder=folder,
-            tokens=task.recipe.train.batch_tokens,
-            steps=steps + 2,
-            **{key: sizes[key] for key in ("layers", "width", "ffn")},
-        )
-        (folder / "joey.yaml").write_text(config)
-        (folder / "run.py").write_text(_JOEY_RUN)
-        command = [os.environ["JOEYNMT_PYTHON"], "run.py", "joey.yaml", THREADS]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        output = done.stdout + done.stderr
-        rates = [float(x) for x in re.findall(r"Tokens per Sec:\s*(\d+)", output)]
-        peak = re.search(r"PEAK (\d+)", output)
-        if not rates or not peak:
-            raise RuntimeError(f"JoeyNMT failed: {output[-2000:]}")
-        return {"tokens_per_second": statistics.median(rates[2:]), "peak": int(peak[1])}
+    held_out = "valid" if mode == "train" else "test"
+    _write_for_joey(task, folder, ("train", held_out))
+    config = _JOEY.format(
+        held_out=f'{"dev" if mode == "train" else "test"}: "{held_out}"',
+        tokens=task.recipe.train.batch_tokens,
+        steps=steps,
+        **{key: sizes[key] for key in ("layers", "width", "ffn")},
+    )
+    (folder / "joey.yaml").write_text(config)
+    command = [os.environ["JOEYNMT_PYTHON"], "-m", "joeynmt", mode, "joey.yaml"]
+    command += ["--skip-test"] if mode == "train" else []
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"JoeyNMT failed: {(done.stdout + done.stderr)[-2000:]}")
+    return done.stdout + done.stderr
 
 
-def _write_for_joey(task: Any, folder: Path) -> None:
+def _child_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def train_joey(steps: int, smoke: bool) -> dict[str, float]:
+    """JoeyNMT's own loop; it logs its target tokens per second after every step."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = _joey(Path(folder), smoke, "train", steps + 2)
+    rates = [float(rate) for rate in re.findall(r"Tokens per Sec:\s*(\d+)", log)]
+    return {"tokens_per_second": statistics.median(rates[2:]), "peak": _child_peak()}
+
+
+def _write_for_joey(task: Any, folder: Path, splits: tuple[str, ...]) -> None:
     tokens = task.data.tokenizer.convert_ids_to_tokens
-    for split, name in (("train", "train"), ("valid", "dev")):
-        pairs = task.data.split(split)
+    for name in splits:
+        pairs = task.data.split(name)
         for side, language in (("source", "de"), ("target", "en")):
             with (folder / f"{name}.{language}").open("w", encoding="utf-8") as file:
                 for i in range(len(pairs)):
@@ -233,14 +238,21 @@ def _write_for_joey(task: Any, folder: Path) -> None:
 # ------------------------------------------------------------------ decoding
 
 
+def _model_steps(smoke: bool) -> int:
+    return 2 if smoke else 150
+
+
 def _model_folder(smoke: bool, folder: Path) -> Path:
     """A model that has learnt a little, so that its sentences end."""
     from labo.lab.config import build_recipe
     from labo.lab.train import train
 
     recipe = _recipe(smoke).as_document()
-    recipe["train"] |= {"epochs": None, "max_steps": 2 if smoke else 150}
+    recipe["train"] |= {"epochs": None, "max_steps": _model_steps(smoke)}
     train(build_recipe(recipe), folder / "run", test=False)
+    if "JOEYNMT_PYTHON" in os.environ:
+        (folder / "run" / "joey").mkdir()
+        _joey(folder / "run" / "joey", smoke, "train", _model_steps(smoke))
     return folder / "run" / "best"
 
 
@@ -307,6 +319,17 @@ def decode_ctranslate2(best: Path, smoke: bool) -> dict[str, float]:
         )
 
 
+def decode_joey(best: Path, smoke: bool) -> dict[str, float]:
+    """JoeyNMT's beam search on a model of its own, trained for as many steps."""
+    log = _joey(best.parent / "joey", smoke, "test", _model_steps(smoke))
+    seconds = re.findall(r"Generation took ([\d.]+)\[sec\]", log)
+    sentences = re.findall(r"Predicting (\d+) example", log)
+    return {
+        "sentences_per_second": float(sentences[-1]) / float(seconds[-1]),
+        "peak": _child_peak(),
+    }
+
+
 TRAINING = {
     "labo": train_labo,
     "Seq2SeqTrainer": train_huggingface,
@@ -316,24 +339,23 @@ DECODING = {
     "labo": decode_labo,
     "generate": decode_huggingface,
     "CTranslate2": decode_ctranslate2,
+    "JoeyNMT": decode_joey,
 }
 
 
 # ------------------------------------------------------------------ turns
 
 
-def take_turns(smoke: bool, *, steps: int = 12, turns: int = 3) -> dict[str, dict[str, Any]]:
+def take_turns(smoke: bool, *, steps: int = 12, turns: int = 5) -> dict[str, dict[str, Any]]:
     """For training and decoding: contender -> medians over its turns."""
     if smoke:
         steps, turns = 2, 1
     with tempfile.TemporaryDirectory() as folder:
         best = _model_folder(smoke, Path(folder))
-        entrants = {
-            "training": [n for n in TRAINING if n != "JoeyNMT" or "JOEYNMT_PYTHON" in os.environ],
-            "decoding": list(DECODING),
-        }
+        absent = set() if "JOEYNMT_PYTHON" in os.environ else {"JoeyNMT"}
         found: dict[str, dict[str, Any]] = {}
-        for kind, names in entrants.items():
+        for kind, contenders in (("training", TRAINING), ("decoding", DECODING)):
+            names = [name for name in contenders if name not in absent]
             results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
             for _ in range(turns):
                 for name in names:

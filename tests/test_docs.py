@@ -26,13 +26,11 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", re.DOTALL)
 # Python that is not run as it stands: the line before says what it needs, or where it goes.
 FOREIGN = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```py\n(.*?)```", re.DOTALL)
 METHODS_SECTIONS = (ROOT / "docs/methods.md").read_text().split("\n## ")[1:]
+SOURCE = ROOT / "src"
 MODULES = [
-    "labo",
-    "labo.functional",
-    "labo.smoothing",
-    "labo.losses",
-    "labo.fused.dispatch",
-    "labo.fused.linear",
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(SOURCE.glob("labo/**/*.py"))
+    if ">>> " in path.read_text()
 ]
 
 

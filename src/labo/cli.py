@@ -406,5 +406,7 @@ def _verdict(error: Exception) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, DataError):
         return 2, str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return 2, f"{error.name} is not installed: pip install 'torch-labo[lab]'"
     first_line = str(error).partition("\n")[0]
     return 1, f"{type(error).__name__}: {first_line} (--debug shows where)"

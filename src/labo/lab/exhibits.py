@@ -83,7 +83,6 @@ class Exhibit:
         caption: what it shows.
         methods: its rows, as in the paper.
         experiments: what is trained; see ``reproduce.EXPERIMENTS``.
-        columns: how many columns of runs the paper has.
         lay_out: makes columns and rows of what was found.
         seeds: how many at the paper's scale.
         demo_seeds: how many in the demo.

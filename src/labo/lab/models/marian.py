@@ -22,6 +22,7 @@ from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._checks import Registry
+from .dropout import FastDropout
 
 BOS, PAD, EOS, UNK = range(4)  # fairseq's order
 NUM_SPECIAL = 4
@@ -140,7 +141,8 @@ class Translator(nn.Module):
             }
         else:
             embed = {"input_ids": source, "decoder_input_ids": prefix}
-        states = body(attention_mask=mask, use_cache=False, **embed).last_hidden_state
+        with FastDropout():
+            states = body(attention_mask=mask, use_cache=False, **embed).last_hidden_state
         weight = self.marian.lm_head.weight
         return Head(states, _unit(weight) if self.fixnorm else weight)
 
