@@ -71,12 +71,16 @@ def sentence(
     hypothesis: str = "the cat sat down",
     *,
     p: float = 0.5,
+    tempered: float | None = None,
     frequency: float = 10.0,
     **fields: Any,
 ) -> dict[str, Any]:
-    """A record of a translation whose every token has probability ``p``."""
+    """A record of a translation whose every token has probability ``p``, or ``tempered``."""
     tokens, reference_tokens = [*hypothesis.split(), "</s>"], [*reference.split(), "</s>"]
     n = len(reference_tokens)
+    after = None
+    if tempered is not None:
+        after = {"temperature": 0.25, "probabilities": [tempered] * n, "confidence": [tempered] * n}
     return {
         "index": 0,
         "pair": "de-en",
@@ -94,6 +98,7 @@ def sentence(
             "confidence": [p] * n,
             "right": [True] * n,
             "entropy": [0.1] * n,
+            "tempered": after,
         },
         "reference_length": n,
         **fields,

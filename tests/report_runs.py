@@ -142,6 +142,13 @@ def translation_records(sure: float, rng: random.Random, copies: int = 10) -> li
                     "confidence": confidence,
                     "right": right,
                     "entropy": [1 - c for c in confidence],
+                    "tempered": {
+                        "temperature": 0.5,
+                        "probabilities": [
+                            c**0.5 if r else 0.02 for c, r in zip(confidence, right, strict=True)
+                        ],
+                        "confidence": [c**0.5 for c in confidence],
+                    },
                 },
                 "lengths": {"1": len(tokens), "5": len(tokens), "20": max(1, len(tokens) - 1)},
                 "reference_length": len(truth),

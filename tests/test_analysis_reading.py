@@ -193,6 +193,7 @@ def forced(**fields):
         (forced(right=[1, 1, 1, 1, 1]), ", forced: 'right' is no list of 5 truth values"),
         (forced(confidence=[2.0] * 5), ", forced: 'confidence' has a value outside [0, 1]"),
         (forced(entropy=[-1.0] * 5), ", forced: 'entropy' has a value outside [0, inf]"),
+        (forced(tempered={"temperature": 1.0}), ", forced, tempered: 'probabilities' is missing"),
     ],
 )
 def test_a_wrong_translation_record_is_one_clear_line(tmp_path, fields, problem):

@@ -182,7 +182,30 @@ def test_a_translation_run(tmp_path):
         "on its own output it is underconfident by 0.314"
     )
     assert len(found["notes"]) == 1
-    assert found["notes"][0].startswith("no temperature is fitted for translation")
+    assert found["notes"][0].startswith("the records have no temperature")
+
+
+def test_what_one_temperature_does_to_a_translation_run(tmp_path):
+    path = write_run(tmp_path / "r", task="translation")
+    for split, number in (("test", 2), ("valid", 3)):
+        records = [sentence("a b c", p=0.4, tempered=0.9) for _ in range(number)]
+        write_lines(path / "records" / f"{split}.jsonl", records)
+    found = analyze_run(path)["splits"]
+    assert found["test"]["temperature"] == {
+        "value": 0.25,
+        "fitted_on": "valid",
+        "examples": 3,
+        "nll_before": pytest.approx(-math.log(0.4)),
+        "nll_after": pytest.approx(-math.log(0.9)),
+    }
+    after = found["test"]["views"]["forced_after"]
+    assert after["underconfidence"] == pytest.approx(0.1)
+    assert after["nll"] == pytest.approx(-math.log(0.9))
+    assert found["test"]["verdict"].endswith(
+        "after one temperature, given the reference so far, it is underconfident by 0.100"
+    )
+    assert found["valid"]["temperature"] is None
+    assert "forced_after" not in found["valid"]["views"]
 
 
 def test_intervals_of_tokens_are_drawn_by_the_sentence(tmp_path):
@@ -397,7 +420,7 @@ def test_the_command_writes_files_and_prints_tables(tmp_path, capsys):
     assert "difference to ls\n" in printed
     assert "- slices of 1 by token frequency: most 1 (mean count 100)" in printed
     assert "- 3 sentences are left over" in printed
-    assert printed.count("note: no temperature is fitted for translation") == 1
+    assert printed.count("note: the records have no temperature") == 1
 
 
 def test_the_command_prints_what_students_learn(tmp_path, capsys):

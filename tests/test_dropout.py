@@ -18,7 +18,9 @@ def test_the_share_that_is_dropped_and_the_scale(p, dtype):
     assert kept.dtype == dtype
     five_deviations = 5 * (p * (1 - p) / n) ** 0.5
     assert abs((kept == 0).double().mean() - p) < five_deviations
-    torch.testing.assert_close(kept.max().double(), torch.tensor(1 / (1 - p)).double(), rtol=4e-3, atol=0)
+    torch.testing.assert_close(
+        kept.max().double(), torch.tensor(1 / (1 - p)).double(), rtol=4e-3, atol=0
+    )
 
 
 def test_places_are_independent():

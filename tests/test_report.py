@@ -95,6 +95,13 @@ def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Page:
 # ------------------------------------------------------------------ content
 
 
+def test_runs_are_named_so_that_they_are_told_apart(tmp_path):
+    paths = [tmp_path / "one" / "ls-s0", tmp_path / "ls-s1"]
+    assert [listing.name for listing in read_runs(paths)] == ["ls-s0", "ls-s1"]
+    paths = [tmp_path / "a" / "ls-s0", tmp_path / "b" / "ls-s0", tmp_path / "b" / "ls-s0"]
+    assert [listing.name for listing in read_runs(paths)] == ["a/ls-s0", "b/ls-s0", "b/ls-s0"]
+
+
 def test_the_page_has_every_section(page):
     ids = [attributes.get("id") for attributes in page.of("section")]
     assert ids == [
@@ -105,7 +112,6 @@ def test_the_page_has_every_section(page):
         "translation",
         "sentences",
         "labels",
-        "left-out",
     ]
     links = {attributes["href"] for attributes in page.of("a")}
     assert {f"#{name}" for name in ids} <= links

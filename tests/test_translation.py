@@ -290,9 +290,12 @@ def test_records_say_what_the_scores_rest_on(finished):
     tokens = [p for line in lines for p in line["forced"]["probabilities"]]
     nll = -torch.tensor(tokens).double().log().mean().item()
     assert results["test"]["nll"] == pytest.approx(nll, rel=1e-4)
+    assert len({line["forced"]["tempered"]["temperature"] for line in lines}) == 1
     for line in lines:
         forced = line["forced"]
-        sizes = {len(forced[key]) for key in forced}
+        tempered = forced.pop("tempered")
+        sizes = {len(values) for values in forced.values()}
+        sizes |= {len(tempered[key]) for key in ("probabilities", "confidence")}
         assert sizes == {line["reference_length"]}
         assert len(line["tokens"]) == len(line["probabilities"])
         assert set(line["lengths"]) == {"1", "3"}

@@ -174,6 +174,8 @@ def measures(split: Mapping[str, Any], task: str) -> dict[str, Any]:
         "bleu": split["bleu"],
         "nll": forced.get("nll"),
         "forced_ece": forced.get("ece"),
+        "forced_ece_after": views.get("forced_after", {}).get("ece"),
+        "temperature": (split["temperature"] or {}).get("value"),
         "decoded_ece": decoded.get("ece"),
         "decoded_aurc": decoded.get("selective", {}).get("aurc"),
         "confidence": decoded.get("confidence"),

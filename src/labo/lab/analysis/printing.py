@@ -30,6 +30,8 @@ _TRANSLATION = (
     _SCORES["bleu"],
     Column("nll", "NLL", digits=3),
     Column("forced_ece", "ECE forced", digits=3),
+    Column("forced_ece_after", "after T", digits=3),
+    Column("temperature", "T", digits=3),
     Column("decoded_ece", "ECE decoded", digits=3),
     Column("underconfidence", "underconfidence", digits=3, signed=True),
     Column("confidence_on_errors", "confidence on errors", digits=3),

@@ -231,6 +231,15 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
+class Tempered:
+    """What one temperature, fitted on the validation split, makes of the same; (tokens,)."""
+
+    temperature: float
+    probabilities: Floats
+    confidence: Floats
+
+
+@dataclass(frozen=True, eq=False)
 class Forced:
     """What a model says of each token of a reference, given the tokens before it; all (tokens,)."""
 
@@ -239,6 +248,7 @@ class Forced:
     confidence: Floats  # of the likeliest token
     right: Booleans  # whether they are the same
     entropy: Floats
+    tempered: Tempered | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,12 +424,21 @@ def _forced(line: _Line) -> Forced:
     right = line.take("right", list, "list")
     if len(right) != len(tokens) or not all(isinstance(value, bool) for value in right):
         raise line.wrong(f"'right' is no list of {len(tokens)} truth values")
+    tempered = None
+    if line.content.get("tempered") is not None:
+        section = line.section("tempered")
+        tempered = Tempered(
+            section.number("temperature"),
+            section.numbers("probabilities", len(tokens), top=1),
+            section.numbers("confidence", len(tokens), top=1),
+        )
     return Forced(
         tokens=tokens,
         probabilities=line.numbers("probabilities", len(tokens), top=1),
         confidence=line.numbers("confidence", len(tokens), top=1),
         right=np.array(right, dtype=bool),
         entropy=line.numbers("entropy", len(tokens)),
+        tempered=tempered,
     )
 
 

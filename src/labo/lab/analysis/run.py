@@ -9,8 +9,9 @@ errors). A VIEW is a way to look at the same predictions:
 
 - images: ``before`` (as the model says) and, on the test split, ``after`` (one temperature fitted
   on the validation records; absent without them);
-- translation: ``forced`` (every reference token, given the true prefix) and ``decoded`` (the tokens
-  of the hypothesis; right are those that a minimum edit-distance alignment matches).
+- translation: ``forced`` (every reference token, given the true prefix), ``forced_after`` (the same
+  with one temperature, on the test split) and ``decoded`` (the tokens of the hypothesis; right are
+  those that a minimum edit-distance alignment matches).
 
 ``analysis.json``::
 
@@ -48,7 +49,7 @@ SPLIT of either task::
         "intervals": {"accuracy" | "underconfidence" | "ece" | "aurc": [low, high]}  95 %
      }},
      "temperature": {"value": T, "fitted_on": "valid", "examples": n, "nll_before", "nll_after"}
-                    or null (notes say why),         both NLLs on the validation records
+                    or null (notes say why),         the last three on the validation records
      "verdict": sentence}                            under- or overconfident, before and after
 
 SPLIT of images besides::
@@ -98,7 +99,8 @@ A GROUP holds the runs that predicted the same examples::
                    or null}
 
 MEASURE: the metric, and nll, ece, ece_after, aurc, excess_aurc, confidence_on_errors,
-underconfidence, underconfidence_after, temperature (images); nll, forced_ece, decoded_ece,
+underconfidence, underconfidence_after, temperature (images); nll, forced_ece, forced_ece_after,
+temperature, decoded_ece,
 decoded_aurc, confidence, confidence_on_errors, underconfidence (all three decoded), length_ratio_1,
 length_ratio_5, length_ratio_20 (translation). One that no run has is absent.
 STUDENT::

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from .alignment import matched_tokens
 from .confidence import chosen_probabilities
 from .frequency import bleu_by_part, bleu_metric, frequency_parts, rule
 from .lengths import length_bias
-from .reading import Run, Translations, floored_log, read_translations
+from .reading import Forced, Run, Tempered, Translations, floored_log, read_translations
 from .views import verdict, view
 
 
@@ -27,26 +28,31 @@ def translation_split(
     """
     records, signature = read_translations(run, split), bleu_signature(run)
     metric = bleu_metric(signature)
-    notes.append(
-        "no temperature is fitted for translation: the records hold no whole distributions"
-    )
     views = {}
     for name, made in {"forced": forced_view(records), "decoded": decoded_view(records)}.items():
         if made is None:
             notes.append(f"the {split} records hold no {name} token")
         else:
             views[name] = made
+    temperature = None
+    if split == "test" and "forced" in views:
+        temperature, after = _tempered(run, records, notes)
+        views |= {} if after is None else {"forced_after": after}
     hypotheses, references = records.hypotheses, records.references
     parts = frequency_parts(records.frequency, part_size)
     part_bleu = bleu_by_part(hypotheses, references, parts, signature)
     names = np.array([sentence.pair for sentence in records.sentences])
     pairs = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
     pair_bleu = bleu_by_part(hypotheses, references, pairs, signature)
-    said = {"forced": "given the reference so far", "decoded": "on its own output"}
+    said = {
+        "forced": "given the reference so far",
+        "decoded": "on its own output",
+        "forced_after": "after one temperature, given the reference so far,",
+    }
     return {
         "examples": len(records),
         "views": views,
-        "temperature": None,
+        "temperature": temperature,
         "verdict": f"{run.method['name']}: "
         + "; ".join(f"{said[name]} it {verdict(made)}" for name, made in views.items()),
         "bleu": float(metric.corpus_score(hypotheses, [references]).score),
@@ -80,15 +86,50 @@ def bleu_signature(run: Run) -> str | None:
 def forced_view(records: Translations) -> dict[str, Any] | None:
     """A VIEW of the reference tokens, each given the true ones before it; None without any."""
     forced = [sentence.forced for sentence in records.sentences]
-    units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
-    if len(units) == 0:
+    if not any(one.tokens for one in forced):
         return None
-    further = {
-        "nll": float(-floored_log(np.concatenate([one.probabilities for one in forced])).mean()),
-        "entropy": float(np.concatenate([one.entropy for one in forced]).mean()),
+    entropy = float(np.concatenate([one.entropy for one in forced]).mean())
+    return _token_view(forced, forced, {"entropy": entropy})
+
+
+def _token_view(
+    forced: Sequence[Forced],
+    said: Sequence[Forced | Tempered],
+    further: Mapping[str, float],
+) -> dict[str, Any]:
+    """A VIEW of what was said of reference tokens."""
+    units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
+    confidence = np.concatenate([one.confidence for one in said])
+    right = np.concatenate([one.right for one in forced])
+    return view(confidence, right, units, {"nll": _nll(said), **further})
+
+
+def _nll(said: Sequence[Forced | Tempered]) -> float:
+    return float(-floored_log(np.concatenate([one.probabilities for one in said])).mean())
+
+
+def _tempered(
+    run: Run, records: Translations, notes: list[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The temperature that the evaluation fitted, and a VIEW of what it makes of the records."""
+    forced = [sentence.forced for sentence in records.sentences]
+    tempered = [one.tempered for one in forced if one.tempered]
+    if len(tempered) < len(forced):
+        notes.append(
+            "the records have no temperature: labo evaluate writes one, if one from 1/8 to 8 fits"
+        )
+        return None, None
+    valid = read_translations(run, "valid").sentences if "valid" in run.splits() else []
+    before = [sentence.forced for sentence in valid]
+    after = [one.tempered for one in before if one.tempered]
+    temperature = {
+        "value": tempered[0].temperature,
+        "fitted_on": "valid",
+        "examples": len(valid) or None,
+        "nll_before": _nll(before) if before else None,
+        "nll_after": _nll(after) if after else None,
     }
-    confidence = np.concatenate([one.confidence for one in forced])
-    return view(confidence, np.concatenate([one.right for one in forced]), units, further)
+    return temperature, _token_view(forced, tempered, {})
 
 
 def decoded_view(records: Translations) -> dict[str, Any] | None:

@@ -52,4 +52,6 @@ class FastDropout(TorchFunctionMode):
 
 def _replaced(*args: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     """Whether a call of ``F.dropout`` drops anything, in the way ``fast_dropout`` can."""
-    return len(args) == 1 and args[0].device.type == "cpu" and training and not inplace and 0 < p < 1
+    return (
+        len(args) == 1 and args[0].device.type == "cpu" and training and not inplace and 0 < p < 1
+    )

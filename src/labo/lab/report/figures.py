@@ -175,8 +175,8 @@ def _alphas(entry: Entry) -> Iterable[tuple[float, float]]:
 
 
 def views(group: Group) -> tuple[str, str]:
-    """The two ways to look at the predictions of a group, see ``labo.lab.analysis.run``."""
-    return ("forced", "decoded") if group.task == TRANSLATION else ("before", "after")
+    """The predictions of a group without and with a temperature, see ``labo.lab.analysis.run``."""
+    return ("forced", "forced_after") if group.task == TRANSLATION else ("before", "after")
 
 
 def view(entry: Entry, group: Group, name: str) -> Mapping[str, Any] | None:
@@ -188,14 +188,28 @@ def view(entry: Entry, group: Group, name: str) -> Mapping[str, Any] | None:
 
 def confidence_figures(group: Group, name: str) -> list[Figure]:
     """Reliability diagrams; confidence where right and wrong; what abstaining would buy."""
-    return [*_reliability(group, f"{name}-reliability"), *_errors(group, f"{name}-errors")]
+    rings = "Rings: after one temperature, fitted on the validation split."
+    if group.task == TRANSLATION:
+        ways = f"Full dots: every reference token, given the true words before it. {rings}"
+        own = "Full dots: the tokens of the translation itself, right where the reference has them."
+        diagrams = [
+            *_reliability(group, f"{name}-reliability", "Reliability", views(group), ways),
+            *_reliability(group, f"{name}-own", "Reliability on its own output", ("decoded",), own),
+        ]
+    else:
+        ways = f"Full dots: as the model says. {rings}"
+        diagrams = [*_reliability(group, f"{name}-reliability", "Reliability", views(group), ways)]
+    return [*diagrams, *_errors(group, f"{name}-errors")]
 
 
-def _reliability(group: Group, name: str) -> Iterator[Figure]:
+def _reliability(
+    group: Group, name: str, title: str, shown_ways: Sequence[str], ways: str
+) -> Iterator[Figure]:
+    """Accuracy against confidence; the second way, if there is one, dashed and with rings."""
     panels = _Panels(name, group)
     for variant in group.variants:
         lines, words = [], []
-        for place, way in enumerate(views(group)):
+        for place, way in enumerate(shown_ways):
             found = [(entry, view(entry, group, way)) for entry in variant.entries]
             diagrams = [shown["reliability"] for _, shown in found if shown]
             points, shares = _pooled(diagrams)
@@ -216,22 +230,12 @@ def _reliability(group: Group, name: str) -> Iterator[Figure]:
                     diagonal=True,
                 )
             )
-    if group.task == TRANSLATION:
-        ways = (
-            "Full dots: every reference token, given the true words before it. Rings: the tokens "
-            "of the translation itself."
-        )
-    else:
-        ways = (
-            "Full dots: as the model says. Rings: after one temperature, fitted on the validation "
-            "split."
-        )
     caption = (
         f"On the dotted line a model is right as often as it claims; above it, it knows more than "
         f"it claims. {ways} A dot's area is its share of the predictions; the seeds of a method "
         "are pooled."
     )
-    yield from panels.figure("Reliability", caption, legend=False)
+    yield from panels.figure(title, caption, legend=False)
 
 
 def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[float, float]], list[float]]:

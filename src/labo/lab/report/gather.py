@@ -61,13 +61,10 @@ class Listing:
     """One of the directories a report was asked for, whatever is in it."""
 
     path: Path
+    name: str
     state: State
     run: Run | None = None
     entry: Entry | None = None
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
 
     @property
     def readable(self) -> bool:
@@ -119,18 +116,28 @@ class Group:
 
 def read_runs(paths: Iterable[str | Path]) -> list[Listing]:
     """The runs in the given order; one that cannot be read says so in its state."""
-    return [_read(Path(path)) for path in paths]
+    paths = [Path(path) for path in paths]
+    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
-def _read(path: Path) -> Listing:
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The folder of each, behind as many folders above it as tell all of them apart."""
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({folders[-depth:] for folders in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(folders[-depth:]) for folders in parts]
+
+
+def _read(path: Path, name: str) -> Listing:
     run = None
     try:
         run = read_run(path)
         if run.state.kind == "broken":
-            return Listing(path, run.state, run)
-        return Listing(path, run.state, run, Entry(run, _analysis(run)))
+            return Listing(path, name, run.state, run)
+        return Listing(path, name, run.state, run, Entry(run, _analysis(run)))
     except RequestError as error:
-        return Listing(path, State("broken", reason=str(error)), run)
+        return Listing(path, name, State("broken", reason=str(error)), run)
 
 
 def _analysis(run: Run) -> Mapping[str, Any]:

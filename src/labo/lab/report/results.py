@@ -137,14 +137,14 @@ def confidence_table(group: Group) -> Table | None:
         found = (entry.split(group.split) or {}).get("temperature")
         return found["value"] if found else None
 
-    later = "own output" if group.task == TRANSLATION else "after temperature"
     columns: dict[Column, Value] = {
         Column("accuracy", "right, %", scale=100): of(first, "accuracy"),
         Column("confidence", "claimed, %", scale=100): of(first, "confidence"),
         Column("gap", "right − claimed", scale=100, signed=True): of(first, "underconfidence"),
         Column("ece", "ECE, %", scale=100): of(first, "ece"),
         Column("temperature", "temperature"): temperature,
-        Column("ece_after", f"ECE {later}, %", scale=100): of(second, "ece"),
+        Column("ece_after", "ECE after temperature, %", scale=100): of(second, "ece"),
+        Column("ece_own", "ECE own output, %", scale=100): of("decoded", "ece"),
     }
     rows = [
         Row(variant.label, {column.key: _cell(variant, value) for column, value in columns.items()})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,10 +42,9 @@ from ..models.marian import (
     marian_config,
 )
 from ..text import Pipeline
-from . import Batch, Evaluation
+from . import Batch, Evaluation, forced
 
 _IGNORED = -100
-_LOGITS_AT_ONCE = 1 << 24  # numbers, when the logits of a split are looked at
 _EXPLORED = 5  # examples with all their logits
 
 
@@ -335,7 +333,7 @@ class Task:
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         split = self.data.split("valid")
-        metrics = _forced_metrics(self._forced(model, split, accelerator))
+        metrics = forced.mean_metrics(self._forced(model, split, accelerator))
         if self.recipe.train.select == "bleu":
             options = self.recipe.decode.model_copy(update={"beam": self.recipe.train.select_beam})
             hypotheses = self._decode(model, split, accelerator, options)
@@ -351,10 +349,11 @@ class Task:
         beams: Sequence[int] = (),
     ) -> Evaluation:
         chosen = self.data.split(split)
-        forced = self._forced(model, chosen, accelerator)
+        temperature = self._temperature(model, accelerator)
+        references = self._forced(model, chosen, accelerator, temperature)
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
-        metrics = self._scores(chosen, texts) | _forced_metrics(forced)
+        metrics = self._scores(chosen, texts) | forced.mean_metrics(references)
         lengths = _lengths(chosen, "target")
         metrics["length_ratio"] = sum(len(h.ids) + 1 for h in hypotheses) / int(lengths.sum())
         by_beam = {
@@ -363,7 +362,7 @@ class Task:
             )
             for beam in beams
         }
-        records = self._records(chosen, forced, hypotheses, texts, by_beam)
+        records = self._records(chosen, references, temperature, hypotheses, texts, by_beam)
         return Evaluation(metrics, records, {"sacrebleu": bleu.signatures(self._lowercased)})
 
     @property
@@ -413,32 +412,52 @@ class Task:
         return _in_order(gather_object(list(zip(mine, best, strict=True))))
 
     @torch.no_grad()
-    def _forced(
+    def _heads(
         self, model: nn.Module, split: Split, accelerator: Accelerator
-    ) -> list[dict[str, Any]]:
-        """What the model says of each reference token, given those before it."""
+    ) -> Iterator[tuple[list[int], Batch, Head]]:
+        """This process's sentences by batches, and the model's states at their target tokens."""
         model.eval()
         mine = self._shares(split, accelerator)
         longest = np.maximum(split.lengths("source"), split.lengths("target"))[mine]
-        found = []
         for part in _by_tokens(np.asarray(mine)[longest.argsort(kind="stable")], split):
             batch = self._batch(split, torch.from_numpy(part), 0, training=False)
             batch = batch.to(accelerator.device)
             with accelerator.autocast():
-                head = self.outputs(model, batch)
-            target = batch.target[batch.inputs.prefix != PAD]
-            stats = _row_statistics(head, target)
+                yield part.tolist(), batch, self.outputs(model, batch)
+
+    @torch.no_grad()
+    def _forced(
+        self,
+        model: nn.Module,
+        split: Split,
+        accelerator: Accelerator,
+        temperature: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """What the model says of each reference token, given those before it."""
+        found = []
+        for part, batch, head in self._heads(model, split, accelerator):
+            stats = forced.token_statistics(head, _tokens(batch), temperature)
             lengths = (batch.target != _IGNORED).sum(-1).tolist()
             columns = {name: column.split(lengths) for name, column in stats.items()}
-            for place, index in enumerate(part.tolist()):
+            for place, index in enumerate(part):
                 row = {name: pieces[place].cpu() for name, pieces in columns.items()}
                 found.append((index, row))
         return _in_order(gather_object(found))
 
+    @torch.no_grad()
+    def _temperature(self, model: nn.Module, accelerator: Accelerator) -> float | None:
+        """The one that makes the references of the validation split likeliest."""
+        losses = [
+            forced.losses_by_beta(head, _tokens(batch))
+            for _, batch, head in self._heads(model, self.data.split("valid"), accelerator)
+        ]
+        return forced.best_temperature(torch.stack(gather_object(losses)).sum(0))
+
     def _records(
         self,
         split: Split,
-        forced: Sequence[Mapping[str, Tensor]],
+        references: Sequence[Mapping[str, Tensor]],
+        temperature: float | None,
         hypotheses: Sequence[Hypothesis],
         texts: Sequence[str],
         by_beam: Mapping[int, Sequence[Hypothesis]],
@@ -454,8 +473,8 @@ class Task:
             source = [int(i) for i in split.source(index) if i >= self._first_type]
             reference = split.target(index).tolist()
             ended = len(hypothesis.probabilities) > len(hypothesis.ids)
-            row = forced[index]
-            record = {
+            row = references[index]
+            record: dict[str, Any] = {
                 "index": index,
                 "pair": f"{pair.source}-{pair.target}",
                 "source": split.source_text(index),
@@ -475,6 +494,12 @@ class Task:
                 },
                 "reference_length": len(reference),
             }
+            if temperature is not None:
+                record["forced"]["tempered"] = {
+                    "temperature": temperature,
+                    "probabilities": _rounded((-row["tempered_nll"]).exp().tolist()),
+                    "confidence": _rounded(row["tempered_confidence"].tolist()),
+                }
             if by_beam:
                 record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
             yield record
@@ -487,7 +512,7 @@ class Task:
         batch = self._batch(chosen, index, 0, training=False).to(accelerator.device)
         model.eval()
         head = self.outputs(model, batch)
-        stats = _row_statistics(head, batch.target[batch.inputs.prefix != PAD])
+        stats = forced.token_statistics(head, _tokens(batch))
         lengths = (batch.target != _IGNORED).sum(-1)
         sentences = torch.arange(len(index), device=lengths.device).repeat_interleave(lengths)
         tokens = self.data.target_tokenizer
@@ -543,6 +568,11 @@ def _in_order(numbered: Sequence[tuple[int, Any]]) -> list[Any]:
     return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]
 
 
+def _tokens(batch: Batch) -> Tensor:
+    """(tokens,) of the targets, without padding."""
+    return batch.target[batch.inputs.prefix != PAD]
+
+
 def _lengths(split: Split, side: Side) -> Tensor:
     return torch.from_numpy(split.lengths(side))
 
@@ -569,34 +599,6 @@ def _by_tokens(order: np.ndarray[Any, Any], split: Split, limit: int = 4096) -> 
             first = place
     if len(order):
         yield order[first:]
-
-
-def _row_statistics(head: Head, target: Tensor) -> dict[str, Tensor]:
-    """For each token: -log p of the reference, the entropy, the top probability, whether right."""
-    columns: dict[str, list[Tensor]] = {"nll": [], "entropy": [], "confidence": [], "right": []}
-    at_once = max(1, _LOGITS_AT_ONCE // len(head.weight))
-    for states, labels in zip(head.states.split(at_once), target.split(at_once), strict=True):
-        log_p = (states @ head.weight.T).float().log_softmax(-1)
-        top, token = log_p.max(-1)
-        columns["nll"].append(-log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
-        columns["entropy"].append(-(log_p.exp() * log_p).sum(-1))
-        columns["confidence"].append(top.exp())
-        columns["right"].append((token == labels).float())
-    return {name: torch.cat(parts) for name, parts in columns.items()}
-
-
-def _forced_metrics(forced: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    names = {
-        "nll": "nll",
-        "entropy": "entropy",
-        "confidence": "confidence",
-        "right": "token_accuracy",
-    }
-    tokens = sum(len(row["nll"]) for row in forced)
-    return {
-        metric: math.fsum(float(row[name].double().sum()) for row in forced) / tokens
-        for name, metric in names.items()
-    }
 
 
 def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int) -> Tensor:
