@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from labo.cli import _verdict
 from labo.lab.methods import METHODS
 
 
@@ -55,6 +58,33 @@ def test_usage_errors_have_status_2():
 def test_debug_shows_the_traceback():
     done = labo("train", "digit", "--debug")
     assert "Traceback" in done.stderr
+
+
+def test_what_is_not_installed_is_named():
+    status, line = _verdict(ModuleNotFoundError("No module named 'babel'", name="babel"))
+    assert status == 2
+    assert line == "babel is not installed: pip install 'torch-labo[lab]'"
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+    command = [sys.executable, "-m", "labo", "train", "digits", "train.epochs=1000"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore the signal, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    metrics = tmp_path / "runs" / "digits-labo-s0" / "metrics.jsonl"
+    while not metrics.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "labo: interrupted; the same command continues the run"
 
 
 def test_the_default_run_directory(tmp_path):

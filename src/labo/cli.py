@@ -9,9 +9,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+
+class _Commands(TyperGroup):
+    """Ctrl-C ends a command with a line, where Typer would say nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Those that start many runs have told of them.
+            if _is_main_process() and ctx.invoked_subcommand not in _MANY_RUNS:
+                resumes = ctx.invoked_subcommand == "train"
+                hint = "; the same command continues the run" if resumes else ""
+                print(f"labo: interrupted{hint}", file=sys.stderr)
+            raise
+
+
+_MANY_RUNS = ("compare", "reproduce", "demo")
 app = typer.Typer(
     name="labo",
+    cls=_Commands,
     help="Label regularization: train, compare and analyse.",
     no_args_is_help=True,
     add_completion=False,
@@ -379,7 +398,7 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run a command: status 0 done, 1 the work failed, 2 the request was wrong."""
+    """Run a command: status 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return app(arguments)
@@ -391,10 +410,6 @@ def main(arguments: list[str] | None = None) -> Any:
             for line in message.splitlines():
                 print(f"labo: {line}", file=sys.stderr)
         sys.exit(status)
-    except KeyboardInterrupt:
-        if _is_main_process():
-            print("labo: interrupted; the same command continues a run", file=sys.stderr)
-        sys.exit(1)
 
 
 def _verdict(error: Exception) -> tuple[int, str]:

@@ -25,8 +25,8 @@ SCALES = ("demo", "small", "paper")
 
 _SMALL_IMAGES = ("train.epochs=5", "optim.schedule=cosine", "optim.milestones=[]")
 _SMALL_TEXT = ("train.epochs=5", "model.preset=small", "optim.warmup_steps=500")
-_DEMO_TEXT = ("train.epochs=2",)  # there are many of them
-_SMALL_WARMUP = "warmup_steps=500"  # of LABO, where the paper has 5000 or more
+_DEMO_TEXT = ("data.size=8000", "optim.warmup_steps=150")  # there are many of them
+_LABO_WARMUP = {"demo": 200, "small": 500}  # steps, where the paper has 5000 or more
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,10 @@ def plan(
 
 def _methods(exhibit: Exhibit, experiment: Experiment, scale: str) -> list[str]:
     """The rows; a short schedule would be over before the paper's warm-up of LABO is."""
-    if scale == "small" and experiment.is_text:
-        return [f"labo:{_SMALL_WARMUP}" if name == "labo" else name for name in exhibit.methods]
-    return list(exhibit.methods)
+    if not experiment.is_text or scale not in _LABO_WARMUP:
+        return list(exhibit.methods)
+    labo = f"labo:warmup_steps={_LABO_WARMUP[scale]}"
+    return [labo if name == "labo" else name for name in exhibit.methods]
 
 
 def _missing(exhibit: Exhibit, folders: Mapping[str, Path]) -> tuple[str, ...]:

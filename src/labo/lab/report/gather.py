@@ -116,8 +116,8 @@ class Group:
 
 def read_runs(paths: Iterable[str | Path]) -> list[Listing]:
     """The runs in the given order; one that cannot be read says so in its state."""
-    paths = [Path(path) for path in paths]
-    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    folders = [Path(path) for path in paths]
+    return [_read(path, name) for path, name in zip(folders, _names(folders), strict=True)]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
