@@ -23,7 +23,6 @@ from functools import lru_cache, partial
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -741,12 +740,7 @@ class _ArrowFile:
     def __enter__(self) -> _ArrowFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._flush()
             self._stream.close()
@@ -829,12 +823,7 @@ class _Bars:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     @contextmanager
