@@ -56,3 +56,9 @@ def test_tempered_statistics(tokens, monkeypatch):
     plain = forced.token_statistics(head, target)
     assert set(plain) == {"nll", "entropy", "confidence", "right"}
     assert torch.equal(plain["confidence"], found["confidence"])
+
+
+def test_rivals(tokens):
+    head, target = tokens
+    p = (head.states @ head.weight.T).softmax(-1).sort(-1).values
+    torch.testing.assert_close(forced.rival_probabilities(head, target), p[:, -2])

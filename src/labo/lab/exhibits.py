@@ -196,11 +196,14 @@ def _minus(ours: Cell, theirs: Cell) -> Cell:
 
 
 def _one_label(found: Found) -> tuple[list[Column], list[Row]]:
+    from .report.embed import token_name
+
     kinds = {"one_hot": "one-hot", "ls": "LS", "labo": "LABO", "prediction": "model"}
     rows = []
     labels = [load_analysis(path)["labels"] for path in found.paths(_ANALYSED, "labo")]
     for shown in (samples[0] for samples in labels[:1] if samples):
         for place, name in enumerate(shown["classes"]):
+            name = token_name(name)
             label = f"{name} (target)" if place == shown["target"] else name
             rows.append(Row(label, {kind: Cell(shown[kind][place]) for kind in kinds}))
         rest = {kind: Cell(shown["rest"][kind]) for kind in kinds}

@@ -109,6 +109,11 @@ def best_temperature(losses: Tensor) -> float | None:
     return 1 / float(BETAS[place] + aside * BETAS[0])
 
 
+def rival_probabilities(head: Head, target: Tensor) -> Tensor:
+    """(N,) the second largest probability at each token: large where two words compete."""
+    return torch.cat([log_p.topk(2).values[:, 1].exp() for log_p, _ in _blocks(head, target)])
+
+
 def _blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Log-probabilities (n, V) and labels (n,)."""
     at_once = max(1, _LOGITS_AT_ONCE // len(head.weight))

@@ -506,19 +506,19 @@ class Task:
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """Positions where the model hesitates most, one per sentence, with all their logits."""
+        """Positions where two words compete most, one per sentence, with all their logits."""
         chosen = self.data.split(split)
         index = torch.arange(min(len(chosen), 64))
         batch = self._batch(chosen, index, 0, training=False).to(accelerator.device)
         model.eval()
         head = self.outputs(model, batch)
-        stats = forced.token_statistics(head, _tokens(batch))
+        rivals = forced.rival_probabilities(head, _tokens(batch))
         lengths = (batch.target != _IGNORED).sum(-1)
         sentences = torch.arange(len(index), device=lengths.device).repeat_interleave(lengths)
         tokens = self.data.target_tokenizer
         examples: list[dict[str, Any]] = []
         used: set[int] = set()
-        for row in stats["entropy"].argsort(descending=True).tolist():
+        for row in rivals.argsort(descending=True).tolist():
             sentence = int(sentences[row])
             if sentence in used or len(examples) == _EXPLORED:
                 continue
