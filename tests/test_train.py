@@ -92,6 +92,14 @@ def test_a_file_of_another_kind_in_the_data_folder(tmp_path):
 # ------------------------------------------------------------------ what a recipe can ask for
 
 
+@pytest.mark.parametrize(("steps", "told"), [(5, False), (6, True)])
+def test_a_warmup_that_never_ends_is_told(steps, told, tmp_path):
+    out = tmp_path / "run"
+    assert train(out, [f"method.warmup_steps={steps}", "train.max_steps=5"]) == {0}
+    line = f"note: the warm-up of {steps} steps outlasts the run of 5: labo itself is never used"
+    assert (line in log_of(out).read_text()) is told
+
+
 def test_early_stop(tmp_path):
     out = tmp_path / "run"
     settings = ["optim.lr=1e-6", "train.epochs=9", "train.patience=2", "train.select=accuracy"]

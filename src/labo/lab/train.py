@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast
 from torch import Tensor, nn
 
+from ..losses import Warmup
 from . import checkpoint
 from .config import Recipe
 from .distributed import gather_rows
@@ -126,7 +127,7 @@ class Trainer:
             self.run.start(self.recipe)
         self.accelerator.wait_for_everyone()
         with Display(self.total, silent=not self.accelerator.is_main_process) as self.display:
-            for note in self.task.notes:
+            for note in self._notes():
                 self.display.say(f"note: {note}")
             self.restore()
             state, began = self.state, time.perf_counter() - self.state.seconds
@@ -148,6 +149,15 @@ class Trainer:
                 if evaluated or _divides(self.recipe.train.save_every, state.step):
                     self.save()
             return self.finish(test)
+
+    def _notes(self) -> Iterator[str]:
+        """What a person should know before it begins."""
+        yield from self.task.notes
+        if isinstance(self.loss, Warmup) and self.loss.steps > self.total:
+            yield (
+                f"the warm-up of {self.loss.steps} steps outlasts the run of {self.total}: "
+                f"{self.recipe.method['name']} itself is never used; method.warmup_steps sets it"
+            )
 
     def upcoming(self) -> Iterator[tuple[list[Batch], Tensor]]:
         """The batches from here to the end: this process's pieces, and all sample indices."""
