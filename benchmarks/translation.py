@@ -346,7 +346,7 @@ DECODING = {
 # ------------------------------------------------------------------ turns
 
 
-def take_turns(smoke: bool, *, steps: int = 12, turns: int = 5) -> dict[str, dict[str, Any]]:
+def take_turns(smoke: bool, *, steps: int = 12, turns: int = 3) -> dict[str, dict[str, Any]]:
     """For training and decoding: contender -> medians over its turns."""
     if smoke:
         steps, turns = 2, 1

@@ -97,8 +97,8 @@ def best_temperature(losses: Tensor) -> float | None:
         None if the smallest is at the edge of what was tried: then there is no telling.
 
     Example:
-        >>> best_temperature((BETAS - 2.2) ** 2)
-        0.4545...
+        >>> round(best_temperature((BETAS - 2.2) ** 2), 4)  # 1 / 2.2
+        0.4545
         >>> best_temperature(-BETAS)
     """
     place = int(losses.argmin())
