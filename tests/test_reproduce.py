@@ -324,3 +324,4 @@ def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):
     assert failures == []
     assert "[76.55]" in text
     assert "digits stands in for imagenet-resnet50, imagenet-resnet152" in text
+    assert "- set by hand, for all runs: train.max_steps=2" in text

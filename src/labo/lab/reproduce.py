@@ -137,6 +137,7 @@ class Plan:
         teachers: data -> the run that distillation learns from, where it is not a base run.
         folders: data -> where they are expected.
         missing: what is not there, in words.
+        overrides: what was set by hand.
     """
 
     exhibit: Exhibit
@@ -146,6 +147,7 @@ class Plan:
     teachers: Mapping[str, Comparison]
     folders: Mapping[str, Path]
     missing: Sequence[str]
+    overrides: Sequence[str]
 
     def all(self) -> list[Comparison]:
         """Every comparison once, teachers first."""
@@ -206,7 +208,7 @@ def plan(
             teacher=learned_from,
         )
     missing = () if scale == "demo" else _missing(exhibit, folders)
-    return Plan(exhibit, scale, out, comparisons, teachers, folders, missing)
+    return Plan(exhibit, scale, out, comparisons, teachers, folders, missing, overrides)
 
 
 def _methods(exhibit: Exhibit, experiment: Experiment, scale: str) -> list[str]:
@@ -319,7 +321,8 @@ def reproduce(name: str, plan: Plan, jobs: int | None = None) -> tuple[Table, li
     """
     failures = compare.carry_out(plan.all(), plan.out, jobs)
     found = Found({key: _by_method(runs) for key, runs in plan.comparisons.items()})
-    table = make_table(plan.exhibit, found, _scale_notes(plan))
+    by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []
+    table = make_table(plan.exhibit, found, [*_scale_notes(plan), *by_hand])
     write_table(table, plan.out / name)
     if plan.exhibit.draw is not None:
         plan.exhibit.draw(found, plan.out / name)
