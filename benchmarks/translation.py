@@ -193,7 +193,7 @@ def _joey(folder: Path, smoke: bool, mode: str, steps: int) -> str:
     task = Task(_recipe(smoke))
     sizes = PRESETS[task.recipe.model.preset]
     held_out = "valid" if mode == "train" else "test"
-    _write_for_joey(task, folder, ("train", held_out))
+    _write_for_joey(task, folder, ("train", held_out) if mode == "train" else (held_out,))
     config = _JOEY.format(
         held_out=f'{"dev" if mode == "train" else "test"}: "{held_out}"',
         tokens=task.recipe.train.batch_tokens,

@@ -407,3 +407,16 @@ def test_methods_for_images_only_are_refused_by_name():
         load_recipe("cldr", ["method=ols"])
     with pytest.raises(RecipeError, match="mls is not for image_classification"):
         load_recipe("digits", ["method=mls"])
+
+
+def test_reference_tokens_are_measured_outside_of_autocast(finished):
+    class Half(Accelerator):
+        def autocast(self):
+            return torch.autocast("cpu", torch.bfloat16)
+
+    folder = RunDirectory(finished)
+    task = Task(folder.recipe())
+    heads = task._heads(folder.load_model(), task.data.split("valid"), Half(cpu=True))
+    within = [torch.is_autocast_enabled("cpu") for _ in heads]
+    assert within
+    assert not any(within)

@@ -19,15 +19,14 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # Those that start many runs have told of them.
-            if _is_main_process() and ctx.invoked_subcommand not in _MANY_RUNS:
-                resumes = ctx.invoked_subcommand == "train"
-                hint = "; the same command continues the run" if resumes else ""
+            if _is_main_process():
+                what = _RESUMED.get(ctx.invoked_subcommand)
+                hint = f"; the same command continues the {what}" if what else ""
                 print(f"labo: interrupted{hint}", file=sys.stderr)
             raise
 
 
-_MANY_RUNS = ("compare", "reproduce", "demo")
+_RESUMED = {"train": "run", "compare": "runs", "reproduce": "runs", "demo": "runs"}
 app = typer.Typer(
     name="labo",
     cls=_Commands,

@@ -169,9 +169,6 @@ class _Launch:
                         self.work_off()
                 else:
                     self.work_off()
-            except KeyboardInterrupt:
-                print("labo: interrupted; the same command continues the runs", file=sys.stderr)
-                raise
             finally:
                 self.stop()
         return list(self.failures.values())
