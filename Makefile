@@ -26,7 +26,7 @@ docs: $(INSTALLED)
 
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
 soak: $(INSTALLED)
-	LABO_SOAK=5 $(BIN)/python -m pytest tests/test_resume.py
+	LABO_SOAK=5 $(BIN)/python -m pytest tests/lab/run/test_resume.py
 
 # torch comes first and pinned: unpinned it would bring gigabytes of GPU libraries.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard src/labo/fused/*.c)

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
 from conftest import MODULES, gradient
 from labo.fused import linear
+from probes import LargestTensor
 
 N, D, V = 13, 6, 11
 SECOND = {"kd", "cskd", "pskd"}
@@ -138,21 +138,6 @@ def test_partial_gradients_skip_their_work(name, monkeypatch):
     with torch.no_grad():
         labo.linear_loss(x, weight, target, loss, linear_bias=bias, second=second)
     assert seen[-1] == (False, False, False)
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor) and not function.is_view:
-                self.largest = max(self.largest, x.numel())
-        return result
 
 
 @each_loss

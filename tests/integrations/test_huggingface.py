@@ -23,8 +23,8 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainingArguments, Train
 
 import labo
 from labo.integrations import huggingface as hf
+from probes import LargestTensor
 from scripts import load_example
-from test_linear_loss import LargestTensor
 
 V = 61
 RATE = 0.5

@@ -44,14 +44,15 @@ def test_the_page_leads_to_a_method_that_passes_the_tests(tmp_path):
     changed = follow(tmp_path)
     assert {"src/labo/functional.py", "src/labo/losses.py", "tests/conftest.py"} < {*changed}
     assert {"docs/methods.md", "README.md", "src/labo/lab/methods.py"} < {*changed}
-    files = ["functional", "behaviour", "losses", "linear_loss"]
-    files += ["worked_numbers", "docs", "methods"]
-    command = [sys.executable, "-m", "pytest", *(f"tests/test_{name}.py" for name in files)]
+    files = ["functional", "behaviour", "losses", "linear_loss", "worked_numbers"]
+    paths = [f"tests/core/test_{name}.py" for name in files]
+    paths += ["tests/project/test_docs.py", "tests/lab/test_methods.py"]
+    command = [sys.executable, "-m", "pytest", *paths]
     names = "maxsup or max_supp or tables or is_a_method or five_things or doctests"
     # compilation and a recorded training run pass too, but take longer than all the others
     command += ["-k", f"({names}) and not compile and not golden"]
-    paths = {"PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {"PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True
+        command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
