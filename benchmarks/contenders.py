@@ -133,7 +133,7 @@ def linear_losses(
 
 def resnet_steps(batch: int) -> dict[str, Work]:
     """One step of CIFAR ResNet18, with cross entropy and with LABO."""
-    from labo.lab.models.convnets import CONVNETS
+    from labo.lab.images.networks import CONVNETS
 
     torch.manual_seed(0)
     model = CONVNETS["resnet18"](100, 3)

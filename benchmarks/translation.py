@@ -68,7 +68,7 @@ class _Clock:
 
 def train_labo(steps: int, smoke: bool) -> dict[str, float]:
     """The loop of ``labo train``."""
-    from labo.lab.rundir import RunDirectory
+    from labo.lab.run.directory import RunDirectory
     from labo.lab.train import Trainer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def train_huggingface(steps: int, smoke: bool) -> dict[str, float]:
     """Seq2SeqTrainer with label_smoothing_factor on the same model and the same batches."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
-    from labo.lab.tasks.translation import Task
+    from labo.lab.translation.task import Task
 
     task = Task(_recipe(smoke))
     clock = _Clock(warm=2)
@@ -187,8 +187,8 @@ model:
 
 def _joey(folder: Path, smoke: bool, mode: str, steps: int) -> str:
     """What ``python -m joeynmt MODE`` logs, run in ``folder`` on labo's pieces of words."""
-    from labo.lab.models.marian import PRESETS
-    from labo.lab.tasks.translation import Task
+    from labo.lab.translation.model import PRESETS
+    from labo.lab.translation.task import Task
 
     task = Task(_recipe(smoke))
     sizes = PRESETS[task.recipe.model.preset]
@@ -257,7 +257,7 @@ def _model_folder(smoke: bool, folder: Path) -> Path:
 
 
 def _sources(smoke: bool) -> list[list[int]]:
-    from labo.lab.tasks.translation import Task
+    from labo.lab.translation.task import Task
 
     split = Task(_recipe(smoke)).data.split("test")
     return [split.source(i).tolist() for i in range(4 if smoke else len(split))]
@@ -272,7 +272,7 @@ def _timed(work: Callable[[], object], sentences: int) -> dict[str, float]:
 def decode_labo(best: Path, smoke: bool) -> dict[str, float]:
     from transformers import MarianMTModel
 
-    from labo.lab.decoding import Decode, decode
+    from labo.lab.translation.decoding import Decode, decode
 
     model, sources = MarianMTModel.from_pretrained(best), _sources(smoke)
     return _timed(lambda: decode(model, sources, Decode()), len(sources))
@@ -299,7 +299,7 @@ def decode_ctranslate2(best: Path, smoke: bool) -> dict[str, float]:
     import ctranslate2
     from transformers import AutoTokenizer
 
-    from labo.lab.export import export
+    from labo.lab.translation.export import export
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ct2"

@@ -119,7 +119,7 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Train a recipe with several methods and seeds, and print the table; runs what is missing."""
-    from .lab import compare as comparing
+    from .lab.compare import plan as comparing
     from .lab.tables import to_markdown
 
     comparison = comparing.plan(
@@ -203,7 +203,7 @@ def reproduce(
     debug: Debug = False,
 ) -> None:
     """Make a table or figure of the paper again, ours beside the paper's."""
-    from .lab import reproduce as reproducing
+    from .lab.reproduce import command as reproducing
     from .lab.tables import to_markdown
 
     plan = reproducing.plan(
@@ -283,8 +283,8 @@ def prepare(
     debug: Debug = False,
 ) -> None:
     """Prepare parallel text for training: clean it, learn subwords, write token ids."""
-    from .lab.data import prepare as preparing
-    from .lab.text import TextOptions
+    from .lab.translation import prepare as preparing
+    from .lab.translation.text import TextOptions
 
     given = {name: value for name, value in locals().items() if value is not None}
     text = {name: given[name] for name in TextOptions.model_fields if name in given}
@@ -321,7 +321,7 @@ def translate(
     debug: Debug = False,
 ) -> None:
     """Translate stdin to stdout: raw text, one line for each line."""
-    from .lab.translate import translate_stream
+    from .lab.translation.translate import translate_stream
 
     translate_stream(
         run,
@@ -348,7 +348,7 @@ def export(
 ) -> None:
     """Write a translation model for CTranslate2, and print the lines that use it."""
     from .lab.errors import RequestError
-    from .lab.export import export as export_model
+    from .lab.translation.export import export as export_model
 
     if to != "ctranslate2":
         raise RequestError(f"--to {to}: there is ctranslate2")
@@ -413,8 +413,7 @@ def main(arguments: list[str] | None = None) -> Any:
 
 def _verdict(error: Exception) -> tuple[int, str]:
     """Exit status and line for an error."""
-    from .lab.data import DataError
-    from .lab.errors import LabError
+    from .lab.errors import DataError, LabError
 
     if isinstance(error, LabError):
         return error.status, str(error)

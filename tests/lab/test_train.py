@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from lab_runs import log_of, losses, metrics, outcome, run, train
 from labo.lab import train as loop
 from labo.lab.config import Optim, known_recipes, load_recipe
-from labo.lab.data.cldr import cldr_data
-from labo.lab.data.images import ImageData, Split
+from labo.lab.images import task as image_classification
+from labo.lab.images.scores import classification_scores
+from labo.lab.images.sources import ImageData, Split
 from labo.lab.methods import IMAGES, TRANSLATION
 from labo.lab.optim import learning_rate
-from labo.lab.scores import classification_scores
-from labo.lab.tasks import image_classification
+from labo.lab.translation.cldr import cldr_data
 
 
 def last_line(out: Path) -> str:

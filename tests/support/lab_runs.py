@@ -37,8 +37,8 @@ _server.set_forkserver_preload(
         "lab_runs",
         "labo.cli",
         "labo.lab.train",
-        "labo.lab.tasks.image_classification",
-        "labo.lab.tasks.translation",
+        "labo.lab.images.task",
+        "labo.lab.translation.task",
         "sklearn.datasets",
         "torch.utils.tensorboard",
         "torch._dynamo",
@@ -61,7 +61,7 @@ def command(arguments: list[str], log: Path, env: dict[str, str], kill: Kill | N
     os.dup2(output.fileno(), 2)
     torch.set_num_threads(1)
     from labo import cli
-    from labo.lab.models.convnets import CONVNETS
+    from labo.lab.images.networks import CONVNETS
 
     CONVNETS["plain"] = plain_net
     if kill is not None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import lab_runs
-from labo.lab import launch
+from labo.lab.compare.plan import launch
 
 
 class Launcher:
-    """Stands in for ``subprocess.Popen`` in ``labo.lab.launch``.
+    """Stands in for ``subprocess.Popen`` in ``labo.lab.compare.launch``.
 
     Attributes:
         started: the arguments of every command so far.

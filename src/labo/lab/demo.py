@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import launch
-from .compare import Comparison, carry_out, plan, tabulate
+from .compare import launch
+from .compare.plan import Comparison, carry_out, plan, tabulate
 from .report import write_report
 from .tables import to_markdown, write_table
 

@@ -13,3 +13,11 @@ class RequestError(LabError):
     """The request was wrong: a bad recipe, a missing file. Nothing has been touched."""
 
     status = 2
+
+
+class DataError(RequestError):
+    """Data that cannot be used: what is wrong, where, and what would be right, in one line."""
+
+    def __init__(self, message: str) -> None:
+        # A library below may have had several lines to say.
+        super().__init__(" ".join(message.splitlines()))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from . import atomic
-from .rundir import RunDirectory
+from .run import files as atomic
+from .run.directory import RunDirectory
 from .tasks import find_task
 from .train import on_cpu
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import atomic
+from .run import files as atomic
 
 NOTHING = "-"  # what a cell without a number shows
 

@@ -18,11 +18,11 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
-from .augment import uniforms
-from .distributed import gather_rows
 from .errors import RequestError
-from .rundir import RunDirectory
-from .seeds import mix
+from .images.augment import uniforms
+from .run.directory import RunDirectory
+from .run.distributed import gather_rows
+from .run.seeds import mix
 from .tasks import Batch, Task
 
 

@@ -30,15 +30,15 @@ from accelerate.utils import ProjectConfiguration, broadcast
 from torch import Tensor, nn
 
 from ..losses import Warmup
-from . import checkpoint
 from .config import Recipe
-from .distributed import gather_rows
 from .errors import LabError, RequestError
 from .methods import METHODS
 from .optim import build_optimizer, learning_rate
-from .progress import Display
-from .rundir import RunDirectory
-from .seeds import mix
+from .run import checkpoint
+from .run.directory import RunDirectory
+from .run.distributed import gather_rows
+from .run.progress import Display
+from .run.seeds import mix
 from .tasks import Batch, find_task
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from scipy.optimize import minimize_scalar
 from sklearn.metrics import log_loss
 
 from analysis_runs import drawn_images
-from labo.lab import scores
 from labo.lab.analysis import calibration
+from labo.lab.images import scores
 
 # Of two bins: [0.25, 0.45] with one right of two; [0.5, 0.75, 1.0] with two right of three.
 CONFIDENCE = np.array([0.25, 0.45, 0.5, 0.75, 1.0])

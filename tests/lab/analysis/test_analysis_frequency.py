@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from labo.lab.analysis.alignment import matched_tokens
 from labo.lab.analysis.confidence import chosen_probabilities, histogram
-from labo.lab.analysis.frequency import (
-    bleu_by_part,
-    differences,
-    frequency_parts,
-    frequency_score,
-)
+from labo.lab.analysis.frequency import bleu_by_part, differences, frequency_parts, frequency_score
 from labo.lab.analysis.lengths import length_bias
 
 REFERENCES = [

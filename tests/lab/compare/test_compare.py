@@ -17,8 +17,8 @@ from rich.console import Console
 
 from analysis_runs import sentence, write_lines
 from labo import cli
-from labo.lab import compare, launch
-from labo.lab.compare import Comparison, carry_out, plan, spread_of, tabulate
+from labo.lab.compare import plan as compare
+from labo.lab.compare.plan import Comparison, carry_out, launch, plan, spread_of, tabulate
 from labo.lab.errors import RequestError
 from labo.lab.tables import to_markdown
 from launched import Launcher

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labo.lab import augment
-from labo.lab.augment import RESIZED_CROP_DRAWS, uniforms
-from labo.lab.seeds import mix
+from labo.lab.images import augment
+from labo.lab.images.augment import RESIZED_CROP_DRAWS, uniforms
+from labo.lab.run.seeds import mix
 
 INDEX = torch.arange(4096)
 

@@ -20,9 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from labo.lab.data import DataError
-from labo.lab.data.images import ImageData, load_images
-from labo.lab.errors import RequestError
+from labo.lab.errors import DataError, RequestError
+from labo.lab.images.sources import ImageData, load_images
 
 PIXELS = 3072
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from labo._checks import UnknownNameError
-from labo.lab.augment import normalize, permutation
-from labo.lab.data.images import load_images
-from labo.lab.models import convnets
-from labo.lab.models.convnets import CONVNETS
+from labo.lab.images import networks as convnets
+from labo.lab.images.augment import normalize, permutation
+from labo.lab.images.networks import CONVNETS
+from labo.lab.images.sources import load_images
 
 PARAMETERS = {
     ("resnet18", 100): 11_220_132,

@@ -12,10 +12,10 @@ import pytest
 
 from analysis_runs import sentence, write_lines
 from labo import cli
-from labo.lab import estimates, paper, reproduce
 from labo.lab.errors import RequestError
-from labo.lab.exhibits import EXHIBITS
-from labo.lab.reproduce import EXPERIMENTS, Plan, describe, plan, require
+from labo.lab.reproduce import command as reproduce
+from labo.lab.reproduce.command import EXPERIMENTS, Plan, describe, estimates, paper, plan, require
+from labo.lab.reproduce.exhibits import EXHIBITS
 from labo.lab.tables import to_markdown
 from launched import Launcher
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lab_runs import IMAGE_METHODS, Kill, log_of, outcome, settings_of, train
-from labo.lab import checkpoint
+from labo.lab.run import checkpoint
 
 # make soak: so many killed runs of every method in one and in two processes, instead of a sample.
 SOAK = int(os.environ.get("LABO_SOAK", "0"))

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labo.lab import bleu
 from labo.lab.errors import RequestError
+from labo.lab.translation import bleu
 
 HYPOTHESES = [
     "The dog bit the man.",

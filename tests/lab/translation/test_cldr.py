@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from babel import Locale
 
-from labo.lab.data import DataError, cldr
-from labo.lab.data.cldr import cldr_data, draw_phrases
-from labo.lab.data.prepare import parse_pairs
-from labo.lab.data.prepared import Prepared
+from labo.lab.errors import DataError
+from labo.lab.translation import cldr
+from labo.lab.translation.cldr import cldr_data, draw_phrases
+from labo.lab.translation.prepare import parse_pairs
+from labo.lab.translation.prepared import Prepared
 
 PAIRS = ["de-en", "en-de", "fr-en", "en-fr"]
 
@@ -180,7 +181,7 @@ def test_the_cache_lies_where_users_keep_theirs(tmp_path, monkeypatch):
 
 def test_two_processes_at_once_make_one_result(tmp_path):
     script = (
-        "from labo.lab.data.cldr import cldr_data\n"
+        "from labo.lab.translation.cldr import cldr_data\n"
         "print(cldr_data(['de-en'], size=200, vocabulary=400).fingerprint)\n"
     )
     processes = [

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from labo.lab import decoding
-from labo.lab.decoding import Decode, batches, decode, generation_config, longest_output
 from labo.lab.errors import RequestError
-from labo.lab.models.marian import BOS, EOS, PAD
+from labo.lab.translation import decoding
+from labo.lab.translation.decoding import Decode, batches, decode, generation_config, longest_output
+from labo.lab.translation.model import BOS, EOS, PAD
 from tiny_translation import (
     POSITIONS,
     VOCABULARY,

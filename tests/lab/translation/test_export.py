@@ -14,11 +14,11 @@ import torch
 from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
 from labo import cli
-from labo.lab.decoding import Decode, decode
 from labo.lab.errors import LabError, RequestError
-from labo.lab.export import export
-from labo.lab.models.marian import BOS, EOS, PAD
-from labo.lab.translate import Translator
+from labo.lab.translation.decoding import Decode, decode
+from labo.lab.translation.export import export
+from labo.lab.translation.model import BOS, EOS, PAD
+from labo.lab.translation.translate import Translator
 from tiny_translation import (
     POSITIONS,
     VOCABULARY,
@@ -174,7 +174,7 @@ def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept_up(tmp_path, m
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("labo.lab.export._add_text", full)
+        patch.setattr("labo.lab.translation.export._add_text", full)
         with pytest.raises(LabError, match=r"cannot write .*out: No space left on device"):
             export(tmp_path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
@@ -202,5 +202,5 @@ def exec_without_ctranslate2(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "ctranslate2.converters", None)
-    spec = importlib.util.find_spec("labo.lab.export")
+    spec = importlib.util.find_spec("labo.lab.translation.export")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

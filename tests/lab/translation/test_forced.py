@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labo.lab.analysis.calibration import fit_temperature
-from labo.lab.models.marian import Head
-from labo.lab.tasks import forced
+from labo.lab.translation import forced
+from labo.lab.translation.model import Head
 
 
 @pytest.fixture

@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, MarianMTModel
 
-from labo.lab.models.marian import EOS, PAD, PRESETS, Translator, fresh_translator, marian_config
+from labo.lab.translation.model import (
+    EOS,
+    PAD,
+    PRESETS,
+    Translator,
+    fresh_translator,
+    marian_config,
+)
 
 TINY = {"width": 16, "ffn": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 1}
 

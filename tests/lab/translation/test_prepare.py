@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from labo.cli import main
-from labo.lab.data import DataError, prepare
-from labo.lab.data.parallel import find_parallel_text, read_lines
-from labo.lab.data.prepare import PRESETS, Processing, choose, parse_pairs, prepare_pairs
-from labo.lab.data.prepared import Pair, Prepared
-from labo.lab.errors import LabError, RequestError
-from labo.lab.text import Pipeline, TextOptions
+from labo.lab.errors import DataError, LabError, RequestError
+from labo.lab.translation import prepare
+from labo.lab.translation.parallel import find_parallel_text, read_lines
+from labo.lab.translation.prepare import PRESETS, Processing, choose, parse_pairs, prepare_pairs
+from labo.lab.translation.prepared import Pair, Prepared
+from labo.lab.translation.text import Pipeline, TextOptions
 
 NOUNS = {"Hund": "dog", "Katze": "cat", "Straße": "street", "Kind": "child", "Baum": "tree"}
 VERBS = {"sieht": "sees", "kennt": "knows", "sucht": "looks for"}
@@ -657,7 +657,7 @@ def test_text_options_hold_for_training_text_too(preset, name, value):
 SCRIPT = """
 import sys
 from pathlib import Path
-from labo.lab.data import prepare
+from labo.lab.translation import prepare
 
 folder, out, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 files = {split: [str(folder / split)] for split in ("train", "valid", "test")}
@@ -696,7 +696,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(corpus, tmp_path,
 
 HANGING = """
 import sys, time
-from labo.lab.data import prepare
+from labo.lab.translation import prepare
 
 def hang(self, inputs):
     print("nearly done", flush=True)

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from labo.lab.data import DataError
-from labo.lab.text import (
+from labo.lab.errors import DataError
+from labo.lab.translation.text import (
     SPECIAL_TOKENS,
     Merges,
     Pipeline,
@@ -172,12 +172,14 @@ def test_of_too_many_words_the_most_frequent_are_learned_from(monkeypatch, is_wo
         return learn_merges(lambda: lines, words=is_words, size=Size(merges=9), reserved=4)
 
     whole = learn()
-    monkeypatch.setattr("labo.lab.text._MOST_LEARNED", 2)
+    monkeypatch.setattr("labo.lab.translation.text._MOST_LEARNED", 2)
     few = learn()
     assert few.alphabet == whole.alphabet
     assert {a.strip("Ġ") + b for a, b in few.merges} < {a.strip("Ġ") + b for a, b in whole.merges}
     assert not set("efghxy") & set("".join(a + b for a, b in few.merges).replace("</w>", ""))
-    monkeypatch.setattr("labo.lab.text._MOST_COUNTED", 3)  # forgets ef and gh on the way
+    monkeypatch.setattr(
+        "labo.lab.translation.text._MOST_COUNTED", 3
+    )  # forgets ef and gh on the way
     assert learn() == few
 
 

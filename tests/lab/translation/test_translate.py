@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from labo import cli
-from labo.lab import translate
-from labo.lab.decoding import Decode, Hypothesis, decode
 from labo.lab.errors import RequestError
-from labo.lab.translate import ModelFolder, Translator, translate_stream
+from labo.lab.translation import translate
+from labo.lab.translation.decoding import Decode, Hypothesis, decode
+from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
 from tiny_translation import (
     POSITIONS,
     byte_folder,

@@ -21,9 +21,9 @@ from lab_runs import TEACHERLESS, TEXT_METHODS, log_of, losses, metrics, outcome
 from labo.lab.config import RecipeError, load_recipe
 from labo.lab.evaluate import evaluate_run
 from labo.lab.methods import METHODS
-from labo.lab.models.marian import EOS, NUM_SPECIAL, PAD, Head
-from labo.lab.rundir import RunDirectory
-from labo.lab.tasks.translation import Task, switchout
+from labo.lab.run.directory import RunDirectory
+from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, Head
+from labo.lab.translation.task import Task, switchout
 
 DATA = ["data.size=400", "data.vocabulary=400"]
 MODEL = ["model.width=16", "model.ffn=32", "model.heads=2", "model.positions=128"]

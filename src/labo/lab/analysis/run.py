@@ -184,7 +184,7 @@ def write_analysis(
     path: str | Path, splits: Sequence[str] | None = None, *, part_size: int | None = None
 ) -> dict[str, Any]:
     """:func:`analyze_run`, written to ``RUN/analysis.json`` too."""
-    from .. import atomic
+    from ..run import files as atomic
 
     document = analyze_run(path, splits, part_size=part_size)
     atomic.write_json(Path(path) / FILE, document)

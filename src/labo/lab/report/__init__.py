@@ -18,8 +18,8 @@ import jinja2
 from markupsafe import Markup
 
 from ... import __version__
-from .. import atomic
 from ..errors import RequestError
+from ..run import files as atomic
 from ..tables import NOTHING, Cell, Column
 from . import embed, figures, results
 from .gather import TRANSLATION, Group, Listing, make_groups, method_text, read_runs

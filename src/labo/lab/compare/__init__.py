@@ -1,0 +1,1 @@
+"""Many runs of a recipe: plan them, launch them, put them in a table."""

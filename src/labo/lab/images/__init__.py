@@ -1,0 +1,1 @@
+"""Image classification: data, augmentation, networks, scores and the task."""

@@ -1,0 +1,338 @@
+"""Augmentation on tensors, where chance is a function of (seed, epoch, sample) and nothing else.
+
+No generator is carried along. :func:`uniforms` hashes (seed, epoch, sample, draw) into numbers, and
+every random change below takes its numbers ``u`` as an argument. So a sample looks the same in any
+batch, on any process, and after a run was killed and resumed.
+
+The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), applied to key + sample and
+again to the result + draw, where the key stands for (seed, stream, epoch). It is 64-bit integer
+arithmetic only, which gives the same bits on every device.
+
+Images are uint8, (N, C, H, W) or (C, H, W), until :func:`normalize`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..._checks import check_hyper
+from ..run.seeds import mix
+
+__all__ = [
+    "RESIZED_CROP_DRAWS",
+    "beta_draw",
+    "cutmix",
+    "mixup",
+    "normalize",
+    "permutation",
+    "random_crop",
+    "random_crop_flip",
+    "random_flip",
+    "random_resized_crop",
+    "random_rotation",
+    "resize_center_crop",
+    "uniforms",
+]
+
+_CROP_TRIES = 10
+RESIZED_CROP_DRAWS = 2 * _CROP_TRIES + 2
+"""How many numbers :func:`random_resized_crop` takes: a shape for each try, and a position."""
+
+
+def _logical_shift(x: Tensor, bits: int) -> Tensor:
+    """``x >> bits`` of int64 taken as unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer: int64 to int64, one to one, each input bit moving all output bits.
+
+    The constants are the published ones, written as signed numbers; products wrap around.
+    """
+    x = (x ^ _logical_shift(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _logical_shift(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _logical_shift(x, 31)
+
+
+def uniforms(
+    seed: int, epoch: int, index: Tensor, count: int, *, stream: str = "augment"
+) -> Tensor:
+    """Random numbers for samples of a data set: a pure function of the arguments.
+
+    Args:
+        seed: of the run.
+        epoch: or any other count of visits.
+        index: (N,) int64, the samples' places in the data set.
+        count: how many numbers each sample needs; more of them leave the first ones as they are.
+        stream: what they are for; another stream has unrelated numbers.
+
+    Returns:
+        (N, count) float32 in [0, 1), multiples of 2^-24.
+
+    Example:
+        >>> uniforms(0, 3, torch.tensor([7, 8]), 2)
+        tensor([[0.5204, 0.6470],
+                [0.0820, 0.6097]])
+    """
+    sample = _scramble(index.unsqueeze(-1) + mix(seed, stream, epoch))
+    bits = _scramble(sample + torch.arange(count, device=index.device))
+    return _logical_shift(bits, 40).float() / (1 << 24)
+
+
+def permutation(seed: int, step: int, size: int, *, stream: str = "order") -> Tensor:
+    """A random order of ``size`` things, (size,) int64: a pure function of the arguments."""
+    keys = _scramble(torch.arange(size) + mix(seed, stream, step))
+    return keys.argsort(stable=True)
+
+
+def beta_draw(seed: int, step: int, a: float) -> float:
+    """The lambda ~ Beta(a, a) of mixup and CutMix: a pure function of the arguments."""
+    check_hyper(a=a)
+    return random.Random(mix(seed, "beta", step)).betavariate(a, a)
+
+
+def _choice(u: Tensor, count: int) -> Tensor:
+    """Uniform integers in [0, count) from ``u`` in [0, 1)."""
+    return (u * count).long().clamp(max=count - 1)  # the product may round up to count
+
+
+def _check_draws(images: Tensor, u: Tensor, shape: tuple[int, ...]) -> None:
+    if images.dim() != 4:
+        raise ValueError(f"images must have shape (N, C, H, W), got {tuple(images.shape)}")
+    if tuple(u.shape) != shape:
+        raise ValueError(
+            f"u must have shape {shape} for {len(images)} images, got {tuple(u.shape)}"
+        )
+
+
+def random_crop(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
+    """Pad with zeros on all sides and cut out the original size at a random place.
+
+    Args:
+        images: (N, C, H, W).
+        u: (N, 2) in [0, 1), for the row and the column.
+        padding: pixels on each side.
+
+    Returns:
+        (N, C, H, W).
+    """
+    _check_draws(images, u, (len(images), 2))
+    height, width = images.shape[-2:]
+    top, left = _choice(u.to(images.device), 2 * padding + 1).unbind(1)
+    padded = F.pad(images, (padding, padding, padding, padding))
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, tops, lefts, H, W)
+    return windows[torch.arange(len(images), device=images.device), :, top, left]
+
+
+def random_flip(images: Tensor, u: Tensor) -> Tensor:
+    """Mirror left and right the images with u < 1/2; images (N, C, H, W), u (N,)."""
+    _check_draws(images, u, (len(images),))
+    flipped = (u < 0.5).to(images.device).view(-1, 1, 1, 1)
+    return torch.where(flipped, images.flip(-1), images)
+
+
+def random_crop_flip(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
+    """The augmentation of CIFAR: zero padding, random crop, horizontal flip.
+
+    Args:
+        images: (N, C, H, W).
+        u: (N, 3) in [0, 1), for row, column and flip.
+        padding: pixels on each side.
+
+    Returns:
+        (N, C, H, W).
+    """
+    _check_draws(images, u, (len(images), 3))
+    return random_flip(random_crop(images, u[:, :2], padding), u[:, 2])
+
+
+def random_rotation(images: Tensor, u: Tensor, degrees: float) -> Tensor:
+    """Rotate about the centre by an angle in [-degrees, degrees]; nearest pixel, zeros outside.
+
+    Args:
+        images: (N, C, H, W).
+        u: (N,) in [0, 1).
+        degrees: the largest angle; Tf-KD uses 15.
+
+    Returns:
+        (N, C, H, W).
+    """
+    _check_draws(images, u, (len(images),))
+    n, c, height, width = images.shape
+    angle = torch.deg2rad((2 * u.to(images.device).double() - 1) * degrees).view(n, 1, 1)
+    # Rounded: the last bit of a sine may depend on the place in the batch, a pixel must not.
+    cos, sin = angle.cos().float(), angle.sin().float()
+    y = torch.arange(height, device=images.device).view(-1, 1) - (height - 1) / 2
+    x = torch.arange(width, device=images.device) - (width - 1) / 2
+    row = (x * sin + y * cos + (height - 1) / 2).round().long()
+    column = (x * cos - y * sin + (width - 1) / 2).round().long()
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    place = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    pixels = images.flatten(2).gather(2, place.view(n, 1, -1).expand(n, c, -1))
+    return pixels.view(n, c, height, width) * inside.unsqueeze(1)
+
+
+def _resize(image: Tensor, height: int, width: int) -> Tensor:
+    """A uint8 image (C, H, W) at another size: bilinear, with antialiasing."""
+    resized = F.interpolate(
+        image.float().unsqueeze(0), (height, width), mode="bilinear", antialias=True
+    )
+    return resized.squeeze(0).round().clamp(0, 255).to(torch.uint8)
+
+
+def _crop_box(
+    height: int,
+    width: int,
+    u: Sequence[float],
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random part of an image, by torchvision's rule."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for area_draw, ratio_draw in zip(u[0:-2:2], u[1:-2:2], strict=True):
+        area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
+        aspect = math.exp(low + ratio_draw * (high - low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(u[-2] * (height - h + 1)), int(u[-1] * (width - w + 1)), h, w
+    # No try fitted: the largest central part with an allowed ratio.
+    w = min(width, round(height * ratio[1]))
+    h = min(height, round(width / ratio[0]))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def random_resized_crop(
+    image: Tensor,
+    u: Tensor,
+    size: int,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Tensor:
+    """The augmentation of ImageNet: a random part of random shape, resized to a square.
+
+    Ten tries for a part that fits, then the centre, as in torchvision.
+
+    Args:
+        image: (C, H, W) uint8.
+        u: (RESIZED_CROP_DRAWS,) in [0, 1).
+        size: of the result.
+        scale: least and largest part of the image's area.
+        ratio: least and largest width / height.
+
+    Returns:
+        (C, size, size) uint8.
+    """
+    if tuple(u.shape) != (RESIZED_CROP_DRAWS,):
+        raise ValueError(f"u must have shape ({RESIZED_CROP_DRAWS},), got {tuple(u.shape)}")
+    top, left, height, width = _crop_box(image.shape[-2], image.shape[-1], u.tolist(), scale, ratio)
+    return _resize(image[:, top : top + height, left : left + width], size, size)
+
+
+def resize_center_crop(image: Tensor, resize: int = 256, size: int = 224) -> Tensor:
+    """The evaluation view of ImageNet: shorter side to ``resize``, then the central square.
+
+    Args:
+        image: (C, H, W) uint8.
+        resize: length of the shorter side, at least ``size``.
+        size: of the result.
+
+    Returns:
+        (C, size, size) uint8.
+    """
+    if resize < size:
+        raise ValueError(f"resize must be at least size ({size}), got {resize}")
+    height, width = image.shape[-2:]
+    shorter = min(height, width)
+    height, width = resize * height // shorter, resize * width // shorter
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return _resize(image, height, width)[:, top : top + size, left : left + size]
+
+
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Pixels to numbers of mean 0 and deviation 1.
+
+    Args:
+        images: (..., C, H, W) uint8.
+        mean: C numbers, of pixels in [0, 1].
+        std: C numbers, likewise.
+
+    Returns:
+        (..., C, H, W) float32.
+    """
+    if images.dtype != torch.uint8:
+        raise TypeError(f"images must be uint8, got {images.dtype}")
+    center = torch.tensor(mean, device=images.device).view(-1, 1, 1)
+    spread = torch.tensor(std, device=images.device).view(-1, 1, 1)
+    return (images.float() / 255 - center) / spread
+
+
+def _check_mixable(images: Tensor, target: Tensor, lam: float, order: Tensor) -> None:
+    if not target.is_floating_point() or target.dim() != 2 or len(target) != len(images):
+        raise ValueError(
+            f"target must be class probabilities of shape ({len(images)}, K), "
+            f"got {target.dtype} of shape {tuple(target.shape)}"
+        )
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam must lie in [0, 1], got {lam!r}")
+    if tuple(order.shape) != (len(images),):
+        raise ValueError(f"order must have shape ({len(images)},), got {tuple(order.shape)}")
+
+
+def mixup(images: Tensor, target: Tensor, lam: float, order: Tensor) -> tuple[Tensor, Tensor]:
+    """mixup: each image and label blended with those of another sample.
+
+    Args:
+        images: (N, C, H, W) floating point.
+        target: (N, K) class probabilities.
+        lam: weight of the sample itself, from :func:`beta_draw`.
+        order: (N,) int64, the partner of each sample, from :func:`permutation`.
+
+    Returns:
+        Mixed images (N, C, H, W) and targets (N, K); the arguments are left as they are.
+    """
+    _check_mixable(images, target, lam, order)
+    if not images.is_floating_point():
+        raise TypeError(f"images must be floating point, got {images.dtype}")
+    return lam * images + (1 - lam) * images[order], lam * target + (1 - lam) * target[order]
+
+
+def cutmix(
+    images: Tensor, target: Tensor, lam: float, centre: tuple[float, float], order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """CutMix: a box of each image, and its share of the label, taken from another sample.
+
+    The box has sides sqrt(1 - lam) of the image's; what lies outside the image is cut off, and the
+    labels are mixed by the area that was really replaced.
+
+    Args:
+        images: (N, C, H, W).
+        target: (N, K) class probabilities.
+        lam: share of the sample itself, from :func:`beta_draw`.
+        centre: row and column of the box's centre, each in [0, 1).
+        order: (N,) int64, the partner of each sample, from :func:`permutation`.
+
+    Returns:
+        Mixed images (N, C, H, W) and targets (N, K); the arguments are left as they are.
+    """
+    _check_mixable(images, target, lam, order)
+    height, width = images.shape[-2:]
+    side = math.sqrt(1 - lam)
+    top, bottom = _box_edges(height, side, centre[0])
+    left, right = _box_edges(width, side, centre[1])
+    mixed = images.clone()
+    mixed[..., top:bottom, left:right] = images[order, :, top:bottom, left:right]
+    kept = 1 - (bottom - top) * (right - left) / (height * width)
+    return mixed, kept * target + (1 - kept) * target[order]
+
+
+def _box_edges(length: int, side: float, centre: float) -> tuple[int, int]:
+    """Where a box of ``side`` times the length begins and ends, cut off at the border."""
+    half = int(length * side) // 2
+    middle = int(length * centre)
+    return max(middle - half, 0), min(middle + half, length)

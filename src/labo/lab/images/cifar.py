@@ -1,0 +1,205 @@
+"""CIFAR-10 and CIFAR-100: binary and python versions, unpacked or as the published archives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from .files import read_files
+from .pickles import ByteArray, read_pickle
+from .splits import Source, Split, check_labels
+
+__all__ = ["load_cifar"]
+
+_PIXELS = 3 * 32 * 32
+_Samples = tuple[Tensor, Tensor]  # images (N, 3, 32, 32) uint8, labels (N,) int64
+
+
+def _parse_binary(data: bytes, path: Path, *, label_bytes: int) -> _Samples:
+    """Records of ``label_bytes`` labels, of which the last is the class, and the pixels."""
+    record = label_bytes + _PIXELS
+    if not data or len(data) % record:
+        raise DataError(
+            f"{path}: {len(data)} bytes are not a whole number of {record}-byte records: "
+            "truncated, or another format"
+        )
+    records = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, record)
+    images = records[:, label_bytes:].reshape(-1, 3, 32, 32)
+    return images, records[:, label_bytes - 1].long()
+
+
+def _is_list_of_bytes(labels: object) -> TypeGuard[list[int]]:
+    return isinstance(labels, list) and all(
+        type(label) is int and 0 <= label < 256 for label in labels
+    )
+
+
+def _parse_pickle(data: bytes, path: Path, *, labels_key: str) -> _Samples:
+    """A dict of an array of pixels, one image per row, and a list of labels."""
+    content = read_pickle(data, path)
+    array, labels = content.get("data"), content.get(labels_key)
+    if not isinstance(array, ByteArray) or not _is_list_of_bytes(labels):
+        raise DataError(f"{path}: another pickle; a CIFAR batch has 'data' and {labels_key!r}")
+    shape = (len(labels), _PIXELS)
+    try:
+        images = array.to_tensor(shape).reshape(-1, 3, 32, 32)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; its labels call for bytes of shape {shape}") from error
+    return images, torch.tensor(labels, dtype=torch.int64)
+
+
+def _names_in_text(data: bytes, path: Path) -> list[str]:
+    return data.decode("latin1").split()
+
+
+def _names_in_pickle(data: bytes, path: Path, *, key: str) -> list[str]:
+    names = read_pickle(data, path).get(key)
+    if not isinstance(names, list):
+        return []
+    return [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in names]
+
+
+@dataclass(frozen=True)
+class _Version:
+    """One of the two forms in which a set is published: its files, and how they are read."""
+
+    folder: str
+    archive: str
+    train: tuple[str, ...]
+    test: str
+    names: str
+    parse: Callable[[bytes, Path], _Samples]
+    parse_names: Callable[[bytes, Path], list[str]]
+
+    def files(self) -> tuple[str, ...]:
+        return (*self.train, self.test, self.names)
+
+    def missing(self, found: dict[str, bytes]) -> list[str]:
+        """The files that should be there too. The first training file alone is a sample set."""
+        whole = any(name in found for name in self.train[1:])
+        needed = (*(self.train if whole else self.train[:1]), self.test)
+        return [name for name in needed if name not in found]
+
+
+@dataclass(frozen=True)
+class _DataSet:
+    """mean and std are those of the 50,000 training images."""
+
+    title: str
+    num_classes: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    versions: tuple[_Version, ...]
+
+
+_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+_DATA_SETS = {
+    "cifar10": _DataSet(
+        title="CIFAR-10",
+        num_classes=10,
+        mean=(0.49139968, 0.48215841, 0.44653091),
+        std=(0.24703223, 0.24348513, 0.26158784),
+        versions=(
+            _Version(
+                folder="cifar-10-batches-bin",
+                archive="cifar-10-binary.tar.gz",
+                train=tuple(f"{batch}.bin" for batch in _BATCHES),
+                test="test_batch.bin",
+                names="batches.meta.txt",
+                parse=partial(_parse_binary, label_bytes=1),
+                parse_names=_names_in_text,
+            ),
+            _Version(
+                folder="cifar-10-batches-py",
+                archive="cifar-10-python.tar.gz",
+                train=_BATCHES,
+                test="test_batch",
+                names="batches.meta",
+                parse=partial(_parse_pickle, labels_key="labels"),
+                parse_names=partial(_names_in_pickle, key="label_names"),
+            ),
+        ),
+    ),
+    "cifar100": _DataSet(
+        title="CIFAR-100",
+        num_classes=100,
+        mean=(0.50707516, 0.48654887, 0.44091784),
+        std=(0.26733429, 0.25643846, 0.27615047),
+        versions=(
+            _Version(
+                folder="cifar-100-binary",
+                archive="cifar-100-binary.tar.gz",
+                train=("train.bin",),
+                test="test.bin",
+                names="fine_label_names.txt",
+                parse=partial(_parse_binary, label_bytes=2),
+                parse_names=_names_in_text,
+            ),
+            _Version(
+                folder="cifar-100-python",
+                archive="cifar-100-python.tar.gz",
+                train=("train",),
+                test="test",
+                names="meta",
+                parse=partial(_parse_pickle, labels_key="fine_labels"),
+                parse_names=partial(_names_in_pickle, key="fine_label_names"),
+            ),
+        ),
+    ),
+}
+
+
+def _find(data_set: _DataSet, root: Path) -> tuple[_Version, Path, dict[str, bytes]]:
+    """The version that lies at ``root``, where it lies, and its files."""
+    for version in data_set.versions:
+        for place in (root, root / version.folder, root / version.archive):
+            found = read_files(place, version.files())
+            if any(name in found for name in (*version.train, version.test)):
+                return version, place, found
+    likely = " or ".join(f"{version.folder}, {version.archive}" for version in data_set.versions)
+    raise DataError(f"{root}: no {data_set.title} here; it should hold {likely}, or their files")
+
+
+def _classes(
+    data_set: _DataSet, version: _Version, files: dict[str, bytes], place: Path
+) -> list[str]:
+    """The names of the classes, or their numbers where the file with the names is missing."""
+    if version.names not in files:
+        return [str(label) for label in range(data_set.num_classes)]
+    names = version.parse_names(files[version.names], place / version.names)
+    if len(names) != data_set.num_classes:
+        raise DataError(
+            f"{place / version.names}: {len(names)} class names, "
+            f"but {data_set.title} has {data_set.num_classes}"
+        )
+    return names
+
+
+def load_cifar(name: str, root: Path) -> Source:
+    """CIFAR-10 or CIFAR-100 from a folder that holds it, unpacked or not, or from its archive."""
+    data_set = _DATA_SETS[name]
+    version, place, files = _find(data_set, root)
+    missing = version.missing(files)
+    if missing:
+        raise DataError(f"{place}: no {missing[0]}, which {data_set.title} needs")
+
+    def read(file: str) -> _Samples:
+        images, labels = version.parse(files[file], place / file)
+        check_labels(labels, data_set.num_classes, place / file)
+        return images, labels
+
+    images, labels = zip(*(read(file) for file in version.train if file in files), strict=True)
+    return Source(
+        train=Split(torch.cat(images), torch.cat(labels)),
+        test=Split(*read(version.test)),
+        classes=tuple(_classes(data_set, version, files, place)),
+        mean=data_set.mean,
+        std=data_set.std,
+    )

@@ -1,0 +1,128 @@
+"""Image data sets: what is built in, and the formats people really have on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from ..._checks import unknown_name
+from ..errors import DataError
+from .augment import permutation
+from .cifar import load_cifar
+from .digits import load_digits
+from .folders import FolderImages, load_folders
+from .idx import load_idx
+from .splits import Source, Split
+
+__all__ = ["BUILT_IN", "ON_DISK", "FolderImages", "ImageData", "Split", "load_images"]
+
+BUILT_IN: dict[str, Callable[[], Source]] = {"digits": load_digits}
+ON_DISK: dict[str, Callable[[Path], Source]] = {
+    "cifar10": partial(load_cifar, "cifar10"),
+    "cifar100": partial(load_cifar, "cifar100"),
+    "mnist": partial(load_idx, "mnist"),
+    "fashion-mnist": partial(load_idx, "fashion-mnist"),
+    "folder": load_folders,
+}
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set ready for training.
+
+    Attributes:
+        train: what is trained on.
+        valid: what the model is chosen on; empty if nothing was held out.
+        test: what is reported.
+        classes: the names of the classes, in the order of the labels.
+        mean: per channel, of the pixels in [0, 1] of the published training split.
+        std: likewise.
+        fingerprint: SHA-256 of the images and labels (of the names and sizes of files in folders),
+            the same for every format that holds the same images, and whatever is held out.
+    """
+
+    train: Split
+    valid: Split
+    test: Split
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    fingerprint: str
+
+
+def load_images(
+    name: str, root: str | Path | None = None, *, holdout: float = 0.1, holdout_seed: int = 0
+) -> ImageData:
+    """An image data set with its training split divided into training and validation.
+
+    Args:
+        name: "digits" (built in), or what lies at ``root``: "cifar10", "cifar100", "mnist",
+            "fashion-mnist", "folder".
+        root: the folder that holds the files, or a CIFAR archive.
+        holdout: the share of the training split that becomes the validation split, in [0, 1). Class
+            folders that come with a validation split keep theirs.
+        holdout_seed: which samples these are.
+
+    Returns:
+        The data; images in memory, except those in folders.
+
+    Raises:
+        DataError: the data is missing, damaged or something else than ``name``.
+    """
+    if not 0 <= holdout < 1:
+        raise ValueError(f"holdout must lie in [0, 1), got {holdout!r}")
+    try:
+        source = _load_source(name, root)
+        fingerprint = _fingerprint(source)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    if not len(source.train) or not len(source.test):
+        raise DataError(f"{root}: no samples in the training or the test split of {name}")
+    train, valid = source.train, source.valid
+    if valid is None:
+        train, valid = _hold_out(train, holdout, holdout_seed)
+    return ImageData(
+        train, valid, source.test, source.classes, source.mean, source.std, fingerprint
+    )
+
+
+def _load_source(name: str, root: str | Path | None) -> Source:
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    if name not in ON_DISK:
+        raise DataError(unknown_name("data set", name, [*BUILT_IN, *ON_DISK]))
+    if root is None:
+        raise DataError(f"{name} is not built in: root must name the folder that holds it")
+    folder = Path(root).expanduser()
+    if not folder.exists():
+        raise DataError(f"{folder}: no such folder; root must name the folder that holds {name}")
+    return ON_DISK[name](folder)
+
+
+def _hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
+    """Part a random share from a split; both parts keep the order of the samples."""
+    order = permutation(seed, 0, len(split), stream="holdout")
+    size = min(round(share * len(split)), len(split) - 1)
+    held, kept = order[:size].sort().values, order[size:].sort().values
+    return split.select(kept), split.select(held)
+
+
+def _fingerprint(source: Source) -> str:
+    """SHA-256 over the published splits."""
+    digest = hashlib.sha256()
+    for split in (source.train, source.valid, source.test):
+        if split is None:
+            continue
+        if isinstance(split.images, Tensor):
+            digest.update(repr(tuple(split.images.shape)).encode())
+            digest.update(split.images.contiguous().numpy().data)
+        else:
+            for name, size in zip(split.images.names, split.images.sizes(), strict=True):
+                digest.update(f"{name} {size}\n".encode())
+        digest.update(split.labels.numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""What a source of images delivers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+
+if TYPE_CHECKING:
+    from .folders import FolderImages
+
+__all__ = ["Source", "Split", "channel_statistics", "check_labels"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images and their labels.
+
+    Attributes:
+        images: (N, C, H, W) uint8 in memory, or files that are decoded one by one.
+        labels: (N,) int64.
+    """
+
+    images: Tensor | FolderImages
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, index: Tensor) -> Split:
+        """The samples at the places ``index``, (M,) int64."""
+        images = self.images
+        chosen = images[index] if isinstance(images, Tensor) else images.select(index)
+        return Split(chosen, self.labels[index])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set as it was published.
+
+    Attributes:
+        train: the training split, of which a part may yet be held out.
+        test: the test split.
+        classes: the names of the classes, in the order of the labels.
+        mean: per channel, of the training pixels in [0, 1].
+        std: likewise.
+        valid: a validation split, if it was published with one.
+    """
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    valid: Split | None = None
+
+
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel's pixels, taken as numbers in [0, 1].
+
+    Args:
+        images: (N, C, H, W) uint8.
+
+    Returns:
+        C means and C deviations.
+    """
+    values = torch.arange(256, dtype=torch.float64) / 255
+    means, deviations = [], []
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.reshape(-1), minlength=256).double()
+        share = counts / counts.sum()
+        mean = (share * values).sum()
+        means.append(mean.item())
+        deviations.append((share * (values - mean).square()).sum().sqrt().item())
+    return tuple(means), tuple(deviations)
+
+
+def check_labels(labels: Tensor, num_classes: int, path: Path) -> None:
+    """Refuse labels outside [0, num_classes)."""
+    wrong = torch.nonzero((labels < 0) | (labels >= num_classes))
+    if len(wrong):
+        place = int(wrong[0])
+        raise DataError(
+            f"{path}: label {labels[place]} of sample {place} is outside [0, {num_classes})"
+        )

@@ -1,0 +1,320 @@
+"""Image classification: digits, (Fashion-)MNIST, CIFAR, and folders of images such as ImageNet."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from ..._checks import unknown_name
+from .. import config
+from ..errors import RequestError
+from ..methods import METHODS
+from ..run import files as atomic
+from ..run.distributed import gather_rows
+from ..run.seeds import mix
+from ..tasks import Batch, Evaluation
+from . import augment
+from .networks import CONVNETS
+from .scores import classification_scores
+from .sources import Split, load_images
+
+_EVALUATED_AT_ONCE = 256
+_EXPLORED = 6  # examples with all their logits
+
+
+class ImageData(config.Section):
+    """Which images, and how they are varied in training."""
+
+    name: Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder"]
+    root: str | None = None
+    holdout: float = Field(0.1, gt=0, lt=1)  # share of the training images for validation
+    holdout_seed: int = Field(0, ge=0)
+    padding: int = Field(0, ge=0)  # of the random crop; folders have a random resized crop instead
+    flip: bool = False
+    rotation: float = Field(0.0, ge=0, le=180)  # largest angle, in degrees
+    size: int = Field(224, ge=1)  # of images from a folder
+    mixup: float = Field(0.0, ge=0)  # the a of Beta(a, a); 0 is off
+    cutmix: float = Field(0.0, ge=0)  # likewise; if both are on, each piece has one of them
+    mix_probability: float = Field(1.0, gt=0, le=1)
+
+
+class ImageModel(config.Section):
+    """Which network."""
+
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in CONVNETS:
+            raise ValueError(unknown_name("model", name, CONVNETS))
+        return name
+
+
+class ImageTrain(config.Train):
+    """The loop, and the score on the validation images that selects the model."""
+
+    batch_size: int = Field(ge=1)  # over all processes and accumulated pieces together
+    select: Literal["accuracy", "nll"] = "accuracy"
+
+
+class ImageRecipe(config.Recipe):
+    """A recipe for image classification."""
+
+    data: ImageData
+    model: ImageModel
+    train: ImageTrain
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImageRecipe:
+        mixed = self.data.mixup or self.data.cutmix
+        if mixed and self.method and not METHODS[self.method["name"]].mixes:
+            raise ValueError(f"data.mixup and data.cutmix do not go with {self.method['name']}")
+        return self
+
+
+class Task:
+    """Images, the network that classifies them, and its scores."""
+
+    Recipe = ImageRecipe
+    higher_is_better: ClassVar = {"accuracy": True, "nll": False}
+    one_target_per_sample: ClassVar = True
+    notes: ClassVar = ()
+
+    def __init__(self, recipe: ImageRecipe) -> None:
+        self.recipe = recipe
+        options = recipe.data
+        self.data = load_images(
+            options.name, options.root, holdout=options.holdout, holdout_seed=options.holdout_seed
+        )
+        if not len(self.data.valid):
+            raise RequestError(
+                f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves none to "
+                "select a model by"
+            )
+        self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
+        self.labels = self.data.train.labels
+        self.size, self.num_classes = len(self.labels), len(self.data.classes)
+        self.steps_per_epoch = -(-self.size // recipe.train.batch_size)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        workers = recipe.train.workers
+        self._map: Callable[..., Iterator[Tensor]] = (
+            ThreadPoolExecutor(workers).map if workers else map
+        )
+        # The samples class by class, and where each class begins: for peers().
+        self._by_class = self.labels.argsort(stable=True)
+        self._class_sizes = self.labels.bincount(minlength=self.num_classes)
+        self._class_starts = self._class_sizes.cumsum(0) - self._class_sizes
+
+    # ------------------------------------------------------------------ the model
+
+    def build_model(self) -> nn.Module:
+        return _fresh_model(self.facts())
+
+    @staticmethod
+    def load_model(folder: Path) -> nn.Module:
+        model = _fresh_model(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
+        return model
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "task": self.recipe.task,
+            "model": self.recipe.model.name,
+            "num_classes": self.num_classes,
+            "in_channels": len(self.data.mean),
+            "classes": list(self.data.classes),
+            "mean": list(self.data.mean),
+            "std": list(self.data.std),
+        }
+
+    def model_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return dict(weights), {"config.json": json.dumps(self.facts(), indent=2) + "\n"}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch.inputs)
+        return logits
+
+    def loss(
+        self, loss: nn.Module, outputs: Tensor, batch: Batch, second: tuple[Any, ...]
+    ) -> Tensor:
+        value: Tensor = loss(outputs, batch.target, *second)
+        return value
+
+    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return outputs.detach().flatten(1).sum(-1)
+
+    # ------------------------------------------------------------------ training batches
+
+    def _epoch_order(self, epoch: int) -> Tensor:
+        return augment.permutation(self.recipe.seed, epoch, self.size)
+
+    def global_batch(self, epoch: int, position: int) -> Tensor:
+        first = position * self.recipe.train.batch_size
+        return self._order(epoch)[first : first + self.recipe.train.batch_size]
+
+    def count(self, index: Tensor) -> int:
+        return len(index)
+
+    def batch(self, index: Tensor, epoch: int) -> Batch:
+        inputs = self._views(index, epoch, index, "augment")
+        inputs, target = self._mixed(inputs, index, epoch)
+        return Batch(inputs, target, index, epoch)
+
+    def peers(self, batch: Batch) -> Batch:
+        """For each sample one of its class, perhaps itself, seen in a way of its own."""
+        labels = self.labels[batch.index]
+        u = augment.uniforms(self.recipe.seed, batch.epoch, batch.index, 1, stream="peer")
+        place = (u.squeeze(-1).double() * self._class_sizes[labels]).long()
+        index = self._by_class[self._class_starts[labels] + place]
+        inputs = self._views(index, batch.epoch, batch.index, "augment peer")
+        return Batch(inputs, labels, index, batch.epoch)
+
+    def _views(self, index: Tensor, epoch: int, key: Tensor, stream: str) -> Tensor:
+        """Training images as they look in an epoch; ``key`` names the chance of each."""
+        images, options, seed = self.data.train.images, self.recipe.data, self.recipe.seed
+        if isinstance(images, Tensor):
+            u = augment.uniforms(seed, epoch, key, 4, stream=stream)
+            views = images[index]
+            if options.padding:
+                views = augment.random_crop(views, u[:, 2:], options.padding)
+        else:
+            draws = 2 + augment.RESIZED_CROP_DRAWS
+            u = augment.uniforms(seed, epoch, key, draws, stream=stream)
+
+            def view(i: int, draws: Tensor) -> Tensor:
+                return augment.random_resized_crop(images[i], draws, options.size)
+
+            views = torch.stack(list(self._map(view, index.tolist(), u[:, 2:])))
+        if options.flip:
+            views = augment.random_flip(views, u[:, 0])
+        if options.rotation:
+            views = augment.random_rotation(views, u[:, 1], options.rotation)
+        return augment.normalize(views, self.data.mean, self.data.std)
+
+    def _mixed(self, inputs: Tensor, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """mixup or CutMix within these samples, if the recipe asks for it."""
+        options, labels = self.recipe.data, self.labels[index]
+        ways = [way for way in ("mixup", "cutmix") if getattr(options, way)]
+        if not ways:
+            return inputs, labels
+        # One chance for the piece, named by the first of its samples.
+        seed = self.recipe.seed
+        u = augment.uniforms(seed, epoch, index[:1], 4, stream="mixing")[0].tolist()
+        if u[0] >= options.mix_probability:
+            return inputs, labels
+        way = ways[int(u[1] * len(ways))]
+        key = mix(epoch, int(index[0]))
+        share = augment.beta_draw(seed, key, getattr(options, way))
+        order = augment.permutation(seed, key, len(index), stream="mixing")
+        target = nn.functional.one_hot(labels, self.num_classes).float()
+        if way == "mixup":
+            return augment.mixup(inputs, target, share, order)
+        return augment.cutmix(inputs, target, share, (u[2], u[3]), order)
+
+    # ------------------------------------------------------------------ scores
+
+    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        return self.evaluate(model, "valid", accelerator).metrics
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        *,
+        beams: Sequence[int] = (),
+    ) -> Evaluation:
+        if beams:
+            raise RequestError("--beams is for translation: images are not decoded")
+        chosen: Split = getattr(self.data, split)
+        every = torch.arange(len(chosen.labels))
+        mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
+        model.eval()
+        parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
+        for index in mine.split(_EVALUATED_AT_ONCE) if len(mine) else ():
+            inputs = self._plain_views(chosen, index).to(accelerator.device)
+            with accelerator.autocast():
+                parts.append(model(inputs).float().log_softmax(-1))
+        log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
+        scores = classification_scores(log_p, chosen.labels)
+        return Evaluation(scores, _records(log_p, chosen.labels))
+
+    @torch.no_grad()
+    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
+        """The images the model is least sure of, and the first one."""
+        chosen: Split = getattr(self.data, split)
+        index = torch.arange(min(len(chosen.labels), _EVALUATED_AT_ONCE))
+        model.eval()
+        logits = model(self._plain_views(chosen, index).to(accelerator.device)).float().cpu()
+        unsure = logits.softmax(-1).amax(-1).argsort(stable=True).tolist()
+        shown = dict.fromkeys([*unsure[: _EXPLORED - 1], 0])
+        names = list(self.data.classes)
+        examples = [
+            {
+                "title": f"image {i}: {names[chosen.labels[i]]}",
+                "target": int(chosen.labels[i]),
+                "logits": [round(z, 4) for z in logits[i].tolist()],
+                "image": _picture(chosen.images[i], self.recipe.data.size),
+                "context": None,
+            }
+            for i in shown
+        ]
+        return {"classes": names, "examples": examples}
+
+    def _plain_views(self, split: Split, index: Tensor) -> Tensor:
+        images, size = split.images, self.recipe.data.size
+        if isinstance(images, Tensor):
+            views = images[index]
+        else:
+
+            def view(i: int) -> Tensor:
+                return augment.resize_center_crop(images[i], size * 256 // 224, size)
+
+            views = torch.stack(list(self._map(view, index.tolist())))
+        return augment.normalize(views, self.data.mean, self.data.std)
+
+
+def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
+    model: nn.Module = CONVNETS[facts["model"]](facts["num_classes"], facts["in_channels"])
+    return model
+
+
+def _picture(image: Tensor, size: int) -> str:
+    """An image as a data URL, small ones enlarged to be seen."""
+    pixels = image if image.shape[-1] <= size else augment.resize_center_crop(image, size, size)
+    array = pixels.permute(1, 2, 0).numpy()
+    picture = Image.fromarray(array.squeeze(-1) if array.shape[-1] == 1 else array)
+    scale = max(1, 128 // picture.width)
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.BOX)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _records(log_p: Tensor, labels: Tensor) -> Iterator[dict[str, Any]]:
+    """One record per image."""
+    for index, (row, label) in enumerate(zip(log_p.exp(), labels.tolist(), strict=True)):
+        confidence, prediction = row.max(-1)
+        yield {
+            "index": index,
+            "label": label,
+            "prediction": int(prediction),
+            "confidence": float(confidence),
+            "probabilities": row.tolist(),
+        }

@@ -1,1 +1,0 @@
-"""The networks of the experiments, one file per task."""

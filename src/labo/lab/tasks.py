@@ -1,0 +1,153 @@
+"""Tasks: what is learned, from what, and how it is scored. The loop knows none of them by name.
+
+``TASKS`` says where each lives; its module has a class ``Task`` that fits the protocol below and is
+imported only when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from .config import Recipe
+
+TASKS = {
+    "image_classification": "labo.lab.images.task",
+    "translation": "labo.lab.translation.task",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of the training split as the model takes them.
+
+    Attributes:
+        inputs: what the model reads; has ``to(device)``.
+        target: (N, ...) class indices, -100 where nothing is to be learned; or probabilities.
+        index: (N,) places of the samples in the training split; stays on the CPU.
+        epoch: the epoch they were drawn for.
+    """
+
+    inputs: Any
+    target: Tensor
+    index: Tensor
+    epoch: int
+
+    def to(self, device: torch.device) -> Batch:
+        return replace(
+            self,
+            inputs=self.inputs.to(device, non_blocking=True),
+            target=self.target.to(device, non_blocking=True),
+        )
+
+    def without_targets(self) -> Batch:
+        """The same inputs with nothing to learn from them."""
+        shape = self.target.shape[:1] if self.target.is_floating_point() else self.target.shape
+        nothing = torch.full(shape, -100, dtype=torch.int64, device=self.target.device)
+        return replace(self, target=nothing)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of a model on a split, and what it said of each sample.
+
+    Attributes:
+        metrics: name -> value.
+        records: one per sample.
+        about: what ``results.json`` says of the scores besides, such as signatures.
+    """
+
+    metrics: dict[str, float]
+    records: Iterator[dict[str, Any]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """What the loop asks of a task. All of it is a pure function of recipe and arguments."""
+
+    Recipe: ClassVar[type[Recipe]]
+    higher_is_better: ClassVar[Mapping[str, bool]]  # the metrics a model can be selected by
+    one_target_per_sample: ClassVar[bool]  # or many, as a sentence has
+
+    size: int  # samples of the training split
+    num_classes: int
+    steps_per_epoch: int
+    fingerprint: str  # names exactly this data
+    notes: Sequence[str]  # what a person should know of it
+
+    def __init__(self, recipe: Any) -> None: ...
+
+    def build_model(self) -> nn.Module:
+        """A fresh model, from PyTorch's generator."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a saved model says of itself: ``task``, ``num_classes``, what else is of use."""
+
+    def model_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What a run saves of a model with these weights: tensors, and texts by file name.
+
+        Among the texts is ``config.json``, which has the facts, or has them under "labo".
+        """
+
+    @staticmethod
+    def load_model(folder: Path) -> nn.Module:
+        """A saved model, on the CPU."""
+
+    def global_batch(self, epoch: int, position: int) -> Tensor:
+        """The samples of a batch over all processes, (N,)."""
+
+    def count(self, index: Tensor) -> int:
+        """How many targets these samples have: what the mean loss divides by."""
+
+    def batch(self, index: Tensor, epoch: int) -> Batch:
+        """Samples as they look in this epoch."""
+
+    def peers(self, batch: Batch) -> Batch:
+        """For each sample of a batch another one of the same class."""
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Run the model: logits, or hidden states with the output layer."""
+
+    def loss(self, loss: nn.Module, outputs: Any, batch: Batch, second: tuple[Any, ...]) -> Tensor:
+        """The loss of outputs; ``second`` has the teacher's, if there is one."""
+
+    def sums(self, outputs: Any, batch: Batch) -> Tensor:
+        """(N,) one number per sample, finite where its outputs are."""
+
+    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        """The scores on the validation split that a run follows; shared among the processes."""
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        *,
+        beams: Sequence[int] = (),
+    ) -> Evaluation:
+        """All scores in eval mode on "valid" or "test", shared among the processes.
+
+        Args:
+            model: what to score.
+            split: on what.
+            accelerator: where.
+            beams: for translation, further beam sizes to measure the length of the output at.
+        """
+
+    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
+        """A few samples with all their logits, to look at closely; and the names of the classes."""
+
+
+def find_task(name: str) -> type[Task]:
+    """The class of a task of ``TASKS``."""
+    task: type[Task] = importlib.import_module(TASKS[name]).Task
+    return task

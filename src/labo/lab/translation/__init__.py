@@ -1,0 +1,1 @@
+"""Translation: parallel text, subwords, models, beam search, BLEU and the task."""

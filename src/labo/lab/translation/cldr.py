@@ -1,0 +1,375 @@
+"""Phrases of the Unicode CLDR through Babel: built-in parallel text, no download needed.
+
+Dates, intervals, durations, amounts of units and currencies, lists of territories and languages:
+one content, formatted in two languages. Real words, real reordering, an exact reference; and a long
+tail, since names, units and currencies are drawn with a Zipf law. No phrase occurs twice, so that
+none of the validation or test split was seen in training.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import random
+import re
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import DataError, RequestError
+from ..run.seeds import mix
+from .prepare import Processing, Row, parse_pairs, prepare_pairs
+from .prepared import FORMAT, MANIFEST, Pair, Prepared
+
+__all__ = ["LANGUAGES", "cldr_data", "draw_phrases"]
+
+LANGUAGES = ("de", "en", "fr")
+
+_EDITION = 1  # of the phrases; another one makes other caches
+_HELD_OUT = 500  # phrases for validation, and as many for the test
+_FIRST_DAY, _DAYS = datetime.date(1950, 1, 1), 75 * 365
+_Time = Literal["year", "month", "week", "day", "hour", "minute", "second"]
+_TIMES: tuple[_Time, ...] = ("year", "month", "week", "day", "hour", "minute", "second")
+_SECONDS = dict(zip(_TIMES, (31_536_000, 2_592_000, 604_800, 86_400, 3600, 60, 1), strict=True))
+_RATES = {
+    "kilometer": ("hour", "second", "day", "liter"),
+    "meter": ("second", "minute"),
+    "liter": ("minute", "hour", "day", "kilometer"),
+    "kilogram": ("hectare", "cubic-meter", "day", "week"),
+    "gram": ("liter", "day", "cubic-centimeter"),
+    "megabyte": ("second", "minute"),
+}
+_SPACES = re.compile(r"\s+")
+
+Content = Callable[[str], str]  # formats one content in a language
+
+
+@dataclass(frozen=True)
+class _Zipf:
+    """Names of which the k-th is drawn with probability proportional to 1 / k."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def over(cls, names: Sequence[str], seed: int) -> _Zipf:
+        """The order of the names, which decides how often each is drawn, comes from the seed."""
+        ranked = random.Random(seed).sample(names, len(names))
+        return cls(tuple(ranked), tuple(accumulate(1 / k for k in range(1, len(ranked) + 1))))
+
+    def draw(self, generator: random.Random) -> str:
+        return self.names[bisect(self.weights, generator.random() * self.weights[-1])]
+
+    def draw_several(self, generator: random.Random, count: int) -> list[str]:
+        """Different names."""
+        drawn: dict[str, None] = {}
+        while len(drawn) < count:
+            drawn[self.draw(generator)] = None
+        return list(drawn)
+
+
+class _Phrasebook:
+    """Draws contents. What has no name in one of the languages is left out."""
+
+    def __init__(self, seed: int) -> None:
+        from babel import Locale
+
+        locales = [Locale(language) for language in LANGUAGES]
+
+        def ranked(kind: str, names: Iterable[Iterable[Any]]) -> _Zipf:
+            common = set.intersection(*map(set, names))
+            return _Zipf.over(sorted(map(str, common)), mix(seed, "cldr", kind))
+
+        territories = ([n for n in locale.territories if str(n).isalpha()] for locale in locales)
+        self.territories = ranked("territories", territories)
+        self.languages = ranked("languages", (locale.languages for locale in locales))
+        self.currencies = ranked("currencies", (locale.currencies for locale in locales))
+        self.units = ranked("units", map(_units, LANGUAGES))
+        self.kinds: list[Callable[[random.Random], Content]] = [
+            self.date,
+            self.date,
+            self.moment,
+            self.interval,
+            self.interval,
+            self.duration,
+            self.relative_time,
+            self.amount,
+            self.amount,
+            self.rate,
+            self.money,
+            self.money,
+            self.names_of_territories,
+            self.names_of_languages,
+            self.dialect,
+            *[self.collection] * 8,
+        ]
+
+    def draw(self, generator: random.Random) -> Content:
+        return generator.choice(self.kinds)(generator)
+
+    def date(self, generator: random.Random) -> Content:
+        from babel.dates import format_date, format_skeleton
+
+        day = _day(generator)
+        form = generator.choice(("full", "full", "long", "yMMMEd", "MMMMd", "yMMMM", "yQQQQ"))
+        if form in ("full", "long"):
+            return lambda language: format_date(day, form, locale=language)
+        moment = datetime.datetime.combine(day, datetime.time())
+        return lambda language: format_skeleton(form, moment, locale=language)
+
+    def moment(self, generator: random.Random) -> Content:
+        from babel.dates import format_date, format_time, get_datetime_format
+
+        day = _day(generator)
+        time = datetime.time(generator.randrange(24), generator.randrange(0, 60, 5))
+        forms: tuple[Literal["long", "full"], ...] = ("long", "full")
+        form = generator.choice(forms)
+
+        def content(language: str) -> str:
+            pattern = str(get_datetime_format(form, locale=language)).replace("'", "")
+            parts = {
+                "{0}": format_time(time, "short", locale=language),
+                "{1}": format_date(day, form, locale=language),
+            }
+            return re.sub(r"\{[01]\}", lambda m: parts[m[0]], pattern)
+
+        return content
+
+    def interval(self, generator: random.Random) -> Content:
+        from babel.dates import format_interval
+
+        start = _day(generator)
+        end = start + datetime.timedelta(days=generator.choice((1, 2, 3, 6, 13, 30, 61, 100, 200)))
+        form = generator.choice(("yMMMd", "MMMd", "yMMMM", "yMMMEd", "MMMEd"))
+        return lambda language: format_interval(start, end, form, locale=language)
+
+    def duration(self, generator: random.Random) -> Content:
+        from babel.units import format_unit
+
+        first = generator.randrange(len(_TIMES) - 1)
+        parts = [
+            (_number(generator), unit)
+            for unit in _TIMES[first : first + generator.choice((1, 2, 2, 3))]
+        ]
+        return lambda language: _list(
+            language, [format_unit(n, f"duration-{unit}", locale=language) for n, unit in parts]
+        )
+
+    def relative_time(self, generator: random.Random) -> Content:
+        from babel.dates import format_timedelta
+
+        unit = generator.choice(_TIMES)
+        size = generator.choice((-1, 1)) * _number(generator) * _SECONDS[unit]
+        delta = datetime.timedelta(seconds=size)
+        return lambda language: format_timedelta(
+            delta, granularity=unit, threshold=10_000, add_direction=True, locale=language
+        )
+
+    def amount(self, generator: random.Random) -> Content:
+        from babel.units import format_unit
+
+        size, unit = _quantity(generator), self.units.draw(generator)
+        return lambda language: format_unit(size, unit, locale=language)
+
+    def rate(self, generator: random.Random) -> Content:
+        from babel.units import format_compound_unit
+
+        size, unit = _quantity(generator), generator.choice(sorted(_RATES))
+        per = generator.choice(_RATES[unit])
+
+        def content(language: str) -> str:
+            text = format_compound_unit(size, unit, denominator_unit=per, locale=language)
+            assert text is not None
+            return text
+
+        return content
+
+    def money(self, generator: random.Random) -> Content:
+        from babel.numbers import format_currency
+
+        size, currency = _quantity(generator), self.currencies.draw(generator)
+        form = "#,##0.##"
+        return lambda language: format_currency(
+            size, currency, form, locale=language, format_type="name", currency_digits=False
+        )
+
+    def names_of_territories(self, generator: random.Random) -> Content:
+        from babel import Locale
+
+        names = self.territories.draw_several(generator, generator.choice((1, 2, 3, 4)))
+        style = generator.choice(("standard", "or"))
+        return lambda language: _list(
+            language, [Locale(language).territories[name] for name in names], style
+        )
+
+    def names_of_languages(self, generator: random.Random) -> Content:
+        from babel import Locale
+
+        names = self.languages.draw_several(generator, generator.choice((1, 2, 3, 4)))
+        style = generator.choice(("standard", "or"))
+        return lambda language: _list(
+            language, [Locale(language).languages[name] for name in names], style
+        )
+
+    def dialect(self, generator: random.Random) -> Content:
+        from babel import Locale
+
+        name, place = self.languages.draw(generator), self.territories.draw(generator)
+
+        def content(language: str) -> str:
+            locale = Locale(language)
+            return f"{locale.languages[name]} ({locale.territories[place]})"
+
+        return content
+
+    def collection(self, generator: random.Random) -> Content:
+        """Two or three contents of other kinds, joined."""
+        kinds = [self.duration, self.amount, self.money, self.date, self.rate, self.dialect]
+        count = generator.choice((2, 2, 3))
+        parts = [generator.choice(kinds)(generator) for _ in range(count)]
+        style = generator.choice(("standard", "or"))
+        return lambda language: _list(language, [part(language) for part in parts], style)
+
+
+def _day(generator: random.Random) -> datetime.date:
+    """Mostly of late, sometimes long ago."""
+    return _FIRST_DAY + datetime.timedelta(days=_DAYS - int(_DAYS * generator.random() ** 3))
+
+
+def _number(generator: random.Random) -> int:
+    """1 to 99; small ones are more frequent, as in Benford's law."""
+    return int(10 ** (2 * generator.random()))
+
+
+def _quantity(generator: random.Random) -> float:
+    """A number up to a thousand, sometimes a half more, sometimes in thousands."""
+    number = int(10 ** (3 * generator.random()))
+    return generator.choice((number, number, number + 0.5, number * 1000))
+
+
+def _list(language: str, parts: Sequence[str], style: str = "standard") -> str:
+    from babel.lists import format_list
+
+    return format_list(parts, style, locale=language)  # type: ignore[arg-type]
+
+
+def _units(language: str) -> set[str]:
+    """The units for which an amount can be written out in a language."""
+    from babel import Locale
+    from babel.units import UnknownUnitError, format_unit
+
+    units = set()
+    for unit in Locale(language)._data["unit_patterns"]:
+        try:
+            text = format_unit(2, unit, locale=language)
+        except UnknownUnitError:
+            continue
+        if unit not in text:  # which is how Babel says that it has no words for it
+            units.add(unit)
+    return units
+
+
+# ------------------------------------------------------------------ data
+
+
+def draw_phrases(
+    pairs: Sequence[Pair], *, size: int, held_out: int, seed: int
+) -> dict[str, list[Row]]:
+    """Phrases in two languages, none of them twice.
+
+    Args:
+        pairs: the directions of translation.
+        size: training phrases for each of them.
+        held_out: validation phrases for each of them, and as many test phrases.
+        seed: other seeds, other phrases and other frequent names.
+
+    Returns:
+        For each split: the number of the pair, the source and the target of each phrase.
+    """
+    book = _Phrasebook(seed)
+    seen: set[str] = set()
+    splits: dict[str, list[Row]] = {"train": [], "valid": [], "test": []}
+    for number, pair in enumerate(pairs):
+        generator = random.Random(mix(seed, "cldr", str(pair)))
+        rows: list[Row] = []
+        while len(rows) < size + 2 * held_out:
+            content = book.draw(generator)
+            source, target = (
+                _SPACES.sub(" ", content(language)).strip()
+                for language in (pair.source, pair.target)
+            )
+            if not {source, target} & seen:
+                seen |= {source, target}
+                rows.append((number, source, target))
+        # At random, since frequent phrases come early and only once.
+        generator.shuffle(rows)
+        splits["valid"] += rows[:held_out]
+        splits["test"] += rows[held_out : 2 * held_out]
+        splits["train"] += rows[2 * held_out :]
+    return splits
+
+
+def cldr_data(
+    languages: Sequence[str], *, size: int = 20_000, seed: int = 0, vocabulary: int = 2000
+) -> Prepared:
+    """The built-in phrases, prepared; kept in a cache folder from the second time on.
+
+    The folder is $LABO_CACHE, or labo in the user's cache folder.
+
+    Args:
+        languages: one or several directions, such as ["de-en"] or ["de-en", "fr-en"].
+        size: training pairs of each.
+        seed: other seeds, other phrases.
+        vocabulary: types of the joint vocabulary.
+
+    Raises:
+        DataError: a direction is not between two of German, English and French, or Babel is not
+            installed.
+    """
+    for name in languages:
+        if not set(name.split("-")) <= set(LANGUAGES):
+            raise DataError(f"languages: {name!r} is not between two of {', '.join(LANGUAGES)}")
+    try:
+        made_by = [version("babel"), version("tokenizers")]
+    except ImportError as error:
+        raise DataError(f"the CLDR phrases need Babel and tokenizers: {error}") from error
+    key = repr((_EDITION, FORMAT, made_by, list(languages), size, seed, vocabulary))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = _cache() / f"cldr-{'+'.join(languages)}-{digest}"
+    if not (folder / MANIFEST).is_file():
+        _prepare(folder, languages, size=size, seed=seed, vocabulary=vocabulary)
+    return Prepared(folder)
+
+
+def _prepare(
+    folder: Path, languages: Sequence[str], *, size: int, seed: int, vocabulary: int
+) -> None:
+    try:
+        pairs = parse_pairs(languages)
+    except ValueError as error:
+        raise DataError(f"languages: {error}") from error
+    held_out = min(_HELD_OUT, size // 10)
+    draw = lru_cache(lambda: draw_phrases(pairs, size=size, held_out=held_out, seed=seed))
+
+    def rows(split: str) -> Iterator[Row]:  # drawn when first asked for
+        yield from draw()[split]
+
+    splits = {split: rows(split) for split in ("train", "valid", "test")}
+    try:
+        prepare_pairs(folder, pairs, splits, Processing(vocabulary=vocabulary))
+    except RequestError:
+        # Another process may have done it while this one waited.
+        if not (folder / MANIFEST).is_file():
+            raise
+
+
+def _cache() -> Path:
+    if place := os.environ.get("LABO_CACHE"):
+        return Path(place)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "labo"

@@ -1,0 +1,266 @@
+"""Beam search, by transformers' ``generate``: from source token ids to scored hypotheses.
+
+The search is fairseq's, with which the paper was made: a sentence is done when ``beam`` hypotheses
+have ended, the score of one is its log-probability divided by its length to the power of
+``length_penalty``, and its length counts the closing ``</s>``. CTranslate2 searches likewise.
+
+Each sentence has a longest output of its own, so that what comes out does not hang on what else
+stood in the batch. A hypothesis that meets it stays without ``</s>``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..config import Section
+from ..errors import RequestError
+from .model import BOS, EOS, PAD
+
+# Logits held at once when hypotheses are scored: 128 MB of float32.
+_SCORED_LOGITS = 2**25
+
+
+class Decode(Section):
+    """How translations are searched for.
+
+    The longest output has ``max_ratio`` times the source's tokens plus ``max_extra``, ``</s>``
+    counted on both sides, and never more than the model has positions for.
+    """
+
+    beam: int = Field(5, ge=1)
+    length_penalty: float = Field(1.0, ge=0)
+    max_ratio: float = Field(1.5, ge=0)
+    max_extra: int = Field(20, ge=1)
+    batch_tokens: int = Field(4096, ge=1)  # sentences x longest source x beam, at most
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation of a sentence.
+
+    Attributes:
+        ids: target token ids, without start and without ``</s>``.
+        score: log-probability over length to the power of the length penalty; never above 0.
+        probabilities: what the model gave each token; one more, of ``</s>``, if it ended.
+    """
+
+    ids: tuple[int, ...]
+    score: float
+    probabilities: tuple[float, ...]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to ``</s>``, and was not cut off."""
+        return len(self.probabilities) > len(self.ids)
+
+
+def longest_output(source_length: int, options: Decode, positions: int) -> int:
+    """The most tokens a translation may have, ``</s>`` counted.
+
+    Args:
+        source_length: tokens of the source, ``</s>`` counted.
+        options: ``max_ratio`` and ``max_extra``.
+        positions: of the model; the start token takes one.
+
+    Example:
+        >>> longest_output(10, Decode(), 1024), longest_output(1000, Decode(), 1024)
+        (35, 1023)
+    """
+    return min(int(options.max_ratio * source_length) + options.max_extra, positions - 1)
+
+
+def generation_config(
+    options: Decode, model: MarianConfig, *, nbest: int = 1, max_length: int | None = None
+) -> GenerationConfig:
+    """The search as ``generate`` takes it: for :func:`decode`, and to be saved with a model.
+
+    Args:
+        options: beam and length penalty.
+        model: its positions.
+        nbest: hypotheses per sentence.
+        max_length: start token and output together; as many as the model has positions if None.
+            A saved file cannot tie it to the source: there ``</s>`` must end the sentence.
+    """
+    # Without a beam nothing is compared. Unset, both would be taken from the model's own config.
+    wide = options.beam > 1
+    return GenerationConfig(
+        num_beams=options.beam,
+        num_return_sequences=nbest,
+        length_penalty=options.length_penalty if wide else 1.0,
+        early_stopping=wide,
+        do_sample=False,
+        max_length=max_length or model.max_position_embeddings,
+        decoder_start_token_id=EOS,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        suppress_tokens=[BOS, PAD],
+    )
+
+
+def decode(
+    model: MarianMTModel,
+    sources: Sequence[Sequence[int]],
+    options: Decode,
+    *,
+    nbest: int = 1,
+    advance: Callable[[int], object] | None = None,
+) -> list[list[Hypothesis]]:
+    """Translate token ids, where the model is and in the mode of evaluation.
+
+    Args:
+        model: a Marian encoder-decoder.
+        sources: one sequence of token ids per sentence, ``</s>`` last.
+        options: the search.
+        nbest: how many hypotheses to return of each sentence, at most ``options.beam``.
+        advance: called with the number of sentences after each batch.
+
+    Returns:
+        For each source its hypotheses, best first.
+    """
+    if not 1 <= nbest <= options.beam:
+        raise RequestError(f"{nbest} best of a beam of {options.beam}: choose 1 to {options.beam}")
+    positions = model.config.max_position_embeddings
+    for index, source in enumerate(sources):
+        if not 1 <= len(source) <= positions:
+            raise RequestError(
+                f"source {index} has {len(source)} tokens, the model has 1 to {positions} positions"
+            )
+    found: list[list[Hypothesis]] = [[] for _ in sources]
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for batch in batches([len(source) for source in sources], options):
+                translated = _decode_batch(model, [sources[i] for i in batch], options, nbest)
+                for i, hypotheses in zip(batch, translated, strict=True):
+                    found[i] = hypotheses
+                if advance is not None:
+                    advance(len(batch))
+    finally:
+        model.train(training)
+    return found
+
+
+def batches(lengths: Sequence[int], options: Decode) -> Iterator[list[int]]:
+    """Group sentences of similar length, the longest first.
+
+    Example:
+        >>> list(batches([3, 9, 4, 8], Decode(beam=1, batch_tokens=18)))
+        [[1, 3], [2, 0]]
+    """
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[batch[0]] if batch else 0
+        if batch and (len(batch) + 1) * longest * options.beam > options.batch_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
+    """Ends each sentence of a batch at its own length."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        rows, length = input_ids.shape  # candidates of a sentence stand together; with the start
+        return (length > self.lengths).repeat_interleave(rows // len(self.lengths))
+
+
+class _BeamCache(EncoderDecoderCache):  # type: ignore[misc]
+    """Keys and values of a search. All beams of a sentence see the same source: it stays put."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.self_attention_cache.reorder_cache(beam_idx)
+
+
+def _decode_batch(
+    model: MarianMTModel, sources: Sequence[Sequence[int]], options: Decode, nbest: int
+) -> list[list[Hypothesis]]:
+    config, device = model.config, model.device
+    longest = [
+        longest_output(len(source), options, config.max_position_embeddings) for source in sources
+    ]
+    width = max(map(len, sources))
+    input_ids = torch.tensor(
+        [[*source, *[PAD] * (width - len(source))] for source in sources],
+        device=device,
+    )
+    lengths = torch.tensor([len(source) for source in sources], device=device)
+    mask = (torch.arange(width, device=device) < lengths.unsqueeze(-1)).long()
+    encoded: Tensor = model.get_encoder()(input_ids, attention_mask=mask).last_hidden_state
+    sequences: Tensor = model.generate(
+        encoder_outputs=_encoder_outputs(encoded),
+        attention_mask=mask,
+        generation_config=generation_config(
+            options, config, nbest=nbest, max_length=max(longest) + 1
+        ),
+        stopping_criteria=StoppingCriteriaList(
+            [_LongestOutputs(torch.tensor(longest, device=device))]
+        ),
+        past_key_values=_BeamCache(DynamicCache(config=config), DynamicCache(config=config)),
+    )
+    log_p = _log_probabilities(model, encoded, mask, sequences, nbest)
+    hypotheses = [
+        _hypothesis(ids, values, options.length_penalty)
+        for ids, values in zip(sequences[:, 1:].tolist(), log_p.tolist(), strict=True)
+    ]
+    return [hypotheses[i : i + nbest] for i in range(0, len(hypotheses), nbest)]
+
+
+def _encoder_outputs(states: Tensor) -> BaseModelOutput:
+    """States for the decoder; new each time, because ``generate`` repeats them in place."""
+    return BaseModelOutput(states)
+
+
+def _log_probabilities(
+    model: MarianMTModel, encoded: Tensor, mask: Tensor, sequences: Tensor, nbest: int
+) -> Tensor:
+    """What the model gives each token of the sequences (rows, 1 + T), in one pass: (rows, T)."""
+    given, tokens = sequences[:, :-1], sequences[:, 1:].unsqueeze(-1)
+    rows = max(1, _SCORED_LOGITS // (given.shape[1] * model.lm_head.out_features))
+    pieces = []
+    for piece in torch.arange(len(sequences), device=sequences.device).split(rows):
+        logits = model(
+            encoder_outputs=_encoder_outputs(encoded[piece // nbest]),
+            attention_mask=mask[piece // nbest],
+            decoder_input_ids=given[piece],
+            use_cache=False,
+        ).logits.float()
+        pieces.append((logits.gather(-1, tokens[piece]) - logits.logsumexp(-1, True)).squeeze(-1))
+    return torch.cat(pieces)
+
+
+def _hypothesis(ids: list[int], log_p: list[float], length_penalty: float) -> Hypothesis:
+    """Cut a row of ``generate`` behind its end."""
+    if EOS in ids:
+        end = ids.index(EOS)
+        log_p = log_p[: end + 1]
+    else:  # cut off; padded if another sentence of the batch is longer
+        end = ids.index(PAD) if PAD in ids else len(ids)
+        log_p = log_p[:end]
+    return Hypothesis(
+        ids=tuple(ids[:end]),
+        score=sum(log_p) / len(log_p) ** length_penalty,
+        probabilities=tuple(map(math.exp, log_p)),
+    )

@@ -1,0 +1,155 @@
+"""A trained translation model for CTranslate2, which translates fast on a CPU.
+
+CTranslate2's own converter for Marian takes every model to be one of the published ones, which
+start from a row of zeros and have their padding last. Models trained here start from ``</s>`` as
+fairseq's do, so they are converted with the loader for BART that lies below it.
+
+The exported folder stands by itself: the model, its tokenizers, and ``labo.json`` with what is done
+to text before and after.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import MarianMTModel, PreTrainedTokenizerFast
+
+from ..errors import LabError, RequestError
+from ..run import files as atomic
+from .model import BOS, PAD
+from .translate import ModelFolder
+
+try:
+    from ctranslate2.converters import Converter
+    from ctranslate2.converters.transformers import BartLoader
+    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+    from ctranslate2.specs.transformer_spec import TransformerSpec
+except ModuleNotFoundError as error:
+    raise RequestError("to export a model, install torch-labo[ctranslate2]") from error
+
+# The logit of what is never to be said; half precision holds it.
+_NEVER = -1e4
+
+
+class _MarianConverter(Converter):  # type: ignore[misc]
+    """A Marian model with its vocabularies, as CTranslate2 takes it."""
+
+    def __init__(
+        self,
+        model: MarianMTModel,
+        source: PreTrainedTokenizerFast,
+        target: PreTrainedTokenizerFast,
+    ) -> None:
+        self.model, self.source, self.target = model, source, target
+
+    def _load(self) -> TransformerSpec:
+        model, config = self.model, self.model.config
+        # The names under which the loader asks a BART.
+        config.normalize_before, config.normalize_embedding = False, False
+        spec = BartLoader().get_model_spec(model)
+        bias = model.final_logits_bias.squeeze(0).numpy().astype(np.float32)
+        bias[[BOS, PAD]] = _NEVER
+        spec.decoder.projection.bias = bias
+        spec.register_source_vocabulary(_vocabulary(self.source))
+        spec.register_target_vocabulary(_vocabulary(self.target))
+        spec.config.bos_token = self.target.bos_token
+        spec.config.eos_token = self.target.eos_token
+        spec.config.unk_token = self.target.unk_token
+        spec.config.decoder_start_token = self.target.eos_token
+        return spec
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    return [*tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
+
+
+def export(run: str | Path, out: str | Path, quantization: str | None = None) -> str:
+    """Write the model of a run as a folder for CTranslate2.
+
+    Args:
+        run: a run directory or a model folder.
+        out: the folder to make; it must not be there.
+        quantization: how the weights are stored, such as int8; as they are if None.
+
+    Returns:
+        The Python lines that translate with it.
+    """
+    out = Path(out)
+    if quantization is not None and quantization not in ACCEPTED_MODEL_TYPES:
+        raise RequestError(
+            f"--quantization {quantization}: there are {', '.join(ACCEPTED_MODEL_TYPES)}"
+        )
+    if out.exists():
+        raise RequestError(f"{out} is there already: choose another --out")
+    folder = ModelFolder.find(run)
+    model, tokenizers = folder.load(), folder.tokenizers()
+    unfinished = atomic.temporary(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        _MarianConverter(model, *tokenizers).convert(str(unfinished), quantization=quantization)
+        _add_text(folder, unfinished)
+        for file in sorted(unfinished.rglob("*")):
+            atomic.flush(file)
+        unfinished.rename(out)
+        atomic.flush(out.parent)
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return usage(folder, out, model.config.max_position_embeddings)
+
+
+def _add_text(folder: ModelFolder, out: Path) -> None:
+    """Put the tokenizers and what labo knows of the model beside it."""
+    source, target = folder.tokenizers()
+    source.save_pretrained(out)
+    if target is not source:
+        target.save_pretrained(out / "target_tokenizer")
+    facts: dict[str, Any] = {
+        "pairs": [vars(pair) for pair in folder.pairs],
+        "text": folder.text.model_dump(mode="json"),
+        "decode": folder.decode.model_dump(mode="json"),
+    }
+    atomic.write_json(out / "labo.json", facts)
+
+
+def usage(folder: ModelFolder, out: Path, positions: int) -> str:
+    """Python lines that translate a sentence with an exported model."""
+    pair, decode = folder.pairs[0], folder.decode
+    options = {name: True for name, is_on in folder.text.model_dump().items() if is_on}
+    separate = (folder.path / "target_tokenizer").is_dir()
+    lines = ["import ctranslate2, transformers"]
+    source, result = "text", "said"
+    if options:
+        settings = ", ".join(f"{name}={value}" for name, value in options.items())
+        lines += [
+            "from labo.lab.translation.text import Pipeline, TextOptions",
+            f"pipeline = Pipeline(TextOptions({settings}), {pair.source!r}, {pair.target!r})",
+        ]
+        source, result = "pipeline.source(text)", "pipeline.restore(said)"
+    lines += [
+        f"translator = ctranslate2.Translator({str(out)!r})",
+        f"tokenizer = transformers.AutoTokenizer.from_pretrained({str(out)!r})",
+        "target_tokenizer = "
+        + (
+            f"transformers.AutoTokenizer.from_pretrained({str(out / 'target_tokenizer')!r})"
+            if separate
+            else "tokenizer"
+        ),
+        "text = '...'",
+        *(f"# {other}: {other.tag or 'no tag'}" for other in folder.pairs[1:]),
+        f"tokens = {f'[{pair.tag!r}] + ' if pair.tag else ''}tokenizer.convert_ids_to_tokens("
+        f"tokenizer.encode({source}))",
+        "best = translator.translate_batch(",
+        f"    [tokens], beam_size={decode.beam}, length_penalty={decode.length_penalty},",
+        f"    max_input_length={positions},",
+        f"    min_decoding_length=0, max_decoding_length={positions - 1},",
+        ")[0].hypotheses[0]",
+        "said = target_tokenizer.decode(target_tokenizer.convert_tokens_to_ids(best))",
+        f"print({result})",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,633 @@
+"""Translation: prepared parallel text, a Transformer, beam search and BLEU.
+
+Batches are made up by their tokens: sentences of like length go together, as many as fit in
+``train.batch_tokens`` with their padding counted, and the batches, fixed for the run, come in
+another order in each epoch. The loss takes hidden states and output layer through
+:func:`labo.linear_loss`; rows that are padding never reach it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+from transformers import MarianMTModel
+from transformers.utils import logging
+
+from ... import linear_loss
+from ..._checks import unknown_name
+from .. import config
+from ..errors import RequestError
+from ..images import augment
+from ..tasks import Batch, Evaluation
+from . import bleu, forced
+from .decoding import Decode, Hypothesis, decode, generation_config
+from .model import (
+    EOS,
+    NUM_SPECIAL,
+    PAD,
+    PRESETS,
+    Head,
+    Translator,
+    fresh_translator,
+    marian_config,
+)
+from .prepared import Prepared, Side, Split
+from .text import Pipeline
+
+_IGNORED = -100
+_EXPLORED = 5  # examples with all their logits
+
+
+class TextData(config.Section):
+    """Which text: the built-in CLDR phrases, or a folder made by ``labo prepare``."""
+
+    name: Literal["cldr", "prepared"]
+    path: str | None = None  # of the prepared folder
+    languages: config.Names = ()  # of the CLDR phrases: de-en, en-de, fr-en, en-fr; or several
+    size: int = Field(20_000, ge=100)  # CLDR training pairs
+    data_seed: int = Field(0, ge=0)  # of the CLDR phrases
+    vocabulary: int = Field(2000, ge=300)  # of the CLDR phrases
+    # SwitchOut (Wang et al. 2018): the temperature of the number of replaced words; 0 is off.
+    switchout_source: float = Field(0.0, ge=0)
+    switchout_target: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TextData:
+        if (self.name == "prepared") != (self.path is not None):
+            raise ValueError(
+                "name: prepared needs path=FOLDER, made by `labo prepare`; name: cldr takes none"
+            )
+        if (self.name == "cldr") != bool(self.languages):
+            raise ValueError("languages, such as [de-en], belong to name: cldr, which needs them")
+        return self
+
+
+class TextModel(config.Section):
+    """A preset, and what is to differ from it."""
+
+    preset: str
+    width: int | None = Field(None, ge=2)
+    ffn: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1)
+    encoder_layers: int | None = Field(None, ge=1)
+    decoder_layers: int | None = Field(None, ge=1)
+    dropout: float = Field(0.1, ge=0, lt=1)
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    activation_dropout: float = Field(0.0, ge=0, lt=1)
+    embeddings: Literal["shared", "decoder", "separate"] = "shared"
+    fixnorm: bool = False
+    positions: int = Field(1024, ge=8)  # the longest sentence, in tokens
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, preset: str) -> str:
+        if preset not in PRESETS:
+            raise ValueError(unknown_name("preset", preset, PRESETS))
+        return preset
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TextModel:
+        width, heads = self.dimensions()["width"], self.dimensions()["heads"]
+        if width % heads or width % 2:
+            raise ValueError(f"width {width} must be even and divisible by heads {heads}")
+        if self.fixnorm and self.embeddings == "separate":
+            raise ValueError("fixnorm needs embeddings: shared or decoder")
+        return self
+
+    def dimensions(self) -> dict[str, int]:
+        preset = PRESETS[self.preset]
+        layers = {"encoder_layers": preset["layers"], "decoder_layers": preset["layers"]}
+        values = {name: preset[name] for name in ("width", "ffn", "heads")} | layers
+        return {name: getattr(self, name) or value for name, value in values.items()}
+
+
+class TextTrain(config.Train):
+    """The loop, and the score on the validation sentences that selects the model."""
+
+    batch_tokens: int = Field(ge=16)  # sentences x longest side, over all processes and pieces
+    select: Literal["bleu", "nll"] = "bleu"
+    select_beam: int = Field(1, ge=1)  # of the BLEU that selects
+
+
+class TextRecipe(config.Recipe):
+    """A recipe for translation."""
+
+    data: TextData
+    model: TextModel
+    train: TextTrain
+    decode: Decode = Decode()
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """What the model reads: padded sources and target prefixes.
+
+    Attributes:
+        source: (N, S).
+        mask: (N, S), False where the source is padding; None if nothing is.
+        prefix: (N, T), </s> and the target without its last token.
+    """
+
+    source: Tensor
+    mask: Tensor | None
+    prefix: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Sentences:
+        return Sentences(
+            self.source.to(device, non_blocking=non_blocking),
+            None if self.mask is None else self.mask.to(device, non_blocking=non_blocking),
+            self.prefix.to(device, non_blocking=non_blocking),
+        )
+
+
+class Task:
+    """Sentence pairs, the model that translates them, and its scores."""
+
+    Recipe = TextRecipe
+    higher_is_better: ClassVar = {"bleu": True, "nll": False}
+    one_target_per_sample: ClassVar = False
+
+    def __init__(self, recipe: TextRecipe) -> None:
+        self.recipe = recipe
+        self.data = _load(recipe.data)
+        self.fingerprint = f"{recipe.data.name}@{self.data.fingerprint[:12]}"
+        self.vocabularies = len(self.data.tokenizer), len(self.data.target_tokenizer)
+        self.num_classes = self.vocabularies[1]
+        if recipe.model.embeddings == "shared" and not self._joint:
+            raise RequestError(
+                "model.embeddings: shared needs one vocabulary, but this data has two: "
+                "choose decoder or separate"
+            )
+        for split in ("train", "valid", "test"):
+            if not len(self.data.split(split)):
+                raise RequestError(f"{self.data.path}: its {split} split is empty")
+        self._train = self.data.split("train")
+        self._batches, left_out = self._make_batches()
+        self.size = len(self._train)
+        self.steps_per_epoch = len(self._batches)
+        self.notes = left_out
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    @property
+    def _joint(self) -> bool:
+        joint: bool = self.data.manifest["vocabulary"]["kind"] == "joint"
+        return joint
+
+    # ------------------------------------------------------------------ the model
+
+    def build_model(self) -> Translator:
+        model, options = self.recipe.model, ("dropout", "attention_dropout", "activation_dropout")
+        marian = marian_config(
+            self.vocabularies,
+            **model.dimensions(),
+            **{name: getattr(model, name) for name in options},
+            embeddings=model.embeddings,
+            positions=model.positions,
+        )
+        return fresh_translator(marian, fixnorm=model.fixnorm)
+
+    @staticmethod
+    def load_model(folder: Path) -> Translator:
+        logging.disable_progress_bar()  # a moment is all it takes
+        return Translator(MarianMTModel.from_pretrained(folder, local_files_only=True))
+
+    def facts(self) -> dict[str, Any]:
+        """What the saved model says of itself besides its dimensions."""
+        return {
+            "task": self.recipe.task,
+            "num_classes": self.num_classes,
+            "vocabulary": _digest(self.data.target_tokenizer.backend_tokenizer.to_str()),
+            "pairs": self.data.manifest["pairs"],
+            "text": self.data.manifest["text"],
+            "decode": self.recipe.decode.model_dump(mode="json"),
+        }
+
+    def model_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        assert isinstance(model, Translator)
+        marian = json.loads(model.marian.config.to_json_string(use_diff=False))
+        marian |= {"architectures": ["MarianMTModel"], "labo": self.facts()}
+        generation = generation_config(self.recipe.decode, model.marian.config)
+        texts = {
+            "config.json": json.dumps(marian, indent=2) + "\n",
+            "generation_config.json": generation.to_json_string(),
+        }
+        for folder, place in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/")):
+            for path in sorted((self.data.path / folder).glob("*")):
+                texts[place + path.name] = path.read_text(encoding="utf-8")
+        return model.plain_weights(weights), texts
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Head:
+        """Hidden states and output layer for the target tokens of a batch, padding left out."""
+        sentences: Sentences = batch.inputs
+        states, weight = model(sentences.source, sentences.mask, sentences.prefix)
+        return Head(states[sentences.prefix != PAD], weight)
+
+    def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
+        target = batch.target[batch.inputs.prefix != PAD]
+        teacher = second[0] if second else None
+        return linear_loss(outputs.states, outputs.weight, target, loss, second=teacher)
+
+    def sums(self, outputs: Head, batch: Batch) -> Tensor:
+        real = batch.inputs.prefix != PAD
+        sums = torch.zeros(real.shape, device=real.device)
+        sums[real] = outputs.states.detach().float().sum(-1)
+        return sums.sum(-1)
+
+    # ------------------------------------------------------------------ training batches
+
+    def _make_batches(self) -> tuple[list[Tensor], list[str]]:
+        """The sentences of each batch, the same in every epoch; and what there is to say of it."""
+        limit = self.recipe.train.batch_tokens
+        longest = torch.maximum(_lengths(self._train, "source"), _lengths(self._train, "target"))
+        fits = longest <= min(limit, self.recipe.model.positions)
+        if not fits.any():
+            raise RequestError(f"train.batch_tokens: no sentence is as short as {limit} tokens")
+        # At random first, so that sentences of one length are not in the order of the corpus.
+        order = augment.permutation(self.recipe.seed, 0, len(longest), stream="batches")
+        order = order[fits[order]]
+        order = order[longest[order].argsort(stable=True)]
+        batches, first = [], 0
+        sizes = longest[order].tolist()
+        for place, size in enumerate(sizes):  # ascending: the last one of a batch is its longest
+            if (place + 1 - first) * size > limit:
+                batches.append(order[first:place])
+                first = place
+        batches.append(order[first:])
+        missing = int((~fits).sum())
+        notes = [f"{missing} training pairs are too long for a batch and left out"]
+        return batches, notes if missing else []
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order: list[int] = augment.permutation(
+            self.recipe.seed, epoch, len(self._batches), stream="order of batches"
+        ).tolist()
+        return order
+
+    def global_batch(self, epoch: int, position: int) -> Tensor:
+        return self._batches[self._order(epoch)[position]]
+
+    def count(self, index: Tensor) -> int:
+        return int(_lengths(self._train, "target")[index].sum())
+
+    def batch(self, index: Tensor, epoch: int) -> Batch:
+        return self._batch(self._train, index, epoch, training=True)
+
+    def peers(self, batch: Batch) -> Batch:
+        raise RequestError("translation has no other sentence of the same class")
+
+    def _batch(self, split: Split, index: Tensor, epoch: int, *, training: bool) -> Batch:
+        sides = {}
+        for name, size in zip(("source", "target"), self.vocabularies, strict=True):
+            ids = _padded(split, name, index)
+            temperature = getattr(self.recipe.data, f"switchout_{name}")
+            if training and temperature:
+                draws = augment.uniforms(
+                    self.recipe.seed, epoch, index, 1 + 2 * ids.shape[1], stream=f"switch {name}"
+                )
+                ids = switchout(ids, draws, temperature, self._first_type, size)
+            sides[name] = ids
+        source, target = sides["source"], sides["target"]
+        mask = source != PAD
+        start = torch.full((len(index), 1), EOS)
+        sentences = Sentences(
+            source,
+            None if bool(mask.all()) else mask,
+            # Whatever follows the end of a target is padding, so that no loss is taken there.
+            torch.cat([start, target[:, :-1]], 1).masked_fill(target == PAD, PAD),
+        )
+        return Batch(sentences, target.masked_fill(target == PAD, _IGNORED), index, epoch)
+
+    @property
+    def _first_type(self) -> int:
+        """The first id that is a piece of text; the special tokens and tags come before."""
+        tags = {pair.tag for pair in self.data.pairs if pair.tag}
+        return NUM_SPECIAL + len(tags)
+
+    def vocabulary_groups(self) -> Tensor:
+        """(V,) of a joint vocabulary: 0 target only, 1 common, 2 source only (masked smoothing).
+
+        The special tokens are common. A type that training never showed is common, too.
+        """
+        if not self._joint:
+            raise RequestError("mls and wls need one vocabulary for both languages")
+        source, target = (self.data.frequencies(side) > 0 for side in ("source", "target"))
+        groups = torch.ones(self.num_classes, dtype=torch.int64)
+        groups[torch.from_numpy(target & ~source)] = 0
+        groups[torch.from_numpy(source & ~target)] = 2
+        groups[: self._first_type] = 1
+        return groups
+
+    # ------------------------------------------------------------------ scores
+
+    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        split = self.data.split("valid")
+        metrics = forced.mean_metrics(self._forced(model, split, accelerator))
+        if self.recipe.train.select == "bleu":
+            options = self.recipe.decode.model_copy(update={"beam": self.recipe.train.select_beam})
+            hypotheses = self._decode(model, split, accelerator, options)
+            metrics |= {"bleu": self._scores(split, self._texts(split, hypotheses))["bleu"]}
+        return metrics
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        *,
+        beams: Sequence[int] = (),
+    ) -> Evaluation:
+        chosen = self.data.split(split)
+        temperature = self._temperature(model, accelerator)
+        references = self._forced(model, chosen, accelerator, temperature)
+        hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
+        texts = self._texts(chosen, hypotheses)
+        metrics = self._scores(chosen, texts) | forced.mean_metrics(references)
+        lengths = _lengths(chosen, "target")
+        metrics["length_ratio"] = sum(len(h.ids) + 1 for h in hypotheses) / int(lengths.sum())
+        by_beam = {
+            beam: self._decode(
+                model, chosen, accelerator, self.recipe.decode.model_copy(update={"beam": beam})
+            )
+            for beam in beams
+        }
+        records = self._records(chosen, references, temperature, hypotheses, texts, by_beam)
+        return Evaluation(metrics, records, {"sacrebleu": bleu.signatures(self._lowercased)})
+
+    @property
+    def _lowercased(self) -> bool:
+        return self.data.text.lowercase
+
+    def _pipelines(self) -> list[Pipeline]:
+        return [Pipeline(self.data.text, pair.source, pair.target) for pair in self.data.pairs]
+
+    def _texts(self, split: Split, hypotheses: Sequence[Hypothesis]) -> list[str]:
+        """Detokenized translations."""
+        pipelines = self._pipelines()
+        tokenizer = self.data.target_tokenizer
+        plain = tokenizer.batch_decode([list(h.ids) for h in hypotheses], skip_special_tokens=True)
+        return [pipelines[p].restore(t) for p, t in zip(split.pair.tolist(), plain, strict=True)]
+
+    def _scores(self, split: Split, texts: Sequence[str]) -> dict[str, float]:
+        pipelines = self._pipelines()
+        references = [split.target_text(i) for i in range(len(split))]
+        pair = split.pair.tolist()
+        scores = bleu.scores(texts, references, lowercase=self._lowercased)
+        scores["tokenized_bleu"] = bleu.tokenized_bleu(
+            [pipelines[p].target(text) for p, text in zip(pair, texts, strict=True)],
+            [pipelines[p].target(text) for p, text in zip(pair, references, strict=True)],
+        )
+        if len(pipelines) > 1:
+            for number, named in enumerate(self.data.pairs):
+                mine = [i for i, p in enumerate(pair) if p == number]
+                scores[f"bleu_{named.source}_{named.target}"] = bleu.scores(
+                    [texts[i] for i in mine],
+                    [references[i] for i in mine],
+                    lowercase=self._lowercased,
+                )["bleu"]
+        return scores
+
+    def _shares(self, split: Split, accelerator: Accelerator) -> list[int]:
+        """This process's sentences."""
+        return list(range(accelerator.process_index, len(split), accelerator.num_processes))
+
+    def _decode(
+        self, model: nn.Module, split: Split, accelerator: Accelerator, options: Decode
+    ) -> list[Hypothesis]:
+        assert isinstance(model, Translator)
+        mine = self._shares(split, accelerator)
+        sources = [split.source(i).tolist() for i in mine]
+        best = [found[0] for found in decode(model.plain(), sources, options)]
+        return _in_order(gather_object(list(zip(mine, best, strict=True))))
+
+    @torch.no_grad()
+    def _heads(
+        self, model: nn.Module, split: Split, accelerator: Accelerator
+    ) -> Iterator[tuple[list[int], Batch, Head]]:
+        """This process's sentences by batches, and the model's states at their target tokens."""
+        model.eval()
+        mine = self._shares(split, accelerator)
+        longest = np.maximum(split.lengths("source"), split.lengths("target"))[mine]
+        for part in _by_tokens(np.asarray(mine)[longest.argsort(kind="stable")], split):
+            batch = self._batch(split, torch.from_numpy(part), 0, training=False)
+            batch = batch.to(accelerator.device)
+            with accelerator.autocast():
+                head = self.outputs(model, batch)
+            yield part.tolist(), batch, head  # outside: what is measured of it stays exact
+
+    @torch.no_grad()
+    def _forced(
+        self,
+        model: nn.Module,
+        split: Split,
+        accelerator: Accelerator,
+        temperature: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """What the model says of each reference token, given those before it."""
+        found = []
+        for part, batch, head in self._heads(model, split, accelerator):
+            stats = forced.token_statistics(head, _tokens(batch), temperature)
+            lengths = (batch.target != _IGNORED).sum(-1).tolist()
+            columns = {name: column.split(lengths) for name, column in stats.items()}
+            for place, index in enumerate(part):
+                row = {name: pieces[place].cpu() for name, pieces in columns.items()}
+                found.append((index, row))
+        return _in_order(gather_object(found))
+
+    @torch.no_grad()
+    def _temperature(self, model: nn.Module, accelerator: Accelerator) -> float | None:
+        """The one that makes the references of the validation split likeliest."""
+        losses = [
+            forced.losses_by_beta(head, _tokens(batch))
+            for _, batch, head in self._heads(model, self.data.split("valid"), accelerator)
+        ]
+        return forced.best_temperature(torch.stack(gather_object(losses)).sum(0))
+
+    def _records(
+        self,
+        split: Split,
+        references: Sequence[Mapping[str, Tensor]],
+        temperature: float | None,
+        hypotheses: Sequence[Hypothesis],
+        texts: Sequence[str],
+        by_beam: Mapping[int, Sequence[Hypothesis]],
+    ) -> Iterator[dict[str, Any]]:
+        """One record per sentence."""
+        counts = self.data.frequencies("source")
+        if self._joint:  # as the paper's source does, the joint dictionary's counts
+            counts = counts + self.data.frequencies("target")
+        names = self.data.tokenizer.convert_ids_to_tokens
+        target_names = self.data.target_tokenizer.convert_ids_to_tokens
+        for index, (hypothesis, text) in enumerate(zip(hypotheses, texts, strict=True)):
+            pair = self.data.pairs[int(split.pair[index])]
+            source = [int(i) for i in split.source(index) if i >= self._first_type]
+            reference = split.target(index).tolist()
+            ended = len(hypothesis.probabilities) > len(hypothesis.ids)
+            row = references[index]
+            record: dict[str, Any] = {
+                "index": index,
+                "pair": f"{pair.source}-{pair.target}",
+                "source": split.source_text(index),
+                "reference": split.target_text(index),
+                "hypothesis": text,
+                "source_tokens": names(source),
+                "tokens": target_names([*hypothesis.ids, *([EOS] if ended else [])]),
+                "probabilities": _rounded(hypothesis.probabilities),
+                "score": hypothesis.score,
+                "frequency": float(counts[source].mean()) if source else 0.0,
+                "forced": {
+                    "tokens": target_names(reference),
+                    "probabilities": _rounded((-row["nll"]).exp().tolist()),
+                    "confidence": _rounded(row["confidence"].tolist()),
+                    "right": (row["right"] > 0).tolist(),
+                    "entropy": _rounded(row["entropy"].tolist()),
+                },
+                "reference_length": len(reference),
+            }
+            if temperature is not None:
+                record["forced"]["tempered"] = {
+                    "temperature": temperature,
+                    "probabilities": _rounded((-row["tempered_nll"]).exp().tolist()),
+                    "confidence": _rounded(row["tempered_confidence"].tolist()),
+                }
+            if by_beam:
+                record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
+            yield record
+
+    @torch.no_grad()
+    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
+        """Positions where two words compete most, one per sentence, with all their logits."""
+        chosen = self.data.split(split)
+        index = torch.arange(min(len(chosen), 64))
+        batch = self._batch(chosen, index, 0, training=False).to(accelerator.device)
+        model.eval()
+        head = self.outputs(model, batch)
+        rivals = forced.rival_probabilities(head, _tokens(batch))
+        lengths = (batch.target != _IGNORED).sum(-1)
+        sentences = torch.arange(len(index), device=lengths.device).repeat_interleave(lengths)
+        tokens = self.data.target_tokenizer
+        examples: list[dict[str, Any]] = []
+        used: set[int] = set()
+        for row in rivals.argsort(descending=True).tolist():
+            sentence = int(sentences[row])
+            if sentence in used or len(examples) == _EXPLORED:
+                continue
+            used.add(sentence)
+            position = row - int(lengths[:sentence].sum())
+            target = chosen.target(sentence)
+            so_far = tokens.decode(target[:position].tolist(), skip_special_tokens=True)
+            logits = (head.states[row] @ head.weight.T).float()
+            next_token = tokens.convert_ids_to_tokens(int(target[position]))
+            examples.append(
+                {
+                    "title": f"sentence {sentence + 1}, after {so_far[-40:]!r}: {next_token}",
+                    "target": int(target[position]),
+                    "logits": [round(x, 4) for x in logits.tolist()],
+                    "image": None,
+                    "context": f"{chosen.source_text(sentence)} = {so_far} ...",
+                }
+            )
+        return {
+            "classes": tokens.convert_ids_to_tokens(list(range(self.num_classes))),
+            "examples": examples,
+        }
+
+
+def _load(options: TextData) -> Prepared:
+    if options.path is not None:
+        return Prepared(options.path)
+    from .cldr import cldr_data
+
+    return cldr_data(
+        list(options.languages),
+        size=options.size,
+        seed=options.data_seed,
+        vocabulary=options.vocabulary,
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _in_order(numbered: Sequence[tuple[int, Any]]) -> list[Any]:
+    return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def _tokens(batch: Batch) -> Tensor:
+    """(tokens,) of the targets, without padding."""
+    return batch.target[batch.inputs.prefix != PAD]
+
+
+def _lengths(split: Split, side: Side) -> Tensor:
+    return torch.from_numpy(split.lengths(side))
+
+
+def _padded(split: Split, side: str, index: Tensor) -> Tensor:
+    """(N, longest) token ids, padded on the right."""
+    values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
+    first = offsets[index.numpy()]
+    lengths = offsets[index.numpy() + 1] - first
+    columns = np.arange(lengths.max())
+    real = columns < lengths[:, None]
+    ids = np.full(real.shape, PAD, dtype=np.int64)
+    ids[real] = values[(first[:, None] + columns)[real]]
+    return torch.from_numpy(ids)
+
+
+def _by_tokens(order: np.ndarray[Any, Any], split: Split, limit: int = 4096) -> Iterator[Any]:
+    """Cut sentences in ascending order of length into batches of so many tokens."""
+    longest = np.maximum(split.lengths("source"), split.lengths("target"))
+    first = 0
+    for place, index in enumerate(order):
+        if place > first and (place + 1 - first) * longest[index] > limit:
+            yield order[first:place]
+            first = place
+    if len(order):
+        yield order[first:]
+
+
+def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int) -> Tensor:
+    r"""SwitchOut: replace some words by others, taken uniformly from the vocabulary.
+
+    The number of replaced words :math:`k \in \{0 .. L\}` of a sentence of L words (without its
+    end) has :math:`P(k) \propto \exp(-k / temperature)`; then each word is replaced with
+    probability k / L by any other piece of text. Special tokens and tags stay.
+
+    Args:
+        ids: (N, T) padded token ids.
+        u: (N, 1 + 2 T) random numbers in [0, 1).
+        temperature: larger replaces more.
+        first, size: the ids that are pieces of text are first .. size - 1.
+
+    Returns:
+        (N, T).
+    """
+    words = (ids >= first) & (ids < size)
+    count = words.sum(-1)
+    number = torch.arange(ids.shape[1] + 1)
+    weight = (-number / temperature).exp() * (number <= count.unsqueeze(-1))
+    below = weight.cumsum(-1) / weight.sum(-1, keepdim=True)
+    k = (u[:, :1] >= below).sum(-1).clamp(max=int(count.max()))
+    replaced = words & (u[:, 1 : 1 + ids.shape[1]] * count.unsqueeze(-1) < k.unsqueeze(-1))
+    # Any other piece: a step of 1 .. size - first - 1 around the circle of them.
+    steps = 1 + (u[:, 1 + ids.shape[1] :] * (size - first - 1)).long().clamp(max=size - first - 2)
+    other = first + (ids - first + steps) % (size - first)
+    return torch.where(replaced, other, ids)
