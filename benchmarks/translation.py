@@ -29,7 +29,7 @@ THREADS = "2"
 
 def _recipe(smoke: bool) -> Any:
     """Label smoothing on the CLDR phrases: 256/1024, 3 + 3 layers, batches of 4096 tokens."""
-    from labo.lab.config import load_recipe
+    from labo.lab.recipes import load_recipe
 
     size = ["model.preset=small", "train.batch_tokens=4096", "data.vocabulary=6000"]
     if smoke:
@@ -86,9 +86,9 @@ def train_huggingface(steps: int, smoke: bool) -> dict[str, float]:
     """Seq2SeqTrainer with label_smoothing_factor on the same model and the same batches."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
-    from labo.lab.translation.task import Task
+    from labo.lab.translation.task import TranslationTask
 
-    task = Task(_recipe(smoke))
+    task = TranslationTask(_recipe(smoke))
     clock = _Clock(warm=2)
     plan = [task.global_batch(0, i % task.steps_per_epoch) for i in range(steps + clock.warm)]
 
@@ -187,11 +187,11 @@ model:
 
 def _joey(folder: Path, smoke: bool, mode: str, steps: int) -> str:
     """What ``python -m joeynmt MODE`` logs, run in ``folder`` on labo's pieces of words."""
-    from labo.lab.translation.model import PRESETS
-    from labo.lab.translation.task import Task
+    from labo.lab.translation.model import MODEL_PRESETS
+    from labo.lab.translation.task import TranslationTask
 
-    task = Task(_recipe(smoke))
-    sizes = PRESETS[task.recipe.model.preset]
+    task = TranslationTask(_recipe(smoke))
+    sizes = MODEL_PRESETS[task.recipe.model.preset]
     held_out = "valid" if mode == "train" else "test"
     _write_for_joey(task, folder, ("train", held_out) if mode == "train" else (held_out,))
     config = _JOEY.format(
@@ -244,7 +244,7 @@ def _model_steps(smoke: bool) -> int:
 
 def _model_folder(smoke: bool, folder: Path) -> Path:
     """A model that has learnt a little, so that its sentences end."""
-    from labo.lab.config import build_recipe
+    from labo.lab.recipes import build_recipe
     from labo.lab.train import train
 
     recipe = _recipe(smoke).as_document()
@@ -257,9 +257,9 @@ def _model_folder(smoke: bool, folder: Path) -> Path:
 
 
 def _sources(smoke: bool) -> list[list[int]]:
-    from labo.lab.translation.task import Task
+    from labo.lab.translation.task import TranslationTask
 
-    split = Task(_recipe(smoke)).data.split("test")
+    split = TranslationTask(_recipe(smoke)).data.split("test")
     return [split.source(i).tolist() for i in range(4 if smoke else len(split))]
 
 

@@ -54,10 +54,10 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model; the same command again continues a run that was stopped."""
-    from .lab import config
+    from .lab import recipes
     from .lab import train as trainer
 
-    plan = config.load_recipe(recipe, overrides or ())
+    plan = recipes.load_recipe(recipe, overrides or ())
     stem = Path(recipe).stem
     out = out or Path("runs") / f"{stem}-{plan.method['name']}-s{plan.seed}"
     finished = (out / "results.json").exists()
@@ -119,10 +119,11 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Train a recipe with several methods and seeds, and print the table; runs what is missing."""
-    from .lab.compare import plan as comparing
+    from .lab.compare.execute import compare as run_comparison
+    from .lab.compare.plan import plan
     from .lab.tables import to_markdown
 
-    comparison = comparing.plan(
+    comparison = plan(
         recipe,
         methods.split(","),
         seeds,
@@ -131,7 +132,7 @@ def compare(
         grid=grid or (),
         teacher=None if teacher is None else str(teacher),
     )
-    table, failures = comparing.compare(comparison, jobs)
+    table, failures = run_comparison(comparison, jobs)
     _conclude(to_markdown(table), failures)
 
 
@@ -283,17 +284,41 @@ def prepare(
     debug: Debug = False,
 ) -> None:
     """Prepare parallel text for training: clean it, learn subwords, write token ids."""
-    from .lab.translation import prepare as preparing
-    from .lab.translation.text import TextOptions
+    from .lab.translation.options import choose
+    from .lab.translation.prepare import prepare as prepare_text
+    from .lab.translation.prepare import summarize
 
-    given = {name: value for name, value in locals().items() if value is not None}
-    text = {name: given[name] for name in TextOptions.model_fields if name in given}
-    fields = preparing.PrepareOptions.model_fields
-    settings = {name: given[name] for name in fields if name in given}
-    if columns is not None:
-        settings["columns"] = columns.split(",")
-    chosen = preparing.choose(preset, text, settings)
-    preparing.summarize(preparing.prepare(chosen, out, workers=workers, force=force))
+    options = choose(
+        preset,
+        text={
+            "moses": moses,
+            "tokenized": tokenized,
+            "aggressive_hyphens": aggressive_hyphens,
+            "normalize_punctuation": normalize_punctuation,
+            "remove_nonprinting": remove_nonprinting,
+            "straight_apostrophes": straight_apostrophes,
+            "lowercase": lowercase,
+        },
+        settings={
+            "pair": pair,
+            "train": train,
+            "valid": valid,
+            "test": test,
+            "columns": None if columns is None else columns.split(","),
+            "tag": tag,
+            "holdout": holdout,
+            "holdout_test": holdout_test,
+            "max_tokens": max_tokens,
+            "max_ratio": max_ratio,
+            "max_pieces": max_pieces,
+            "max_piece_ratio": max_piece_ratio,
+            "vocabulary": vocabulary,
+            "merges": merges,
+            "codes": codes,
+            "share": share,
+        },
+    )
+    summarize(prepare_text(options, out, workers=workers, force=force))
 
 
 @app.command()
@@ -356,18 +381,29 @@ def export(
 
 
 @app.command()
-def methods(debug: Debug = False) -> None:
-    """List the methods, their hyper-parameters and where they come from."""
+def methods(
+    task: Annotated[
+        str, typer.Option(help="The task whose defaults are shown.")
+    ] = "image_classification",
+    debug: Debug = False,
+) -> None:
+    """List the methods of a task, their hyper-parameters with defaults, and their papers."""
     from rich.console import Console
     from rich.table import Table
 
-    from .lab.methods import IMAGES, METHODS
+    from ._checks import unknown_name
+    from .lab.errors import RequestError
+    from .lab.methods import METHODS, hyper_parameters, methods_for
+    from .lab.tasks import TASKS
+
+    if task not in TASKS:
+        raise RequestError(f"--task: {unknown_name('task', task, TASKS)}")
 
     table = Table("method", "what it does", box=None)
     table.add_column("hyper-parameters", overflow="fold")
     table.add_column("reference")
-    for name, method in METHODS.items():
-        fields = method.hyper_parameters(IMAGES).model_fields
+    for name in methods_for(task):
+        method, fields = METHODS[name], hyper_parameters(name, task).model_fields
         hyper = (f"{key}={'...' if f.is_required() else f.default}" for key, f in fields.items())
         table.add_row(name, method.summary, " ".join(hyper), method.reference)
     Console().print(table)

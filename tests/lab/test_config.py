@@ -8,12 +8,11 @@ import yaml
 from labo.lab.config import (
     RECIPES,
     RecipeError,
-    build_recipe,
     differing_keys,
     known_recipes,
-    load_recipe,
 )
-from labo.lab.methods import IMAGES, METHODS
+from labo.lab.methods import METHODS, methods_for
+from labo.lab.recipes import build_recipe, load_recipe
 
 
 def problems(*overrides: str, recipe: str = "digits") -> list[str]:
@@ -58,9 +57,9 @@ def test_method_names_however_written(name):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean optim.lr?"),
-        ("sede=1", "unknown key 'sede'; did you mean seed?"),
-        ("method.tua=1", "unknown key 'method.tua'; did you mean method.tau?"),
+        ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("sede=1", "unknown key 'sede'; did you mean 'seed'?"),
+        ("method.tua=1", "unknown key 'method.tua'; did you mean 'method.tau'?"),
         ("optim.lr=fast", "optim.lr: should be a valid number, got 'fast'"),
         ("optim.lr=true", "optim.lr: should be a valid number, got True"),
         ("optim.lr=.nan", "optim.lr: should be a finite number, got nan"),
@@ -74,7 +73,7 @@ def test_method_names_however_written(name):
             "optim.betas: should be a valid number, got 'x'",
         ),
         ("optim=3", "optim: should be a valid dictionary or instance of Optim, got 3"),
-        ("task=[1]", "task: unknown [1] (known: image_classification, translation)"),
+        ("task=[1]", "unknown task [1] (known: image_classification, translation)"),
         ("method.tau=0", "method.tau: tau must be a number above 0, got 0.0"),
         (
             "method.warmup_steps=-1",
@@ -90,7 +89,8 @@ def test_method_names_however_written(name):
     ],
 )
 def test_one_line_for_a_wrong_key(override, line):
-    assert problems(override) == [line]
+    (problem,) = problems(override)
+    assert problem.startswith(line) if line.startswith("unknown key") else problem == line
 
 
 def test_all_wrong_keys_at_once():
@@ -98,10 +98,10 @@ def test_all_wrong_keys_at_once():
 
 
 def test_unknown_names_get_the_nearest():
-    assert "did you mean digits?" in problems(recipe="digit")[0]
+    assert "did you mean 'digits'?" in problems(recipe="digit")[0]
     assert "did you mean 'cs-kd'?" in problems("method=cs-kdd")[0]
     assert "did you mean 'resnet18'?" in problems("model.name=resnet-18")[0]
-    assert "did you mean image_classification?" in problems("task=image_clasification")[0]
+    assert "did you mean 'image_classification'?" in problems("task=image_clasification")[0]
 
 
 def test_a_method_that_wants_a_teacher_says_so():
@@ -132,7 +132,7 @@ def test_files_that_are_no_recipes(text, problem, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_resolved_copy_is_a_recipe_again(method):
     teacher = ["method.teacher=runs/x"] if method in ("kd", "tf-kd-self") else []
-    name = "digits" if IMAGES in METHODS[method].tasks else "cldr"
+    name = "digits" if method in methods_for("image_classification") else "cldr"
     recipe = load_recipe(name, [f"method={method}", *teacher])
     copy = yaml.safe_load(yaml.safe_dump(recipe.as_document()))
     assert build_recipe(copy) == recipe

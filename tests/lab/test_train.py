@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from lab_runs import log_of, losses, metrics, outcome, run, train
 from labo.lab import train as loop
-from labo.lab.config import Optim, known_recipes, load_recipe
+from labo.lab.config import Optim, known_recipes
 from labo.lab.images import task as image_classification
 from labo.lab.images.scores import classification_scores
-from labo.lab.images.sources import ImageData, Split
-from labo.lab.methods import IMAGES, TRANSLATION
+from labo.lab.images.sources import ImageDataset, ImageSplit
 from labo.lab.optim import learning_rate
+from labo.lab.recipes import load_recipe
 from labo.lab.translation.cldr import cldr_data
 
 
@@ -208,7 +208,7 @@ def test_evaluation_agrees_with_training(tmp_path):
 # ------------------------------------------------------------------ the recipes
 
 
-def generated(name: str, root: str | None, **_: object) -> ImageData:
+def generated(name: str, root: str | None, **_: object) -> ImageDataset:
     """A few images of the shape of a data set."""
     size, channels, classes = {
         "digits": (8, 1, 10),
@@ -218,9 +218,9 @@ def generated(name: str, root: str | None, **_: object) -> ImageData:
     }[name]
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (12, channels, size, size), generator=chance, dtype=torch.uint8)
-    split = Split(pixels, torch.arange(12) % classes)
+    split = ImageSplit(pixels, torch.arange(12) % classes)
     names = tuple(map(str, range(classes)))
-    return ImageData(split, split, split, names, (0.5,) * channels, (0.25,) * channels, name)
+    return ImageDataset(split, split, split, names, (0.5,) * channels, (0.25,) * channels, name)
 
 
 @pytest.fixture
@@ -235,8 +235,10 @@ def image_folder(tmp_path):
     return tmp_path / "images"
 
 
-IMAGE_RECIPES = [name for name in known_recipes() if load_recipe(name).task == IMAGES]
-TEXT_RECIPES = [name for name in known_recipes() if load_recipe(name).task == TRANSLATION]
+IMAGE_RECIPES = [
+    name for name in known_recipes() if load_recipe(name).task == "image_classification"
+]
+TEXT_RECIPES = [name for name in known_recipes() if load_recipe(name).task == "translation"]
 
 
 @pytest.mark.parametrize("name", IMAGE_RECIPES)

@@ -37,8 +37,8 @@ def test_methods_are_listed():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["train", "digit"], "labo: no recipe 'digit'; did you mean digits?"),
-        (["train", "digits", "sede=1"], "labo: unknown key 'sede'; did you mean seed?"),
+        (["train", "digit"], "labo: unknown recipe 'digit'; did you mean 'digits'?"),
+        (["train", "digits", "sede=1"], "labo: unknown key 'sede'; did you mean 'seed'?"),
         (["evaluate", "nowhere"], "labo: nowhere is no run with recipe.yaml"),
     ],
 )

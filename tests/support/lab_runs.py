@@ -24,12 +24,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from labo.lab.methods import IMAGES, METHODS, TRANSLATION
+from labo.lab.methods import methods_for
 
 Kill = tuple[str, int]
 TEACHERLESS = {"kd", "tf-kd-self"}  # methods that want another run as their teacher
-IMAGE_METHODS = [name for name, method in METHODS.items() if IMAGES in method.tasks]
-TEXT_METHODS = [name for name, method in METHODS.items() if TRANSLATION in method.tasks]
+IMAGE_METHODS = methods_for("image_classification")
+TEXT_METHODS = methods_for("translation")
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(

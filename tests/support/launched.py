@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lab_runs
-from labo.lab.compare.plan import launch
+from labo.lab.compare import launch
 
 
 class Launcher:

@@ -1,13 +1,11 @@
-"""Recipes: YAML sheets with ``key=value`` overrides, checked as a whole before any work starts.
+"""The sections of a recipe that all tasks share, and how YAML files are read and checked.
 
 A recipe file is found by its path or, for those that come with the package, by its bare name.
-``load_recipe`` reads it, applies the overrides, and returns a frozen :class:`Recipe` in which every
-default is filled in; or it raises a :class:`RecipeError` with one line for each wrong key.
+:mod:`labo.lab.recipes` turns one into a complete :class:`Recipe`.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -18,6 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .._checks import unknown_name
 from .errors import RequestError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -150,7 +149,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parse(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -174,7 +173,7 @@ def find_recipe(name: str) -> Path:
         return RECIPES / f"{name}.yaml"
     if path.is_dir():
         raise RecipeError([f"{name} is a folder, not a recipe"])
-    raise RecipeError([f"no recipe {name!r}{_nearest(path.stem, known_recipes())}"])
+    raise RecipeError([unknown_name("recipe", name, known_recipes())])
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -183,89 +182,11 @@ def read_document(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([f"cannot read {path}: {error}"]) from error
-    document = _parse(text, str(path))
+    document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise RecipeError([f"{path}: a recipe is a mapping of sections"])
     document.pop(PROVENANCE, None)
     return document
-
-
-def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Apply ``a.b=value`` settings in place; the values are YAML.
-
-    Whole sections are set before single keys, so that their order on the command line is free.
-    The method that the recipe has already keeps the settings it has there.
-    """
-    settings = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not all(key.split(".")):
-            raise RecipeError([f"{text!r} is no override: write key=value, as in optim.lr=0.1"])
-        settings.append((key.split("."), _parse(value, text)))
-    for path, value in sorted(settings, key=lambda setting: len(setting[0])):
-        section = document
-        for depth, name in enumerate(path[:-1], 1):
-            section = _as_section(section, name)
-            if not isinstance(section, dict):
-                raise RecipeError([f"{'.'.join(path[:depth])} is no section of the recipe"])
-        if path != ["method"] or not _same_method(document.get("method"), value):
-            section[path[-1]] = value
-
-
-def _same_method(section: object, name: object) -> bool:
-    """Whether a recipe's ``method`` section is of the method of this name."""
-    from .methods import method_name
-
-    if not isinstance(section, dict) or not isinstance(name, str):
-        return False
-    return method_name(section.get("name")) == method_name(name)
-
-
-def _as_section(parent: dict[str, Any], name: str) -> Any:
-    """``parent[name]``; the short form ``method: NAME`` becomes a section first."""
-    if name == "method" and isinstance(parent.get(name), str):
-        parent[name] = {"name": parent[name]}
-    return parent.setdefault(name, {})
-
-
-def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read, override and check a recipe.
-
-    Args:
-        name: a path, or the bare name of a recipe of the package.
-        overrides: ``a.b=value`` settings.
-
-    Raises:
-        RecipeError: one line per wrong key.
-    """
-    document = read_document(find_recipe(name))
-    override(document, overrides)
-    return build_recipe(document)
-
-
-def build_recipe(document: Mapping[str, Any]) -> Recipe:
-    """Check a recipe given as a dict and fill in every default."""
-    from . import methods, tasks
-
-    document = dict(document)
-    task = document.get("task")
-    if not isinstance(task, str) or task not in tasks.TASKS:
-        hint = _nearest(str(task), tasks.TASKS)
-        raise RecipeError([f"task: {'missing' if task is None else f'unknown {task!r}'}{hint}"])
-    problems: list[str] = []
-    try:
-        document["method"] = methods.resolve(document.get("method"), task)
-    except RecipeError as error:
-        problems += error.problems
-        document["method"] = {}
-    recipe_class = tasks.find_task(task).Recipe
-    try:
-        recipe = recipe_class.model_validate(document)
-    except ValidationError as error:
-        problems += explain(error, recipe_class)
-    if problems:
-        raise RecipeError(problems)
-    return recipe
 
 
 # ------------------------------------------------------------------ saying what is wrong
@@ -278,8 +199,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
         path, section = _locate(model, problem["loc"])
         key = prefix + ".".join(path)
         if problem["type"] == "extra_forbidden":
-            hint = _nearest(path[-1], section.model_fields, key.removesuffix(path[-1]))
-            line = f"unknown key {key!r}{hint}"
+            above = key.removesuffix(path[-1])
+            line = unknown_name("key", key, [above + name for name in section.model_fields])
         elif problem["type"] == "missing":
             line = f"{key}: missing"
         elif problem["type"] == "value_error":  # from one of our own checks
@@ -304,15 +225,6 @@ def _locate(
             break  # a value: what is inside it has no key
         model = kind
     return path, model
-
-
-def _nearest(name: str, known: Iterable[str], section: str = "") -> str:
-    """``; did you mean ...?``, or what there is to choose from."""
-    known = list(known)
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {section}{near[0]}?"
-    return f" (known: {', '.join(known)})"
 
 
 def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from .compare import launch
-from .compare.plan import Comparison, carry_out, plan, tabulate
+from .compare.execute import carry_out
+from .compare.plan import Comparison, plan
+from .compare.table import tabulate
 from .report import write_report
 from .tables import to_markdown, write_table
 
@@ -30,7 +32,7 @@ def comparisons(out: Path) -> list[Comparison]:
 
 
 def demo(out: Path, jobs: int | None = None) -> tuple[str, list[launch.Failure]]:
-    """Run it.
+    """PlannedRun it.
 
     Args:
         out: the folder of the runs, the tables and ``report.html``.

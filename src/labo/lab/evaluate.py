@@ -8,9 +8,10 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from .recipes import recipe_of
 from .run import files as atomic
 from .run.directory import RunDirectory
-from .tasks import find_task
+from .tasks import find_task, load_model
 from .train import on_cpu
 
 
@@ -31,7 +32,7 @@ def evaluate_run(
         split -> metric -> value.
     """
     run = RunDirectory(path)
-    recipe, model = run.recipe(), run.load_model()
+    recipe, model = recipe_of(run), load_model(run)
     accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
     task = find_task(recipe.task)(recipe)
     model.to(accelerator.device)

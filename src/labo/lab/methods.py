@@ -1,19 +1,20 @@
-"""Every method the lab can train with, by name: the one list that all else reads.
+"""``METHODS``: every method the lab can train with, by name.
 
-A method is a loss, perhaps a teacher, and defaults per task. Its hyper-parameters are the
-keyword-only parameters of the two; their positional parameters are what the run knows (the number
-of classes, the number of epochs, the model, ...). So a new method is a class and an entry here: the
-recipe's ``method`` section, its checks, the command line and ``labo methods`` follow.
+A method is a loss and, for some, a teacher. Its hyper-parameters are the keyword-only parameters of
+the two. Their positional parameters are supplied by the run (the number of classes, the number of
+epochs, the model, ...). A new method is a class and an entry here; the recipe's ``method`` section,
+its checks, the command line and ``labo methods`` follow from it. A task may have defaults of its
+own for a method (``method_defaults`` of the task).
 
-Where a paper leaves a value open, or its authors' code differs from it, the choice made here is
-the default, and the variant is a hyper-parameter; ``labo methods`` shows them.
+Where a paper does not give a value, or the authors' code differs from the paper, the choice made
+here is the default and the alternative is a hyper-parameter.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import Field, ValidationError, create_model
@@ -22,13 +23,11 @@ from torch import Tensor, nn
 from .. import losses
 from .._checks import check_hyper, unknown_name
 from .config import RecipeError, Section, explain
+from .tasks import find_task
 from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self
 
 # Parameters of a loss that are no choice of a recipe.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
-
-IMAGES = "image_classification"
-TRANSLATION = "translation"
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Method:
         reference: who proposed it.
         loss: builds the loss.
         teacher: builds the teacher.
-        defaults: per task, where they differ from the defaults of loss and teacher.
-        tasks: what it can be used for.
+        needs: what the task must provide, see :attr:`labo.lab.tasks.Task.provides`.
         mixes: whether labels may be mixed (mixup, CutMix).
     """
 
@@ -49,18 +47,8 @@ class Method:
     reference: str
     loss: Callable[..., nn.Module]
     teacher: Callable[..., Teacher] = Teacher
-    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    tasks: tuple[str, ...] = (IMAGES, TRANSLATION)
+    needs: frozenset[str] = frozenset()
     mixes: bool = False
-
-    def hyper_parameters(self, task: str) -> type[Section]:
-        """The recipe section of this method for a task: names, types and defaults."""
-        defaults = self.defaults.get(task, {})
-        fields: dict[str, Any] = {}
-        for builder in (self.loss, self.teacher):
-            for name, (kind, default) in _keywords(builder).items():
-                fields[name] = (kind, defaults.get(name, default))
-        return create_model("Method", __base__=Section, **fields)
 
     def build(
         self, hyper: Mapping[str, Any], facts: Mapping[str, Any]
@@ -69,6 +57,22 @@ class Method:
         loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
         teacher = _call(self.teacher, hyper, facts)
         return loss, teacher
+
+
+def hyper_parameters(method: str, task: str) -> type[Section]:
+    """The recipe section of a method for a task: names, types and defaults."""
+    defaults = find_task(task).method_defaults.get(method, {})
+    fields: dict[str, Any] = {}
+    for builder in (METHODS[method].loss, METHODS[method].teacher):
+        for name, (kind, default) in _keywords(builder).items():
+            fields[name] = (kind, defaults.get(name, default))
+    return create_model("MethodSection", __base__=Section, **fields)
+
+
+def methods_for(task: str) -> list[str]:
+    """The methods that a task can be trained with."""
+    provided = find_task(task).provides
+    return [name for name, method in METHODS.items() if method.needs <= provided]
 
 
 def _signature(builder: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -175,9 +179,6 @@ METHODS: dict[str, Method] = {
         "Hinton et al. 2015",
         losses.DistillationLoss,
         Frozen,
-        # tau: the smallest of the paper's grid {5, 10, 20, 40}; with the batch mean of the KL the
-        # size of its gradient hardly depends on it.
-        defaults={IMAGES: {"alpha": 0.9, "tau": 5.0}, TRANSLATION: {"alpha": 0.5, "tau": 1.0}},
         mixes=True,
     ),
     "tf-kd-self": Method(
@@ -185,8 +186,6 @@ METHODS: dict[str, Method] = {
         "Yuan et al. 2020",
         losses.DistillationLoss,
         Frozen,
-        # The authors' scale is kl_reduction=elementwise with a multiplier per model.
-        defaults={IMAGES: {"alpha": 0.95, "tau": 20.0}, TRANSLATION: {"alpha": 0.5, "tau": 1.0}},
         mixes=True,
     ),
     "cs-kd": Method(
@@ -194,7 +193,7 @@ METHODS: dict[str, Method] = {
         "Yun et al. 2020",
         losses.CSKDLoss,
         SameClassPeer,
-        tasks=(IMAGES,),
+        needs=frozenset({"peers"}),
     ),
     "tf-reg": Method(
         "distillation from a hand-made teacher",
@@ -206,26 +205,25 @@ METHODS: dict[str, Method] = {
         "Zhang and Sabuncu 2020",
         losses.BetaSmoothingLoss,
         EMA,
-        tasks=(IMAGES,),
+        needs=frozenset({"one_target_per_sample"}),
     ),
     "kr-ls": Method(
         "a learned table of how the other classes resemble each class",
         "Ding et al. 2021",
         losses.KRLSLoss,
-        tasks=(IMAGES,),  # its table has classes x classes entries
+        needs=frozenset({"class_table"}),
     ),
     "ps-kd": Method(
         "labels softened by the model's predictions of the epoch before",
         "Kim et al. 2021",
         losses.PSKDLoss,
         past_self,
-        defaults={TRANSLATION: {"alpha": 0.7}},
     ),
     "ols": Method(
         "a table of soft labels gathered from correct predictions, epoch by epoch",
         "Zhang et al. 2021",
         losses.OnlineLabelSmoothingLoss,
-        tasks=(IMAGES,),  # its table has classes x classes entries
+        needs=frozenset({"class_table"}),
     ),
     "ger": Method(
         "generalized entropy regularization, between confidence penalty and label smoothing",
@@ -237,28 +235,26 @@ METHODS: dict[str, Method] = {
         "label smoothing over the tokens of the target language only",
         "Chen et al. 2022",
         masked_smoothing,
-        tasks=(TRANSLATION,),
+        needs=frozenset({"vocabulary_groups"}),
     ),
     "wls": Method(
         "label smoothing with shares for target-only, common and source-only tokens",
         "Chen et al. 2022",
         weighted_smoothing,
-        tasks=(TRANSLATION,),
+        needs=frozenset({"vocabulary_groups"}),
     ),
     "labo": Method(
         "optimal instance-specific smoothing in closed form, after a warm-up with ls",
         "Lu et al. 2023",
         warmed_up_labo,
-        # The paper gives neither tau nor a warm-up for images: tau as for translation, no warm-up.
         # labo.smoothing.tau_for_confidence chooses a tau by the confidence it leads to.
-        defaults={TRANSLATION: {"warmup_steps": 5000}},
         mixes=True,
     ),
 }
 
 
 def method_name(name: object) -> str:
-    """The name in ``METHODS``, however it is written: cs-kd, cskd, CS_KD."""
+    """The name in ``METHODS`` for a spelling such as cs-kd, cskd or CS_KD."""
 
     def plain(text: str) -> str:
         return text.lower().replace("-", "").replace("_", "").replace(" ", "")
@@ -275,10 +271,15 @@ def resolve(section: object, task: str) -> dict[str, Any]:
     if not isinstance(given, dict) or "name" not in given:
         raise RecipeError([f"method: give method=NAME (known: {', '.join(METHODS)})"])
     name = method_name(given["name"])
-    if task not in METHODS[name].tasks:
-        suited = ", ".join(known for known, method in METHODS.items() if task in method.tasks)
-        raise RecipeError([f"method: {name} is not for {task}; there are {suited}"])
-    kind = METHODS[name].hyper_parameters(task)
+    if name not in (suited := methods_for(task)):
+        missing = ", ".join(sorted(METHODS[name].needs - find_task(task).provides))
+        raise RecipeError(
+            [
+                f"method: {name} needs {missing}, which {task} does not provide "
+                f"(known: {', '.join(suited)})"
+            ]
+        )
+    kind = hyper_parameters(name, task)
     try:
         hyper = kind.model_validate({key: given[key] for key in given if key != "name"})
     except ValidationError as error:

@@ -1,7 +1,8 @@
-"""Tasks: what is learned, from what, and how it is scored. The loop knows none of them by name.
+"""The protocol of a task: its data, its model, its loss and its scores.
 
-``TASKS`` says where each lives; its module has a class ``Task`` that fits the protocol below and is
-imported only when asked for.
+``TASKS`` names the class of each task. It is imported when it is first needed, so that importing
+this module needs neither torch nor accelerate. Nothing outside of a task's own package may depend
+on which task it is.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .config import Recipe
+from .errors import RequestError
+from .run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import Tensor, nn
 
 TASKS = {
-    "image_classification": "labo.lab.images.task",
-    "translation": "labo.lab.translation.task",
+    "image_classification": "labo.lab.images.task:ImageTask",
+    "translation": "labo.lab.translation.task:TranslationTask",
 }
 
 
@@ -31,7 +35,7 @@ class Batch:
     Attributes:
         inputs: what the model reads; has ``to(device)``.
         target: (N, ...) class indices, -100 where nothing is to be learned; or probabilities.
-        index: (N,) places of the samples in the training split; stays on the CPU.
+        index: (N,) indices of the samples in the training split; stays on the CPU.
         epoch: the epoch they were drawn for.
     """
 
@@ -48,20 +52,20 @@ class Batch:
         )
 
     def without_targets(self) -> Batch:
-        """The same inputs with nothing to learn from them."""
-        shape = self.target.shape[:1] if self.target.is_floating_point() else self.target.shape
-        nothing = torch.full(shape, -100, dtype=torch.int64, device=self.target.device)
-        return replace(self, target=nothing)
+        """The same inputs, with every target ignored."""
+        soft = self.target.is_floating_point()
+        target = self.target.new_full(self.target.shape[: 1 if soft else None], -100)
+        return replace(self, target=target.long())
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of a model on a split, and what it said of each sample.
+    """Scores of a model on a split, and its prediction for each sample.
 
     Attributes:
         metrics: name -> value.
         records: one per sample.
-        about: what ``results.json`` says of the scores besides, such as signatures.
+        about: further entries of ``results.json``, such as the signatures of scores.
     """
 
     metrics: dict[str, float]
@@ -74,7 +78,11 @@ class Task(Protocol):
 
     Recipe: ClassVar[type[Recipe]]
     higher_is_better: ClassVar[Mapping[str, bool]]  # the metrics a model can be selected by
-    one_target_per_sample: ClassVar[bool]  # or many, as a sentence has
+    provides: ClassVar[frozenset[str]]
+    """What methods may need: "one_target_per_sample" (a sentence has many), "peers" (samples of the
+    same class), "class_table" (few enough classes for a K x K table), "vocabulary_groups"."""
+    method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Method -> hyper-parameter -> default, where it differs from that of the loss."""
 
     size: int  # samples of the training split
     num_classes: int
@@ -149,5 +157,16 @@ class Task(Protocol):
 
 def find_task(name: str) -> type[Task]:
     """The class of a task of ``TASKS``."""
-    task: type[Task] = importlib.import_module(TASKS[name]).Task
+    module, _, attribute = TASKS[name].partition(":")
+    task: type[Task] = getattr(importlib.import_module(module), attribute)
     return task
+
+
+def load_model(run: RunDirectory) -> nn.Module:
+    """The selected model of a run, on the CPU."""
+    facts = run.facts()
+    run.must_have(run.best / "model.safetensors")
+    try:
+        return find_task(facts["task"]).load_model(run.best)
+    except (KeyError, RuntimeError) as error:
+        raise RequestError(f"{run.best} holds no model this version can build") from error

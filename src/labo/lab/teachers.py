@@ -19,11 +19,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from .errors import RequestError
-from .images.augment import uniforms
 from .run.directory import RunDirectory
 from .run.distributed import gather_rows
-from .run.seeds import mix
-from .tasks import Batch, Task
+from .run.seeds import mix, uniforms
+from .tasks import Batch, Task, load_model
 
 
 class Teacher:
@@ -48,7 +47,7 @@ class Frozen(Teacher):
 
     def __init__(self, task: Task, accelerator: Accelerator, *, teacher: str) -> None:
         self.task, self.accelerator = task, accelerator
-        model = RunDirectory(teacher).load_model()
+        model = load_model(RunDirectory(teacher))
         theirs, ours = RunDirectory(teacher).facts(), task.facts()
         if theirs["num_classes"] != ours["num_classes"]:
             raise RequestError(
@@ -226,6 +225,6 @@ class PastWeights(Teacher):
 
 def past_self(task: Task, model: nn.Module, accelerator: Accelerator) -> Teacher:
     """What the model said in the epoch before, in the form that fits the task (PS-KD)."""
-    if task.one_target_per_sample:
+    if "one_target_per_sample" in task.provides:
         return PastPredictions(task, accelerator)
     return PastWeights(task, model, accelerator)

@@ -39,7 +39,7 @@ from .run.directory import RunDirectory
 from .run.distributed import gather_rows
 from .run.progress import Display
 from .run.seeds import mix
-from .tasks import Batch, find_task
+from .tasks import Batch, find_task, load_model
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ _NAMED_SAMPLES = 16  # how many samples a message lists
 
 
 @dataclass
-class State:
+class TrainingState:
     """Where a run is, apart from its tensors."""
 
     step: int = 0  # optimizer steps done
@@ -118,7 +118,7 @@ class Trainer:
             self.module, build_optimizer(recipe.optim, self.module, self.loss)
         )
         self.average: dict[str, Tensor] = {}
-        self.state = State()
+        self.state = TrainingState()
         self.saved: Path | None = None  # the newest checkpoint
 
     def train(self, test: bool) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class Trainer:
             )
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state.pop("scaler"))
-        self.state = State(**state)
+        self.state = TrainingState(**state)
         mine = self.accelerator.process_index
         self.module.load_state_dict(tensors["model"])
         self.loss.load_state_dict({name: rows[mine] for name, rows in tensors["loss"].items()})
@@ -371,7 +371,7 @@ class Trainer:
         """Score the selected model, on the test split for the first and only time."""
         if self.average:
             self._select(self.average)
-        model = self.run.load_model().to(self.accelerator.device)
+        model = load_model(self.run).to(self.accelerator.device)
         found = {
             split: self.task.evaluate(model, split, self.accelerator)
             for split in (("valid", "test") if test else ("valid",))
@@ -379,6 +379,7 @@ class Trainer:
         scores = {split: evaluation.metrics for split, evaluation in found.items()}
         results = scores | {
             "signature": self.run.signature(
+                self.recipe,
                 data=self.task.fingerprint,
                 steps=self.state.step,
                 processes=self.accelerator.num_processes,

@@ -17,8 +17,11 @@ from rich.console import Console
 
 from analysis_runs import sentence, write_lines
 from labo import cli
-from labo.lab.compare import plan as compare
-from labo.lab.compare.plan import Comparison, carry_out, launch, plan, spread_of, tabulate
+from labo.lab.compare import execute, launch
+from labo.lab.compare.conditions import note_conditions
+from labo.lab.compare.execute import carry_out, compare
+from labo.lab.compare.plan import Comparison, plan
+from labo.lab.compare.table import spread_of, tabulate
 from labo.lab.errors import RequestError
 from labo.lab.tables import to_markdown
 from launched import Launcher
@@ -64,7 +67,7 @@ def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
     assert carry_out([more], tmp_path, jobs=2) == []
     assert launcher.commands() == ["train labo-s0", "evaluate labo-s0"]
     launcher.started.clear()
-    table, failures = compare.compare(more)
+    table, failures = compare(more)
     assert (launcher.started, failures) == ([], [])
     assert to_markdown(table) == (tmp_path / "table.md").read_text()
     assert {"table.md", "table.tex", "table.csv", "table.json"} <= set(os.listdir(tmp_path))
@@ -159,7 +162,7 @@ def test_a_terminal_shows_a_table_of_all_runs(tmp_path, monkeypatch):
     running.directory.start(running.recipe)
     running.directory.log({"step": 5, "epoch": 1, "valid": {"accuracy": 0.5}})
     share = launch.Share(1, 1)
-    jobs = [compare._training(run, tmp_path, share) for run in comparison.runs]
+    jobs = [execute._training(run, tmp_path, share) for run in comparison.runs]
     board = launch._Launch(jobs, share, None)
     board.running[0] = jobs[1], None
     board.fail(jobs[2], "the loss is nan")
@@ -245,7 +248,7 @@ def test_the_arithmetic_of_the_table(tmp_path):
         },
     )
     for run in comparison.runs:
-        compare._note_conditions(run, launch.Share(2, 1))
+        note_conditions(run, launch.Share(2, 1))
     table = tabulate(comparison)
     base, ls, labo = table.rows
     assert [row.label for row in table.rows] == ["base", "ls", "labo"]
@@ -271,7 +274,7 @@ def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
     finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
     for run in comparison.runs:
         alone = run.path.name in ("labo-s0", "labo-s1")
-        compare._note_conditions(run, launch.Share(1 if alone else 2, 1))
+        note_conditions(run, launch.Share(1 if alone else 2, 1))
     table = tabulate(comparison)
     assert table.rows[1].cells["time"].value is None
     assert any("only runs made under the same conditions" in note for note in table.notes)
@@ -376,8 +379,8 @@ def test_the_share_of_the_machine(monkeypatch):
 
 def test_conditions_are_kept_with_the_runs(tmp_path):
     comparison = tiny(tmp_path, ["base"])
-    compare._note_conditions(comparison.runs[0], launch.Share(2, 1))
-    compare._note_conditions(comparison.runs[0], launch.Share(2, 1))
-    compare._note_conditions(comparison.runs[0], launch.Share(1, 1))
+    note_conditions(comparison.runs[0], launch.Share(2, 1))
+    note_conditions(comparison.runs[0], launch.Share(2, 1))
+    note_conditions(comparison.runs[0], launch.Share(1, 1))
     noted = json.loads((tmp_path / "conditions.json").read_text())
     assert [found["jobs"] for found in noted["base-s0"]] == [2, 1]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labo.lab.images import augment
-from labo.lab.images.augment import RESIZED_CROP_DRAWS, uniforms
-from labo.lab.run.seeds import mix
+from labo.lab.images.augment import RESIZED_CROP_DRAWS
+from labo.lab.run.seeds import mix, permutation, uniforms
 
 INDEX = torch.arange(4096)
 
@@ -44,7 +44,7 @@ def test_uniforms_never_change():
     """Golden: a resumed run may meet another version of PyTorch."""
     u = uniforms(0, 3, torch.tensor([7, 8]), 2)
     assert (u * 2**24).tolist() == [[8730580, 10855594], [1376025, 10229019]]
-    assert augment.permutation(0, 3, 8).tolist() == [1, 3, 7, 4, 6, 0, 2, 5]
+    assert permutation(0, 3, 8).tolist() == [1, 3, 7, 4, 6, 0, 2, 5]
     assert augment.beta_draw(0, 4, 1.0) == pytest.approx(0.5628753004362427, abs=1e-12)
 
 
@@ -88,16 +88,16 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(samples, place):
 def test_global_generator_is_not_touched():
     before = torch.get_rng_state()
     uniforms(0, 0, INDEX, 3)
-    augment.permutation(0, 0, 100)
+    permutation(0, 0, 100)
     augment.beta_draw(0, 0, 0.2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_permutation_is_one():
-    order = augment.permutation(0, 0, 1000)
+    order = permutation(0, 0, 1000)
     assert order.sort().values.tolist() == list(range(1000))
-    assert not torch.equal(order, augment.permutation(0, 1, 1000))
-    assert not torch.equal(order, augment.permutation(1, 0, 1000))
+    assert not torch.equal(order, permutation(0, 1, 1000))
+    assert not torch.equal(order, permutation(1, 0, 1000))
     displaced = (order - torch.arange(1000)).abs().float().mean()
     assert displaced.item() == pytest.approx(1000 / 3, rel=0.1)
 

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from labo.lab.errors import DataError, RequestError
-from labo.lab.images.sources import ImageData, load_images
+from labo.lab.images.sources import ImageDataset, load_images
 
 PIXELS = 3072
 
@@ -171,7 +171,7 @@ CIFAR10_FORMS = {
 }
 
 
-def whole_train(data: ImageData, labels: list[int]) -> None:
+def whole_train(data: ImageDataset, labels: list[int]) -> None:
     """Nothing of the training split is lost by holding out."""
     assert len(data.train) + len(data.valid) == len(labels)
     both = torch.cat([data.train.labels, data.valid.labels])

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from labo._checks import UnknownNameError
 from labo.lab.images import networks as convnets
-from labo.lab.images.augment import normalize, permutation
+from labo.lab.images.augment import normalize
 from labo.lab.images.networks import CONVNETS
 from labo.lab.images.sources import load_images
+from labo.lab.run.seeds import permutation
 
 PARAMETERS = {
     ("resnet18", 100): 11_220_132,

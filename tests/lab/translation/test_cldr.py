@@ -16,7 +16,7 @@ from babel import Locale
 from labo.lab.errors import DataError
 from labo.lab.translation import cldr
 from labo.lab.translation.cldr import cldr_data, draw_phrases
-from labo.lab.translation.prepare import parse_pairs
+from labo.lab.translation.options import parse_pairs
 from labo.lab.translation.prepared import Prepared
 
 PAIRS = ["de-en", "en-de", "fr-en", "en-fr"]

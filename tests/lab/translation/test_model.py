@@ -9,9 +9,9 @@ from transformers import AutoModelForSeq2SeqLM, MarianMTModel
 
 from labo.lab.translation.model import (
     EOS,
+    MODEL_PRESETS,
     PAD,
-    PRESETS,
-    Translator,
+    TranslationModel,
     fresh_translator,
     marian_config,
 )
@@ -20,12 +20,14 @@ TINY = {"width": 16, "ffn": 32, "heads": 2, "encoder_layers": 2, "decoder_layers
 
 
 def dimensions(preset: str) -> dict[str, int]:
-    sizes = dict(PRESETS[preset])
+    sizes = dict(MODEL_PRESETS[preset])
     layers = sizes.pop("layers")
     return sizes | {"encoder_layers": layers, "decoder_layers": layers}
 
 
-def tiny(embeddings: str = "shared", fixnorm: bool = False, dropout: float = 0.0) -> Translator:
+def tiny(
+    embeddings: str = "shared", fixnorm: bool = False, dropout: float = 0.0
+) -> TranslationModel:
     torch.manual_seed(0)
     vocabularies = (40, 40) if embeddings == "shared" else (40, 30)
     config = marian_config(vocabularies, **TINY, embeddings=embeddings, dropout=dropout)

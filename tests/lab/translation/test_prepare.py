@@ -24,9 +24,10 @@ from transformers import AutoTokenizer
 
 from labo.cli import main
 from labo.lab.errors import DataError, LabError, RequestError
-from labo.lab.translation import prepare
+from labo.lab.translation import cleaning, prepare
+from labo.lab.translation.options import PREPARE_PRESETS, Processing, choose, parse_pairs
 from labo.lab.translation.parallel import find_parallel_text, read_lines
-from labo.lab.translation.prepare import PRESETS, Processing, choose, parse_pairs, prepare_pairs
+from labo.lab.translation.prepare import prepare_pairs
 from labo.lab.translation.prepared import Pair, Prepared
 from labo.lab.translation.text import Pipeline, TextOptions
 
@@ -191,7 +192,7 @@ def test_preparing_asks_for_pairs_as_it_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_CHUNK", 4)
     ahead = []
     cleaned = 0
-    original = prepare._clean_rows
+    original = prepare.clean_pairs
 
     def clean(text, pairs, rows):
         nonlocal cleaned
@@ -203,7 +204,7 @@ def test_preparing_asks_for_pairs_as_it_goes(tmp_path, monkeypatch):
             ahead.append(number - cleaned)
             yield 0, *pair
 
-    monkeypatch.setattr(prepare, "_clean_rows", clean)
+    monkeypatch.setattr(prepare, "clean_pairs", clean)
     splits = {"train": rows(SPLITS["train"])} | {
         split: [(0, *pair) for pair in SPLITS[split]] for split in ("valid", "test")
     }
@@ -220,7 +221,7 @@ def test_processes_work_in_order_and_only_a_little_ahead():
             taken.append(number)
             yield number
 
-    results = prepare._in_order(neg, items(), 2)
+    results = cleaning.map_in_order(neg, items(), 2)
     assert next(results) == 0
     assert len(taken) <= 5
     assert [0, *results] == [-n for n in range(40)]
@@ -632,7 +633,7 @@ def test_presets_are_the_recipes(corpus):
     assert not seventeen.text.spaced
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PREPARE_PRESETS)
 def test_options_go_over_every_preset(corpus, preset):
     options = ask(corpus, preset, {"lowercase": True}, vocabulary=500, max_tokens=7)
     assert (options.vocabulary, options.merges, options.holdout) == (500, None, 0)
@@ -641,7 +642,9 @@ def test_options_go_over_every_preset(corpus, preset):
     assert options.training_text.lowercase
 
 
-@given(st.sampled_from(sorted(PRESETS)), st.sampled_from(["moses", "tokenized"]), st.booleans())
+@given(
+    st.sampled_from(sorted(PREPARE_PRESETS)), st.sampled_from(["moses", "tokenized"]), st.booleans()
+)
 def test_text_options_hold_for_training_text_too(preset, name, value):
     text = {name: value} | ({"moses": False, "aggressive_hyphens": False} if value else {})
     if name == "moses":
@@ -657,13 +660,13 @@ def test_text_options_hold_for_training_text_too(preset, name, value):
 SCRIPT = """
 import sys
 from pathlib import Path
-from labo.lab.translation import prepare
+from labo.lab.translation import cleaning, options, prepare
 
 folder, out, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 files = {split: [str(folder / split)] for split in ("train", "valid", "test")}
 for name, text in (("bytes", {}), ("words", {"moses": True})):
     settings = {"pair": ["de-en"], "merges": 80, "share": "merges"} | files
-    prepare.prepare(prepare.choose(None, text, settings), out / f"{name}{number}")
+    prepare.prepare(options.choose(None, text, settings), out / f"{name}{number}")
 """
 
 
@@ -696,7 +699,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(corpus, tmp_path,
 
 HANGING = """
 import sys, time
-from labo.lab.translation import prepare
+from labo.lab.translation import cleaning, options, prepare
 
 def hang(self, inputs):
     print("nearly done", flush=True)

@@ -18,12 +18,14 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import labo
 from lab_runs import TEACHERLESS, TEXT_METHODS, log_of, losses, metrics, outcome, run
-from labo.lab.config import RecipeError, load_recipe
+from labo.lab.config import RecipeError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.methods import METHODS
+from labo.lab.recipes import load_recipe, recipe_of
 from labo.lab.run.directory import RunDirectory
+from labo.lab.tasks import load_model
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, Head
-from labo.lab.translation.task import Task, switchout
+from labo.lab.translation.task import TranslationTask, switchout
 
 DATA = ["data.size=400", "data.vocabulary=400"]
 MODEL = ["model.width=16", "model.ffn=32", "model.heads=2", "model.positions=128"]
@@ -46,8 +48,8 @@ def train(out: Path, cache: Path, settings: list[str], world: int = 1, kill=None
     return run(arguments, log_of(out), world, kill, {"LABO_CACHE": str(cache)})
 
 
-def task(*settings: str) -> Task:
-    return Task(load_recipe("cldr", [*TINY, *settings]))
+def task(*settings: str) -> TranslationTask:
+    return TranslationTask(load_recipe("cldr", [*TINY, *settings]))
 
 
 @pytest.fixture(scope="module")
@@ -278,8 +280,8 @@ def records(out: Path) -> list[str]:
 def test_records_say_what_the_scores_rest_on(finished):
     lines = [json.loads(line) for line in records(finished)]
     results = json.loads((finished / "results.json").read_text())
-    data = RunDirectory(finished).recipe()
-    split = Task(data).data.split("test")
+    data = recipe_of(RunDirectory(finished))
+    split = TranslationTask(data).data.split("test")
     assert [line["reference"] for line in lines] == [
         split.target_text(i) for i in range(len(split))
     ]
@@ -415,8 +417,8 @@ def test_reference_tokens_are_measured_outside_of_autocast(finished):
             return torch.autocast("cpu", torch.bfloat16)
 
     folder = RunDirectory(finished)
-    task = Task(folder.recipe())
-    heads = task._heads(folder.load_model(), task.data.split("valid"), Half(cpu=True))
+    task = TranslationTask(recipe_of(folder))
+    heads = task._heads(load_model(folder), task.data.split("valid"), Half(cpu=True))
     within = [torch.is_autocast_enabled("cpu") for _ in heads]
     assert within
     assert not any(within)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..config import read_document
 from ..errors import RequestError
+from ..run.files import sha256
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -176,11 +177,7 @@ def digests(run: Run) -> dict[str, str]:
     found = {}
     for name in names:
         if (run.path / name).is_file():
-            with (run.path / name).open("rb") as file:
-                digest = hashlib.sha256()
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
-            found[name] = digest.hexdigest()
+            found[name] = sha256(run.path / name)
     return found
 
 

@@ -1,12 +1,8 @@
-"""Augmentation on tensors, where chance is a function of (seed, epoch, sample) and nothing else.
+"""Augmentation on tensors.
 
-No generator is carried along. :func:`uniforms` hashes (seed, epoch, sample, draw) into numbers, and
-every random change below takes its numbers ``u`` as an argument. So a sample looks the same in any
-batch, on any process, and after a run was killed and resumed.
-
-The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), applied to key + sample and
-again to the result + draw, where the key stands for (seed, stream, epoch). It is 64-bit integer
-arithmetic only, which gives the same bits on every device.
+Every random change takes its random numbers ``u`` as an argument; they come from
+:func:`labo.lab.run.seeds.uniforms` and depend on (seed, epoch, sample) only. So a sample looks the
+same in any batch, on any process, and after a run was killed and resumed.
 
 Images are uint8, (N, C, H, W) or (C, H, W), until :func:`normalize`.
 """
@@ -30,65 +26,17 @@ __all__ = [
     "cutmix",
     "mixup",
     "normalize",
-    "permutation",
     "random_crop",
     "random_crop_flip",
     "random_flip",
     "random_resized_crop",
     "random_rotation",
     "resize_center_crop",
-    "uniforms",
 ]
 
 _CROP_TRIES = 10
 RESIZED_CROP_DRAWS = 2 * _CROP_TRIES + 2
 """How many numbers :func:`random_resized_crop` takes: a shape for each try, and a position."""
-
-
-def _logical_shift(x: Tensor, bits: int) -> Tensor:
-    """``x >> bits`` of int64 taken as unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _scramble(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer: int64 to int64, one to one, each input bit moving all output bits.
-
-    The constants are the published ones, written as signed numbers; products wrap around.
-    """
-    x = (x ^ _logical_shift(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _logical_shift(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _logical_shift(x, 31)
-
-
-def uniforms(
-    seed: int, epoch: int, index: Tensor, count: int, *, stream: str = "augment"
-) -> Tensor:
-    """Random numbers for samples of a data set: a pure function of the arguments.
-
-    Args:
-        seed: of the run.
-        epoch: or any other count of visits.
-        index: (N,) int64, the samples' places in the data set.
-        count: how many numbers each sample needs; more of them leave the first ones as they are.
-        stream: what they are for; another stream has unrelated numbers.
-
-    Returns:
-        (N, count) float32 in [0, 1), multiples of 2^-24.
-
-    Example:
-        >>> uniforms(0, 3, torch.tensor([7, 8]), 2)
-        tensor([[0.5204, 0.6470],
-                [0.0820, 0.6097]])
-    """
-    sample = _scramble(index.unsqueeze(-1) + mix(seed, stream, epoch))
-    bits = _scramble(sample + torch.arange(count, device=index.device))
-    return _logical_shift(bits, 40).float() / (1 << 24)
-
-
-def permutation(seed: int, step: int, size: int, *, stream: str = "order") -> Tensor:
-    """A random order of ``size`` things, (size,) int64: a pure function of the arguments."""
-    keys = _scramble(torch.arange(size) + mix(seed, stream, step))
-    return keys.argsort(stable=True)
 
 
 def beta_draw(seed: int, step: int, a: float) -> float:
@@ -291,7 +239,8 @@ def mixup(images: Tensor, target: Tensor, lam: float, order: Tensor) -> tuple[Te
         images: (N, C, H, W) floating point.
         target: (N, K) class probabilities.
         lam: weight of the sample itself, from :func:`beta_draw`.
-        order: (N,) int64, the partner of each sample, from :func:`permutation`.
+        order: (N,) int64, the partner of each sample, from
+            :func:`labo.lab.run.seeds.permutation`.
 
     Returns:
         Mixed images (N, C, H, W) and targets (N, K); the arguments are left as they are.
@@ -315,7 +264,8 @@ def cutmix(
         target: (N, K) class probabilities.
         lam: share of the sample itself, from :func:`beta_draw`.
         centre: row and column of the box's centre, each in [0, 1).
-        order: (N,) int64, the partner of each sample, from :func:`permutation`.
+        order: (N,) int64, the partner of each sample, from
+            :func:`labo.lab.run.seeds.permutation`.
 
     Returns:
         Mixed images (N, C, H, W) and targets (N, K); the arguments are left as they are.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import DataError
 from .files import read_files
 from .pickles import ByteArray, read_pickle
-from .splits import Source, Split, check_labels
+from .splits import ImageSplit, Source, check_labels
 
 __all__ = ["load_cifar"]
 
@@ -197,8 +197,8 @@ def load_cifar(name: str, root: Path) -> Source:
 
     images, labels = zip(*(read(file) for file in version.train if file in files), strict=True)
     return Source(
-        train=Split(torch.cat(images), torch.cat(labels)),
-        test=Split(*read(version.test)),
+        train=ImageSplit(torch.cat(images), torch.cat(labels)),
+        test=ImageSplit(*read(version.test)),
         classes=tuple(_classes(data_set, version, files, place)),
         mean=data_set.mean,
         std=data_set.std,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .augment import permutation
-from .splits import Source, Split, channel_statistics
+from ..run.seeds import permutation
+from .splits import ImageSplit, Source, channel_statistics
 
 __all__ = ["load_digits"]
 
@@ -33,7 +33,7 @@ def load_digits() -> Source:
         raise DataError("the digits come with scikit-learn: pip install scikit-learn") from error
     pixels, target = datasets.load_digits(return_X_y=True)
     images = (torch.from_numpy(pixels) * (255 / _WHITE)).round().to(torch.uint8).view(-1, 1, 8, 8)
-    digits = Split(images, torch.from_numpy(target).long())
+    digits = ImageSplit(images, torch.from_numpy(target).long())
     in_test = _is_test(digits.labels)
     train = torch.nonzero(~in_test).squeeze(1)
     test = torch.nonzero(in_test).squeeze(1)

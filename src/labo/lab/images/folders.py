@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .splits import Source, Split
+from .splits import ImageSplit, Source
 
 __all__ = ["FolderImages", "load_folders"]
 
@@ -77,7 +77,7 @@ def _image_files(folder: Path) -> list[str]:
     )
 
 
-def _split(folder: Path, classes: list[str]) -> Split:
+def _split(folder: Path, classes: list[str]) -> ImageSplit:
     """The images of a split, class after class."""
     names: list[str] = []
     labels: list[int] = []
@@ -89,7 +89,7 @@ def _split(folder: Path, classes: list[str]) -> Split:
             raise DataError(f"{folder / kind}: no image in it ({', '.join(_SUFFIXES)})")
         names += [f"{kind}/{file}" for file in files]
         labels += [classes.index(kind)] * len(files)
-    return Split(FolderImages(folder, tuple(names)), torch.tensor(labels))
+    return ImageSplit(FolderImages(folder, tuple(names)), torch.tensor(labels))
 
 
 def load_folders(root: Path) -> Source:

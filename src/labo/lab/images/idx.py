@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .files import read_files
-from .splits import Source, Split, channel_statistics, check_labels
+from .splits import ImageSplit, Source, channel_statistics, check_labels
 
 __all__ = ["load_idx"]
 
@@ -90,5 +90,5 @@ def load_idx(name: str, root: Path) -> Source:
         raise DataError(f"{place}: no {missing[0]} (or .gz), which {name} needs")
     images, labels = _read_split(files, place, "train")
     mean, std = channel_statistics(images)
-    test = Split(*_read_split(files, place, "t10k"))
-    return Source(Split(images, labels), test, _CLASSES[name], mean, std)
+    test = ImageSplit(*_read_split(files, place, "t10k"))
+    return Source(ImageSplit(images, labels), test, _CLASSES[name], mean, std)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..._checks import unknown_name
 from ..errors import DataError
-from .augment import permutation
+from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
 from .folders import FolderImages, load_folders
 from .idx import load_idx
-from .splits import Source, Split
+from .splits import ImageSplit, Source
 
-__all__ = ["BUILT_IN", "ON_DISK", "FolderImages", "ImageData", "Split", "load_images"]
+__all__ = ["BUILT_IN", "ON_DISK", "FolderImages", "ImageDataset", "ImageSplit", "load_images"]
 
 BUILT_IN: dict[str, Callable[[], Source]] = {"digits": load_digits}
 ON_DISK: dict[str, Callable[[Path], Source]] = {
@@ -32,7 +32,7 @@ ON_DISK: dict[str, Callable[[Path], Source]] = {
 
 
 @dataclass(frozen=True)
-class ImageData:
+class ImageDataset:
     """A data set ready for training.
 
     Attributes:
@@ -46,9 +46,9 @@ class ImageData:
             the same for every format that holds the same images, and whatever is held out.
     """
 
-    train: Split
-    valid: Split
-    test: Split
+    train: ImageSplit
+    valid: ImageSplit
+    test: ImageSplit
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -57,7 +57,7 @@ class ImageData:
 
 def load_images(
     name: str, root: str | Path | None = None, *, holdout: float = 0.1, holdout_seed: int = 0
-) -> ImageData:
+) -> ImageDataset:
     """An image data set with its training split divided into training and validation.
 
     Args:
@@ -86,7 +86,7 @@ def load_images(
     train, valid = source.train, source.valid
     if valid is None:
         train, valid = _hold_out(train, holdout, holdout_seed)
-    return ImageData(
+    return ImageDataset(
         train, valid, source.test, source.classes, source.mean, source.std, fingerprint
     )
 
@@ -104,7 +104,7 @@ def _load_source(name: str, root: str | Path | None) -> Source:
     return ON_DISK[name](folder)
 
 
-def _hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
+def _hold_out(split: ImageSplit, share: float, seed: int) -> tuple[ImageSplit, ImageSplit]:
     """Part a random share from a split; both parts keep the order of the samples."""
     order = permutation(seed, 0, len(split), stream="holdout")
     size = min(round(share * len(split)), len(split) - 1)

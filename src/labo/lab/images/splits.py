@@ -14,11 +14,11 @@ from ..errors import DataError
 if TYPE_CHECKING:
     from .folders import FolderImages
 
-__all__ = ["Source", "Split", "channel_statistics", "check_labels"]
+__all__ = ["ImageSplit", "Source", "channel_statistics", "check_labels"]
 
 
 @dataclass(frozen=True)
-class Split:
+class ImageSplit:
     """Images and their labels.
 
     Attributes:
@@ -32,11 +32,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def select(self, index: Tensor) -> Split:
+    def select(self, index: Tensor) -> ImageSplit:
         """The samples at the places ``index``, (M,) int64."""
         images = self.images
         chosen = images[index] if isinstance(images, Tensor) else images.select(index)
-        return Split(chosen, self.labels[index])
+        return ImageSplit(chosen, self.labels[index])
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Source:
         valid: a validation split, if it was published with one.
     """
 
-    train: Split
-    test: Split
+    train: ImageSplit
+    test: ImageSplit
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    valid: Split | None = None
+    valid: ImageSplit | None = None
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -23,12 +23,12 @@ from ..errors import RequestError
 from ..methods import METHODS
 from ..run import files as atomic
 from ..run.distributed import gather_rows
-from ..run.seeds import mix
+from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation
 from . import augment
 from .networks import CONVNETS
 from .scores import classification_scores
-from .sources import Split, load_images
+from .sources import ImageSplit, load_images
 
 _EVALUATED_AT_ONCE = 256
 _EXPLORED = 6  # examples with all their logits
@@ -85,12 +85,19 @@ class ImageRecipe(config.Recipe):
         return self
 
 
-class Task:
+class ImageTask:
     """Images, the network that classifies them, and its scores."""
 
     Recipe = ImageRecipe
     higher_is_better: ClassVar = {"accuracy": True, "nll": False}
-    one_target_per_sample: ClassVar = True
+    provides: ClassVar = frozenset({"one_target_per_sample", "peers", "class_table"})
+    method_defaults: ClassVar = {
+        # The smallest tau of the paper's grid {5, 10, 20, 40}. With the batch mean of the KL the
+        # size of its gradient hardly depends on it.
+        "kd": {"alpha": 0.9, "tau": 5.0},
+        # The authors' scale is kl_reduction=elementwise with a multiplier per model.
+        "tf-kd-self": {"alpha": 0.95, "tau": 20.0},
+    }
     notes: ClassVar = ()
 
     def __init__(self, recipe: ImageRecipe) -> None:
@@ -161,7 +168,7 @@ class Task:
     # ------------------------------------------------------------------ training batches
 
     def _epoch_order(self, epoch: int) -> Tensor:
-        return augment.permutation(self.recipe.seed, epoch, self.size)
+        return permutation(self.recipe.seed, epoch, self.size)
 
     def global_batch(self, epoch: int, position: int) -> Tensor:
         first = position * self.recipe.train.batch_size
@@ -178,7 +185,7 @@ class Task:
     def peers(self, batch: Batch) -> Batch:
         """For each sample one of its class, perhaps itself, seen in a way of its own."""
         labels = self.labels[batch.index]
-        u = augment.uniforms(self.recipe.seed, batch.epoch, batch.index, 1, stream="peer")
+        u = uniforms(self.recipe.seed, batch.epoch, batch.index, 1, stream="peer")
         place = (u.squeeze(-1).double() * self._class_sizes[labels]).long()
         index = self._by_class[self._class_starts[labels] + place]
         inputs = self._views(index, batch.epoch, batch.index, "augment peer")
@@ -188,13 +195,13 @@ class Task:
         """Training images as they look in an epoch; ``key`` names the chance of each."""
         images, options, seed = self.data.train.images, self.recipe.data, self.recipe.seed
         if isinstance(images, Tensor):
-            u = augment.uniforms(seed, epoch, key, 4, stream=stream)
+            u = uniforms(seed, epoch, key, 4, stream=stream)
             views = images[index]
             if options.padding:
                 views = augment.random_crop(views, u[:, 2:], options.padding)
         else:
             draws = 2 + augment.RESIZED_CROP_DRAWS
-            u = augment.uniforms(seed, epoch, key, draws, stream=stream)
+            u = uniforms(seed, epoch, key, draws, stream=stream)
 
             def view(i: int, draws: Tensor) -> Tensor:
                 return augment.random_resized_crop(images[i], draws, options.size)
@@ -214,13 +221,13 @@ class Task:
             return inputs, labels
         # One chance for the piece, named by the first of its samples.
         seed = self.recipe.seed
-        u = augment.uniforms(seed, epoch, index[:1], 4, stream="mixing")[0].tolist()
+        u = uniforms(seed, epoch, index[:1], 4, stream="mixing")[0].tolist()
         if u[0] >= options.mix_probability:
             return inputs, labels
         way = ways[int(u[1] * len(ways))]
         key = mix(epoch, int(index[0]))
         share = augment.beta_draw(seed, key, getattr(options, way))
-        order = augment.permutation(seed, key, len(index), stream="mixing")
+        order = permutation(seed, key, len(index), stream="mixing")
         target = nn.functional.one_hot(labels, self.num_classes).float()
         if way == "mixup":
             return augment.mixup(inputs, target, share, order)
@@ -242,7 +249,7 @@ class Task:
     ) -> Evaluation:
         if beams:
             raise RequestError("--beams is for translation: images are not decoded")
-        chosen: Split = getattr(self.data, split)
+        chosen: ImageSplit = getattr(self.data, split)
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
         model.eval()
@@ -258,7 +265,7 @@ class Task:
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
         """The images the model is least sure of, and the first one."""
-        chosen: Split = getattr(self.data, split)
+        chosen: ImageSplit = getattr(self.data, split)
         index = torch.arange(min(len(chosen.labels), _EVALUATED_AT_ONCE))
         model.eval()
         logits = model(self._plain_views(chosen, index).to(accelerator.device)).float().cpu()
@@ -277,7 +284,7 @@ class Task:
         ]
         return {"classes": names, "examples": examples}
 
-    def _plain_views(self, split: Split, index: Tensor) -> Tensor:
+    def _plain_views(self, split: ImageSplit, index: Tensor) -> Tensor:
         images, size = split.images, self.recipe.data.size
         if isinstance(images, Tensor):
             views = images[index]

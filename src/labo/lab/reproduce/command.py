@@ -17,7 +17,9 @@ from pathlib import Path
 
 from ..compare import launch
 from ..compare import plan as compare
-from ..compare.plan import Comparison, Run, Scored, scored_rows
+from ..compare.execute import carry_out
+from ..compare.plan import Comparison, PlannedRun
+from ..compare.table import Scored, scored_rows
 from ..errors import RequestError
 from ..tables import Table, write_table
 from . import estimates, paper
@@ -74,7 +76,7 @@ class Experiment:
             settings += _SMALL_TEXT if self.is_text else _SMALL_IMAGES
         return self.recipe, settings
 
-    def hours(self, run: Run) -> float:
+    def hours(self, run: PlannedRun) -> float:
         """Estimated GPU hours of a run at the paper's scale."""
         recipe, epochs = run.recipe, run.recipe.train.epochs or 1
         model = recipe.as_document()["model"]
@@ -311,7 +313,7 @@ def require(plan: Plan) -> None:
 
 
 def reproduce(name: str, plan: Plan, jobs: int | None = None) -> tuple[Table, list[launch.Failure]]:
-    """Run what is missing, and write the table, and the figure if it is one.
+    """PlannedRun what is missing, and write the table, and the figure if it is one.
 
     Args:
         name: of the files.
@@ -321,7 +323,7 @@ def reproduce(name: str, plan: Plan, jobs: int | None = None) -> tuple[Table, li
     Returns:
         The table, and the runs that failed, which it lacks.
     """
-    failures = compare.carry_out(plan.all(), plan.out, jobs)
+    failures = carry_out(plan.all(), plan.out, jobs)
     found = Found({key: _by_method(runs) for key, runs in plan.comparisons.items()})
     by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []
     table = make_table(plan.exhibit, found, [*_scale_notes(plan), *by_hand])

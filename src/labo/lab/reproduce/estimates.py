@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..images.networks import CONVNETS
-from ..translation.model import PRESETS
+from ..translation.model import MODEL_PRESETS
 from . import paper
 
 # Operations per second that a V100 reaches in single precision (its limit is 15.7e12).
@@ -88,7 +88,7 @@ def text_hours(preset: str, data: str, sentences: int, epochs: int) -> float:
         >>> round(text_hours("iwslt", "iwslt14", 160_239, epochs=150), 1)
         6.1
     """
-    width, ffn, layers = (PRESETS[preset][key] for key in ("width", "ffn", "layers"))
+    width, ffn, layers = (MODEL_PRESETS[preset][key] for key in ("width", "ffn", "layers"))
     encoder = layers * (4 * width**2 + 2 * width * ffn)
     decoder = layers * (8 * width**2 + 2 * width * ffn) + width * TYPES[data]
     operations = 6 * (encoder + decoder) * TOKENS[data] * sentences

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..analysis.confidence import BINS
 from ..analysis.run import load_analysis
-from ..compare.plan import Scored, cost, spread_of
+from ..compare.table import Scored, cost, spread_of
 from ..run import files as atomic
 from ..tables import Cell, Column, Row, Table
 from . import paper

@@ -8,7 +8,6 @@ ever unpickled or run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -68,7 +67,7 @@ def save(
         for group, named in tensors.items():
             atomic.write_tensors(temporary / f"{group}.safetensors", named)
         atomic.write_json(temporary / "state.json", state)
-        files = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
+        files = {path.name: atomic.sha256(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": _FORMAT, "recipe": recipe, "sha256": files}
         atomic.write_json(temporary / "manifest.json", manifest)
         # What is as new as this one was found damaged when the run was resumed.
@@ -127,7 +126,7 @@ def _read_verified(path: Path, recipe: str) -> Checkpoint:
     for name, checksum in manifest["sha256"].items():
         if Path(name).name != name:
             raise ValueError(f"its manifest names a file elsewhere: {name}")
-        if _checksum(path / name) != checksum:
+        if atomic.sha256(path / name) != checksum:
             raise ValueError(f"{name} is damaged (its checksum does not fit)")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     groups = [name for name in manifest["sha256"] if name.endswith(".safetensors")]
@@ -138,11 +137,3 @@ def _read_verified(path: Path, recipe: str) -> Checkpoint:
 def _steps(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -18,23 +18,17 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
-from torch import Tensor, nn
 
 from ... import __version__
-from ..config import (
-    PROVENANCE,
-    Recipe,
-    RecipeError,
-    build_recipe,
-    differing_keys,
-    read_document,
-)
+from ..config import PROVENANCE, Recipe, differing_keys, read_document
 from ..errors import LabError, RequestError
 from . import files as atomic
+
+if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
+    from torch import Tensor
 
 
 class RunDirectory:
@@ -107,9 +101,9 @@ class RunDirectory:
         if scores.keys() - results.keys():
             self.finish({**results, **scores, **results})
 
-    def signature(self, *, data: str, steps: int, processes: int) -> str:
-        """What a number rests on, in a line that two equal experiments share."""
-        recipe, begun = self.recipe(), self.begun_with()
+    def signature(self, recipe: Recipe, *, data: str, steps: int, processes: int) -> str:
+        """What the scores depend on, in one line. Two equal experiments have equal signatures."""
+        begun = self.begun_with()
         parts = {
             "labo": begun.get("labo"),
             "git": begun.get("git"),
@@ -126,12 +120,10 @@ class RunDirectory:
 
     # ------------------------------------------------------------------ reading
 
-    def recipe(self) -> Recipe:
-        self._must_have(self.recipe_file)
-        try:
-            return build_recipe(read_document(self.recipe_file))
-        except RecipeError as error:
-            raise RequestError(f"{self.recipe_file}: {'; '.join(error.problems)}") from error
+    def document(self) -> dict[str, Any]:
+        """The content of ``recipe.yaml``."""
+        self.must_have(self.recipe_file)
+        return read_document(self.recipe_file)
 
     def results(self) -> dict[str, Any]:
         return self._read_json(self.results_file)
@@ -142,26 +134,15 @@ class RunDirectory:
         facts: dict[str, Any] = config.get("labo", config)
         return facts
 
-    def load_model(self) -> nn.Module:
-        """The selected model, on the CPU."""
-        from ..tasks import find_task
-
-        facts = self.facts()
-        self._must_have(self.best / "model.safetensors")
-        try:
-            return find_task(facts["task"]).load_model(self.best)
-        except (KeyError, RuntimeError) as error:
-            raise RequestError(f"{self.best} holds no model this version can build") from error
-
     def _read_json(self, path: Path) -> dict[str, Any]:
-        self._must_have(path)
+        self.must_have(path)
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RequestError(f"{path} is no JSON: {error}") from error
         return content
 
-    def _must_have(self, path: Path) -> None:
+    def must_have(self, path: Path) -> None:
         if not path.is_file():
             raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
 
@@ -198,6 +179,8 @@ class RunDirectory:
 
 def made_with() -> dict[str, str | None]:
     """Versions, and the commit of a checkout."""
+    import torch
+
     return {
         "labo": __version__,
         "git": _commit(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,3 +56,33 @@ class Display:
         self.valid = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.say(f"step {step}  valid  {self.valid}{'  best' if best else ''}")
         self.began = time.perf_counter()
+
+
+class ProgressBars:
+    """Progress bars on standard error, if that is a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+
+    def __enter__(self) -> ProgressBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def bar(self, title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        """A bar for one piece of work. It yields a function that adds to the work done."""
+        task = self._progress.add_task(title, total=total)
+        yield lambda done: self._progress.advance(task, done)
+        self._progress.remove_task(task)

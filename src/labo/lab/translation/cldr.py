@@ -24,7 +24,9 @@ from typing import Any, Literal
 
 from ..errors import DataError, RequestError
 from ..run.seeds import mix
-from .prepare import Processing, Row, parse_pairs, prepare_pairs
+from .cleaning import RawPair
+from .options import Processing, parse_pairs
+from .prepare import prepare_pairs
 from .prepared import FORMAT, MANIFEST, Pair, Prepared
 
 __all__ = ["LANGUAGES", "cldr_data", "draw_phrases"]
@@ -280,7 +282,7 @@ def _units(language: str) -> set[str]:
 
 def draw_phrases(
     pairs: Sequence[Pair], *, size: int, held_out: int, seed: int
-) -> dict[str, list[Row]]:
+) -> dict[str, list[RawPair]]:
     """Phrases in two languages, none of them twice.
 
     Args:
@@ -294,10 +296,10 @@ def draw_phrases(
     """
     book = _Phrasebook(seed)
     seen: set[str] = set()
-    splits: dict[str, list[Row]] = {"train": [], "valid": [], "test": []}
+    splits: dict[str, list[RawPair]] = {"train": [], "valid": [], "test": []}
     for number, pair in enumerate(pairs):
         generator = random.Random(mix(seed, "cldr", str(pair)))
-        rows: list[Row] = []
+        rows: list[RawPair] = []
         while len(rows) < size + 2 * held_out:
             content = book.draw(generator)
             source, target = (
@@ -357,7 +359,7 @@ def _prepare(
     held_out = min(_HELD_OUT, size // 10)
     draw = lru_cache(lambda: draw_phrases(pairs, size=size, held_out=held_out, seed=seed))
 
-    def rows(split: str) -> Iterator[Row]:  # drawn when first asked for
+    def rows(split: str) -> Iterator[RawPair]:  # drawn when first asked for
         yield from draw()[split]
 
     splits = {split: rows(split) for split in ("train", "valid", "test")}

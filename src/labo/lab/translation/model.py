@@ -1,12 +1,12 @@
 """Translation models: Marian encoder-decoders of ``transformers``, built from a config.
 
-Nothing is downloaded and no architecture is home-made: a :class:`Translator` holds a
+Nothing is downloaded and no architecture is home-made: a :class:`TranslationModel` holds a
 ``MarianMTModel`` and ends in hidden states and output layer, for :func:`labo.linear_loss` to finish
 without ever storing the logits of a batch. What it saves is a plain Marian model, which
 ``AutoModelForSeq2SeqLM`` loads anywhere.
 
-``PRESETS`` has the dimensions: ``iwslt`` and ``base`` are the paper's, ``small`` and ``tiny`` are
-for two cores.
+``MODEL_PRESETS`` has the dimensions: ``iwslt`` and ``base`` are the paper's, ``small`` and ``tiny``
+are for two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .dropout import FastDropout
 BOS, PAD, EOS, UNK = range(4)  # fairseq's order
 NUM_SPECIAL = 4
 
-PRESETS = Registry(
+MODEL_PRESETS = Registry(
     "preset",
     {
         "tiny": {"width": 128, "ffn": 512, "heads": 4, "layers": 2},
@@ -98,7 +98,7 @@ class Head(NamedTuple):
     weight: Tensor
 
 
-class Translator(nn.Module):
+class TranslationModel(nn.Module):
     """A Marian model that stops before its output layer.
 
     Args:
@@ -174,11 +174,11 @@ class Translator(nn.Module):
         return model.to(self.marian.device)
 
 
-def fresh_translator(config: MarianConfig, *, fixnorm: bool = False) -> Translator:
+def fresh_translator(config: MarianConfig, *, fixnorm: bool = False) -> TranslationModel:
     """A model to train from scratch, from PyTorch's generator."""
     marian = MarianMTModel(config)
     _initialise(marian, fixnorm)
-    return Translator(marian, fixnorm=fixnorm)
+    return TranslationModel(marian, fixnorm=fixnorm)
 
 
 def _unit(embeddings: Tensor) -> Tensor:

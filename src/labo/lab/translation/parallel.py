@@ -14,7 +14,6 @@ one that ends in ``.xml`` or ``.sgm`` holds <seg> elements, any other has a sent
 from __future__ import annotations
 
 import gzip
-import hashlib
 import html
 import re
 import zlib
@@ -25,14 +24,13 @@ from pathlib import Path
 
 from ..errors import DataError
 
-__all__ = ["ParallelText", "find_parallel_text", "read_lines", "sha256"]
+__all__ = ["ParallelText", "find_parallel_text", "read_lines"]
 
 _SUFFIXES = ("", ".gz", ".xml", ".xml.gz", ".sgm", ".sgm.gz")
 _MARKED_UP = re.compile(r"\.(xml|sgm)(\.gz)?$")
 _SEGMENT = re.compile(r'<seg id="?([^">]*)"?>(.*?)</seg>', re.DOTALL | re.IGNORECASE)
 _METADATA = re.compile(r"</?(url|talkid|keywords|speaker|reviewer|translator|doc)\b[^>]*>")
 _KEPT_TAGS = re.compile(r"</?(title|description)>")
-_BLOCK = 1 << 20  # bytes
 
 
 # ------------------------------------------------------------------ one file
@@ -63,15 +61,6 @@ def _is_gzipped(path: Path) -> bool:
     """Whatever its name says: some browsers unpack .gz and keep the name."""
     with open(path, "rb") as file:
         return file.read(2) == b"\x1f\x8b"
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file as it lies there."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _tagged_lines(path: Path) -> Iterator[str]:

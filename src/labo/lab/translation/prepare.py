@@ -1,9 +1,9 @@
 """Parallel text to prepared data: ``labo prepare``.
 
-Three passes, none of which holds the corpus in memory. The first cleans the text and parts the
-held-out splits from the training split, the second learns the subwords from the training split,
-the third writes token ids and counts them. All happens in a hidden folder beside the result, which
-takes its place at the very end: what is there is finished.
+Three passes, none of which holds the corpus in memory. The first cleans the text and separates the
+held-out splits from the training split. The second learns the subwords from the training split. The
+third writes token ids and counts them. All of it happens in a hidden folder beside the result. The
+hidden folder is renamed at the very end, so a folder that is there is complete.
 """
 
 from __future__ import annotations
@@ -11,42 +11,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
-from itertools import chain, islice
-from multiprocessing import get_context
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from filelock import FileLock
-from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..._checks import unknown_name
-from ..config import Section, explain
 from ..errors import DataError, LabError, RequestError
-from ..run.files import flush, write_json, write_text
-from .parallel import ParallelText, find_parallel_text, sha256
+from ..run.files import flush, sha256, write_json, write_text
+from ..run.progress import ProgressBars
+from .arrow import ArrowFile, read_batches
+from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
+from .options import PrepareOptions, Processing, parse_pairs
+from .parallel import ParallelText, find_parallel_text
 from .prepared import FORMAT, MANIFEST, SPLITS, Pair, Prepared, schema
 from .text import (
     SPECIAL_TOKENS,
     Lines,
     Merges,
-    Pipeline,
-    Size,
-    TextOptions,
     encode,
     languages_without_moses_rules,
     learn_merges,
@@ -58,203 +52,12 @@ from .text import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "PRESETS",
-    "PrepareOptions",
-    "Processing",
-    "Row",
-    "choose",
-    "parse_pairs",
-    "prepare",
-    "prepare_pairs",
-    "summarize",
-]
+__all__ = ["prepare", "prepare_pairs", "summarize"]
 
 _CHUNK = 5_000  # pairs worked on at a time
-_BATCH = 100_000  # pairs in a record batch
 _MANY = 200_000  # pairs for which it pays to start processes
 _UNKNOWN = SPECIAL_TOKENS.index("<unk>")
-_PAIR = re.compile(r"([a-z]{2,3}(?:_\w+)?)-([a-z]{2,3}(?:_\w+)?)")
 _TEXT = pa.schema([(name, pa.string()) for name in ("source", "target")] + [("pair", pa.int8())])
-
-Row = tuple[int, str, str]  # number of the language pair, raw source line, raw target line
-Names = Annotated[tuple[str, ...], Field(strict=False)]
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
-
-# ------------------------------------------------------------------ what is asked for
-
-
-Tag = Literal["source", "target", "none"]
-
-
-def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
-    """Directions of translation, each with the tag that begins its sources.
-
-    Args:
-        names: such as "de-en".
-        tag: the language that the tag names. By default what the model must be told: the target
-            if there are several, else the source if there are several.
-
-    Raises:
-        ValueError: a name is no pair of two languages, or is given twice.
-
-    Example:
-        >>> [pair.tag for pair in parse_pairs(["de-en", "fr-en"])]
-        ['<de>', '<fr>']
-    """
-    found = [_PAIR.fullmatch(name) for name in names]
-    languages = [match.groups() for match in found if match and match[1] != match[2]]
-    if not names or len(languages) < len(names) or len(set(names)) < len(names):
-        wrong = ", ".join(names) or "nothing"
-        raise ValueError(f"pair: each is two languages, such as de-en, given once; got {wrong}")
-    sources, targets = zip(*languages, strict=True)
-    if tag is None:
-        tag = "target" if len(set(targets)) > 1 else "source" if len(names) > 1 else "none"
-    named = {"source": sources, "target": targets, "none": [None] * len(names)}[tag]
-    return [
-        Pair(source, target, name and f"<{name}>")
-        for source, target, name in zip(sources, targets, named, strict=True)
-    ]
-
-
-class Processing(Section):
-    """What becomes of sentence pairs. A limit of 0 is none."""
-
-    text: TextOptions = TextOptions()
-    train_text: TextOptions | None = None  # where training text is treated otherwise
-    max_tokens: int = Field(default=0, ge=0)  # words on a side, of training pairs
-    max_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
-    max_pieces: int = Field(default=0, ge=0)  # subwords on a side, of training and held-out pairs
-    max_piece_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
-    holdout: int = Field(default=0, ge=0)  # every so many-th cleaned training pair goes to valid
-    holdout_test: int = Field(default=0, ge=0)  # every so many-th of the rest goes to test
-    vocabulary: int | None = Field(default=None, ge=1)  # types, special tokens included; or
-    merges: int | None = Field(default=None, ge=0)  # so many byte-pair merges; or
-    codes: str | None = None  # a file of them, as subword-nmt writes it
-    share: Literal["all", "merges", "nothing"] = "all"  # of the subwords, by the two sides
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Processing:
-        sizes = [n for n in ("vocabulary", "merges", "codes") if getattr(self, n) is not None]
-        if len(sizes) > 1:
-            raise ValueError(f"{' and '.join(sizes)} exclude each other")
-        if self.codes is not None and not self.text.spaced:
-            raise ValueError("codes split tokens: they need moses, or text that is tokenized")
-        if self.codes is not None and self.share == "nothing":
-            raise ValueError("codes are for both sides: share can be all or merges")
-        if self.training_text.spaced != self.text.spaced:
-            raise ValueError("train_text and text must both be in tokens, or neither")
-        if 1 in (self.holdout, self.holdout_test):
-            raise ValueError("holdout: every pair held out leaves none to train on")
-        return self
-
-    @property
-    def training_text(self) -> TextOptions:
-        return self.train_text or self.text
-
-    @property
-    def size(self) -> Size:
-        """How far to merge."""
-        if self.vocabulary is None and self.merges is None:
-            return Size(vocabulary=10_000)
-        return Size(self.vocabulary, self.merges)
-
-
-class PrepareOptions(Processing):
-    """Files of parallel text, and what becomes of them."""
-
-    pair: Names  # such as de-en
-    train: Names  # files, see labo.lab.translation.parallel
-    valid: Names = ()
-    test: Names = ()
-    columns: Names = ("source", "target")  # of files with columns
-    # The language that the first token of a source names; by default what the model must know.
-    tag: Tag | None = None
-
-    @model_validator(mode="after")
-    def _has_splits(self) -> PrepareOptions:
-        parse_pairs(self.pair, self.tag)
-        if not self.train:
-            raise ValueError("train: no training data")
-        for split, holdout in (("valid", "holdout"), ("test", "holdout_test")):
-            if getattr(self, split) and getattr(self, holdout):
-                raise ValueError(f"{split} and {holdout} exclude each other")
-            if not getattr(self, split) and not getattr(self, holdout):
-                raise ValueError(f"{split}: no such data; give {split} or {holdout}")
-        return self
-
-
-# The public recipes of the paper's experiments. In two of them training text is treated otherwise.
-PRESETS: dict[str, dict[str, Any]] = {
-    "iwslt14": {
-        "text": {"moses": True, "straight_apostrophes": True, "lowercase": True},
-        "train_text": {"moses": True, "lowercase": True},
-        "max_tokens": 175,
-        "max_ratio": 1.5,
-        "holdout": 23,
-        "merges": 10_000,
-        "share": "merges",
-    },
-    "iwslt17": {
-        "text": {"straight_apostrophes": True},
-        "train_text": {},
-        "max_pieces": 250,
-        "vocabulary": 16_384,
-    },
-    "wmt14": {
-        "text": {"moses": True, "aggressive_hyphens": True, "straight_apostrophes": True},
-        "train_text": {
-            "moses": True,
-            "aggressive_hyphens": True,
-            "normalize_punctuation": True,
-            "remove_nonprinting": True,
-        },
-        "max_pieces": 250,
-        "max_piece_ratio": 1.5,
-        "holdout": 100,
-        "merges": 40_000,
-    },
-    "multi30k": {
-        "text": {"moses": True, "normalize_punctuation": True, "lowercase": True},
-        "merges": 10_000,
-    },
-}
-
-
-def choose(
-    preset: str | None, text: Mapping[str, bool], settings: Mapping[str, Any]
-) -> PrepareOptions:
-    """A preset with what is to differ from it.
-
-    Args:
-        preset: one of :data:`PRESETS`, or None.
-        text: fields of :class:`labo.lab.translation.text.TextOptions`.
-        settings: other fields of :class:`PrepareOptions`; those that are None are left out.
-
-    Raises:
-        RequestError: one line for each thing that is wrong.
-    """
-    if preset is not None and preset not in PRESETS:
-        raise RequestError(unknown_name("preset", preset, PRESETS))
-    values = dict(PRESETS[preset]) if preset else {}
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given.keys() & {"vocabulary", "merges", "codes"}:
-        values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
-    if given.get("valid") and "holdout" not in given:
-        values.pop("holdout", None)
-    # Training text has its own apostrophes, so that straight ones are no option for it.
-    plain = {name: value for name, value in text.items() if name != "straight_apostrophes"}
-    values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}
-    values["text"] = {**values.get("text", {}), **text}
-    try:
-        return PrepareOptions.model_validate(values | given)
-    except ValidationError as error:
-        raise RequestError("\n".join(explain(error, PrepareOptions))) from error
-
-
-# ------------------------------------------------------------------ preparing
 
 
 def prepare(
@@ -291,7 +94,7 @@ def prepare(
         if names
     }
     # Everything is read once before any work, so that what is wrong is said at once.
-    with _Bars() as bars:
+    with ProgressBars() as bars:
         sizes, inputs = _survey(texts, bars)
     if workers is None:
         pays = options.text.moses and sizes["train"] >= _MANY
@@ -308,14 +111,14 @@ def prepare(
     )
 
 
-def _rows(texts: Sequence[Sequence[ParallelText]]) -> Iterator[Row]:
+def _rows(texts: Sequence[Sequence[ParallelText]]) -> Iterator[RawPair]:
     for number, parts in enumerate(texts):
         for source, target in chain.from_iterable(parts):
             yield number, source, target
 
 
 def _survey(
-    texts: Mapping[str, Sequence[Sequence[ParallelText]]], bars: _Bars
+    texts: Mapping[str, Sequence[Sequence[ParallelText]]], bars: ProgressBars
 ) -> tuple[dict[str, int], list[dict[str, str]]]:
     """How many pairs each split has, and the digests of all files."""
     sizes: dict[str, int] = {}
@@ -324,7 +127,7 @@ def _survey(
         parts = list(chain.from_iterable(by_pair))
         with bars.bar(f"reading {split}", None) as advance:
             sizes[split] = 0
-            for chunk in _chunks(chain.from_iterable(parts), _CHUNK):
+            for chunk in chunks(chain.from_iterable(parts), _CHUNK):
                 sizes[split] += len(chunk)
                 advance(len(chunk))
         digests |= {path: sha256(path) for part in parts for path in part.files}
@@ -334,7 +137,7 @@ def _survey(
 def prepare_pairs(
     out: str | Path,
     pairs: Sequence[Pair],
-    splits: Mapping[str, Iterable[Row]],
+    splits: Mapping[str, Iterable[RawPair]],
     processing: Processing,
     *,
     sizes: Mapping[str, int] | None = None,
@@ -362,7 +165,7 @@ def prepare_pairs(
     if processing.codes is not None:
         read_codes(Path(processing.codes).expanduser(), list)  # a wrong file is refused at once
     try:
-        with _building(out, force) as folder, _Bars() as bars:
+        with _building(out, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars)
             work.clean(splits, sizes or {}, workers)
             work.write_splits(*work.learn_subwords())
@@ -372,38 +175,6 @@ def prepare_pairs(
     return Prepared(out)
 
 
-def summarize(prepared: Prepared) -> None:
-    """Print what became of the pairs, where they are, and what to do next."""
-    manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
-    table = Table("split", "read", "dropped", "kept", "source tokens", "target tokens", box=None)
-    table.add_column("unknown", no_wrap=True)
-    for split in SPLITS:
-        dropped = ", ".join(f"{n} {reason}" for reason, n in manifest["dropped"][split].items())
-        tokens, unknown = manifest["tokens"][split], manifest["unknown"][split]
-        rates = (f"{unknown[side] / tokens[side]:.2%}" for side in ("source", "target"))
-        table.add_row(
-            split,
-            str(manifest["read"].get(split, "held out")),
-            dropped or "0",
-            str(manifest["sizes"][split]),
-            *(str(tokens[side]) for side in ("source", "target")),
-            "/".join(rates),
-        )
-    console.print(table)
-    vocabulary = manifest["vocabulary"]
-    sizes = [vocabulary["source"]] + [vocabulary["target"]] * (vocabulary["kind"] == "separate")
-    console.print(f"vocabulary: {vocabulary['kind']}, {' and '.join(map(str, sizes))} types")
-    if prepared.text.moses:
-        languages = {name for pair in prepared.pairs for name in (pair.source, pair.target)}
-        for language in sorted(languages_without_moses_rules(languages)):
-            console.print(f"Moses has no rules for {language}: those for English were used")
-    console.print(f"{prepared.path} is ready; to train on it:", markup=False)
-    console.print(
-        f"labo train RECIPE data.name=prepared data.path={shlex.quote(str(prepared.path))}",
-        markup=False,
-    )
-
-
 @dataclass
 class _Work:
     """The three passes over one corpus, and what they counted."""
@@ -411,7 +182,7 @@ class _Work:
     folder: Path
     pairs: list[Pair]
     processing: Processing
-    bars: _Bars
+    bars: ProgressBars
     read: Counter[str] = field(default_factory=Counter)
     kept: Counter[int] = field(default_factory=Counter)  # by language pair
     remaining: Counter[int] = field(default_factory=Counter)  # of these, not held out for valid
@@ -431,21 +202,21 @@ class _Work:
     # -------------------------------------------------------------- pass 1: clean text
 
     def clean(
-        self, splits: Mapping[str, Iterable[Row]], sizes: Mapping[str, int], workers: int
+        self, splits: Mapping[str, Iterable[RawPair]], sizes: Mapping[str, int], workers: int
     ) -> None:
         """Write the cleaned lines of each split to a file of their own."""
         options = self.processing
         with ExitStack() as stack:
             files = {
-                split: stack.enter_context(_ArrowFile(self._spill(split), _text_schema(split)))
+                split: stack.enter_context(ArrowFile(self._spill(split), _text_schema(split)))
                 for split in SPLITS
             }
             for split, rows in splits.items():
                 text = options.training_text if split == "train" else options.text
-                run = partial(_clean_rows, text, self.pairs)
+                run = partial(clean_pairs, text, self.pairs)
                 advance = stack.enter_context(self.bars.bar(f"cleaning {split}", sizes.get(split)))
-                for chunk in _in_order(run, _chunks(rows, _CHUNK), workers):
-                    parts: dict[str, list[_Cleaned]] = {name: [] for name in SPLITS}
+                for chunk in map_in_order(run, chunks(rows, _CHUNK), workers):
+                    parts: dict[str, list[CleanPair]] = {name: [] for name in SPLITS}
                     for row in chunk:
                         place = self._place(split, row)
                         if place is not None:
@@ -458,7 +229,7 @@ class _Work:
             self.cleaned[split] = files[split].rows
             self._refuse_empty(split, self.cleaned[split])
 
-    def _place(self, split: str, row: _Cleaned) -> str | None:
+    def _place(self, split: str, row: CleanPair) -> str | None:
         """The split that a pair goes to, or None if it is dropped."""
         options = self.processing
         reason = None if row.source and row.target else "empty"
@@ -476,12 +247,12 @@ class _Work:
         self.remaining[row.pair] += 1
         return "test" if _is_nth(self.remaining[row.pair], options.holdout_test) else "train"
 
-    def _shown(self, row: _Cleaned) -> _Cleaned:
+    def _shown(self, row: CleanPair) -> CleanPair:
         """With its lines as people read them, if they were published in tokens."""
         if not self.processing.text.tokenized:
             return row
         pair = self.pairs[row.pair]
-        pipeline = _pipeline(self.processing.text, pair.source, pair.target)
+        pipeline = pipeline_for(self.processing.text, pair.source, pair.target)
         return row._replace(
             source_text=pipeline.restore_source(row.source_text),
             target_text=pipeline.restore(row.target_text),
@@ -522,14 +293,14 @@ class _Work:
             return learn_merges(lines, words=words, size=options.size, reserved=reserved)
 
     def _lines(self, side: str) -> Iterator[str]:
-        for batch in _read_batches(self._spill("train")):
+        for batch in read_batches(self._spill("train"), _CHUNK):
             yield from batch[side].to_pylist()
 
     def _used(self, tokenizer: PreTrainedTokenizerFast, side: str) -> set[str]:
         """The types that the training text of a side is made of."""
         used = np.zeros(len(tokenizer), dtype=bool)
         with self.bars.bar(f"counting {side}", self.cleaned["train"]) as advance:
-            for lines in _chunks(self._lines(side), _CHUNK):
+            for lines in chunks(self._lines(side), _CHUNK):
                 used[np.concatenate(list(encode(tokenizer, lines)))] = True
                 advance(len(lines))
         return set(tokenizer.convert_ids_to_tokens(np.flatnonzero(used).tolist()))
@@ -573,10 +344,10 @@ class _Work:
             "target": np.zeros(len(target), dtype=np.int64),
         }
         with (
-            _ArrowFile(self.folder / f"{split}.arrow", schema(split)) as file,
+            ArrowFile(self.folder / f"{split}.arrow", schema(split)) as file,
             self.bars.bar(f"writing {split}", self.cleaned[split]) as advance,
         ):
-            for batch in _read_batches(self._spill(split)):
+            for batch in read_batches(self._spill(split), _CHUNK):
                 ids: dict[str, list[list[int]]] = {"source": [], "target": []}
                 wanted = []
                 for pair, one, other in zip(
@@ -651,107 +422,9 @@ def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | No
     return None
 
 
-# ------------------------------------------------------------------ cleaning, in any process
-
-
-class _Cleaned(NamedTuple):
-    """A sentence pair, as the subword model sees it and as it is shown."""
-
-    source: str
-    target: str
-    pair: int
-    source_text: str
-    target_text: str
-
-
-def _clean_rows(text: TextOptions, pairs: Sequence[Pair], rows: Sequence[Row]) -> list[_Cleaned]:
-    cleaned = []
-    for number, source, target in rows:
-        pipeline = _pipeline(text, pairs[number].source, pairs[number].target)
-        one, other = pipeline.source(source), pipeline.target(target)
-        cleaned.append(_Cleaned(one, other, number, source, target))
-    return cleaned
-
-
-@lru_cache(maxsize=64)
-def _pipeline(text: TextOptions, source: str, target: str) -> Pipeline:
-    return Pipeline(text, source, target)
-
-
-def _chunks(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
-
-
-def _in_order(function: Callable[[_T], _R], items: Iterable[_T], workers: int) -> Iterator[_R]:
-    """``map`` by several processes, a few items ahead of what is asked for."""
-    if workers == 1:
-        yield from map(function, items)
-        return
-    pending: deque[Future[_R]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-# ------------------------------------------------------------------ files
-
-
 def _text_schema(split: str) -> pa.Schema:
     """The columns of cleaned text: those of the split, with text in the place of token ids."""
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
-
-
-class _ArrowFile:
-    """A stream of record batches, written as rows come."""
-
-    def __init__(self, path: Path, columns: pa.Schema) -> None:
-        self.rows = 0
-        self._schema = columns
-        self._waiting: list[pa.RecordBatch] = []
-        self._waiting_rows = 0
-        self._file = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, columns)
-
-    def add(self, columns: Iterable[Any]) -> None:
-        """Append rows, column by column; columns beyond those of the file are left out."""
-        arrays = [
-            column if isinstance(column, pa.Array) else pa.array(column, kind)
-            for column, kind in zip(columns, self._schema.types, strict=False)
-        ]
-        if arrays:
-            self._waiting.append(pa.record_batch(arrays, schema=self._schema))
-            self._waiting_rows += self._waiting[-1].num_rows
-            self.rows += self._waiting[-1].num_rows
-        if self._waiting_rows >= _BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._waiting_rows:
-            self._stream.write_batch(pa.concat_batches(self._waiting))
-        self._waiting, self._waiting_rows = [], 0
-
-    def __enter__(self) -> _ArrowFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._flush()
-            self._stream.close()
-        self._file.close()
-
-
-def _read_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The content of an Arrow stream, a few rows at a time."""
-    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
-        for batch in stream:
-            for start in range(0, batch.num_rows, _CHUNK):
-                yield batch.slice(start, _CHUNK)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -803,31 +476,33 @@ def _building(out: Path, force: bool) -> Iterator[Path]:
                 lock.unlink()
 
 
-class _Bars:
-    """Progress bars on standard error, if that is a terminal."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
+def summarize(prepared: Prepared) -> None:
+    """Print what became of the pairs, where they are, and what to do next."""
+    manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
+    table = Table("split", "read", "dropped", "kept", "source tokens", "target tokens", box=None)
+    table.add_column("unknown", no_wrap=True)
+    for split in SPLITS:
+        dropped = ", ".join(f"{n} {reason}" for reason, n in manifest["dropped"][split].items())
+        tokens, unknown = manifest["tokens"][split], manifest["unknown"][split]
+        rates = (f"{unknown[side] / tokens[side]:.2%}" for side in ("source", "target"))
+        table.add_row(
+            split,
+            str(manifest["read"].get(split, "held out")),
+            dropped or "0",
+            str(manifest["sizes"][split]),
+            *(str(tokens[side]) for side in ("source", "target")),
+            "/".join(rates),
         )
-
-    def __enter__(self) -> _Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    @contextmanager
-    def bar(self, title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """A bar for one piece of work; what it yields says how much more is done."""
-        task = self._progress.add_task(title, total=total)
-        yield lambda done: self._progress.advance(task, done)
-        self._progress.remove_task(task)
+    console.print(table)
+    vocabulary = manifest["vocabulary"]
+    sizes = [vocabulary["source"]] + [vocabulary["target"]] * (vocabulary["kind"] == "separate")
+    console.print(f"vocabulary: {vocabulary['kind']}, {' and '.join(map(str, sizes))} types")
+    if prepared.text.moses:
+        languages = {name for pair in prepared.pairs for name in (pair.source, pair.target)}
+        for language in sorted(languages_without_moses_rules(languages)):
+            console.print(f"Moses has no rules for {language}: those for English were used")
+    console.print(f"{prepared.path} is ready; to train on it:", markup=False)
+    console.print(
+        f"labo train RECIPE data.name=prepared data.path={shlex.quote(str(prepared.path))}",
+        markup=False,
+    )

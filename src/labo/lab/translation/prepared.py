@@ -24,7 +24,7 @@ from .text import TextOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "Split", "schema"]
+__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "schema"]
 
 FORMAT = 1
 MANIFEST = "prepared.json"
@@ -52,7 +52,7 @@ class Pair:
         return f"{self.source}-{self.target}"
 
 
-class Split:
+class TextSplit:
     """Token ids of sentence pairs; sentence i of a side is values[offsets[i] : offsets[i + 1]].
 
     Attributes:
@@ -171,7 +171,7 @@ class Prepared:
         folder = self.path / "target_tokenizer"
         return _load_tokenizer(folder) if folder.is_dir() else self.tokenizer
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
         path = self.path / f"{name}.arrow"
         try:
@@ -181,7 +181,7 @@ class Prepared:
             raise DataError(f"{path}: cannot be read ({error})") from error
         if table.schema != schema(name):
             raise DataError(f"{path}: its columns are not those of a prepared split")
-        return Split(table)
+        return TextSplit(table)
 
     def frequencies(self, side: Side) -> npt.NDArray[np.int64]:
         """(V,), how often each type occurs in the training split; </s> and tags count too."""

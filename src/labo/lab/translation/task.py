@@ -29,21 +29,21 @@ from ... import linear_loss
 from ..._checks import unknown_name
 from .. import config
 from ..errors import RequestError
-from ..images import augment
+from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Evaluation
 from . import bleu, forced
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .model import (
     EOS,
+    MODEL_PRESETS,
     NUM_SPECIAL,
     PAD,
-    PRESETS,
     Head,
-    Translator,
+    TranslationModel,
     fresh_translator,
     marian_config,
 )
-from .prepared import Prepared, Side, Split
+from .prepared import Prepared, Side, TextSplit
 from .text import Pipeline
 
 _IGNORED = -100
@@ -93,8 +93,8 @@ class TextModel(config.Section):
     @field_validator("preset")
     @classmethod
     def _known(cls, preset: str) -> str:
-        if preset not in PRESETS:
-            raise ValueError(unknown_name("preset", preset, PRESETS))
+        if preset not in MODEL_PRESETS:
+            raise ValueError(unknown_name("preset", preset, MODEL_PRESETS))
         return preset
 
     @model_validator(mode="after")
@@ -107,7 +107,7 @@ class TextModel(config.Section):
         return self
 
     def dimensions(self) -> dict[str, int]:
-        preset = PRESETS[self.preset]
+        preset = MODEL_PRESETS[self.preset]
         layers = {"encoder_layers": preset["layers"], "decoder_layers": preset["layers"]}
         values = {name: preset[name] for name in ("width", "ffn", "heads")} | layers
         return {name: getattr(self, name) or value for name, value in values.items()}
@@ -152,12 +152,18 @@ class Sentences:
         )
 
 
-class Task:
+class TranslationTask:
     """Sentence pairs, the model that translates them, and its scores."""
 
     Recipe = TextRecipe
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
-    one_target_per_sample: ClassVar = False
+    provides: ClassVar = frozenset({"vocabulary_groups"})
+    method_defaults: ClassVar = {
+        "kd": {"alpha": 0.5, "tau": 1.0},
+        "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
+        "ps-kd": {"alpha": 0.7},
+        "labo": {"warmup_steps": 5000},
+    }
 
     def __init__(self, recipe: TextRecipe) -> None:
         self.recipe = recipe
@@ -187,7 +193,7 @@ class Task:
 
     # ------------------------------------------------------------------ the model
 
-    def build_model(self) -> Translator:
+    def build_model(self) -> TranslationModel:
         model, options = self.recipe.model, ("dropout", "attention_dropout", "activation_dropout")
         marian = marian_config(
             self.vocabularies,
@@ -199,9 +205,9 @@ class Task:
         return fresh_translator(marian, fixnorm=model.fixnorm)
 
     @staticmethod
-    def load_model(folder: Path) -> Translator:
+    def load_model(folder: Path) -> TranslationModel:
         logging.disable_progress_bar()  # a moment is all it takes
-        return Translator(MarianMTModel.from_pretrained(folder, local_files_only=True))
+        return TranslationModel(MarianMTModel.from_pretrained(folder, local_files_only=True))
 
     def facts(self) -> dict[str, Any]:
         """What the saved model says of itself besides its dimensions."""
@@ -217,7 +223,7 @@ class Task:
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        assert isinstance(model, Translator)
+        assert isinstance(model, TranslationModel)
         marian = json.loads(model.marian.config.to_json_string(use_diff=False))
         marian |= {"architectures": ["MarianMTModel"], "labo": self.facts()}
         generation = generation_config(self.recipe.decode, model.marian.config)
@@ -257,7 +263,7 @@ class Task:
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no sentence is as short as {limit} tokens")
         # At random first, so that sentences of one length are not in the order of the corpus.
-        order = augment.permutation(self.recipe.seed, 0, len(longest), stream="batches")
+        order = permutation(self.recipe.seed, 0, len(longest), stream="batches")
         order = order[fits[order]]
         order = order[longest[order].argsort(stable=True)]
         batches, first = [], 0
@@ -272,7 +278,7 @@ class Task:
         return batches, notes if missing else []
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        order: list[int] = augment.permutation(
+        order: list[int] = permutation(
             self.recipe.seed, epoch, len(self._batches), stream="order of batches"
         ).tolist()
         return order
@@ -289,13 +295,13 @@ class Task:
     def peers(self, batch: Batch) -> Batch:
         raise RequestError("translation has no other sentence of the same class")
 
-    def _batch(self, split: Split, index: Tensor, epoch: int, *, training: bool) -> Batch:
+    def _batch(self, split: TextSplit, index: Tensor, epoch: int, *, training: bool) -> Batch:
         sides = {}
         for name, size in zip(("source", "target"), self.vocabularies, strict=True):
             ids = _padded(split, name, index)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
             if training and temperature:
-                draws = augment.uniforms(
+                draws = uniforms(
                     self.recipe.seed, epoch, index, 1 + 2 * ids.shape[1], stream=f"switch {name}"
                 )
                 ids = switchout(ids, draws, temperature, self._first_type, size)
@@ -374,14 +380,14 @@ class Task:
     def _pipelines(self) -> list[Pipeline]:
         return [Pipeline(self.data.text, pair.source, pair.target) for pair in self.data.pairs]
 
-    def _texts(self, split: Split, hypotheses: Sequence[Hypothesis]) -> list[str]:
+    def _texts(self, split: TextSplit, hypotheses: Sequence[Hypothesis]) -> list[str]:
         """Detokenized translations."""
         pipelines = self._pipelines()
         tokenizer = self.data.target_tokenizer
         plain = tokenizer.batch_decode([list(h.ids) for h in hypotheses], skip_special_tokens=True)
         return [pipelines[p].restore(t) for p, t in zip(split.pair.tolist(), plain, strict=True)]
 
-    def _scores(self, split: Split, texts: Sequence[str]) -> dict[str, float]:
+    def _scores(self, split: TextSplit, texts: Sequence[str]) -> dict[str, float]:
         pipelines = self._pipelines()
         references = [split.target_text(i) for i in range(len(split))]
         pair = split.pair.tolist()
@@ -400,14 +406,14 @@ class Task:
                 )["bleu"]
         return scores
 
-    def _shares(self, split: Split, accelerator: Accelerator) -> list[int]:
+    def _shares(self, split: TextSplit, accelerator: Accelerator) -> list[int]:
         """This process's sentences."""
         return list(range(accelerator.process_index, len(split), accelerator.num_processes))
 
     def _decode(
-        self, model: nn.Module, split: Split, accelerator: Accelerator, options: Decode
+        self, model: nn.Module, split: TextSplit, accelerator: Accelerator, options: Decode
     ) -> list[Hypothesis]:
-        assert isinstance(model, Translator)
+        assert isinstance(model, TranslationModel)
         mine = self._shares(split, accelerator)
         sources = [split.source(i).tolist() for i in mine]
         best = [found[0] for found in decode(model.plain(), sources, options)]
@@ -415,7 +421,7 @@ class Task:
 
     @torch.no_grad()
     def _heads(
-        self, model: nn.Module, split: Split, accelerator: Accelerator
+        self, model: nn.Module, split: TextSplit, accelerator: Accelerator
     ) -> Iterator[tuple[list[int], Batch, Head]]:
         """This process's sentences by batches, and the model's states at their target tokens."""
         model.eval()
@@ -432,7 +438,7 @@ class Task:
     def _forced(
         self,
         model: nn.Module,
-        split: Split,
+        split: TextSplit,
         accelerator: Accelerator,
         temperature: float | None = None,
     ) -> list[dict[str, Any]]:
@@ -458,7 +464,7 @@ class Task:
 
     def _records(
         self,
-        split: Split,
+        split: TextSplit,
         references: Sequence[Mapping[str, Tensor]],
         temperature: float | None,
         hypotheses: Sequence[Hypothesis],
@@ -576,11 +582,11 @@ def _tokens(batch: Batch) -> Tensor:
     return batch.target[batch.inputs.prefix != PAD]
 
 
-def _lengths(split: Split, side: Side) -> Tensor:
+def _lengths(split: TextSplit, side: Side) -> Tensor:
     return torch.from_numpy(split.lengths(side))
 
 
-def _padded(split: Split, side: str, index: Tensor) -> Tensor:
+def _padded(split: TextSplit, side: str, index: Tensor) -> Tensor:
     """(N, longest) token ids, padded on the right."""
     values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
     first = offsets[index.numpy()]
@@ -592,7 +598,7 @@ def _padded(split: Split, side: str, index: Tensor) -> Tensor:
     return torch.from_numpy(ids)
 
 
-def _by_tokens(order: np.ndarray[Any, Any], split: Split, limit: int = 4096) -> Iterator[Any]:
+def _by_tokens(order: np.ndarray[Any, Any], split: TextSplit, limit: int = 4096) -> Iterator[Any]:
     """Cut sentences in ascending order of length into batches of so many tokens."""
     longest = np.maximum(split.lengths("source"), split.lengths("target"))
     first = 0

@@ -1,0 +1,102 @@
+"""From a recipe file and ``key=value`` overrides to a complete, checked recipe.
+
+:func:`load_recipe` returns a frozen :class:`labo.lab.config.Recipe` with all defaults filled in, or
+raises a :class:`labo.lab.config.RecipeError` with one line for each wrong key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from .._checks import unknown_name
+from .config import Recipe, RecipeError, explain, find_recipe, parse_yaml, read_document
+from .errors import RequestError
+from .methods import method_name, resolve
+from .run.directory import RunDirectory
+from .tasks import TASKS, find_task
+
+
+def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Apply ``a.b=value`` settings in place; the values are YAML.
+
+    Whole sections are set before single keys, so their order on the command line does not matter.
+    ``method=NAME`` keeps the settings of the recipe if NAME is the method of the recipe.
+    """
+    settings = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise RecipeError([f"{text!r} is no override: write key=value, as in optim.lr=0.1"])
+        settings.append((key.split("."), parse_yaml(value, text)))
+    for path, value in sorted(settings, key=lambda setting: len(setting[0])):
+        section = document
+        for depth, name in enumerate(path[:-1], 1):
+            section = _as_section(section, name)
+            if not isinstance(section, dict):
+                raise RecipeError([f"{'.'.join(path[:depth])} is no section of the recipe"])
+        if path != ["method"] or not _same_method(document.get("method"), value):
+            section[path[-1]] = value
+
+
+def _same_method(section: object, name: object) -> bool:
+    """Whether a recipe's ``method`` section is of the method of this name."""
+    if not isinstance(section, dict) or not isinstance(name, str):
+        return False
+    return method_name(section.get("name")) == method_name(name)
+
+
+def _as_section(parent: dict[str, Any], name: str) -> Any:
+    """``parent[name]``; the short form ``method: NAME`` becomes a section first."""
+    if name == "method" and isinstance(parent.get(name), str):
+        parent[name] = {"name": parent[name]}
+    return parent.setdefault(name, {})
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        name: a path, or the bare name of a recipe of the package.
+        overrides: ``a.b=value`` settings.
+
+    Raises:
+        RecipeError: one line per wrong key.
+    """
+    document = read_document(find_recipe(name))
+    override(document, overrides)
+    return build_recipe(document)
+
+
+def build_recipe(document: Mapping[str, Any]) -> Recipe:
+    """Check a recipe given as a dict and fill in every default."""
+    document = dict(document)
+    task = document.get("task")
+    if task is None:
+        raise RecipeError([f"task: missing (known: {', '.join(TASKS)})"])
+    if not isinstance(task, str) or task not in TASKS:
+        raise RecipeError([unknown_name("task", task, TASKS)])
+    problems: list[str] = []
+    try:
+        document["method"] = resolve(document.get("method"), task)
+    except RecipeError as error:
+        problems += error.problems
+        document["method"] = {}
+    recipe_class = find_task(task).Recipe
+    try:
+        recipe = recipe_class.model_validate(document)
+    except ValidationError as error:
+        problems += explain(error, recipe_class)
+    if problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def recipe_of(run: RunDirectory) -> Recipe:
+    """The recipe of a run directory."""
+    try:
+        return build_recipe(run.document())
+    except RecipeError as error:
+        raise RequestError(f"{run.recipe_file}: {'; '.join(error.problems)}") from error

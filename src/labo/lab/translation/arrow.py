@@ -1,0 +1,58 @@
+"""Arrow streams that are written and read a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+_BATCH = 100_000  # rows in a record batch
+
+
+class ArrowFile:
+    """A stream of record batches, written as rows come."""
+
+    def __init__(self, path: Path, columns: pa.Schema) -> None:
+        self.rows = 0
+        self._schema = columns
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_rows = 0
+        self._file = pa.OSFile(str(path), "wb")
+        self._stream = pa.ipc.new_stream(self._file, columns)
+
+    def add(self, columns: Iterable[Any]) -> None:
+        """Append rows, column by column; columns beyond those of the file are left out."""
+        arrays = [
+            column if isinstance(column, pa.Array) else pa.array(column, kind)
+            for column, kind in zip(columns, self._schema.types, strict=False)
+        ]
+        if arrays:
+            self._waiting.append(pa.record_batch(arrays, schema=self._schema))
+            self._waiting_rows += self._waiting[-1].num_rows
+            self.rows += self._waiting[-1].num_rows
+        if self._waiting_rows >= _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting_rows:
+            self._stream.write_batch(pa.concat_batches(self._waiting))
+        self._waiting, self._waiting_rows = [], 0
+
+    def __enter__(self) -> ArrowFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush()
+            self._stream.close()
+        self._file.close()
+
+
+def read_batches(path: Path, size: int) -> Iterator[pa.RecordBatch]:
+    """The content of an Arrow stream, a few rows at a time."""
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
+        for batch in stream:
+            for start in range(0, batch.num_rows, size):
+                yield batch.slice(start, size)

@@ -1,0 +1,187 @@
+"""What ``labo prepare`` is asked for: files, cleaning, limits, subwords; and the presets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from ..._checks import unknown_name
+from ..config import Names, Section, explain
+from ..errors import RequestError
+from .prepared import Pair
+from .text import Size, TextOptions
+
+__all__ = ["PREPARE_PRESETS", "PrepareOptions", "Processing", "Tag", "choose", "parse_pairs"]
+
+_PAIR = re.compile(r"([a-z]{2,3}(?:_\w+)?)-([a-z]{2,3}(?:_\w+)?)")
+
+Tag = Literal["source", "target", "none"]
+
+
+def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
+    """Directions of translation, each with the tag that begins its sources.
+
+    Args:
+        names: such as "de-en".
+        tag: the language that the tag names. By default what the model must be told: the target
+            if there are several, else the source if there are several.
+
+    Raises:
+        ValueError: a name is no pair of two languages, or is given twice.
+
+    Example:
+        >>> [pair.tag for pair in parse_pairs(["de-en", "fr-en"])]
+        ['<de>', '<fr>']
+    """
+    found = [_PAIR.fullmatch(name) for name in names]
+    languages = [match.groups() for match in found if match and match[1] != match[2]]
+    if not names or len(languages) < len(names) or len(set(names)) < len(names):
+        wrong = ", ".join(names) or "nothing"
+        raise ValueError(f"pair: each is two languages, such as de-en, given once; got {wrong}")
+    sources, targets = zip(*languages, strict=True)
+    if tag is None:
+        tag = "target" if len(set(targets)) > 1 else "source" if len(names) > 1 else "none"
+    named = {"source": sources, "target": targets, "none": [None] * len(names)}[tag]
+    return [
+        Pair(source, target, name and f"<{name}>")
+        for source, target, name in zip(sources, targets, named, strict=True)
+    ]
+
+
+class Processing(Section):
+    """What becomes of sentence pairs. A limit of 0 is none."""
+
+    text: TextOptions = TextOptions()
+    train_text: TextOptions | None = None  # where training text is treated otherwise
+    max_tokens: int = Field(default=0, ge=0)  # words on a side, of training pairs
+    max_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
+    max_pieces: int = Field(default=0, ge=0)  # subwords on a side, of training and held-out pairs
+    max_piece_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
+    holdout: int = Field(default=0, ge=0)  # every so many-th cleaned training pair goes to valid
+    holdout_test: int = Field(default=0, ge=0)  # every so many-th of the rest goes to test
+    vocabulary: int | None = Field(default=None, ge=1)  # types, special tokens included; or
+    merges: int | None = Field(default=None, ge=0)  # so many byte-pair merges; or
+    codes: str | None = None  # a file of them, as subword-nmt writes it
+    share: Literal["all", "merges", "nothing"] = "all"  # of the subwords, by the two sides
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Processing:
+        sizes = [n for n in ("vocabulary", "merges", "codes") if getattr(self, n) is not None]
+        if len(sizes) > 1:
+            raise ValueError(f"{' and '.join(sizes)} exclude each other")
+        if self.codes is not None and not self.text.spaced:
+            raise ValueError("codes split tokens: they need moses, or text that is tokenized")
+        if self.codes is not None and self.share == "nothing":
+            raise ValueError("codes are for both sides: share can be all or merges")
+        if self.training_text.spaced != self.text.spaced:
+            raise ValueError("train_text and text must both be in tokens, or neither")
+        if 1 in (self.holdout, self.holdout_test):
+            raise ValueError("holdout: every pair held out leaves none to train on")
+        return self
+
+    @property
+    def training_text(self) -> TextOptions:
+        return self.train_text or self.text
+
+    @property
+    def size(self) -> Size:
+        """How far to merge."""
+        if self.vocabulary is None and self.merges is None:
+            return Size(vocabulary=10_000)
+        return Size(self.vocabulary, self.merges)
+
+
+class PrepareOptions(Processing):
+    """Files of parallel text, and what becomes of them."""
+
+    pair: Names  # such as de-en
+    train: Names  # files, see labo.lab.translation.parallel
+    valid: Names = ()
+    test: Names = ()
+    columns: Names = ("source", "target")  # of files with columns
+    # The language that the first token of a source names; by default what the model must know.
+    tag: Tag | None = None
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> PrepareOptions:
+        parse_pairs(self.pair, self.tag)
+        if not self.train:
+            raise ValueError("train: no training data")
+        for split, holdout in (("valid", "holdout"), ("test", "holdout_test")):
+            if getattr(self, split) and getattr(self, holdout):
+                raise ValueError(f"{split} and {holdout} exclude each other")
+            if not getattr(self, split) and not getattr(self, holdout):
+                raise ValueError(f"{split}: no such data; give {split} or {holdout}")
+        return self
+
+
+# The public recipes of the paper's experiments. In two of them training text is treated otherwise.
+PREPARE_PRESETS: dict[str, dict[str, Any]] = {
+    "iwslt14": {
+        "text": {"moses": True, "straight_apostrophes": True, "lowercase": True},
+        "train_text": {"moses": True, "lowercase": True},
+        "max_tokens": 175,
+        "max_ratio": 1.5,
+        "holdout": 23,
+        "merges": 10_000,
+        "share": "merges",
+    },
+    "iwslt17": {
+        "text": {"straight_apostrophes": True},
+        "train_text": {},
+        "max_pieces": 250,
+        "vocabulary": 16_384,
+    },
+    "wmt14": {
+        "text": {"moses": True, "aggressive_hyphens": True, "straight_apostrophes": True},
+        "train_text": {
+            "moses": True,
+            "aggressive_hyphens": True,
+            "normalize_punctuation": True,
+            "remove_nonprinting": True,
+        },
+        "max_pieces": 250,
+        "max_piece_ratio": 1.5,
+        "holdout": 100,
+        "merges": 40_000,
+    },
+    "multi30k": {
+        "text": {"moses": True, "normalize_punctuation": True, "lowercase": True},
+        "merges": 10_000,
+    },
+}
+
+
+def choose(
+    preset: str | None, text: Mapping[str, bool | None], settings: Mapping[str, Any]
+) -> PrepareOptions:
+    """A preset with what is to differ from it.
+
+    Args:
+        preset: one of :data:`PREPARE_PRESETS`, or None.
+        text: fields of :class:`labo.lab.translation.text.TextOptions`; None leaves one as it is.
+        settings: other fields of :class:`PrepareOptions`; None leaves one as it is.
+
+    Raises:
+        RequestError: one line for each thing that is wrong.
+    """
+    if preset is not None and preset not in PREPARE_PRESETS:
+        raise RequestError(unknown_name("preset", preset, PREPARE_PRESETS))
+    values = dict(PREPARE_PRESETS[preset]) if preset else {}
+    given = {name: value for name, value in settings.items() if value is not None}
+    text = {name: value for name, value in text.items() if value is not None}
+    if given.keys() & {"vocabulary", "merges", "codes"}:
+        values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
+    if given.get("valid") and "holdout" not in given:
+        values.pop("holdout", None)
+    # Training text has its own apostrophes, so that straight ones are no option for it.
+    plain = {name: value for name, value in text.items() if name != "straight_apostrophes"}
+    values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}
+    values["text"] = {**values.get("text", {}), **text}
+    try:
+        return PrepareOptions.model_validate(values | given)
+    except ValidationError as error:
+        raise RequestError("\n".join(explain(error, PrepareOptions))) from error

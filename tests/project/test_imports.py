@@ -1,0 +1,135 @@
+"""The import graph: no cycles, and no import against the map in ``labo/lab/__init__.py``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from scripts import ROOT
+
+SOURCE = ROOT / "src"
+PACKAGE = SOURCE / "labo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of the package that a file imports, anywhere in it, types included."""
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                if submodule in MODULES:
+                    yield submodule
+                elif base in MODULES:
+                    yield base
+
+
+GRAPH = {name: set(imported(path)) - {name} for name, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    """``labo.lab.images.task`` and ``labo.lab.images`` are in the room ``images``."""
+    return module.removeprefix("labo.lab.").partition(".")[0]
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_the_graph_sees_imports():
+    assert "labo.lab.run.directory" in GRAPH["labo.lab.tasks"]
+    assert "labo._rows" in GRAPH["labo.functional"]
+    assert cycle({"a": {"b"}, "b": {"a"}}) != []
+
+
+def test_no_module_imports_itself_through_others():
+    # The package's own __init__ offers names of the modules below it, on first use.
+    graph = {name: found - {"labo"} for name, found in GRAPH.items() if name != "labo"}
+    assert cycle(graph) == []
+
+
+def test_no_cycle_between_rooms():
+    rooms: dict[str, set[str]] = {}
+    for name, found in GRAPH.items():
+        if name.startswith("labo.lab."):
+            inside = {room(other) for other in found if other.startswith("labo.lab.")}
+            rooms.setdefault(room(name), set()).update(inside - {room(name)})
+    assert cycle(rooms) == []
+
+
+def layers() -> list[list[str]]:
+    """The lines of the map, bottom first."""
+    table = re.findall(r"^=+  =+\n(.*?)^=+  =+$", MODULES["labo.lab"].read_text(), re.S | re.M)[0]
+    return [line[:17].replace("/", "").replace(",", " ").split() for line in table.splitlines()]
+
+
+LAYERS = {name: level for level, names in enumerate(layers()) for name in names}
+
+
+def test_the_map_lists_every_room():
+    found = {room(name) for name in MODULES if name.startswith("labo.lab.")}
+    assert found == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("labo.lab.")])
+def test_imports_follow_the_map(name):
+    allowed = {other for other, level in LAYERS.items() if level <= LAYERS[room(name)]}
+    inside = {room(other) for other in GRAPH[name] if other.startswith("labo.lab.")}
+    assert inside <= allowed
+
+
+def test_the_core_does_not_know_the_lab():
+    for name, found in GRAPH.items():
+        if not name.startswith("labo.lab") and name not in ("labo.cli", "labo.__main__"):
+            assert not [other for other in found if other.startswith("labo.lab")], name
+
+
+TASK_ROOMS = ("images", "translation")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("labo.lab.")])
+def test_no_module_outside_of_its_room_names_a_task(name):
+    if room(name) in (*TASK_ROOMS, "tasks"):
+        return
+    words = {
+        node.value
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert not words & {"image_classification", "translation"}
+
+
+def test_no_two_public_classes_have_one_name():
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        if name.startswith("labo.integrations"):
+            continue  # each names its parts as the library it is for
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
