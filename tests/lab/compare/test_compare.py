@@ -345,8 +345,8 @@ def test_one_number_has_no_spread():
         (["digits", "--grid", "optim.lr=1,-1"], "optim.lr"),
         (["digits", "seed=3"], "chosen by --methods and --seeds"),
         (["digits", "method.tau=3"], "chosen by --methods and --seeds"),
-        (["digits", "train.epoch=3"], "unknown key 'train.epoch'; did you mean train.epochs?"),
-        (["digit"], "no recipe 'digit'; did you mean digits?"),
+        (["digits", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
+        (["digit"], "unknown recipe 'digit'; did you mean 'digits'?"),
         (["fashion-mnist", "data.root=nowhere"], "nowhere"),
     ],
 )
