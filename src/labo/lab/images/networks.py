@@ -24,6 +24,7 @@ __all__ = [
     "cifar_mobilenet_v2",
     "cifar_resnet18",
     "cifar_resnext29",
+    "fashion_mlp",
     "resnet50",
     "resnet152",
     "small_convnet",
@@ -254,10 +255,23 @@ def small_convnet(num_classes: int, in_channels: int = 1) -> nn.Module:
     )
 
 
+def fashion_mlp(num_classes: int, in_channels: int = 1) -> nn.Module:
+    """784-512-512-K with ReLU, for grey images of 28 x 28 pixels; 669,706 parameters for K = 10."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(in_channels * 28 * 28, 512),
+        nn.ReLU(inplace=True),
+        nn.Linear(512, 512),
+        nn.ReLU(inplace=True),
+        nn.Linear(512, num_classes),
+    )
+
+
 CONVNETS = Registry(
     "model",
     {
         "small": small_convnet,
+        "mlp": fashion_mlp,
         "resnet18": cifar_resnet18,
         "mobilenet-v2": cifar_mobilenet_v2,
         "resnext29": cifar_resnext29,

@@ -56,7 +56,12 @@ class ImageDataset:
 
 
 def load_images(
-    name: str, root: str | Path | None = None, *, holdout: float = 0.1, holdout_seed: int = 0
+    name: str,
+    root: str | Path | None = None,
+    *,
+    holdout: float = 0.1,
+    holdout_seed: int = 0,
+    train_size: int | None = None,
 ) -> ImageDataset:
     """An image data set with its training split divided into training and validation.
 
@@ -67,6 +72,8 @@ def load_images(
         holdout: the share of the training split that becomes the validation split, in [0, 1). Class
             folders that come with a validation split keep theirs.
         holdout_seed: which samples these are.
+        train_size: train on so many images only, drawn at random (by ``holdout_seed``) from those
+            that are left after the hold-out; None for all.
 
     Returns:
         The data; images in memory, except those in folders.
@@ -86,6 +93,13 @@ def load_images(
     train, valid = source.train, source.valid
     if valid is None:
         train, valid = _hold_out(train, holdout, holdout_seed)
+    if train_size is not None:
+        if train_size > len(train):
+            raise DataError(
+                f"data.train_size: {train_size}, but {name} has {len(train)} images to train on"
+            )
+        order = permutation(holdout_seed, 0, len(train), stream="train_size")
+        train = train.select(order[:train_size].sort().values)
     return ImageDataset(
         train, valid, source.test, source.classes, source.mean, source.std, fingerprint
     )

@@ -41,6 +41,7 @@ class ImageData(config.Section):
     root: str | None = None
     holdout: float = Field(0.1, gt=0, lt=1)  # share of the training images for validation
     holdout_seed: int = Field(0, ge=0)
+    train_size: int | None = Field(None, ge=1)  # train on so many images only, drawn at random
     padding: int = Field(0, ge=0)  # of the random crop; folders have a random resized crop instead
     flip: bool = False
     rotation: float = Field(0.0, ge=0, le=180)  # largest angle, in degrees
@@ -104,7 +105,11 @@ class ImageTask:
         self.recipe = recipe
         options = recipe.data
         self.data = load_images(
-            options.name, options.root, holdout=options.holdout, holdout_seed=options.holdout_seed
+            options.name,
+            options.root,
+            holdout=options.holdout,
+            holdout_seed=options.holdout_seed,
+            train_size=options.train_size,
         )
         if not len(self.data.valid):
             raise RequestError(
