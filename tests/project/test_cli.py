@@ -29,9 +29,11 @@ def test_help_loads_nothing_heavy():
 
 
 def test_methods_are_listed():
-    done = labo("methods")
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in METHODS)
+    images, text = labo("methods"), labo("methods", "--task", "translation")
+    assert images.returncode == text.returncode == 0
+    assert all(name in images.stdout + text.stdout for name in METHODS)
+    assert "warmup_steps=0" in images.stdout
+    assert "warmup_steps=5000" in text.stdout
 
 
 @pytest.mark.parametrize(
