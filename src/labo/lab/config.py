@@ -7,7 +7,6 @@ default is filled in; or it raises a :class:`RecipeError` with one line for each
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .._names import nearest
 from .errors import RequestError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -309,9 +309,9 @@ def _locate(
 def _nearest(name: str, known: Iterable[str], section: str = "") -> str:
     """``; did you mean ...?``, or what there is to choose from."""
     known = list(known)
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    near = nearest(name, known)
     if near:
-        return f"; did you mean {section}{near[0]}?"
+        return f"; did you mean {section}{near}?"
     return f" (known: {', '.join(known)})"
 
 

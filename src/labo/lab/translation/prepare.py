@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from ..config import Section, explain
 from ..errors import DataError, LabError, RequestError
 from ..run.files import flush, write_json, write_text

@@ -26,7 +26,7 @@ from transformers import MarianMTModel
 from transformers.utils import logging
 
 from ... import linear_loss
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..images import augment
@@ -239,7 +239,7 @@ class Task:
     def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
         target = batch.target[batch.inputs.prefix != PAD]
         teacher = second[0] if second else None
-        return linear_loss(outputs.states, outputs.weight, target, loss, second=teacher)
+        return linear_loss(outputs.states, outputs.weight, target, loss, teacher_logits=teacher)
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         real = batch.inputs.prefix != PAD
