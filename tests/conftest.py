@@ -1,4 +1,4 @@
-"""What the whole suite shares: seeds, and LOSS_CASES, every loss with its arguments."""
+"""Shared by the whole suite: seeds, and LOSS_CASES, every loss with its arguments."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ from labo import functional as F
 class LossCase:
     """A loss with what its tests need to know.
 
-    second: builds what the function takes after (logits, target), from the logits.
+    extra: builds the arguments after (logits, target) from the logits: a teacher, a table, a mask.
     off: hyper-parameters at which it is plain cross entropy, or None.
-    detached: parts of the value are held fixed, so finite differences do not see its gradient.
+    detached: parts of the value are held constant, so finite differences give another gradient.
     """
 
     name: str
     function: Callable[..., Tensor]
     hyper: dict[str, Any] = field(default_factory=dict)
-    second: Callable[[Tensor], tuple[Tensor, ...]] = lambda logits: ()
+    extra: Callable[[Tensor], tuple[Tensor, ...]] = lambda logits: ()
     off: dict[str, Any] | None = None
     linear: bool = True
     rowwise: bool = True
     detached: bool = False
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
-        second = arguments.pop("second", None)
-        extra = self.second(logits) if second is None else second
+        extra = arguments.pop("extra", None)
+        if extra is None:
+            extra = self.extra(logits)
         return self.function(logits, target, *extra, **(self.hyper | arguments))
 
-    def take(self, second: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-        """The second arguments for some of the rows: a teacher has rows, a table has classes."""
-        return tuple(x[index] for x in second) if self.second is teacher else second
+    def take(self, extra: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
+        """The extra arguments for some of the rows: a teacher has rows, a table has classes."""
+        return tuple(x[index] for x in extra) if self.extra is teacher else extra
 
 
 def teacher(logits: Tensor) -> tuple[Tensor]:
-    """A second set of logits: a fixed function of each row, so that rows may be moved about."""
+    """Teacher logits: a fixed function of each row, so that rows may be permuted."""
     return ((logits.detach() * 0.5).sin(),)
 
 
@@ -106,23 +107,23 @@ LOSS_CASES = [
     LossCase("ger-euclidean", F.generalized_entropy_loss, {"generator": "euclidean"}),
     LossCase("tfreg", F.tf_reg_loss, off={"alpha": 0.0}, linear=False),
     LossCase("tfreg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
-    LossCase("kd", F.distillation_loss, second=teacher, off={"alpha": 0.0}),
+    LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
-    LossCase("cskd", F.cs_kd_loss, second=teacher, off={"lam": 0.0}),
-    LossCase("pskd", F.ps_kd_loss, second=teacher, off={"alpha": 0.0}),
+    LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
+    LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase(
         "betals",
         beta_smoothing,
-        second=teacher,
+        extra=teacher,
         off={"alpha": 0.0},
         linear=False,
         rowwise=False,
     ),
-    LossCase("ols", F.online_label_smoothing_loss, second=soft_table),
-    LossCase("krls", F.kr_ls_loss, second=table, off={"alpha": 0.0}, linear=False),
+    LossCase("ols", F.online_label_smoothing_loss, extra=soft_table),
+    LossCase("krls", F.kr_ls_loss, extra=table, off={"alpha": 0.0}, linear=False),
     LossCase("krls-qp", F.kr_ls_loss, {"order": "qp"}, table, off={"alpha": 0.0}, linear=False),
-    LossCase("mls", F.masked_label_smoothing_loss, second=class_mask, off={"alpha": 0.0}),
-    LossCase("wls", F.weighted_label_smoothing_loss, second=class_groups, off={"alpha": 0.0}),
+    LossCase("mls", F.masked_label_smoothing_loss, extra=class_mask, off={"alpha": 0.0}),
+    LossCase("wls", F.weighted_label_smoothing_loss, extra=class_groups, off={"alpha": 0.0}),
 ]
 
 each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)

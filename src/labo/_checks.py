@@ -1,8 +1,8 @@
-"""Argument checks: one clear sentence for each way a call can be wrong.
+"""Argument checks: one clear message for each kind of invalid call.
 
-Checks of plain Python values and of shapes always run. Checks that must look at the values of a
-tensor run at once for ordinary CPU tensors; on an accelerator and under ``torch.compile`` they
-become asynchronous asserts, so that they cost neither a synchronisation nor a graph break.
+Plain Python values and shapes are always checked. Checks that read the values of a tensor run at
+once for ordinary CPU tensors. On an accelerator and under ``torch.compile`` they become
+asynchronous asserts, which need neither a synchronisation nor a graph break.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from torch import Tensor
 
 from ._names import unknown_name
 
-# How far the sum of a probability target may stray from 1: rounding, not a missing class.
+# How far the sum of a probability target may be from 1: enough for rounding, not for a missing
+# class.
 _PROBABILITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class TargetError(IndexError, ValueError):
-    """A class index outside [0, K): an IndexError, as in ``F.cross_entropy``; a ValueError too."""
+    """A class index outside [0, K): an IndexError, as in ``F.cross_entropy``, and a ValueError."""
+
+
+class TeacherError(TypeError, ValueError):
+    """A loss called without the teacher logits it needs, or with teacher logits it cannot use."""
 
 
 def _is_number(value: object) -> bool:
@@ -28,7 +33,7 @@ def _is_number(value: object) -> bool:
 
 
 def _positive(value: float) -> bool:
-    return value > 0
+    return 0 < value < math.inf
 
 
 def _not_negative(value: float) -> bool:
@@ -39,7 +44,7 @@ def _unit(value: float) -> bool:
     return 0 <= value <= 1
 
 
-_POSITIVE = (_positive, "a number above 0")
+_POSITIVE = (_positive, "a finite number above 0")
 _NOT_NEGATIVE = (_not_negative, "a finite number of 0 or more")
 _UNIT = (_unit, "a number in [0, 1]")
 
@@ -72,7 +77,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_hyper(**values: object) -> None:
-    """Refuse a hyper-parameter outside its range or choices; None and tensors pass untouched."""
+    """Refuse a hyper-parameter outside its range or choices. None and tensors are not checked."""
     for name, value in values.items():
         if value is None or isinstance(value, Tensor) or (name == "alpha" and value == "adaptive"):
             continue
@@ -90,7 +95,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` can be read here: no tracing, no transform, no subclass."""
+    """Whether ``tensor`` is an ordinary tensor in eager mode: no tracing, transform or subclass."""
     return (
         type(tensor) in _PLAIN_TYPES
         and not torch.compiler.is_compiling()
@@ -98,18 +103,18 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def values_at_hand(tensor: Tensor) -> bool:
-    """Whether reading a value of ``tensor`` is free: an ordinary CPU tensor in eager mode."""
+def can_read(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` can be read without waiting: a plain tensor on the CPU."""
     return is_plain(tensor) and tensor.is_cpu
 
 
 def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) -> None:
-    """Raise ``failure()`` unless all of ``condition`` holds, without ever forcing a wait."""
+    """Raise ``failure()`` unless all of ``condition`` holds, without a synchronisation."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition.all(), message)
     elif torch._C._functorch.peek_interpreter_stack() is not None:
-        return  # inside vmap or grad a value cannot be looked at
-    elif values_at_hand(condition):
+        return  # values cannot be read inside vmap or grad
+    elif can_read(condition):
         if not bool(condition.all()):
             raise failure()
     else:
@@ -128,7 +133,7 @@ def check_logits(logits: Tensor, dim: int) -> None:
 
 
 def check_target(logits_shape: torch.Size, target: Tensor, dim: int) -> bool:
-    """Refuse a target that does not fit the logits; tell whether it holds class probabilities."""
+    """Refuse a target that does not fit the logits; return whether it has class probabilities."""
     rows = list(logits_shape)
     del rows[dim]
     if target.dtype == torch.int64 and list(target.shape) == rows:
@@ -163,6 +168,13 @@ def check_weight(weight: Tensor | None, num_classes: int) -> None:
         )
 
 
+def check_devices(logits: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors that are not on the device of the logits."""
+    for name, other in others.items():
+        if other is not None and other.device != logits.device:
+            raise ValueError(f"{name} is on {other.device}, the logits are on {logits.device}")
+
+
 def _range_sentence(num_classes: int, ignore_index: int | None) -> str:
     unless = "" if ignore_index is None else f" and is not ignore_index ({ignore_index})"
     return f"is outside [0, {num_classes}){unless}"
@@ -174,12 +186,13 @@ def out_of_range(target: Tensor, num_classes: int, ignore_index: int | None) -> 
     if ignore_index is not None:
         bad = bad & (target != ignore_index)
     where = tuple(bad.nonzero()[0].tolist())
-    place = f" at position {where[0] if len(where) == 1 else where}" if where else ""
+    index = f" at position {where[0] if len(where) == 1 else where}" if where else ""
     sentence = _range_sentence(num_classes, ignore_index)
-    return TargetError(f"target {target[where].item()}{place} {sentence}")
+    return TargetError(f"target {target[where].item()}{index} {sentence}")
 
 
 def check_range(target: Tensor, num_classes: int, ignore_index: int | None = None) -> None:
+    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``."""
     good = (target >= 0) & (target < num_classes)
     if ignore_index is not None:
         good = good | (target == ignore_index)
@@ -191,7 +204,10 @@ def check_range(target: Tensor, num_classes: int, ignore_index: int | None = Non
 
 
 def check_distribution(name: str, probabilities: Tensor) -> None:
-    """Refuse rows that are not distributions (NaN passes: it must show in the loss)."""
+    """Refuse rows that are not distributions. NaN passes, so that it shows in the loss.
+
+    ``probabilities`` in the dtype in which they were given: it says how precise a sum can be.
+    """
     off = (probabilities.sum(-1) - 1).abs()
     tolerance = _PROBABILITY_TOLERANCE.get(probabilities.dtype, 1e-2)
     message = f"{name} must be probabilities: 0 or more, and sum to 1 over the classes"

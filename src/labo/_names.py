@@ -1,4 +1,4 @@
-"""Names of losses, methods, recipes and keys: a registry, and the message for an unknown name."""
+"""Registries of names, and the error for a name that is in none. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ class UnknownNameError(KeyError):
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """The sentence for an unknown name: the nearest known name, or else all of them."""
+    """The message for an unknown name: the nearest known name, or else all of them.
+
+    Example:
+        >>> unknown_name("loss", "lobo", ["labo", "ls"])
+        "unknown loss 'lobo'; did you mean 'labo'?"
+    """
     known = list(known)
     near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     if near:
@@ -24,7 +29,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
 
 
 class Registry(dict[str, Any]):
-    """A dict of names whose KeyError names the nearest right one."""
+    """A dict from names to objects whose KeyError suggests the nearest known name."""
 
     def __init__(self, kind: str, entries: dict[str, Any]) -> None:
         super().__init__(entries)

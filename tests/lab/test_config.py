@@ -74,7 +74,7 @@ def test_method_names_however_written(name):
         ),
         ("optim=3", "optim: should be a valid dictionary or instance of Optim, got 3"),
         ("task=[1]", "unknown task [1] (known: image_classification, translation)"),
-        ("method.tau=0", "method.tau: tau must be a number above 0, got 0.0"),
+        ("method.tau=0", "method.tau: tau must be a finite number above 0, got 0.0"),
         (
             "method.warmup_steps=-1",
             "method.warmup_steps: should be greater than or equal to 0, got -1",

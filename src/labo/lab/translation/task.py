@@ -245,7 +245,7 @@ class TranslationTask:
     def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
         target = batch.target[batch.inputs.prefix != PAD]
         teacher = second[0] if second else None
-        return linear_loss(outputs.states, outputs.weight, target, loss, second=teacher)
+        return linear_loss(outputs.states, outputs.weight, target, loss, teacher_logits=teacher)
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         real = batch.inputs.prefix != PAD
