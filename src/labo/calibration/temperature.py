@@ -22,7 +22,6 @@ __all__ = ["TemperatureError", "TemperatureFit", "fit_temperature"]
 _MOST_PASSES = 40  # three to five are usual
 _SETTLED = 1e-5  # relative; what is left after a step this small is about its cube
 _LARGEST_STEP = 16.0  # factor
-_FAR = -1e30  # stands for -inf where it is multiplied by a probability of 0
 
 
 class TemperatureError(ValueError):
@@ -105,17 +104,17 @@ def fit_temperature(
         sums = torch.zeros(_Curve.SIZE, dtype=torch.float64)
         for rows in blocks(logits, target, ignore_index, dim):
             sums += _cumulants(rows, s)
-        return _Curve.of(sums if reduce is None else reduce(sums))
+        return _Curve.of(s, sums if reduce is None else reduce(sums))
 
     here = first = curve(1.0)
     _must_have_minimum(first)
     s, low, high = 1.0, 0.0, math.inf
     for _ in range(_MOST_PASSES):
         step = here.halley_step()
-        if abs(step) <= _SETTLED * s:
+        if abs(step) <= _SETTLED:
             break
         low, high = (s, high) if here.slope < 0 else (low, s)
-        s = _inside(s + step, s, low, high)
+        s = _inside(s + step * s, s, low, high)
         here = curve(s)
         here.must_be_of_the_same_logits(first)
     else:
@@ -125,15 +124,19 @@ def fit_temperature(
         )
     # The step is too small for another pass: the Taylor series is exact to rounding.
     nll = here.nll + step * here.slope + step**2 / 2 * here.curvature
-    return TemperatureFit(1 / (s + step), first.nll, nll, int(first.count))
+    return TemperatureFit(1 / (s + step * s), first.nll, nll, int(first.count))
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The mean NLL at some s = 1/T, its derivatives there, and its slopes at both ends."""
+    """The mean NLL at some s = 1/T, its derivatives there, and its slopes at both ends.
+
+    The k-th derivative is multiplied by s^k: so it does not depend on the scale of the logits.
+    """
 
     SIZE = 7
 
+    s: float
     count: float
     nll: float
     slope: float
@@ -143,14 +146,14 @@ class _Curve:
     slope_at_infinity: float
 
     @classmethod
-    def of(cls, sums: Tensor) -> _Curve:
+    def of(cls, s: float, sums: Tensor) -> _Curve:
         count, *totals = sums.tolist()
         if not count:
             raise ValueError("there is nothing to fit a temperature on: no target counts")
-        return cls(count, *(total / count for total in totals))
+        return cls(s, count, *(total / count for total in totals))
 
     def halley_step(self) -> float:
-        """Towards the root of the slope; NaN where the slope has all but reached its limit.
+        """Towards the root of the slope, relative to s; NaN where the slope is near its limit.
 
         There the derivatives vanish exponentially, and a step would be tiny however far the root.
         """
@@ -160,11 +163,10 @@ class _Curve:
         return -2 * self.slope * self.curvature / divisor
 
     def must_be_of_the_same_logits(self, first: _Curve) -> None:
-        # This slope does not depend on s. Rounding may differ from pass to pass, dropout differs
-        # by far more.
-        if self.count != first.count or not math.isclose(
-            self.slope_at_infinity, first.slope_at_infinity, rel_tol=1e-4
-        ):
+        # This slope does not depend on s but for its factor. Rounding may differ from pass to pass,
+        # dropout differs by far more.
+        mine, others = self.slope_at_infinity / self.s, first.slope_at_infinity / first.s
+        if self.count != first.count or not math.isclose(mine, others, rel_tol=1e-4):
             raise ValueError(
                 "the batches changed from one pass to the next: every pass must see the same "
                 "targets and logits (is the model in eval mode?)"
@@ -200,27 +202,24 @@ def _inside(proposed: float, s: float, low: float, high: float) -> float:
 def _cumulants(rows: Rows, s: float) -> Tensor:
     """The sums over rows that make a :class:`_Curve`, (7,) in float64 on the CPU.
 
-    With y = z - max z, and <.> the mean under softmax(s z), a row has
-
-        log sum exp(s y) - s y_label   and its derivatives   <y> - y_label,   <y^2> - <y>^2, ...
+    With x = s (z - max z), and <.> the mean under softmax(x), the NLL of a row is
+    log sum exp(x) - x_label. Its derivatives are the cumulants <x> - x_label, <x^2> - <x>^2, ...
     """
-    y = rows.logits - rows.logits.amax(-1, keepdim=True)
-    label = rows.pick(y)
-    if bool((label == -math.inf).any()):
+    masked = rows.logits == -math.inf
+    x = (rows.logits - rows.logits.amax(-1, keepdim=True)).mul_(s).masked_fill_(masked, 0.0)
+    label = rows.pick(x)
+    if bool(rows.pick(masked.to(x.dtype)).any()):
         raise ValueError("a label has the logit -inf: its NLL is infinite at every temperature")
-    masked = y == -math.inf
-    uniform = y.masked_fill(masked, 0.0).sum(-1) / (y.shape[-1] - masked.sum(-1))
-    y.masked_fill_(masked, _FAR)
-    power = (y * s).exp()
+    power = x.exp().masked_fill_(masked, 0.0)
     total = power.sum(-1)
-    first, second, third = (power.mul_(y).sum(-1) / total for _ in range(3))
+    first, second, third = (power.mul_(x).sum(-1) / total for _ in range(3))
     columns = (
         torch.ones_like(total),
-        total.log() - s * label,
+        total.log() - label,
         first - label,
         second - first**2,
         third - 3 * first * second + 2 * first**3,
-        uniform - label,
+        x.sum(-1) / (x.shape[-1] - masked.sum(-1)) - label,
         -label,
     )
     return torch.stack(columns).cpu().double().sum(-1)
