@@ -175,6 +175,23 @@ def test_an_empty_bin_has_no_mean_and_no_gap():
     assert found.expected_error == found.maximum_error == 0
 
 
+def test_bins_of_batches_and_processes_are_added():
+    logits, target = drawn(0, 50, 4)
+    whole = calibration.reliability_bins(logits, target)
+    nothing = calibration.reliability_bins(logits[:0], target[:0])
+    assert nothing.count.sum() == 0
+    shares = [
+        calibration.reliability_bins(z, y)
+        for z, y in zip(logits.split(20), target.split(20), strict=True)
+    ]
+    total = sum(shares, nothing)
+    assert torch.equal(total.count, whole.count)
+    assert total.expected_error == pytest.approx(whole.expected_error, rel=1e-12)
+    torch.testing.assert_close(total.accuracy, whole.accuracy, equal_nan=True)
+    with pytest.raises(ValueError, match="only bins with the same edges"):
+        _ = whole + calibration.reliability_bins(logits, target, bins=3)
+
+
 def test_adaptive_bins():
     confidence = torch.tensor([0.9, 0.1, 0.5, 0.7, 0.3])
     found = calibration.ReliabilityBins.of(confidence, torch.ones(5), bins=2, adaptive=True)

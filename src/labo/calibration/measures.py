@@ -38,22 +38,26 @@ __all__ = [
     "reliability_bins",
 ]
 
+_NOTHING = "there is nothing to measure: no target counts"
+
 
 @dataclass(frozen=True, eq=False)
 class ReliabilityBins:
-    """The reliability diagram: mean confidence and accuracy of the predictions in each bin.
+    """The reliability diagram: confidence and accuracy of the predictions in each bin.
+
+    Bins of the same edges can be added: those of batches, or of processes.
 
     Attributes:
         edges: (B + 1,) in float64.
         count: (B,) predictions in each bin, int64.
-        confidence: (B,) mean confidence, float64; NaN for an empty bin.
-        accuracy: (B,) share of right predictions, float64; NaN for an empty bin.
+        confidence_sum: (B,) their confidences, summed, float64.
+        correct_sum: (B,) how many are right, float64.
     """
 
     edges: Tensor
     count: Tensor
-    confidence: Tensor
-    accuracy: Tensor
+    confidence_sum: Tensor
+    correct_sum: Tensor
 
     @classmethod
     def of(
@@ -72,9 +76,10 @@ class ReliabilityBins:
             >>> bins = ReliabilityBins.of(
             ...     torch.tensor([0.2, 0.9, 1.0]), torch.tensor([False, True, False]), bins=2
             ... )
-            >>> bins.count, bins.confidence, bins.accuracy  # doctest: +NORMALIZE_WHITESPACE
-            (tensor([1, 2]), tensor([0.2000, 0.9500], dtype=torch.float64),
-             tensor([0.0000, 0.5000], dtype=torch.float64))
+            >>> bins.count.tolist(), bins.accuracy.tolist()
+            ([1, 2], [0.0, 0.5])
+            >>> (bins + bins).count.tolist()
+            [2, 4]
         """
         _checks.check_hyper(bins=bins)
         confidence, correct = _flat("confidence", confidence), _flat("correct", correct)
@@ -83,8 +88,6 @@ class ReliabilityBins:
                 f"confidence and correct must have one length, got {len(confidence)} and "
                 f"{len(correct)}"
             )
-        if not len(confidence):
-            raise ValueError("there is nothing to measure: no target counts")
         if adaptive:
             return cls._of_equal_mass(confidence, correct, bins)
         index = (confidence * bins).long().clamp_(max=bins - 1)
@@ -94,6 +97,8 @@ class ReliabilityBins:
     @classmethod
     def _of_equal_mass(cls, confidence: Tensor, correct: Tensor, bins: int) -> ReliabilityBins:
         """Runs of N / B confidences in ascending order, the longer runs first."""
+        if not len(confidence):
+            raise ValueError(_NOTHING)
         confidence, order = confidence.sort()
         # Equal confidences share their accuracy, so that the order of the samples does not matter.
         _, group, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
@@ -112,23 +117,50 @@ class ReliabilityBins:
     ) -> ReliabilityBins:
         bins = len(edges) - 1
         count = torch.bincount(index, minlength=bins)
-        sums = (torch.bincount(index, values, bins) for values in (confidence, correct))
-        return cls(edges, count, *(total / count for total in sums))
+        return cls(edges, count, *(torch.bincount(index, x, bins) for x in (confidence, correct)))
+
+    def __add__(self, other: ReliabilityBins) -> ReliabilityBins:
+        if not torch.equal(self.edges, other.edges):
+            raise ValueError("only bins with the same edges can be added")
+        return ReliabilityBins(
+            self.edges,
+            self.count + other.count,
+            self.confidence_sum + other.confidence_sum,
+            self.correct_sum + other.correct_sum,
+        )
+
+    @property
+    def confidence(self) -> Tensor:
+        """(B,) mean confidence; NaN for an empty bin."""
+        return self.confidence_sum / self.count
+
+    @property
+    def accuracy(self) -> Tensor:
+        """(B,) share of right predictions; NaN for an empty bin."""
+        return self.correct_sum / self.count
 
     @property
     def gap(self) -> Tensor:
         """(B,) confidence - accuracy, above 0 where the model is overconfident; 0 if empty."""
-        return (self.confidence - self.accuracy).nan_to_num(0.0)
+        return (self.confidence_sum - self.correct_sum) / self.count.clamp(min=1)
 
     @property
     def expected_error(self) -> float:
-        """The mean of the gap's size over the predictions."""
-        return float((self.gap.abs() * self.count).sum() / self.count.sum())
+        """The mean size of the gap over the predictions."""
+        gaps = (self.confidence_sum - self.correct_sum).abs().sum()
+        return float(gaps / self._predictions())
 
     @property
     def maximum_error(self) -> float:
         """The largest size of the gap."""
+        self._predictions()
         return float(self.gap.abs().max())
+
+    def _predictions(self) -> int:
+        count = int(self.count.sum())
+        if not count:
+            raise ValueError(_NOTHING)
+        return count
 
 
 def _flat(name: str, values: Tensor) -> Tensor:
@@ -174,24 +206,34 @@ def reliability_bins(
         tensor([   nan,    nan, 1.0000, 0.5000], dtype=torch.float64)
     """
     _checks.check_hyper(bins=bins, temperature=temperature)
-    confidence, correct = [torch.empty(0)], [torch.empty(0)]
+    empty = torch.empty(0)
+    found = [(empty, empty)]
+    total = ReliabilityBins.of(empty, empty, bins)
     for rows in blocks(logits, target, ignore_index, dim):
-        top, prediction = _top(rows, temperature)
-        confidence.append(top.cpu())
-        if rows.soft:
-            right = rows.target.gather(-1, prediction.unsqueeze(-1)).squeeze(-1).clamp(0, 1)
+        predictions = _confidence(rows, temperature)
+        if adaptive:  # the edges of the bins depend on all confidences
+            found.append(predictions)
         else:
-            right = (prediction == rows.target).to(top.dtype)
-        correct.append(right.cpu())
-    return ReliabilityBins.of(torch.cat(confidence), torch.cat(correct), bins, adaptive=adaptive)
+            total = total + ReliabilityBins.of(*predictions, bins)
+    if not adaptive:
+        return total
+    confidence, correct = (torch.cat(column) for column in zip(*found, strict=True))
+    return ReliabilityBins.of(confidence, correct, bins, adaptive=True)
 
 
-def _top(rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
-    """The largest probability of each row, (M,), and its class; the first of equal ones."""
-    log_p = rows.log_probabilities(temperature)
+def _confidence(rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+    """The largest probability of each row, (M,), and the degree to which its class is right.
+
+    Of equal ones the first counts, as for ``argmax``.
+    """
     # Of the logits: rounding may make two of their probabilities equal.
     prediction = rows.logits.argmax(-1)
-    return log_p.gather(-1, prediction.unsqueeze(-1)).squeeze(-1).exp(), prediction
+    log_p = rows.log_probabilities(temperature).gather(-1, prediction.unsqueeze(-1)).squeeze(-1)
+    if rows.soft:
+        right = rows.target.gather(-1, prediction.unsqueeze(-1)).squeeze(-1).clamp(0, 1)
+    else:
+        right = (prediction == rows.target).to(log_p.dtype)
+    return log_p.exp().cpu(), right.cpu()
 
 
 def expected_calibration_error(
@@ -351,7 +393,7 @@ def classwise_calibration_error(
         gaps += found
         count += len(p)
     if gaps is None:
-        raise ValueError("there is nothing to measure: no target counts")
+        raise ValueError(_NOTHING)
     return float(gaps.abs().sum() / (count * (len(gaps) // bins)))
 
 
@@ -394,5 +436,5 @@ def brier_score(
         total += float(p.square_().sum(-1).cpu().double().sum())
         count += len(p)
     if not count:
-        raise ValueError("there is nothing to measure: no target counts")
+        raise ValueError(_NOTHING)
     return total / count
