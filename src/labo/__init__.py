@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import functional, smoothing
+    from . import calibration, functional, smoothing
     from .fused.dispatch import backends
     from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
     from .losses import (
@@ -61,12 +61,13 @@ __all__ = [
     "WeightedLabelSmoothingLoss",
     "__version__",
     "backends",
+    "calibration",
     "functional",
     "linear_loss",
     "smoothing",
 ]
 
-_MODULES = {"functional", "smoothing"}
+_MODULES = {"calibration", "functional", "smoothing"}
 _HOMES = {
     "LinearLoss": "fused.linear",
     "LinearLossOptions": "fused.linear",

@@ -94,6 +94,27 @@ def evaluate(
 
 
 @app.command()
+def calibrate(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    fold: Annotated[
+        bool, typer.Option("--fold", help="Divide the logits of the saved model for good.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Fit a temperature to the model of a run on validation, and store it with the model."""
+    from .lab.calibrate import calibrate_run
+
+    found = calibrate_run(run, fold=fold)
+    if _is_main_process():
+        print(
+            f"T = {found.temperature:.4f}, fitted on {found.targets} targets of {found.split}: "
+            f"NLL {found.nll_before:.4f} -> {found.nll_after:.4f}"
+        )
+        if fold:
+            print(f"{run / 'best'} has it folded in; scores and records are of the model before")
+
+
+@app.command()
 def compare(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or a name such as digits.")],
     overrides: Annotated[

@@ -5,6 +5,7 @@ tested and replaced alone::
 
     recipe.yaml --train--> RUN/ --evaluate--> RUN/records/ --analyze--> RUN/analysis.json --> report
     corpus --prepare--> folder --^              (compare and reproduce: many runs, one table)
+    RUN/ --calibrate--> RUN/best/calibration.json
 
 What is where, lowest layer first. A module imports only from its own line and from lines above it.
 A task is named in ``tasks.TASKS`` and nowhere else outside of its own package:
@@ -19,6 +20,7 @@ teachers           where a second distribution comes from
 methods            ``METHODS``: a loss, perhaps a teacher, for every method
 recipes            a recipe file with overrides -> a checked recipe
 optim, train       the optimizer, the learning rate, the one training loop
+calibrate          the selected model of a run -> its temperature
 evaluate           the selected model of a run -> scores and records
 analysis/          records -> analysis.json; which runs belong together; differences and p-values
 report/            analysis -> one HTML page

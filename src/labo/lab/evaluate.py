@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from .calibrate import stored_or_fitted
 from .recipes import recipe_of
 from .run import files as atomic
 from .run.directory import RunDirectory
@@ -23,6 +24,10 @@ def evaluate_run(
     ``records/examples.json`` has a few samples of the last split with all their logits. If the
     results of the run lack a split (``labo train --no-test``), its scores are added.
 
+    Scores and records are those of the model as it is saved. Beside them stands what a temperature
+    makes of them (``calibrated_nll``, and in the records ``tempered``): that of ``labo calibrate``
+    if the run has one, else the one that fits the validation split.
+
     Args:
         path: the run directory.
         splits: "valid", "test".
@@ -36,9 +41,10 @@ def evaluate_run(
     accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
     task = find_task(recipe.task)(recipe)
     model.to(accelerator.device)
+    temperature = stored_or_fitted(run, task, model, accelerator)
     scores = {}
     for split in splits:
-        evaluation = task.evaluate(model, split, accelerator, beams=beams)
+        evaluation = task.evaluate(model, split, accelerator, beams=beams, temperature=temperature)
         scores[split] = evaluation.metrics
         if accelerator.is_main_process:
             run.records.mkdir(exist_ok=True)

@@ -84,6 +84,10 @@ class Task(Protocol):
     method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Method -> hyper-parameter -> default, where it differs from that of the loss."""
 
+    tempered_records: ClassVar[bool]
+    """Whether the records must hold what a temperature makes of the probabilities: true if they do
+    not have the probabilities of all classes, from which the analysis computes it."""
+
     size: int  # samples of the training split
     num_classes: int
     steps_per_epoch: int
@@ -134,6 +138,17 @@ class Task(Protocol):
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """The scores on the validation split that a run follows; shared among the processes."""
 
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits (n, K) and targets (n,) of this process's share of a split, in eval mode.
+
+        All of them are the same each time.
+        """
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        """Divide the logits of a saved model by a temperature for good."""
+
     def evaluate(
         self,
         model: nn.Module,
@@ -141,6 +156,7 @@ class Task(Protocol):
         accelerator: Accelerator,
         *,
         beams: Sequence[int] = (),
+        temperature: float | None = None,
     ) -> Evaluation:
         """All scores in eval mode on "valid" or "test", shared among the processes.
 
@@ -149,6 +165,8 @@ class Task(Protocol):
             split: on what.
             accelerator: where.
             beams: for translation, further beam sizes to measure the length of the output at.
+            temperature: also measure softmax(logits / temperature). The predictions, the output and
+                the other scores do not depend on it.
         """
 
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from ..._names import unknown_name
+from ...calibration import fold_temperature
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
@@ -99,6 +100,7 @@ class ImageTask:
         # The authors' scale is kl_reduction=elementwise with a multiplier per model.
         "tf-kd-self": {"alpha": 0.95, "tau": 20.0},
     }
+    tempered_records: ClassVar = False
     notes: ClassVar = ()
 
     def __init__(self, recipe: ImageRecipe) -> None:
@@ -251,21 +253,36 @@ class ImageTask:
         accelerator: Accelerator,
         *,
         beams: Sequence[int] = (),
+        temperature: float | None = None,
     ) -> Evaluation:
         if beams:
             raise RequestError("--beams is for translation: images are not decoded")
         chosen: ImageSplit = getattr(self.data, split)
+        parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
+        parts += [found.log_softmax(-1) for found, _ in self.logits(model, split, accelerator)]
+        log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
+        scores = classification_scores(log_p, chosen.labels)
+        if temperature is not None:
+            after = classification_scores((log_p / temperature).log_softmax(-1), chosen.labels)
+            scores |= {f"calibrated_{name}": after[name] for name in ("nll", "ece")}
+        return Evaluation(scores, _records(log_p, chosen.labels))
+
+    @torch.no_grad()
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        chosen: ImageSplit = getattr(self.data, split)
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
         model.eval()
-        parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
         for index in mine.split(_EVALUATED_AT_ONCE) if len(mine) else ():
             inputs = self._plain_views(chosen, index).to(accelerator.device)
             with accelerator.autocast():
-                parts.append(model(inputs).float().log_softmax(-1))
-        log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
-        scores = classification_scores(log_p, chosen.labels)
-        return Evaluation(scores, _records(log_p, chosen.labels))
+                found: Tensor = model(inputs)
+            yield found.float(), chosen.labels[index]
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        fold_temperature(model, temperature)
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:

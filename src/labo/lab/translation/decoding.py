@@ -120,6 +120,7 @@ def decode(
     options: Decode,
     *,
     nbest: int = 1,
+    temperature: float = 1.0,
     advance: Callable[[int], object] | None = None,
 ) -> list[list[Hypothesis]]:
     """Translate token ids, where the model is and in the mode of evaluation.
@@ -129,6 +130,8 @@ def decode(
         sources: one sequence of token ids per sentence, ``</s>`` last.
         options: the search.
         nbest: how many hypotheses to return of each sentence, at most ``options.beam``.
+        temperature: the probabilities of the tokens are those of softmax(logits / temperature).
+            Search and scores are not changed by it.
         advance: called with the number of sentences after each batch.
 
     Returns:
@@ -148,7 +151,9 @@ def decode(
     try:
         with torch.inference_mode():
             for batch in batches([len(source) for source in sources], options):
-                translated = _decode_batch(model, [sources[i] for i in batch], options, nbest)
+                translated = _decode_batch(
+                    model, [sources[i] for i in batch], options, nbest, temperature
+                )
                 for i, hypotheses in zip(batch, translated, strict=True):
                     found[i] = hypotheses
                 if advance is not None:
@@ -195,7 +200,11 @@ class _BeamCache(EncoderDecoderCache):  # type: ignore[misc]
 
 
 def _decode_batch(
-    model: MarianMTModel, sources: Sequence[Sequence[int]], options: Decode, nbest: int
+    model: MarianMTModel,
+    sources: Sequence[Sequence[int]],
+    options: Decode,
+    nbest: int,
+    temperature: float,
 ) -> list[list[Hypothesis]]:
     config, device = model.config, model.device
     longest = [
@@ -220,10 +229,10 @@ def _decode_batch(
         ),
         past_key_values=_BeamCache(DynamicCache(config=config), DynamicCache(config=config)),
     )
-    log_p = _log_probabilities(model, encoded, mask, sequences, nbest)
+    log_p = _log_probabilities(model, encoded, mask, sequences, nbest, (1.0, temperature))
     hypotheses = [
-        _hypothesis(ids, values, options.length_penalty)
-        for ids, values in zip(sequences[:, 1:].tolist(), log_p.tolist(), strict=True)
+        _hypothesis(ids, found, tempered, options.length_penalty)
+        for ids, (found, tempered) in zip(sequences[:, 1:].tolist(), log_p.tolist(), strict=True)
     ]
     return [hypotheses[i : i + nbest] for i in range(0, len(hypotheses), nbest)]
 
@@ -234,9 +243,18 @@ def _encoder_outputs(states: Tensor) -> BaseModelOutput:
 
 
 def _log_probabilities(
-    model: MarianMTModel, encoded: Tensor, mask: Tensor, sequences: Tensor, nbest: int
+    model: MarianMTModel,
+    encoded: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    nbest: int,
+    temperatures: Sequence[float],
 ) -> Tensor:
-    """What the model gives each token of the sequences (rows, 1 + T), in one pass: (rows, T)."""
+    """The log-probabilities of the tokens of the sequences (rows, 1 + T), in one pass.
+
+    Returns:
+        (rows, temperatures, T).
+    """
     given, tokens = sequences[:, :-1], sequences[:, 1:].unsqueeze(-1)
     rows = max(1, _SCORED_LOGITS // (given.shape[1] * model.lm_head.out_features))
     pieces = []
@@ -247,20 +265,25 @@ def _log_probabilities(
             decoder_input_ids=given[piece],
             use_cache=False,
         ).logits.float()
-        pieces.append((logits.gather(-1, tokens[piece]) - logits.logsumexp(-1, True)).squeeze(-1))
+        found = {}
+        for t in {*temperatures}:
+            scaled = logits if t == 1 else logits / t
+            found[t] = scaled.gather(-1, tokens[piece]).squeeze(-1) - scaled.logsumexp(-1)
+        pieces.append(torch.stack([found[t] for t in temperatures], 1))
     return torch.cat(pieces)
 
 
-def _hypothesis(ids: list[int], log_p: list[float], length_penalty: float) -> Hypothesis:
+def _hypothesis(
+    ids: list[int], log_p: list[float], tempered: list[float], length_penalty: float
+) -> Hypothesis:
     """Cut a row of ``generate`` behind its end."""
     if EOS in ids:
         end = ids.index(EOS)
-        log_p = log_p[: end + 1]
+        length = end + 1
     else:  # cut off; padded if another sentence of the batch is longer
-        end = ids.index(PAD) if PAD in ids else len(ids)
-        log_p = log_p[:end]
+        length = end = ids.index(PAD) if PAD in ids else len(ids)
     return Hypothesis(
         ids=tuple(ids[:end]),
-        score=sum(log_p) / len(log_p) ** length_penalty,
-        probabilities=tuple(map(math.exp, log_p)),
+        score=sum(log_p[:length]) / length**length_penalty,
+        probabilities=tuple(map(math.exp, tempered[:length])),
     )

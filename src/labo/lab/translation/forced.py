@@ -14,9 +14,6 @@ from torch import Tensor
 from .model import Head
 
 _LOGITS_AT_ONCE = 1 << 24  # numbers
-# The inverse temperatures that are tried. They are multiples of the first: one exponential serves
-# all of them, by multiplication.
-BETAS = torch.arange(1, 65, dtype=torch.float64) / 8
 
 
 def token_statistics(
@@ -31,7 +28,8 @@ def token_statistics(
             ``softmax(logits / temperature)``.
     """
     columns: dict[str, list[Tensor]] = {}
-    for log_p, labels in _blocks(head, target):
+    for logits, labels in blocks(head, target):
+        log_p = logits.log_softmax(-1)
         top, token = log_p.max(-1)
         found = {
             "nll": -_of(log_p, labels),
@@ -55,70 +53,28 @@ def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         "entropy": "entropy",
         "confidence": "confidence",
         "right": "token_accuracy",
+        "tempered_nll": "calibrated_nll",
     }
     tokens = sum(len(row["nll"]) for row in rows)
     return {
         metric: math.fsum(float(row[name].double().sum()) for row in rows) / tokens
         for name, metric in names.items()
+        if name in rows[0]
     }
-
-
-def losses_by_beta(head: Head, target: Tensor) -> Tensor:
-    r"""The summed NLL at every inverse temperature of ``BETAS``.
-
-    .. math:: \sum_i \log\sum_j p_{ij}^\beta - \beta \log p_{iy_i}
-
-    Args:
-        head: states (N, D) and output layer.
-        target: (N,) the reference tokens.
-
-    Returns:
-        (B,) in float64, on the CPU.
-    """
-    losses = torch.zeros(len(BETAS), dtype=torch.float64)
-    for log_p, labels in _blocks(head, target):
-        log_p = log_p - log_p.amax(-1, keepdim=True)
-        factor = (log_p * float(BETAS[0])).exp()
-        power, sums = factor.clone(), []
-        for _ in BETAS:
-            sums.append(power.sum(-1).double().log().sum())
-            power *= factor
-        losses += torch.stack(sums).cpu() - BETAS * _of(log_p, labels).double().sum().cpu()
-    return losses
-
-
-def best_temperature(losses: Tensor) -> float | None:
-    """The temperature of the smallest loss, between those that were tried by a parabola.
-
-    Args:
-        losses: (B,) of :func:`losses_by_beta`, summed over a split.
-
-    Returns:
-        None if the smallest is at the edge of what was tried: then there is no telling.
-
-    Example:
-        >>> round(best_temperature((BETAS - 2.2) ** 2), 4)  # 1 / 2.2
-        0.4545
-        >>> best_temperature(-BETAS)
-    """
-    place = int(losses.argmin())
-    if place in (0, len(losses) - 1):
-        return None
-    below, here, above = losses[place - 1 : place + 2].tolist()
-    aside = (below - above) / (2 * (below - 2 * here + above))
-    return 1 / float(BETAS[place] + aside * BETAS[0])
 
 
 def rival_probabilities(head: Head, target: Tensor) -> Tensor:
     """(N,) the second largest probability at each token: large where two words compete."""
-    return torch.cat([log_p.topk(2).values[:, 1].exp() for log_p, _ in _blocks(head, target)])
+    return torch.cat(
+        [logits.softmax(-1).topk(2).values[:, 1] for logits, _ in blocks(head, target)]
+    )
 
 
-def _blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-probabilities (n, V) and labels (n,)."""
+def blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The logits (n, V) of a block of tokens at a time, and the tokens (n,)."""
     at_once = max(1, _LOGITS_AT_ONCE // len(head.weight))
     for states, labels in zip(head.states.split(at_once), target.split(at_once), strict=True):
-        yield (states @ head.weight.T).float().log_softmax(-1), labels
+        yield (states @ head.weight.T).float(), labels
 
 
 def _of(log_p: Tensor, labels: Tensor) -> Tensor:

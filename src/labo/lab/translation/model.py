@@ -22,6 +22,7 @@ from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._names import Registry
+from ...calibration import fold_temperature
 from .dropout import FastDropout
 
 BOS, PAD, EOS, UNK = range(4)  # fairseq's order
@@ -162,6 +163,23 @@ class TranslationModel(nn.Module):
                 head = self.fixnorm and name == "lm_head.weight"
                 plain[name] = _unit(tensor) if embeds or head else tensor
         return plain
+
+    @torch.no_grad()
+    def fold_temperature(self, temperature: float) -> None:
+        """Divide the logits by a temperature for good.
+
+        An output layer that is tied to the embeddings stays as it is. The states it is given are
+        divided instead: they come out of the normalization of the last decoder layer, and go
+        nowhere else.
+        """
+        if self.fixnorm:
+            raise ValueError("fold the temperature into the saved model, which is a plain one")
+        if not self.marian.config.tie_word_embeddings:
+            fold_temperature(self.marian, temperature)
+            return
+        last = self.marian.model.decoder.layers[-1].final_layer_norm
+        for part in (last.weight, last.bias, self.marian.final_logits_bias):
+            part.div_(temperature)
 
     @torch.no_grad()
     def plain(self) -> MarianMTModel:

@@ -158,6 +158,7 @@ class TranslationTask:
     Recipe = TextRecipe
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
     provides: ClassVar = frozenset({"vocabulary_groups"})
+    tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -355,9 +356,9 @@ class TranslationTask:
         accelerator: Accelerator,
         *,
         beams: Sequence[int] = (),
+        temperature: float | None = None,
     ) -> Evaluation:
         chosen = self.data.split(split)
-        temperature = self._temperature(model, accelerator)
         references = self._forced(model, chosen, accelerator, temperature)
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
@@ -454,13 +455,15 @@ class TranslationTask:
         return _in_order(gather_object(found))
 
     @torch.no_grad()
-    def _temperature(self, model: nn.Module, accelerator: Accelerator) -> float | None:
-        """The one that makes the references of the validation split likeliest."""
-        losses = [
-            forced.losses_by_beta(head, _tokens(batch))
-            for _, batch, head in self._heads(model, self.data.split("valid"), accelerator)
-        ]
-        return forced.best_temperature(torch.stack(gather_object(losses)).sum(0))
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for _, batch, head in self._heads(model, self.data.split(split), accelerator):
+            yield from forced.blocks(head, _tokens(batch))
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        assert isinstance(model, TranslationModel)
+        model.fold_temperature(temperature)
 
     def _records(
         self,
