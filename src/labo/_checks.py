@@ -7,13 +7,13 @@ become asynchronous asserts, so that they cost neither a synchronisation nor a g
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from ._names import unknown_name
 
 # How far the sum of a probability target may stray from 1: rounding, not a missing class.
 _PROBABILITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -21,32 +21,6 @@ _PROBABILITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 class TargetError(IndexError, ValueError):
     """A class index outside [0, K): an IndexError, as in ``F.cross_entropy``; a ValueError too."""
-
-
-class UnknownNameError(KeyError):
-    """A name that is in no registry; says which names are, and which one is nearest."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """The sentence for a name that is not known, with the nearest one that is."""
-    known = list(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})"
-
-
-class Registry(dict[str, Any]):
-    """A dict of names whose KeyError names the nearest right one."""
-
-    def __init__(self, kind: str, entries: dict[str, Any]) -> None:
-        super().__init__(entries)
-        self.kind = kind
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise UnknownNameError(unknown_name(self.kind, name, self))
 
 
 def _is_number(value: object) -> bool:

@@ -391,7 +391,7 @@ def methods(
     from rich.console import Console
     from rich.table import Table
 
-    from ._checks import unknown_name
+    from ._names import unknown_name
     from .lab.errors import RequestError
     from .lab.methods import METHODS, hyper_parameters, methods_for
     from .lab.tasks import TASKS

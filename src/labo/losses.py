@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from ._checks import Registry, check_hyper
+from ._checks import check_hyper
+from ._names import Registry
 from ._rows import Rows
 from .fused import spec
 from .fused.spec import RowSpec

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .._checks import unknown_name
+from .._names import unknown_name
 from .errors import RequestError
 
 RECIPES = Path(__file__).parents[1] / "recipes"

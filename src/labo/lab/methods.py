@@ -21,7 +21,8 @@ from pydantic import Field, ValidationError, create_model
 from torch import Tensor, nn
 
 from .. import losses
-from .._checks import check_hyper, unknown_name
+from .._checks import check_hyper
+from .._names import unknown_name
 from .config import RecipeError, Section, explain
 from .tasks import find_task
 from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .._checks import unknown_name
+from .._names import unknown_name
 from .config import Recipe, RecipeError, explain, find_recipe, parse_yaml, read_document
 from .errors import RequestError
 from .methods import method_name, resolve

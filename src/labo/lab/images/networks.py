@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..._checks import Registry
+from ..._names import Registry
 
 __all__ = [
     "CONVNETS",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from ..errors import DataError
 from ..run.seeds import permutation
 from .cifar import load_cifar

@@ -17,7 +17,7 @@ from PIL import Image
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS

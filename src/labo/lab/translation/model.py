@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianAttention
 
-from ..._checks import Registry
+from ..._names import Registry
 from .dropout import FastDropout
 
 BOS, PAD, EOS, UNK = range(4)  # fairseq's order

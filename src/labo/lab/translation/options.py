@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from ..config import Names, Section, explain
 from ..errors import RequestError
 from .prepared import Pair

@@ -26,7 +26,7 @@ from transformers import MarianMTModel
 from transformers.utils import logging
 
 from ... import linear_loss
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..run.seeds import permutation, uniforms
