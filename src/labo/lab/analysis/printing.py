@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..tables import Cell, Column, Row, Table, to_markdown
+from ..translation.frequency import PARTS
 from .distillation import by_teacher
-from .frequency import PARTS
 from .significance import mean_std
 
 _SCORES = {

@@ -120,9 +120,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
-from .compare import Member, compare_group
+from ..translation.analysis import translation_split
+from .classification import image_split
 from .distillation import METRICS, students
-from .images import image_split
+from .groups import Member, compare_group
 from .labels import label_settings, shown_labels
 from .reading import (
     Images,
@@ -135,7 +136,6 @@ from .reading import (
     sound_run,
 )
 from .training import alpha_curve, training_curves
-from .translations import translation_split
 
 FORMAT = 1
 FILE = "analysis.json"

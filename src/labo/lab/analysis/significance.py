@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .frequency import bleu_metric
+from ..translation.frequency import bleu_metric
 
 EXACT_UP_TO = 16  # seeds: 65,536 ways to flip their signs
 FLIPS = 100_000  # drawn at random beyond that

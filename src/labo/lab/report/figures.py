@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..analysis.frequency import PARTS
+from ..translation.frequency import PARTS
 from .charts import Axis, Line, Row, bar_chart, dot_chart, line_chart
 from .embed import token_name
 from .gather import TRANSLATION, Entry, Group, Variant, signature_line

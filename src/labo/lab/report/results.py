@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..analysis.frequency import PARTS
 from ..analysis.significance import mean_std, t_interval
 from ..config import differing_keys
 from ..tables import Cell, Column, Row, Table
+from ..translation.frequency import PARTS
 from .figures import view, views
 from .gather import TRANSLATION, Entry, Group, Variant
 

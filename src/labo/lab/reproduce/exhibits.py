@@ -12,11 +12,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..analysis.confidence import BINS
 from ..analysis.run import load_analysis
 from ..compare.table import Scored, cost, spread_of
 from ..run import files as atomic
 from ..tables import Cell, Column, Row, Table
+from ..translation.confidence import BINS
 from . import paper
 
 _GROUPS = {

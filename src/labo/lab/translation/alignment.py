@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .reading import Booleans
+from ..analysis.reading import Booleans
 
 
 def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Booleans:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .calibration import bin_index
-from .reading import Floats, Integers
+from ..analysis.calibration import bin_index
+from ..analysis.reading import Floats, Integers
 
 BINS = 20
 
@@ -41,7 +41,7 @@ def chosen_probabilities(
 
     Args:
         probabilities: of the chosen tokens, one array per sentence.
-        parts: from :func:`labo.lab.analysis.frequency.frequency_parts`.
+        parts: from :func:`labo.lab.translation.frequency.frequency_parts`.
         bins: how many.
 
     Returns:

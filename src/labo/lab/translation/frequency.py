@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .reading import Floats, Integers
+from ..analysis.reading import Floats, Integers
 
 PARTS = ("most", "medium", "least")
 

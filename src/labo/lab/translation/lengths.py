@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .reading import Integers
+from ..analysis.reading import Integers
 
 
 def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from ..config import differing_keys
-from .confidence import chosen_probabilities
+from ..translation.analysis import bleu_signature, mean_or_none
+from ..translation.confidence import chosen_probabilities
+from ..translation.frequency import bleu_by_part, differences, frequency_parts, rule
 from .distillation import METRICS, find_teacher
-from .frequency import bleu_by_part, differences, frequency_parts, rule
 from .reading import Images, Integers, Run, Translations
 from .significance import mean_std, paired_bootstrap_bleu, paired_difference
-from .translations import bleu_signature, mean_or_none
 
 BASELINES = ("ls", "base")  # what the others are compared with: the first of these that is there
 

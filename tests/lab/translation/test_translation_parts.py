@@ -8,10 +8,15 @@ import sacrebleu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labo.lab.analysis.alignment import matched_tokens
-from labo.lab.analysis.confidence import chosen_probabilities, histogram
-from labo.lab.analysis.frequency import bleu_by_part, differences, frequency_parts, frequency_score
-from labo.lab.analysis.lengths import length_bias
+from labo.lab.translation.alignment import matched_tokens
+from labo.lab.translation.confidence import chosen_probabilities, histogram
+from labo.lab.translation.frequency import (
+    bleu_by_part,
+    differences,
+    frequency_parts,
+    frequency_score,
+)
+from labo.lab.translation.lengths import length_bias
 
 REFERENCES = [
     "the cat sat on the mat",

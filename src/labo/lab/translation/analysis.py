@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..analysis.reading import Forced, Run, Tempered, Translations, floored_log, read_translations
+from ..analysis.views import verdict, view
 from .alignment import matched_tokens
 from .confidence import chosen_probabilities
 from .frequency import bleu_by_part, bleu_metric, frequency_parts, rule
 from .lengths import length_bias
-from .reading import Forced, Run, Tempered, Translations, floored_log, read_translations
-from .views import verdict, view
 
 
 def translation_split(
