@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -239,16 +239,7 @@ class ImageTask:
         return self.evaluate(model, "valid", accelerator).metrics
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        model: nn.Module,
-        split: str,
-        accelerator: Accelerator,
-        *,
-        beams: Sequence[int] = (),
-    ) -> Evaluation:
-        if beams:
-            raise RequestError("--beams is for translation: images are not decoded")
+    def evaluate(self, model: nn.Module, split: str, accelerator: Accelerator) -> Evaluation:
         chosen: ImageSplit = getattr(self.data, split)
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
@@ -295,6 +286,9 @@ class ImageTask:
 
             views = torch.stack(list(self._map(view, index.tolist())))
         return augment.normalize(views, self.data.mean, self.data.std)
+
+
+TASK = ImageTask
 
 
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:

@@ -552,6 +552,9 @@ class TranslationTask:
         }
 
 
+TASK = TranslationTask
+
+
 def _load(options: TextData) -> Prepared:
     if options.path is not None:
         return Prepared(options.path)
