@@ -70,25 +70,27 @@ def train(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Options of the task, as in beams=1,5,20."),
+    ] = None,
     split: Annotated[
         list[str] | None, typer.Option(help="valid or test; both if not given.")
     ] = None,
-    beams: Annotated[
-        str, typer.Option(help="Translation: beam sizes to compare output lengths at, as 1,5,20.")
-    ] = "",
     debug: Debug = False,
 ) -> None:
     """Score the selected model of a run and write one record per example."""
+    from .lab.analysis.task import read_options
     from .lab.errors import RequestError
     from .lab.evaluate import evaluate_run
+    from .lab.recipes import recipe_of
+    from .lab.run.directory import RunDirectory
 
     for name in split or ():
         if name not in ("valid", "test"):
             raise RequestError(f"--split {name}: there are valid and test")
-    if not all(size.isdecimal() and int(size) for size in beams.split(",") if beams):
-        raise RequestError(f"--beams {beams}: give whole numbers, as 1,5,20")
-    sizes = [int(size) for size in beams.split(",") if beams]
-    scores = evaluate_run(run, split or ("valid", "test"), sizes)
+    settings = read_options("evaluate", options or (), [recipe_of(RunDirectory(run)).task])
+    scores = evaluate_run(run, split or ("valid", "test"), settings)
     if _is_main_process():
         _print_scores(scores)
 
@@ -159,14 +161,14 @@ def compare(
 
 @app.command()
 def analyze(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    split: Annotated[str, typer.Option(help="Whose records are compared: valid or test.")] = "test",
-    part_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sentences of a part by frequency; the paper: 2400. [default: a third]"
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... [KEY=VALUE]...",
+            help="Run directories, and options of the task, as in part_size=2400.",
         ),
-    ] = None,
+    ],
+    split: Annotated[str, typer.Option(help="Whose records are compared: valid or test.")] = "test",
     debug: Debug = False,
 ) -> None:
     """Write RUN/analysis.json of evaluated runs, and compare them."""
@@ -176,8 +178,12 @@ def analyze(
 
     if split not in ("valid", "test"):
         raise RequestError(f"--split {split}: there are valid and test")
-    documents = [analysis.write_analysis(run, part_size=part_size) for run in runs]
-    print(as_text(documents, analysis.analyze_runs(runs, split, part_size=part_size)), end="")
+    options = [text for text in runs if "=" in text and not Path(text).exists()]
+    paths = [text for text in runs if text not in options]
+    settings = analysis.read_settings(paths, options)
+    documents, left_out = analysis.write_analyses(paths, **settings)
+    comparison = analysis.analyze_runs(paths, split, **settings)
+    print(as_text(documents, comparison, left_out), end="")
 
 
 @app.command()
@@ -235,8 +241,8 @@ def reproduce(
         print(reproducing.describe(plan))
     reproducing.require(plan)
     if not dry_run:
-        table, failures = reproducing.reproduce(exhibit, plan, jobs)
-        _conclude(to_markdown(table), failures)
+        tables, failures = reproducing.reproduce(exhibit, plan, jobs)
+        _conclude("\n".join(map(to_markdown, tables)), failures)
 
 
 @app.command()
@@ -404,8 +410,8 @@ def export(
 @app.command()
 def methods(
     task: Annotated[
-        str, typer.Option(help="The task whose defaults are shown.")
-    ] = "image_classification",
+        str | None, typer.Option(help="The task whose defaults are shown. [default: the first]")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """List the methods of a task, their hyper-parameters with defaults, and their papers."""
@@ -417,6 +423,7 @@ def methods(
     from .lab.methods import METHODS, hyper_parameters, methods_for
     from .lab.tasks import TASKS
 
+    task = next(iter(TASKS)) if task is None else task
     if task not in TASKS:
         raise RequestError(f"--task: {unknown_name('task', task, TASKS)}")
 

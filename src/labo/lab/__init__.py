@@ -21,6 +21,7 @@ methods            ``METHODS``: a loss, perhaps a teacher, for every method
 recipes            a recipe file with overrides -> a checked recipe
 optim, train       the optimizer, the learning rate, the one training loop
 calibrate          the selected model of a run -> its temperature
+calibrate          a temperature for the selected model of a run
 evaluate           the selected model of a run -> scores and records
 analysis/          records -> analysis.json; which runs belong together; differences and p-values
 report/            analysis -> one HTML page

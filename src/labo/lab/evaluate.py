@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -17,7 +18,7 @@ from .train import on_cpu
 
 
 def evaluate_run(
-    path: str | Path, splits: Iterable[str], beams: Sequence[int] = ()
+    path: str | Path, splits: Iterable[str], options: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, float]]:
     """Score the selected model of a run and write ``records/SPLIT.jsonl``.
 
@@ -31,7 +32,7 @@ def evaluate_run(
     Args:
         path: the run directory.
         splits: "valid", "test".
-        beams: for translation, further beam sizes to measure the length of the output at.
+        options: values of the ``evaluate_options`` of the task.
 
     Returns:
         split -> metric -> value.
@@ -41,17 +42,19 @@ def evaluate_run(
     accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
     task = find_task(recipe.task)(recipe)
     model.to(accelerator.device)
-    temperature = stored_or_fitted(run, task, model, accelerator)
+    given = dict(options or {})
+    if (temperature := stored_or_fitted(run, task, model, accelerator)) is not None:
+        given["temperature"] = temperature
     scores = {}
     for split in splits:
-        evaluation = task.evaluate(model, split, accelerator, beams=beams, temperature=temperature)
+        evaluation = task.evaluate(model, split, accelerator, **given)
         scores[split] = evaluation.metrics
         if accelerator.is_main_process:
             run.records.mkdir(exist_ok=True)
             lines = (json.dumps(record) + "\n" for record in evaluation.records)
             atomic.write_text(run.records / f"{split}.jsonl", "".join(lines))
-            examples = task.examples(model, split, accelerator)
-            atomic.write_text(run.records / "examples.json", json.dumps(examples) + "\n")
+            if (examples := task.examples(model, split, accelerator)) is not None:
+                atomic.write_text(run.records / "examples.json", json.dumps(examples) + "\n")
     if accelerator.is_main_process and run.finished:
         run.complete(scores)
     return scores

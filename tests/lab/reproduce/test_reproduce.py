@@ -214,7 +214,7 @@ def test_the_table_of_classifiers_has_ours_beside_the_papers(tmp_path, monkeypat
         return {"valid": {"accuracy": score}, "test": {"accuracy": score}}
 
     pretend(planned, results)
-    table, failures = reproduce.reproduce("table3", planned)
+    (table, _), failures = reproduce.reproduce("table3", planned)
     assert failures == []
     text = to_markdown(table)
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
@@ -319,7 +319,7 @@ def test_figure_of_probabilities(tmp_path):
 def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):
     Launcher.install(monkeypatch)
     planned = plan("imagenet", "demo", out=tmp_path, seeds=1, overrides=["train.max_steps=2"])
-    table, failures = reproduce.reproduce("imagenet", planned, jobs=2)
+    (table, _), failures = reproduce.reproduce("imagenet", planned, jobs=2)
     text = to_markdown(table)
     assert failures == []
     assert "[76.55]" in text

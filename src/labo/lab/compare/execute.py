@@ -102,7 +102,9 @@ def _training_status(run: PlannedRun) -> str:
     """How far a run is, and its last validation score."""
     metric = run.recipe.train.select
     if (results := run.results()) is not None:
-        return f"valid {metric} {results['valid'][metric]:.4f} in {results['seconds']:.0f} s"
+        found = results.get("valid", {}).get(metric)
+        score = "finished" if found is None else f"valid {metric} {found:.4f}"
+        return f"{score} in {results.get('seconds') or 0:.0f} s"
     place, score, epochs = "starting", "", run.recipe.train.epochs
     for line in _newest_lines(run.directory.metrics_file):
         if "epoch" in line:

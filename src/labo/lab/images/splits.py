@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
 
-if TYPE_CHECKING:
-    from .folders import FolderImages
+__all__ = ["ImageFiles", "ImageSplit", "Source", "channel_statistics", "check_labels"]
 
-__all__ = ["ImageSplit", "Source", "channel_statistics", "check_labels"]
+
+class ImageFiles(Protocol):
+    """Images that are decoded when they are read; ``images[i]`` is (3, H, W) uint8."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The file names."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    def sizes(self) -> Iterator[int]:
+        """The sizes of the files in bytes."""
+
+    def select(self, index: Tensor) -> ImageFiles:
+        """The images at the indices ``index``, (M,) int64."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,7 @@ class ImageSplit:
         labels: (N,) int64.
     """
 
-    images: Tensor | FolderImages
+    images: Tensor | ImageFiles
     labels: Tensor
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from ..._names import unknown_name
-from ...calibration import fold_temperature
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
@@ -252,11 +251,8 @@ class ImageTask:
         split: str,
         accelerator: Accelerator,
         *,
-        beams: Sequence[int] = (),
         temperature: float | None = None,
     ) -> Evaluation:
-        if beams:
-            raise RequestError("--beams is for translation: images are not decoded")
         chosen: ImageSplit = getattr(self.data, split)
         parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
         parts += [found.log_softmax(-1) for found, _ in self.logits(model, split, accelerator)]
@@ -280,9 +276,6 @@ class ImageTask:
             with accelerator.autocast():
                 found: Tensor = model(inputs)
             yield found.float(), chosen.labels[index]
-
-    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
-        fold_temperature(model, temperature)
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
@@ -317,6 +310,9 @@ class ImageTask:
 
             views = torch.stack(list(self._map(view, index.tolist())))
         return augment.normalize(views, self.data.mean, self.data.std)
+
+
+TASK = ImageTask
 
 
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:

@@ -555,6 +555,9 @@ class TranslationTask:
         }
 
 
+TASK = TranslationTask
+
+
 def _load(options: TextData) -> Prepared:
     if options.path is not None:
         return Prepared(options.path)
