@@ -51,6 +51,7 @@ def write_report(paths: Iterable[str | Path], out: str | Path) -> list[Listing]:
     out = Path(out)
     if not out.parent.is_dir():
         raise RequestError(f"there is no folder {out.parent} to write {out.name} to")
+    atomic.refuse_foreign(out, b'<meta name="generator" content="labo ')
     page = _render(listings, make_groups(usable))
     # A lone surrogate from a record's JSON has no UTF-8.
     atomic.write_text(out, page.encode("utf-8", "replace").decode())
