@@ -13,11 +13,14 @@ from typer.core import TyperGroup
 
 
 class _Commands(TyperGroup):
-    """Ctrl-C ends a command with a line, where Typer would say nothing."""
+    """Ctrl-C and SIGTERM end a command with a line; Typer would print none."""
 
     def invoke(self, ctx: Any) -> Any:
+        from .lab.run.interrupt import terminated_as_interrupted
+
         try:
-            return super().invoke(ctx)
+            with terminated_as_interrupted():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             if _is_main_process():
                 what = _RESUMED.get(ctx.invoked_subcommand)
@@ -37,6 +40,23 @@ app = typer.Typer(
 )
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+AcceptData = Annotated[
+    bool, typer.Option("--accept-data", help="Continue although the data of a run have changed.")
+]
+
+
+def _verify(value: bool) -> bool:
+    if value:
+        os.environ["LABO_VERIFY"] = "1"  # for the processes that a command starts, too
+    return value
+
+
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", callback=_verify, help="Read all data again to compare their checksums."
+    ),
+]
 
 
 @app.command()
@@ -51,6 +71,8 @@ def train(
     no_test: Annotated[
         bool, typer.Option("--no-test", help="Leave the test split for `labo evaluate`.")
     ] = False,
+    accept_data: AcceptData = False,
+    verify: Verify = False,
     debug: Debug = False,
 ) -> None:
     """Train a model; the same command again continues a run that was stopped."""
@@ -61,7 +83,7 @@ def train(
     stem = Path(recipe).stem
     out = out or Path("runs") / f"{stem}-{plan.method['name']}-s{plan.seed}"
     finished = (out / "results.json").exists()
-    results = trainer.train(plan, out, test=not no_test)
+    results = trainer.train(plan, out, test=not no_test, accept_data=accept_data)
     if _is_main_process():
         print(f"{out} {'was finished before' if finished else 'is finished'}")
         _print_scores({name: results[name] for name in ("valid", "test") if name in results})
@@ -77,6 +99,8 @@ def evaluate(
     split: Annotated[
         list[str] | None, typer.Option(help="valid or test; both if not given.")
     ] = None,
+    accept_data: AcceptData = False,
+    verify: Verify = False,
     debug: Debug = False,
 ) -> None:
     """Score the selected model of a run and write one record per example."""
@@ -90,7 +114,7 @@ def evaluate(
         if name not in ("valid", "test"):
             raise RequestError(f"--split {name}: there are valid and test")
     settings = read_options("evaluate", options or (), [recipe_of(RunDirectory(run)).task])
-    scores = evaluate_run(run, split or ("valid", "test"), settings)
+    scores = evaluate_run(run, split or ("valid", "test"), settings, accept_data=accept_data)
     if _is_main_process():
         _print_scores(scores)
 
@@ -139,6 +163,8 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. [default: runs/compare-RECIPE]")
     ] = None,
+    accept_data: AcceptData = False,
+    verify: Verify = False,
     debug: Debug = False,
 ) -> None:
     """Train a recipe with several methods and seeds, and print the table; runs what is missing."""
@@ -155,7 +181,7 @@ def compare(
         grid=grid or (),
         teacher=None if teacher is None else str(teacher),
     )
-    table, failures = run_comparison(comparison, jobs)
+    table, failures = run_comparison(comparison, jobs, accept_data=accept_data)
     _conclude(to_markdown(table), failures)
 
 

@@ -70,7 +70,6 @@ def test_a_full_disk_destroys_nothing(tmp_path):
         (["method=kd", "method.teacher=/nowhere"], "/nowhere is no run"),
         (["data.holdout=0.0001"], "leaves none to select a model by"),
         (["train.precision=fp16"], "fp16 needs a GPU"),
-        (["train.sync_batchnorm=true"], "needs GPUs"),
     ],
 )
 def test_a_wrong_request_leaves_no_trace(settings, problem, tmp_path):

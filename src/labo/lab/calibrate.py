@@ -17,7 +17,7 @@ from .run import files as atomic
 from .run.calibration import FILE, MODEL, Calibration, read_calibration, write_calibration
 from .run.directory import RunDirectory, made_with
 from .tasks import Task, find_task, load_model
-from .train import on_cpu
+from .train import on_cpu, owned
 
 _SPLIT = "valid"
 
@@ -40,19 +40,24 @@ def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
     run = RunDirectory(path)
     recipe = recipe_of(run)
     run.must_have(run.results_file)
-    model = load_model(run)
     _must_not_be_folded(run)
     accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
     task = find_task(recipe.task)(recipe)
-    model.to(accelerator.device)
+    run.check_data(task.fingerprint)
+    with owned(run, accelerator):
+        return _calibrate(run, task, accelerator, fold)
+
+
+def _calibrate(run: RunDirectory, task: Task, accelerator: Accelerator, fold: bool) -> Calibration:
+    model = load_model(run).to(accelerator.device)
     try:
         fit = _fit(task, model, accelerator)
     except TemperatureError as error:
         raise RequestError(f"{run.path}, {_SPLIT} split: {error}") from error
     if fold:
         task.fold_temperature(model, fit.temperature)
-    if accelerator.is_main_process and fold:
-        run.select(*task.model_files(model, model.state_dict()))
+        if accelerator.is_main_process:
+            run.select(*task.model_files(model, model.state_dict()))
     accelerator.wait_for_everyone()
     calibration = Calibration(
         temperature=fit.temperature,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -126,14 +127,38 @@ class Recipe(Section):
 
 # ------------------------------------------------------------------ reading
 
+MAX_BYTES = 1 << 20  # of a recipe
+_MAX_VALUES = 100_000  # of a recipe, with its aliases written out
+_MAX_DIGITS = 100  # of an integer, in any base
+_SHOWN = 100  # characters of a wrong value in a message
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-4 is a number, and a key may be given only once."""
+    """YAML with three rules of its own.
+
+    1e-4 is a number. A key may be given only once, where keys merged by ``<<`` do not count. An
+    integer must fit in 64 bits.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _values_in(node) > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"with its aliases written out it has more than {_MAX_VALUES} values",
+                problem_mark=node.start_mark,
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be a plain value", problem_mark=key_node.start_mark
+                )
             if key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
@@ -141,12 +166,42 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) <= _MAX_DIGITS:
+            value: int = super().construct_yaml_int(node)
+            if -(2**63) <= value < 2**63:
+                return value
+        raise yaml.MarkedYAMLError(
+            problem="an integer of more than 64 bits", problem_mark=node.start_mark
+        )
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+
+
+def _values_in(root: yaml.Node) -> float:
+    """How many values a document has with its aliases written out; infinite if it holds itself."""
+    sizes: dict[int, float] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting[-1]
+        if isinstance(node, yaml.MappingNode):
+            inside = [part for pair in node.value for part in pair]
+        else:
+            inside = node.value if isinstance(node, yaml.SequenceNode) else []
+        if id(node) not in sizes:  # on the way down; what is met again before its end holds itself
+            sizes[id(node)] = math.inf
+            waiting += [part for part in inside if id(part) not in sizes]
+        else:
+            waiting.pop()
+            if sizes[id(node)] == math.inf:
+                sizes[id(node)] = 1 + sum(sizes[id(part)] for part in inside)
+    return sizes[id(root)]
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -157,6 +212,11 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise RecipeError([f"{where}{line}: {problem}"]) from error
+    except RecursionError as error:
+        raise RecipeError([f"{where}: nested too deeply"]) from error
+    # A date such as 2020-13-01, or a tag that does not fit its value, as in !!bool x.
+    except (ValueError, LookupError, AttributeError) as error:
+        raise RecipeError([f"{where}: a value that does not fit its type ({error})"]) from error
 
 
 def known_recipes() -> list[str]:
@@ -178,14 +238,31 @@ def find_recipe(name: str) -> Path:
 
 def read_document(path: Path) -> dict[str, Any]:
     """A YAML file as a dict, without the run directory's provenance."""
+    document = _read_mapping(path)
+    document.pop(PROVENANCE, None)
+    return document
+
+
+def read_provenance(path: Path) -> dict[str, str | None]:
+    """The provenance in a run directory's copy of a recipe; empty if it has none."""
+    provenance = _read_mapping(path).get(PROVENANCE, {})
+    if not isinstance(provenance, dict) or not all(
+        isinstance(key, str) and isinstance(value, str | None) for key, value in provenance.items()
+    ):
+        raise RecipeError([f"{path}: {PROVENANCE} must be a mapping of names to versions"])
+    return provenance
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError([f"{path}: a recipe has at most {MAX_BYTES} bytes"])
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([f"cannot read {path}: {error}"]) from error
     document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise RecipeError([f"{path}: a recipe is a mapping of sections"])
-    document.pop(PROVENANCE, None)
     return document
 
 
@@ -207,9 +284,15 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             message = problem["msg"].removeprefix("Value error, ")
             line = f"{key}: {message}" if key else message
         else:
-            line = f"{key}: {problem['msg'].removeprefix('Input ')}, got {problem['input']!r}"
+            wanted = problem["msg"].removeprefix("Input ")
+            line = f"{key}: {wanted}, got {_shortened(problem['input'])}"
         lines.setdefault(key, line)  # each member of a union complains for itself
     return list(lines.values())
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _locate(
@@ -221,9 +304,12 @@ def _locate(
         path.append(str(part))
         field = model.model_fields.get(str(part))
         kind = None if field is None else field.annotation
-        if not (isinstance(kind, type) and issubclass(kind, Section)):
-            break  # a value: what is inside it has no key
-        model = kind
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            model = kind
+            continue
+        if get_origin(kind) is dict and len(location) > len(path):
+            path.append(str(location[len(path)]))
+        break  # a value: what is inside it has no key
     return path, model
 
 

@@ -238,10 +238,14 @@ def find_task(name: str) -> type[Task]:
 
 
 def load_model(run: RunDirectory) -> nn.Module:
-    """The selected model of a run, on the CPU."""
+    """The selected model of a run, on the CPU.
+
+    Raises:
+        RequestError: there is none, or a file of it is damaged.
+    """
+    run.verify_best()
     facts = run.facts()
-    run.must_have(run.best / "model.safetensors")
     try:
         return find_task(facts["task"]).load_model(run.best)
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RequestError(f"{run.best} holds no model that this version can build") from error

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .errors import RequestError
 from .run.directory import RunDirectory
-from .run.distributed import gather_rows
+from .run.distributed import gather_rows, is_synchronized, synchronize_batchnorm
 from .run.seeds import mix, uniforms
 from .tasks import Batch, Task, load_model
 
@@ -104,7 +104,10 @@ class EMA(Teacher):
         self.a, self.decay = a, decay
         self.seed = seed
         torch.manual_seed(mix(seed, "averaged model"))
-        self.average = task.build_model().to(accelerator.device).train().requires_grad_(False)
+        average = task.build_model()
+        if is_synchronized(model):
+            average = synchronize_batchnorm(average, accelerator.device)
+        self.average = average.to(accelerator.device).train().requires_grad_(False)
         self.steps = 0
 
     @torch.no_grad()

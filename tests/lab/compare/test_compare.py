@@ -24,6 +24,7 @@ from labo.lab.compare.execute import carry_out, compare
 from labo.lab.compare.plan import Comparison, plan
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
+from labo.lab.run.lock import held
 from labo.lab.tables import to_markdown
 from launched import Launcher
 
@@ -143,13 +144,13 @@ def test_ctrl_c_ends_the_runs_and_leaves_what_they_need_to_go_on(tmp_path):
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
         assert parent.poll() is None
         time.sleep(0.05)
-    with pytest.raises(RequestError, match="is in use"), launch.held(tmp_path):
+    with pytest.raises(RequestError, match="is in use"), held(tmp_path):
         pass
     parent.send_signal(signal.SIGINT)
     _, said = parent.communicate(timeout=60)
     assert parent.returncode != 0
     assert said.strip() == "labo: interrupted; the same command continues the runs"
-    with launch.held(tmp_path):  # by nobody: the child, which inherited the lock, is gone
+    with held(tmp_path):  # by nobody: the child, which inherited the lock, is gone
         steps = len(metrics.read_text().splitlines())
     assert 3 < steps < 10_000
     assert not (tmp_path / "base-s0" / "results.json").exists()

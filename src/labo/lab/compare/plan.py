@@ -22,7 +22,9 @@ from ..config import Recipe
 from ..errors import RequestError
 from ..methods import METHODS, hyper_parameters, method_name
 from ..recipes import load_recipe
+from ..run import files
 from ..run.directory import RunDirectory
+from ..run.lock import LOCK
 
 BASE = "base"  # what students learn from, and what times are relative to
 
@@ -161,6 +163,39 @@ class Comparison:
         sign = 1 if find_analysis(self.runs[0].recipe.task).higher_is_better else -1
         point = max(scores, key=lambda point: (len(finished[point]), sign * scores[point]))
         return Choice(point, tuple(run for run, _ in finished[point]), scores)
+
+
+# ------------------------------------------------------------------ the folder of the runs
+
+_MARK = ".labo"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than runs of labo.
+
+    It may be missing or empty, be one of :func:`claim_folder`, or hold run directories only.
+    """
+    if not folder.exists() or (folder / _MARK).is_file():
+        return
+    if not folder.is_dir():
+        raise RequestError(f"{folder} is no folder: choose another --out")
+    foreign = [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.name != LOCK and not (path / "recipe.yaml").is_file()
+    ]
+    if foreign:
+        raise RequestError(
+            f"{folder} holds something else ({foreign[0]}): choose an --out that is new, empty or "
+            "made by labo"
+        )
+
+
+def claim_folder(folder: Path) -> None:
+    """Mark a folder as one that labo may write to."""
+    if not (folder / _MARK).exists():
+        text = "Runs of labo compare, reproduce or demo. labo may replace files in this folder.\n"
+        files.write_text(folder / _MARK, text)
 
 
 # ------------------------------------------------------------------ from a request to runs

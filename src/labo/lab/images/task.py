@@ -24,7 +24,7 @@ from ..methods import METHODS
 from ..run import files as atomic
 from ..run.distributed import gather_rows
 from ..run.seeds import mix, permutation, uniforms
-from ..tasks import Batch, Evaluation
+from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .networks import CONVNETS
 from .scores import classification_scores
@@ -86,7 +86,7 @@ class ImageRecipe(config.Recipe):
         return self
 
 
-class ImageTask:
+class ImageTask(Task):
     """Images, the network that classifies them, and its scores."""
 
     Recipe = ImageRecipe
@@ -100,7 +100,6 @@ class ImageTask:
         "tf-kd-self": {"alpha": 0.95, "tau": 20.0},
     }
     tempered_records: ClassVar = False
-    notes: ClassVar = ()
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
@@ -245,7 +244,7 @@ class ImageTask:
         return self.evaluate(model, "valid", accelerator).metrics
 
     @torch.no_grad()
-    def evaluate(
+    def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
         model: nn.Module,
         split: str,

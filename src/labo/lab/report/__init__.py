@@ -55,6 +55,7 @@ def write_report(paths: Iterable[str | Path], out: str | Path) -> list[Listing]:
     out = Path(out)
     if not out.parent.is_dir():
         raise RequestError(f"there is no folder {out.parent} to write {out.name} to")
+    atomic.refuse_foreign(out, b'<meta name="generator" content="labo ')
     page = _render(listings, make_groups(members))
     # A lone surrogate from the JSON of a record cannot be encoded as UTF-8.
     atomic.write_text(out, page.encode("utf-8", "replace").decode())

@@ -30,7 +30,7 @@ from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..run.seeds import permutation, uniforms
-from ..tasks import Batch, Evaluation
+from ..tasks import Batch, Evaluation, Task
 from . import bleu, forced
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .model import (
@@ -152,7 +152,7 @@ class Sentences:
         )
 
 
-class TranslationTask:
+class TranslationTask(Task):
     """Sentence pairs, the model that translates them, and its scores."""
 
     Recipe = TextRecipe
@@ -349,7 +349,7 @@ class TranslationTask:
             metrics |= {"bleu": self._scores(split, self._texts(split, hypotheses))["bleu"]}
         return metrics
 
-    def evaluate(
+    def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
         model: nn.Module,
         split: str,
