@@ -303,7 +303,7 @@ def label_smoothing_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         alpha: mass moved away from the label, in [0, 1].
-        convention: "torch", "fairseq" or "joeynmt".
+        convention: which classes share alpha, see the table: "torch", "fairseq" or "joeynmt".
         padding_idx: the padding class, needed by "joeynmt" only.
         weight, ignore_index, reduction, dim: as for every loss here.
         impl, inplace: see the module.
@@ -417,7 +417,7 @@ def weighted_label_smoothing_loss(
         target: (...) class indices or (..., K) class probabilities.
         groups: (K,) integers: 0 for target-only, 1 for common, 2 for source-only classes.
         alpha: mass moved away from the label, in [0, 1].
-        shares: of the three groups; they are normalised.
+        shares: shares of the three groups in the smoothing mass; they are normalized.
         normalize: make the label sum to 1; False is the authors' code.
         weight, ignore_index, reduction, dim: as for every loss here.
 
@@ -482,12 +482,12 @@ def tf_reg_loss(
         logits: (..., K).
         target: (...) class indices.
         alpha: weight of the teacher, in [0, 1].
-        tau: temperature.
-        mode: "repo" or "paper".
-        multiplier: m of the repo; None is K, the setting of their CIFAR-100 ResNet18 (100) for any
-            number of classes.
-        confidence: the teacher's value for the true class.
-        tau_squared: for mode "paper".
+        tau: temperature of the virtual teacher; with mode "paper" of the model as well.
+        mode: "repo", the loss of the authors' code, or "paper", their Eq. 9.
+        multiplier: the factor m of mode "repo". None is K, which is what their CIFAR-100 ResNet18
+            uses (100).
+        confidence: the value of the virtual teacher for the true class.
+        tau_squared: multiply the KL divergence of mode "paper" by tau squared.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -546,7 +546,7 @@ def confidence_penalty_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         beta: strength; the LABO paper does not give its own. Search {0.05, 0.1, 0.3, 0.5, 1, 2}.
-        threshold: Gamma, in nats.
+        threshold: entropy in nats below which the penalty acts; None applies it always.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -630,7 +630,7 @@ def anti_focal_loss(
         logits: (..., K).
         target: (...) class indices.
         gamma: strength; 0 is cross entropy.
-        scale: s, called alpha by the authors; -1 is focal loss.
+        scale: the factor s of the probability, called alpha by the authors; -1 is focal loss.
         detach_factor: hold the factor fixed, as the authors' code does.
         weight, ignore_index, reduction, dim: as for every loss here.
 
@@ -686,10 +686,10 @@ def generalized_entropy_loss(
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
-        alpha: place in the family, in [0, 1].
+        alpha: member of the family, from confidence penalty (0) to label smoothing (1).
         beta: strength.
         prior: (K,) the distribution u; uniform by default.
-        generator: "kl" or "euclidean".
+        generator: the divergence: "kl", or "euclidean" for the squared distance.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -772,9 +772,9 @@ def distillation_loss(
         target: (...) class indices or (..., K) class probabilities.
         teacher_logits: as ``logits``; held fixed.
         alpha: weight of the teacher, in [0, 1].
-        tau: temperature of both.
-        kl_reduction: "batchmean" or "elementwise".
-        multiplier: m.
+        tau: temperature of teacher and model.
+        kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
+        multiplier: the factor m of the KL divergence.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -824,8 +824,8 @@ def cs_kd_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         peer_logits: as ``logits``, the model's own output z' for the partners; held fixed.
-        lam: lambda.
-        tau: temperature of both.
+        lam: weight lambda of the KL divergence.
+        tau: temperature of both predictions.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:

@@ -479,6 +479,10 @@ class PSKDLoss(_Loss):
     alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ...; call ``end_epoch()`` after each epoch.
     See :func:`labo.functional.ps_kd_loss`.
 
+    Args:
+        epochs: epochs of the whole training.
+        alpha: weight of the past prediction in the last epoch; it grows linearly.
+
     Example:
         >>> loss = PSKDLoss(alpha=0.8, epochs=2)  # alpha_t is 0.4 in the first epoch
         >>> past = torch.tensor([[0.7, 0.2, 0.06, 0.04]])
@@ -583,7 +587,8 @@ class OnlineLabelSmoothingLoss(_Loss):
 
     Args:
         num_classes: K; the table has K x K entries, so this is for images rather than vocabularies.
-        hard_weight, soft_weight: 0.5 each in the authors' CIFAR code, 1 each in their fine-grained.
+        hard_weight, soft_weight: weights of the label and of the soft label: 0.5 each in the
+            authors' CIFAR code, 1 each in their fine-grained code.
         first_table: "zeros" (their CIFAR code: the first epoch is half the cross entropy) or
             "uniform" (their fine-grained code).
         freeze_above: keep a row for good once its largest entry reaches this (0.88 in their
@@ -674,6 +679,7 @@ class KRLSLoss(_Loss):
         tensor(0.5757)
     """
 
+    function = staticmethod(F.kr_ls_loss)
     rowwise = False
 
     def __init__(
@@ -691,7 +697,7 @@ class KRLSLoss(_Loss):
         self.table = nn.Parameter(torch.zeros(num_classes, num_classes))
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        return F.kr_ls_loss(logits, target, self.table, **self.arguments())
+        return super().forward(logits, target, self.table)
 
     def extra_repr(self) -> str:
         return f"num_classes={len(self.table)}, {super().extra_repr()}"
