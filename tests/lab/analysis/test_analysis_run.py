@@ -438,7 +438,7 @@ def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
     run = image_run(tmp_path / "r")
     for arguments, line in [
         ([tmp_path / "nowhere"], f"labo: {tmp_path / 'nowhere'} is no run with recipe.yaml\n"),
-        ([run, "--split", "train"], "labo: --split train: there are valid and test\n"),
+        ([run, "--split", "train"], "labo: --split train: must be valid or test\n"),
     ]:
         assert analyze(*arguments) == 2
         assert capsys.readouterr().err == line
