@@ -110,7 +110,7 @@ def test_a_method_that_wants_a_teacher_says_so():
 
 def test_mixing_is_refused_where_the_loss_is_not_linear():
     assert problems("method=fl", "data.mixup=0.2") == [
-        "data.mixup and data.cutmix do not go with fl"
+        "method fl does not support data.mixup and data.cutmix"
     ]
 
 

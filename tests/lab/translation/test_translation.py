@@ -368,7 +368,7 @@ def test_scores_do_not_depend_on_how_the_split_is_cut(small):
     [
         (["method=cs-kd"], "method: cs-kd is not for translation; there are base, ls,"),
         (["data.name=prepared"], "needs path=FOLDER, made by `labo prepare`"),
-        (["data.languages=[]"], "languages, such as [de-en], belong to name: cldr"),
+        (["data.languages=[]"], "name=cldr needs languages, such as [de-en]"),
         (["model.preset=huge"], "model.preset"),
         (["model.heads=3"], "width 16 must be even and divisible by heads 3"),
         (["model.fixnorm=true", "model.embeddings=separate"], "fixnorm needs embeddings"),
@@ -401,7 +401,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(finished, cache, tmp_path):
     out = tmp_path / "run"
     chosen = ["method=kd", f"method.teacher={finished}", "data.data_seed=5"]
     assert train(out, cache, chosen) == {2}
-    assert "another target vocabulary" in log_of(out).read_text().splitlines()[-1]
+    assert "a different target vocabulary" in log_of(out).read_text().splitlines()[-1]
 
 
 def test_methods_for_images_only_are_refused_by_name():

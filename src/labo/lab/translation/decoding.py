@@ -43,11 +43,23 @@ class Decode(Section):
     counted on both sides, and never more than the model has positions for.
     """
 
-    beam: int = Field(5, ge=1)
-    length_penalty: float = Field(1.0, ge=0)
-    max_ratio: float = Field(1.5, ge=0)
-    max_extra: int = Field(20, ge=1)
-    batch_tokens: int = Field(4096, ge=1)  # sentences x longest source x beam, at most
+    beam: int = Field(5, ge=1, description="Hypotheses kept at each step.")
+    length_penalty: float = Field(
+        1.0,
+        ge=0,
+        description="A hypothesis scores its log-probability divided by its length to this power. "
+        "Larger values favor longer outputs.",
+    )
+    max_ratio: float = Field(
+        1.5,
+        ge=0,
+        description="The longest output has `max_ratio` times the tokens of the source, plus "
+        "`max_extra`.",
+    )
+    max_extra: int = Field(20, ge=1, description="See `max_ratio`.")
+    batch_tokens: int = Field(
+        4096, ge=1, description="The largest batch: sentences times longest source times beam."
+    )
 
 
 @dataclass(frozen=True)

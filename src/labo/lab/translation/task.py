@@ -51,44 +51,78 @@ _EXPLORED = 5  # examples with all their logits
 
 
 class TextData(config.Section):
-    """Which text: the built-in CLDR phrases, or a folder made by ``labo prepare``."""
+    """The text: the built-in CLDR phrases, or a folder made by ``labo prepare``."""
 
-    name: Literal["cldr", "prepared"]
-    path: str | None = None  # of the prepared folder
-    languages: config.Names = ()  # of the CLDR phrases: de-en, en-de, fr-en, en-fr; or several
-    size: int = Field(20_000, ge=100)  # CLDR training pairs
-    data_seed: int = Field(0, ge=0)  # of the CLDR phrases
-    vocabulary: int = Field(2000, ge=300)  # of the CLDR phrases
-    # SwitchOut (Wang et al. 2018): the temperature of the number of replaced words; 0 is off.
-    switchout_source: float = Field(0.0, ge=0)
-    switchout_target: float = Field(0.0, ge=0)
+    name: Literal["cldr", "prepared"] = Field(
+        description="`cldr`: built-in phrases from the Unicode CLDR. `prepared`: a folder made by "
+        "`labo prepare`."
+    )
+    path: str | None = Field(None, description="With `prepared`: the folder.")
+    languages: config.Names = Field(
+        (), description="With `cldr`: one or several of de-en, en-de, fr-en and en-fr."
+    )
+    size: int = Field(20_000, ge=100, description="With `cldr`: the number of training pairs.")
+    data_seed: int = Field(0, ge=0, description="With `cldr`: the seed of the phrases.")
+    vocabulary: int = Field(2000, ge=300, description="With `cldr`: the size of the vocabulary.")
+    switchout_source: float = Field(
+        0.0,
+        ge=0,
+        description="SwitchOut (Wang et al. 2018) on the source: temperature of the number of "
+        "replaced words; 0 is off.",
+    )
+    switchout_target: float = Field(0.0, ge=0, description="SwitchOut on the target, likewise.")
 
     @model_validator(mode="after")
     def _consistent(self) -> TextData:
         if (self.name == "prepared") != (self.path is not None):
             raise ValueError(
-                "name: prepared needs path=FOLDER, made by `labo prepare`; name: cldr takes none"
+                "name=prepared needs path=FOLDER, made by `labo prepare`; name=cldr takes no path"
             )
         if (self.name == "cldr") != bool(self.languages):
-            raise ValueError("languages, such as [de-en], belong to name: cldr, which needs them")
+            raise ValueError("name=cldr needs languages, such as [de-en]; name=prepared takes none")
         return self
 
 
 class TextModel(config.Section):
-    """A preset, and what is to differ from it."""
+    """The Transformer: a preset, and what differs from it."""
 
-    preset: str
-    width: int | None = Field(None, ge=2)
-    ffn: int | None = Field(None, ge=1)
-    heads: int | None = Field(None, ge=1)
-    encoder_layers: int | None = Field(None, ge=1)
-    decoder_layers: int | None = Field(None, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
-    activation_dropout: float = Field(0.0, ge=0, lt=1)
-    embeddings: Literal["shared", "decoder", "separate"] = "shared"
-    fixnorm: bool = False
-    positions: int = Field(1024, ge=8)  # the longest sentence, in tokens
+    preset: str = Field(
+        description="The dimensions (width/ffn, heads, layers): "
+        + ", ".join(
+            f"{name} ({p['width']}/{p['ffn']}, {p['heads']}, {p['layers']}+{p['layers']})"
+            for name, p in MODEL_PRESETS.items()
+        )
+        + "."
+    )
+    width: int | None = Field(
+        None, ge=2, description="Width of embeddings and layers. null: as in the preset."
+    )
+    ffn: int | None = Field(
+        None, ge=1, description="Width inside the feed-forward layers. null: as in the preset."
+    )
+    heads: int | None = Field(None, ge=1, description="Attention heads. null: as in the preset.")
+    encoder_layers: int | None = Field(
+        None, ge=1, description="Layers of the encoder. null: as in the preset."
+    )
+    decoder_layers: int | None = Field(
+        None, ge=1, description="Layers of the decoder. null: as in the preset."
+    )
+    dropout: float = Field(
+        0.1, ge=0, lt=1, description="Dropout on embeddings and on the outputs of sublayers."
+    )
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on attention weights.")
+    activation_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout inside the feed-forward layers."
+    )
+    embeddings: Literal["shared", "decoder", "separate"] = Field(
+        "shared",
+        description="Tied matrices: source, target and output layer (`shared`), target and output "
+        "layer (`decoder`), or none (`separate`).",
+    )
+    fixnorm: bool = Field(
+        False, description="Use word embeddings of length 1 (Nguyen and Chiang 2018)."
+    )
+    positions: int = Field(1024, ge=8, description="The longest sentence, in tokens.")
 
     @field_validator("preset")
     @classmethod
@@ -103,7 +137,7 @@ class TextModel(config.Section):
         if width % heads or width % 2:
             raise ValueError(f"width {width} must be even and divisible by heads {heads}")
         if self.fixnorm and self.embeddings == "separate":
-            raise ValueError("fixnorm needs embeddings: shared or decoder")
+            raise ValueError("fixnorm needs embeddings=shared or embeddings=decoder")
         return self
 
     def dimensions(self) -> dict[str, int]:
@@ -114,11 +148,17 @@ class TextModel(config.Section):
 
 
 class TextTrain(config.Train):
-    """The loop, and the score on the validation sentences that selects the model."""
+    """The training loop of translation."""
 
-    batch_tokens: int = Field(ge=16)  # sentences x longest side, over all processes and pieces
-    select: Literal["bleu", "nll"] = "bleu"
-    select_beam: int = Field(1, ge=1)  # of the BLEU that selects
+    batch_tokens: int = Field(
+        ge=16,
+        description="Tokens per optimizer step: sentences times the longest side, padding "
+        "included, over all processes and micro-batches.",
+    )
+    select: Literal["bleu", "nll"] = Field(
+        "bleu", description="The score on the validation split that selects the model."
+    )
+    select_beam: int = Field(1, ge=1, description="Beam size of the BLEU that selects the model.")
 
 
 class TextRecipe(config.Recipe):
