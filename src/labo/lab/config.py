@@ -166,7 +166,7 @@ class Recipe(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number and a repeated key is an error."""
+    """YAML as people expect it: 1e-4 is a number, and a key may be given only once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -215,7 +215,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A YAML file as a dict, without the ``made_with`` entry of a run directory."""
+    """A YAML file as a dict, without the run directory's provenance."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -246,7 +246,7 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             line = f"{key}: {message}" if key else message
         else:
             line = f"{key}: {problem['msg'].removeprefix('Input ')}, got {problem['input']!r}"
-        lines.setdefault(key, line)  # a union reports one error per member
+        lines.setdefault(key, line)  # each member of a union complains for itself
     return list(lines.values())
 
 
@@ -260,7 +260,7 @@ def _locate(
         field = model.model_fields.get(str(part))
         kind = None if field is None else field.annotation
         if not (isinstance(kind, type) and issubclass(kind, Section)):
-            break  # inside a value; the key ends here
+            break  # a value: what is inside it has no key
         model = kind
     return path, model
 

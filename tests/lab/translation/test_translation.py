@@ -108,7 +108,7 @@ def test_sentences_too_long_for_a_batch_are_left_out_and_said_so(cache):
     small = task("train.batch_tokens=16")
     kept = sum(len(small.global_batch(0, i)) for i in range(small.steps_per_epoch))
     missing = len(small.data.split("train")) - kept
-    assert small.notes == [f"{missing} training pairs are too long for a batch and left out"]
+    assert small.notes == [f"{missing} training pairs are too long for a batch and are not used"]
 
 
 # ------------------------------------------------------------------ the loss

@@ -9,9 +9,9 @@ ECE_BINS = 15
 
 
 def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy (a fraction), negative log-likelihood, calibration error, and two means.
+    """Accuracy (a fraction), NLL, ECE, mean entropy (in nats) and mean confidence.
 
-    The means are those of the entropy (in nats) and of the largest probability.
+    The confidence is the largest probability of a prediction.
 
     Args:
         log_p: (N, K) log-probabilities.
@@ -31,11 +31,11 @@ def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def expected_calibration_error(confidence: Tensor, right: Tensor) -> float:
-    """How far confidence and accuracy lie apart, over 15 bins of equal width.
+    """Expected calibration error: the gap of confidence and accuracy in 15 bins of equal width.
 
     Args:
         confidence: (N,) the largest probability of each prediction.
-        right: (N,) 1 where the prediction is right, else 0.
+        right: (N,) 1 where the prediction is correct, else 0.
 
     Example:
         >>> expected_calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]))

@@ -1,6 +1,6 @@
-"""What a model says of the tokens of a reference, each given the true ones before it.
+"""Teacher-forced statistics: the prediction for each reference token, given the true prefix.
 
-The (tokens, V) logits of a split are never held: they are made for a block of tokens at a time.
+Logits are computed for one block of tokens at a time; the (tokens, V) logits are never stored.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 from .model import Head
 
 _LOGITS_AT_ONCE = 1 << 24  # numbers
-# The inverse temperatures that are tried. They are multiples of the first: one exponential serves
-# all of them, by multiplication.
+# The inverse temperatures that are tried. They are multiples of the first, so that all powers
+# follow from one exponential by multiplication.
 BETAS = torch.arange(1, 65, dtype=torch.float64) / 8
 
 
 def token_statistics(
     head: Head, target: Tensor, temperature: float | None = None
 ) -> dict[str, Tensor]:
-    """For each token: -log p of the reference, the entropy, the top probability, whether right.
+    """For each token: NLL of the reference, entropy, top probability, and whether it is correct.
 
     Args:
         head: states (N, D) and output layer.
         target: (N,) the reference tokens.
-        temperature: if given, ``tempered_nll`` and ``tempered_confidence`` are those of
+        temperature: if given, add ``tempered_nll`` and ``tempered_confidence``, those of
             ``softmax(logits / temperature)``.
     """
     columns: dict[str, list[Tensor]] = {}
@@ -49,7 +49,7 @@ def token_statistics(
 
 
 def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The means over all tokens of sentences with their :func:`token_statistics`."""
+    """Means of :func:`token_statistics` over all tokens of all sentences."""
     names = {
         "nll": "nll",
         "entropy": "entropy",
@@ -88,34 +88,34 @@ def losses_by_beta(head: Head, target: Tensor) -> Tensor:
 
 
 def best_temperature(losses: Tensor) -> float | None:
-    """The temperature of the smallest loss, between those that were tried by a parabola.
+    """The temperature with the smallest loss, interpolated by a parabola.
 
     Args:
         losses: (B,) of :func:`losses_by_beta`, summed over a split.
 
     Returns:
-        None if the smallest is at the edge of what was tried: then there is no telling.
+        None if the smallest loss is at the edge of the grid, where the minimum is not known.
 
     Example:
         >>> round(best_temperature((BETAS - 2.2) ** 2), 4)  # 1 / 2.2
         0.4545
         >>> best_temperature(-BETAS)
     """
-    place = int(losses.argmin())
-    if place in (0, len(losses) - 1):
+    index = int(losses.argmin())
+    if index in (0, len(losses) - 1):
         return None
-    below, here, above = losses[place - 1 : place + 2].tolist()
-    aside = (below - above) / (2 * (below - 2 * here + above))
-    return 1 / float(BETAS[place] + aside * BETAS[0])
+    below, here, above = losses[index - 1 : index + 2].tolist()
+    offset = (below - above) / (2 * (below - 2 * here + above))
+    return 1 / float(BETAS[index] + offset * BETAS[0])
 
 
 def rival_probabilities(head: Head, target: Tensor) -> Tensor:
-    """(N,) the second largest probability at each token: large where two words compete."""
+    """(N,) the second largest probability at each token: large where two tokens compete."""
     return torch.cat([log_p.topk(2).values[:, 1].exp() for log_p, _ in _blocks(head, target)])
 
 
 def _blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-probabilities (n, V) and labels (n,)."""
+    """Blocks of log-probabilities (n, V) and labels (n,)."""
     at_once = max(1, _LOGITS_AT_ONCE // len(head.weight))
     for states, labels in zip(head.states.split(at_once), target.split(at_once), strict=True):
         yield (states @ head.weight.T).float().log_softmax(-1), labels
