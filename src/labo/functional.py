@@ -311,8 +311,8 @@ def label_smoothing_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         alpha: mass moved away from the label, in [0, 1].
-        convention: "torch", "fairseq" or "joeynmt".
-        padding_idx: the padding class, for "joeynmt" only.
+        convention: which classes share alpha, see the table: "torch", "fairseq" or "joeynmt".
+        padding_idx: the padding class, needed by "joeynmt" only.
         weight, ignore_index, reduction, dim: as for every loss here.
         impl, inplace: see the module.
 
@@ -426,8 +426,8 @@ def weighted_label_smoothing_loss(
         target: (...) class indices or (..., K) class probabilities.
         groups: (K,) integers: 0 for target-only, 1 for common, 2 for source-only classes.
         alpha: mass moved away from the label, in [0, 1].
-        shares: the shares of the three groups; they are normalised.
-        normalize: make the label sum to 1. False is the authors' code.
+        shares: shares of the three groups in the smoothing mass; they are normalized.
+        normalize: make the label sum to 1; False is the authors' code.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -506,11 +506,12 @@ def tf_reg_loss(
         logits: (..., K).
         target: (...) class indices.
         alpha: weight of the teacher, in [0, 1].
-        tau: temperature.
-        mode: "repo" or "paper".
-        multiplier: m of mode "repo". None is K, which is their setting for ResNet18 on CIFAR-100.
-        confidence: the teacher's value for the true class.
-        tau_squared: for mode "paper".
+        tau: temperature of the virtual teacher; with mode "paper" of the model as well.
+        mode: "repo", the loss of the authors' code, or "paper", their Eq. 9.
+        multiplier: the factor m of mode "repo". None is K, which is what their CIFAR-100 ResNet18
+            uses (100).
+        confidence: the value of the virtual teacher for the true class.
+        tau_squared: multiply the KL divergence of mode "paper" by tau squared.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -568,9 +569,8 @@ def confidence_penalty_loss(
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
-        beta: strength. The LABO paper does not give its value; a range to search is
-            {0.05, 0.1, 0.3, 0.5, 1, 2}.
-        threshold: Gamma, in nats.
+        beta: strength; the LABO paper does not give its own. Search {0.05, 0.1, 0.3, 0.5, 1, 2}.
+        threshold: entropy in nats below which the penalty acts; None applies it always.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -654,8 +654,8 @@ def anti_focal_loss(
         logits: (..., K).
         target: (...) class indices.
         gamma: strength; 0 is cross entropy.
-        scale: s, called alpha by the authors; -1 is focal loss.
-        detach_factor: hold the factor constant, as the authors' code does.
+        scale: the factor s of the probability, called alpha by the authors; -1 is focal loss.
+        detach_factor: hold the factor fixed, as the authors' code does.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -710,11 +710,11 @@ def generalized_entropy_loss(
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
-        alpha: position in the family, in [0, 1].
+        alpha: member of the family, from confidence penalty (0) to label smoothing (1).
         beta: strength.
         prior: (K,) the distribution u; uniform by default. At alpha = 0 every class that is not
             masked needs a probability above 0, because KL(p || u) is infinite otherwise.
-        generator: "kl" or "euclidean".
+        generator: the divergence: "kl", or "euclidean" for the squared distance.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -810,9 +810,9 @@ def distillation_loss(
         target: (...) class indices or (..., K) class probabilities.
         teacher_logits: as ``logits``, required; held constant.
         alpha: weight of the teacher, in [0, 1].
-        tau: temperature of both.
-        kl_reduction: "batchmean" or "elementwise".
-        multiplier: m.
+        tau: temperature of teacher and model.
+        kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
+        multiplier: the factor m of the KL divergence.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -863,8 +863,8 @@ def cs_kd_loss(
         target: (...) class indices or (..., K) class probabilities.
         peer_logits: as ``logits``, required: the model's own output z' for the other samples; held
             constant.
-        lam: lambda.
-        tau: temperature of both.
+        lam: weight lambda of the KL divergence.
+        tau: temperature of both predictions.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:

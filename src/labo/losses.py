@@ -519,6 +519,10 @@ class PSKDLoss(_Loss):
     alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ... Call ``end_epoch()`` after each epoch.
     See :func:`labo.functional.ps_kd_loss`.
 
+    Args:
+        epochs: epochs of the whole training.
+        alpha: weight of the past prediction in the last epoch; it grows linearly.
+
     Example:
         >>> loss = PSKDLoss(alpha=0.8, epochs=2)  # alpha_t is 0.4 in the first epoch
         >>> past = torch.tensor([[0.7, 0.2, 0.06, 0.04]])
@@ -627,9 +631,9 @@ class OnlineLabelSmoothingLoss(_Loss):
     See :func:`labo.functional.online_label_smoothing_loss`.
 
     Args:
-        num_classes: K. The table has K x K entries, so this is not for large vocabularies.
-        hard_weight, soft_weight: 0.5 each in the authors' CIFAR code, 1 each in their code for
-            fine-grained data.
+        num_classes: K; the table has K x K entries, so this is for images rather than vocabularies.
+        hard_weight, soft_weight: weights of the label and of the soft label: 0.5 each in the
+            authors' CIFAR code, 1 each in their fine-grained code.
         first_table: "zeros" (their CIFAR code: the first epoch is half the cross entropy) or
             "uniform" (their code for fine-grained data).
         freeze_above: keep a row once its largest entry reaches this (0.88 in their code for

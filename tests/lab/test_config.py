@@ -84,8 +84,8 @@ def test_method_names_however_written(name):
             "optim: schedule 'step' needs milestones, and no other schedule has any",
         ),
         ("train.epochs=null", "train: give epochs or max_steps"),
-        ("train.epochs.x=1", "train.epochs is no section of the recipe"),
-        ("lr", "'lr' is no override: write key=value, as in optim.lr=0.1"),
+        ("train.epochs.x=1", "train.epochs is not a section of the recipe"),
+        ("lr", "'lr' is not an override; write KEY=VALUE, such as optim.lr=0.1"),
     ],
 )
 def test_one_line_for_a_wrong_key(override, line):
@@ -110,7 +110,7 @@ def test_a_method_that_wants_a_teacher_says_so():
 
 def test_mixing_is_refused_where_the_loss_is_not_linear():
     assert problems("method=fl", "data.mixup=0.2") == [
-        "data.mixup and data.cutmix do not go with fl"
+        "method fl does not support data.mixup and data.cutmix"
     ]
 
 

@@ -1,7 +1,7 @@
 """The sections of a recipe that all tasks share, and how YAML files are read and checked.
 
-A recipe file is found by its path or, for those that come with the package, by its bare name.
-:mod:`labo.lab.recipes` turns one into a complete :class:`Recipe`.
+A recipe file is given by its path or, if it is part of the package, by its name.
+:mod:`labo.lab.recipes` turns it into a complete :class:`Recipe`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .errors import RequestError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
-# Where, in the run directory's copy of a recipe, stands what is no part of the recipe.
+# The key under which the copy of a recipe in a run directory records versions and commands.
 PROVENANCE = "made_with"
 
 
@@ -35,12 +35,12 @@ class RecipeError(RequestError):
 
 
 class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversions, no change once made."""
+    """Base of all sections: unknown keys and silent conversions are errors; values are frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# YAML has lists only; pydantic, being strict, would ask for tuples.
+# YAML has lists only; strict mode would reject them where a tuple is declared.
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Epochs = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -49,18 +49,33 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 class Optim(Section):
     """The optimizer and its learning rate, which is a pure function of the step."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    nesterov: bool = False
-    betas: Pair = (0.9, 0.999)
-    weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    warmup_from: float = Field(0.0, ge=0)  # the learning rate of step 0
-    milestones: Epochs = ()  # for "step": the epochs at which lr is multiplied by gamma
-    gamma: float = Field(0.1, gt=0)
-    clip_norm: float | None = Field(None, gt=0)
+    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="The optimizer.")
+    lr: float = Field(gt=0, description="The learning rate, at its highest.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd`.")
+    nesterov: bool = Field(False, description="Use Nesterov momentum with `sgd`.")
+    betas: Pair = Field((0.9, 0.999), description="Decay rates of `adam` and `adamw`.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Weight decay: an L2 penalty for `sgd` and `adam`, decoupled for `adamw`.",
+    )
+    schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = Field(
+        "constant",
+        description="The learning rate after the warm-up: constant, lowered at `milestones`, a "
+        "cosine to 0, or falling with the inverse square root of the step.",
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps in which the learning rate rises linearly to `lr`."
+    )
+    warmup_from: float = Field(0.0, ge=0, description="The learning rate of the first step.")
+    milestones: Epochs = Field(
+        (),
+        description="With `step`: epochs after which the learning rate is multiplied by `gamma`.",
+    )
+    gamma: float = Field(0.1, gt=0, description="The factor applied at each milestone.")
+    clip_norm: float | None = Field(
+        None, gt=0, description="The largest norm of the gradient; larger ones are scaled down."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Optim:
@@ -81,20 +96,39 @@ class Optim(Section):
 
 
 class Train(Section):
-    """The loop. With both ``epochs`` and ``max_steps`` the run ends with whichever comes first."""
+    """The training loop. With both ``epochs`` and ``max_steps`` the earlier one ends the run."""
 
-    epochs: int | None = Field(None, ge=1)
-    max_steps: int | None = Field(None, ge=1)
-    accumulate: int = Field(1, ge=1)  # pieces a batch is worked off in, to save memory
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    sync_batchnorm: bool = False  # statistics over all processes; GPUs only
-    log_every: int = Field(50, ge=1)  # steps
-    eval_every: int = Field(1, ge=1)  # epochs; a run always ends with an evaluation
-    save_every: int | None = Field(None, ge=1)  # steps, besides a save at each evaluation
-    patience: int | None = Field(None, ge=1)  # evaluations without a better one before the end
-    select: str  # the score on the validation split that selects the model; each task names its own
-    average_last: int = Field(0, ge=0)  # select the mean of the last so many evaluated models
-    workers: int = Field(0, ge=0)  # threads that prepare batches ahead of time
+    epochs: int | None = Field(None, ge=1, description="Epochs to train for.")
+    max_steps: int | None = Field(None, ge=1, description="Optimizer steps to train for.")
+    accumulate: int = Field(
+        1, ge=1, description="Micro-batches that each batch is split into, to save memory."
+    )
+    precision: Literal["no", "bf16", "fp16"] = Field(
+        "no", description="Mixed precision: none, bfloat16 or float16."
+    )
+    sync_batchnorm: bool = Field(
+        False, description="Batch-norm statistics over all processes. Needs GPUs."
+    )
+    log_every: int = Field(50, ge=1, description="Steps between two logged losses.")
+    eval_every: int = Field(
+        1,
+        ge=1,
+        description="Epochs between two evaluations on the validation split. The end of a run is "
+        "always evaluated.",
+    )
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between two checkpoints. Each evaluation saves one as well."
+    )
+    patience: int | None = Field(
+        None, ge=1, description="Stop after this many evaluations without a better score."
+    )
+    select: str = Field(description="The score on the validation split that selects the model.")
+    average_last: int = Field(
+        0,
+        ge=0,
+        description="Select the average of the last N evaluated models; 0 selects the best.",
+    )
+    workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Train:
@@ -106,11 +140,15 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """What all tasks share; each task adds its ``data`` and ``model`` sections."""
+    """The part of a recipe that all tasks share. Each task adds ``data`` and ``model`` sections."""
 
-    task: str
-    seed: int = Field(0, ge=0)
-    method: dict[str, Any]  # name and hyper-parameters, resolved by methods.resolve
+    task: str = Field(description="The kind of data and model, as listed below.")
+    seed: int = Field(
+        0, ge=0, description="The seed of initialization, sample order, augmentation and dropout."
+    )
+    method: dict[str, Any] = Field(
+        description="The method: its name, or its name and hyper-parameters."
+    )
     optim: Optim
     train: Train
 
@@ -120,7 +158,7 @@ class Recipe(Section):
         return document
 
     def digest(self) -> str:
-        """A name for exactly this recipe."""
+        """A hash of all values of the recipe."""
         text = json.dumps(self.as_document(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -220,12 +258,12 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def known_recipes() -> list[str]:
-    """The bare names of the recipes that come with the package."""
+    """The names of the recipes of the package."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given by path or by bare name."""
+    """The file of a recipe, given by its path or, for recipes of the package, by its name."""
     path = Path(name)
     if path.is_file():
         return path
@@ -266,7 +304,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return document
 
 
-# ------------------------------------------------------------------ saying what is wrong
+# ------------------------------------------------------------------ error messages
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -298,7 +336,7 @@ def _shortened(value: object) -> str:
 def _locate(
     model: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[list[str], type[BaseModel]]:
-    """The key that an error is about, and the section it stands in."""
+    """The key that an error is about, and the section it belongs to."""
     path = []
     for part in location:
         path.append(str(part))

@@ -455,7 +455,7 @@ def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
             [tmp_path / "nowhere"],
             f"labo: {tmp_path / 'nowhere'} is not a run: it has no recipe.yaml\n",
         ),
-        ([run, "--split", "train"], "labo: --split train: there are valid and test\n"),
+        ([run, "--split", "train"], "labo: --split train: must be valid or test\n"),
         (
             [run, "part_size=3"],
             "labo: part_size=3: image_classification has no such option for labo analyze "

@@ -175,7 +175,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(stopped, tmp_path, whole):
 def test_a_finished_run_is_left_alone(whole):
     before = outcome(whole)
     assert train(whole, RUN) == {0}
-    assert "was finished before" in log_of(whole).read_text()
+    assert "was already finished" in log_of(whole).read_text()
     assert outcome(whole) == before
 
 

@@ -9,9 +9,9 @@ from ...calibration import ReliabilityBins
 
 
 def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy (a fraction), negative log-likelihood, calibration error, and two means.
+    """Accuracy (a fraction), NLL, ECE, mean entropy (in nats) and mean confidence.
 
-    The means are those of the entropy (in nats) and of the largest probability.
+    The confidence is the largest probability of a prediction.
 
     Args:
         log_p: (N, K) log-probabilities.

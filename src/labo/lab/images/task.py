@@ -31,30 +31,52 @@ from .scores import classification_scores
 from .sources import ImageSplit, load_images
 
 _EVALUATED_AT_ONCE = 256
-_EXPLORED = 6  # examples with all their logits
+_EXPLORED = 6  # examples saved with all their logits
 
 
 class ImageData(config.Section):
-    """Which images, and how they are varied in training."""
+    """The images, and how they are augmented in training."""
 
-    name: Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder"]
-    root: str | None = None
-    holdout: float = Field(0.1, gt=0, lt=1)  # share of the training images for validation
-    holdout_seed: int = Field(0, ge=0)
-    train_size: int | None = Field(None, ge=1)  # train on so many images only, drawn at random
-    padding: int = Field(0, ge=0)  # of the random crop; folders have a random resized crop instead
-    flip: bool = False
-    rotation: float = Field(0.0, ge=0, le=180)  # largest angle, in degrees
-    size: int = Field(224, ge=1)  # of images from a folder
-    mixup: float = Field(0.0, ge=0)  # the a of Beta(a, a); 0 is off
-    cutmix: float = Field(0.0, ge=0)  # likewise; if both are on, each piece has one of them
-    mix_probability: float = Field(1.0, gt=0, le=1)
+    name: Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder"] = Field(
+        description="The data set. `digits` comes with scikit-learn; the others need `root`."
+    )
+    root: str | None = Field(None, description="The folder that holds the data set.")
+    holdout: float = Field(
+        0.1, gt=0, lt=1, description="Share of the training images held out for validation."
+    )
+    holdout_seed: int = Field(0, ge=0, description="The seed of the hold-out split.")
+    train_size: int | None = Field(
+        None, ge=1, description="Train on this many images, drawn at random; null is all of them."
+    )
+    padding: int = Field(
+        0,
+        ge=0,
+        description="Pixels of zero padding before a random crop to the original size; 0 is off. "
+        "Images of a folder get a random resized crop instead.",
+    )
+    flip: bool = Field(False, description="Mirror half of the images, left to right.")
+    rotation: float = Field(
+        0.0, ge=0, le=180, description="Rotate each image by up to this angle, in degrees."
+    )
+    size: int = Field(
+        224, ge=1, description="Width and height to which images of a folder are cropped."
+    )
+    mixup: float = Field(0.0, ge=0, description="The parameter a of mixup's Beta(a, a); 0 is off.")
+    cutmix: float = Field(
+        0.0,
+        ge=0,
+        description="The parameter a of CutMix's Beta(a, a); 0 is off. With both on, each "
+        "micro-batch uses one of them at random.",
+    )
+    mix_probability: float = Field(
+        1.0, gt=0, le=1, description="Probability that a micro-batch is mixed at all."
+    )
 
 
 class ImageModel(config.Section):
-    """Which network."""
+    """The network."""
 
-    name: str
+    name: str = Field(description=f"One of {', '.join(CONVNETS)}.")
 
     @field_validator("name")
     @classmethod
@@ -65,10 +87,14 @@ class ImageModel(config.Section):
 
 
 class ImageTrain(config.Train):
-    """The loop, and the score on the validation images that selects the model."""
+    """The training loop of image classification."""
 
-    batch_size: int = Field(ge=1)  # over all processes and accumulated pieces together
-    select: Literal["accuracy", "nll"] = "accuracy"
+    batch_size: int = Field(
+        ge=1, description="Images per optimizer step, over all processes and micro-batches."
+    )
+    select: Literal["accuracy", "nll"] = Field(
+        "accuracy", description="The score on the validation split that selects the model."
+    )
 
 
 class ImageRecipe(config.Recipe):
@@ -82,12 +108,14 @@ class ImageRecipe(config.Recipe):
     def _consistent(self) -> ImageRecipe:
         mixed = self.data.mixup or self.data.cutmix
         if mixed and self.method and not METHODS[self.method["name"]].mixes:
-            raise ValueError(f"data.mixup and data.cutmix do not go with {self.method['name']}")
+            raise ValueError(
+                f"method {self.method['name']} does not support data.mixup and data.cutmix"
+            )
         return self
 
 
 class ImageTask(Task):
-    """Images, the network that classifies them, and its scores."""
+    """Image classification: data, network and scores."""
 
     Recipe = ImageRecipe
     higher_is_better: ClassVar = {"accuracy": True, "nll": False}
@@ -113,8 +141,8 @@ class ImageTask(Task):
         )
         if not len(self.data.valid):
             raise RequestError(
-                f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves none to "
-                "select a model by"
+                f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves no "
+                "validation images"
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.labels = self.data.train.labels
@@ -125,7 +153,7 @@ class ImageTask(Task):
         self._map: Callable[..., Iterator[Tensor]] = (
             ThreadPoolExecutor(workers).map if workers else map
         )
-        # The samples class by class, and where each class begins: for peers().
+        # The samples sorted by class, and where each class starts; peers() uses them.
         self._by_class = self.labels.argsort(stable=True)
         self._class_sizes = self.labels.bincount(minlength=self.num_classes)
         self._class_starts = self._class_sizes.cumsum(0) - self._class_sizes
@@ -188,16 +216,16 @@ class ImageTask(Task):
         return Batch(inputs, target, index, epoch)
 
     def peers(self, batch: Batch) -> Batch:
-        """For each sample one of its class, perhaps itself, seen in a way of its own."""
+        """For each sample a random one of its class, possibly itself, with its own augmentation."""
         labels = self.labels[batch.index]
         u = uniforms(self.recipe.seed, batch.epoch, batch.index, 1, stream="peer")
-        place = (u.squeeze(-1).double() * self._class_sizes[labels]).long()
-        index = self._by_class[self._class_starts[labels] + place]
+        offset = (u.squeeze(-1).double() * self._class_sizes[labels]).long()
+        index = self._by_class[self._class_starts[labels] + offset]
         inputs = self._views(index, batch.epoch, batch.index, "augment peer")
         return Batch(inputs, labels, index, batch.epoch)
 
     def _views(self, index: Tensor, epoch: int, key: Tensor, stream: str) -> Tensor:
-        """Training images as they look in an epoch; ``key`` names the chance of each."""
+        """Augmented training images; ``key`` selects the random numbers of each."""
         images, options, seed = self.data.train.images, self.recipe.data, self.recipe.seed
         if isinstance(images, Tensor):
             u = uniforms(seed, epoch, key, 4, stream=stream)
@@ -224,7 +252,7 @@ class ImageTask(Task):
         ways = [way for way in ("mixup", "cutmix") if getattr(options, way)]
         if not ways:
             return inputs, labels
-        # One chance for the piece, named by the first of its samples.
+        # One random draw per micro-batch, keyed by its first sample.
         seed = self.recipe.seed
         u = uniforms(seed, epoch, index[:1], 4, stream="mixing")[0].tolist()
         if u[0] >= options.mix_probability:
@@ -278,7 +306,7 @@ class ImageTask(Task):
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """The images the model is least sure of, and the first one."""
+        """The least confident predictions, and the first image."""
         chosen: ImageSplit = getattr(self.data, split)
         index = torch.arange(min(len(chosen.labels), _EVALUATED_AT_ONCE))
         model.eval()
@@ -320,7 +348,7 @@ def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
 
 
 def _picture(image: Tensor, size: int) -> str:
-    """An image as a data URL, small ones enlarged to be seen."""
+    """An image as a data URL; small images are enlarged."""
     pixels = image if image.shape[-1] <= size else augment.resize_center_crop(image, size, size)
     array = pixels.permute(1, 2, 0).numpy()
     picture = Image.fromarray(array.squeeze(-1) if array.shape[-1] == 1 else array)

@@ -1,6 +1,6 @@
-"""What a model says of the tokens of a reference, each given the true ones before it.
+"""Teacher-forced statistics: the prediction for each reference token, given the true prefix.
 
-The (tokens, V) logits of a split are never held: they are made for a block of tokens at a time.
+Logits are computed for one block of tokens at a time; the (tokens, V) logits are never stored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LOGITS_AT_ONCE = 1 << 24  # numbers
 def token_statistics(
     head: Head, target: Tensor, temperature: float | None = None
 ) -> dict[str, Tensor]:
-    """For each token: -log p of the reference, the entropy, the top probability, whether right.
+    """For each token: NLL of the reference, entropy, top probability, and whether it is correct.
 
     Args:
         head: states (N, D) and output layer.
         target: (N,) the reference tokens.
-        temperature: if given, ``tempered_nll`` and ``tempered_confidence`` are those of
+        temperature: if given, add ``tempered_nll`` and ``tempered_confidence``, those of
             ``softmax(logits / temperature)``.
     """
     columns: dict[str, list[Tensor]] = {}
@@ -47,7 +47,7 @@ def token_statistics(
 
 
 def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The means over all tokens of sentences with their :func:`token_statistics`."""
+    """Means of :func:`token_statistics` over all tokens of all sentences."""
     names = {
         "nll": "nll",
         "entropy": "entropy",
