@@ -9,6 +9,7 @@ import pickle
 import accelerate
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import transformers
@@ -19,6 +20,7 @@ import labo
 from labo.integrations import huggingface as hf
 from labo.integrations.huggingface import head as head_module
 from labo.integrations.huggingface.head import is_fused
+from labo.integrations.huggingface.losses import take_used
 from probes import LargestTensor
 from tiny_models import (
     FAMILIES,
@@ -194,13 +196,19 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 def test_compiled_with_ignored_rows_equals_eager():
+    """And is compiled once, although a Trainer checks in each step that the loss was used."""
     model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
     expected = model(**batch, num_items_in_batch=20).loss
+    slopes = gradients(model, expected)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    value = compiled(**batch, num_items_in_batch=20).loss
-    torch.testing.assert_close(value, expected)
-    assert_same(gradients(model, value), gradients(model, expected))
+    backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert take_used(model._labo.loss)
+        value = compiled(**batch, num_items_in_batch=20).loss
+        torch.testing.assert_close(value, expected)
+        assert_same(gradients(model, value), slopes)
+    assert backend.frame_count == 1
 
 
 def test_copies_are_models_of_their_own():
@@ -268,7 +276,7 @@ def test_fuse_head_refuses_a_model():
     config = build("Marian").config
     config.is_decoder, config.is_encoder_decoder = True, False
     unshifted = transformers.MarianForCausalLM(config)
-    with pytest.raises(ValueError, match="the class MarianForCausalLM does not tell"):
+    with pytest.raises(ValueError, match="not known whether a position of Marian"):
         hf.fuse_head(unshifted, labo.LABOLoss())
     with pytest.raises(ValueError, match="have its weights in memory"):
         hf.fuse_head(build("Llama").to("meta"), labo.LABOLoss())
@@ -276,6 +284,9 @@ def test_fuse_head_refuses_a_model():
     replaced.forward = replaced.forward
     with pytest.raises(ValueError, match="was replaced by transformers"):
         hf.fuse_head(replaced, labo.LABOLoss())
+    dispatched = accelerate.hooks.add_hook_to_module(build("Llama"), accelerate.hooks.ModelHook())
+    with pytest.raises(ValueError, match=r"was replaced by accelerate\.hooks.*device_map"):
+        hf.fuse_head(dispatched, labo.LABOLoss())
     with pytest.raises(TypeError, match="needs a model of transformers, got Linear"):
         hf.fuse_head(nn.Linear(2, 2), labo.LABOLoss())
     twice = hf.fuse_head(build("Llama"), labo.LABOLoss())
@@ -313,8 +324,17 @@ def test_a_wrapped_forward_pass_is_not_refused():
     torch.testing.assert_close(compiled(**batch).loss, expected)
 
 
+@pytest.fixture
+def _fresh_accelerator():
+    """Accelerators share their state, which other tests have set."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("_fresh_accelerator")
 def test_accelerate_may_wrap_but_not_unwrap():
-    """Without its mixed precision, accelerate restores the forward pass of the class."""
+    """When it removes its mixed precision, accelerate installs the forward pass of the class."""
     model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(2))
     expected = model(**batch).loss
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
@@ -384,31 +404,26 @@ def test_an_output_layer_that_is_missing_or_not_linear():
 
 def test_a_quantized_output_layer():
     class Linear8bit(nn.Linear):
-        """As in bitsandbytes: integers in the place of the weight."""
+        """As in bitsandbytes: the weight is made of integers."""
 
         def __init__(self):
             super().__init__(32, V, bias=False)
             self.weight = nn.Parameter(torch.ones(V, 32, dtype=torch.int8), requires_grad=False)
 
-    model = build("Llama", tied=False)
-    model.lm_head = Linear8bit()
-    with pytest.raises(
-        ValueError, match=r"is quantized \(.*Linear8bit, torch.int8\).*skip_modules"
-    ):
-        hf.fuse_head(model, labo.LABOLoss())
-
-
-def test_a_quantized_tensor_in_a_linear_layer():
-    """As in torchao, which leaves the layer and replaces the tensor."""
+    class QuantLinear(nn.Module):
+        """As for GPTQ: there is no weight."""
 
     class Quantized(torch.Tensor):
-        pass
+        """As in torchao: a tensor in an ordinary layer."""
 
-    model = build("Llama", tied=False)
-    weight = torch.randn(V, 32).as_subclass(Quantized)
-    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match="is quantized"):
-        hf.fuse_head(model, labo.LABOLoss())
+    ordinary = nn.Linear(32, V, bias=False)
+    ordinary.weight = nn.Parameter(torch.randn(V, 32).as_subclass(Quantized), requires_grad=False)
+    for layer in (Linear8bit(), QuantLinear(), ordinary):
+        model = build("Llama", tied=False)
+        model.lm_head = layer
+        name = type(layer).__name__
+        with pytest.raises(ValueError, match=rf"is quantized \(.*{name}\).*skip_modules"):
+            hf.fuse_head(model, labo.LABOLoss())
 
 
 @pytest.fixture

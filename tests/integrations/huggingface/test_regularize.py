@@ -541,9 +541,11 @@ def test_a_warmup_to_a_teacher(tmp_path):
     """Label smoothing first, which uses no teacher."""
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
     args = arguments(tmp_path, max_steps=3)
-    teacher = build("Llama", seed=7)
+    teacher, calls = build("Llama", seed=7), []
+    teacher.register_forward_hook(lambda *_: calls.append(loss.steps_done))
     make_trainer("regularized", build("Llama"), loss, args, examples(12), teacher=teacher).train()
     assert loss.steps_done == 3
+    assert calls == [1, 2]
 
 
 def test_teachers_refused(tmp_path):

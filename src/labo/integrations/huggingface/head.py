@@ -77,8 +77,9 @@ def fuse_head(
         raise ValueError("the model is fused already: call unfuse_head first")
     if "forward" in vars(base):
         raise ValueError(
-            f"the forward pass of {kind.__name__} was replaced by {_origin(base.forward)}. With "
-            "TRL's SFTTrainer use regularize(trainer, loss); otherwise call fuse_head first"
+            f"the forward pass of {kind.__name__} was replaced by {_origin(base.forward)}. Call "
+            "fuse_head before that, or use regularize(trainer, loss): with TRL's SFTTrainer, or "
+            "for a model on several devices (device_map)"
         )
     check_loss(loss, teacher=False)
     check_rowwise(loss, "fuse_head")
@@ -209,7 +210,7 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
         outputs, hidden = run_body(forward, head, inputs)
         loss, logits = active(fused.loss), None
         mean = output_layer(model, head).loss(hidden, target, loss, fused.options)
-        value = share(mean, target, items, loss.weight)
+        value = share(mean, target, items, getattr(loss, "weight", None))
         added = added_loss(model, outputs)
         if added is not None:
             value = value + share(added.to(value.device), target, items)
@@ -229,7 +230,7 @@ def _warn_without_callback(loss: nn.Module) -> None:
     """
     if loss not in FOLLOWED and follows_training(loss):
         warnings.warn(
-            f"{type(loss).__name__} needs to be told about optimizer steps: give the Trainer "
+            f"nothing counts the optimizer steps for {type(loss).__name__}: give the Trainer "
             "callbacks=[RegularizationCallback(loss)], or call loss.step() after each step",
             stacklevel=2,
         )
@@ -277,6 +278,8 @@ def _guarded(model: Any, forward: Any, names: list[str]) -> Any:
 
 def _origin(function: Any) -> str:
     """The module of a function. ``__module__`` is not reliable: functools.wraps copies it."""
+    while isinstance(function, functools.partial):
+        function = function.func
     function = getattr(function, "__func__", function)
     found = getattr(function, "__globals__", {}).get("__name__")
     return found or type(function).__module__

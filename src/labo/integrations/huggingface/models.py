@@ -48,7 +48,7 @@ def shifts(model: nn.Module) -> bool:
     """Whether the logits at a position predict the label of the next position.
 
     Raises:
-        ValueError: the class of the model does not tell.
+        ValueError: this cannot be derived from the class of the model.
     """
     model = unwrapped(model)
     if is_encoder_decoder(model):
@@ -60,8 +60,8 @@ def shifts(model: nn.Module) -> bool:
     own_way = code is not None and "CrossEntropyLoss" in code.co_names
     if (causal and own_way) or (not causal and getattr(model, "loss_type", None) is None):
         raise ValueError(
-            f"the class {name} does not tell whether a position predicts its own label or the "
-            "next one: pass shift=False or shift=True to regularize"
+            f"it is not known whether a position of {name} predicts its own label or the next "
+            "one: pass shift=False or shift=True to regularize"
         )
     return causal
 
@@ -137,7 +137,7 @@ def added_loss(model: Any, outputs: Any, logits: Tensor | None = None) -> Tensor
 
 
 def _has_router_logits(config: Any, outputs: Any) -> bool:
-    if not isinstance(outputs, dict):  # a tuple does not tell
+    if not isinstance(outputs, dict):  # a tuple has no names
         return bool(getattr(config, "output_router_logits", False))
     return any(name.endswith("router_logits") and len(outputs[name]) > 0 for name in outputs)
 
@@ -208,9 +208,9 @@ def find_head(model: Any) -> nn.Linear:
     weight = getattr(head, "weight", None)
     if is_dtensor(weight):
         raise _sharded(name, "a DTensor")
-    if weight is not None and _is_quantized(head, weight):
+    if _is_quantized(head, weight):
         raise ValueError(
-            f"the output layer of {name} is quantized ({kind}, {weight.dtype}). Exclude it from "
+            f"the output layer of {name} is quantized ({kind}). Exclude it from "
             "quantization (llm_int8_skip_modules or modules_to_not_convert in the quantization "
             "config), or use regularize(trainer, loss), which works on the logits"
         )
@@ -222,10 +222,12 @@ def find_head(model: Any) -> nn.Linear:
     return head
 
 
-def _is_quantized(head: nn.Module, weight: Tensor) -> bool:
-    if isinstance(head, nn.Embedding):
+def _is_quantized(head: nn.Module, weight: Any) -> bool:
+    # Some libraries replace the layer (bitsandbytes, GPTQ), others the tensor in it (torchao).
+    if "quant" in f"{type(head).__module__}.{type(head).__name__}".lower():
+        return True
+    if not isinstance(weight, Tensor):
         return False
-    # bitsandbytes and others have layers of their own; torchao has tensors of its own
     return not weight.is_floating_point() or type(weight.data) is not Tensor
 
 

@@ -59,6 +59,8 @@ def attach(trainer: Any, loss: nn.Module, *, shift: bool, teacher: nn.Module | N
     if not shift:
         raise ValueError("SFTTrainer trains causal models only: leave shift out")
     model = unwrapped(trainer.model)
+    if "forward" not in vars(model):
+        raise ValueError("regularize needs the SFTTrainer of TRL 1.16 or newer")
     check_equal(model, find_head(model), shift)
     loss = loss.to(trainer.args.device)
     model.forward = _with_loss(model, model.forward, loss)

@@ -72,17 +72,16 @@ def regularize(
 
 
 def _check_trainer(trainer: Any) -> None:
-    if isinstance(getattr(trainer.compute_loss, "__self__", None), _LogitLoss) or sft.is_attached(
-        trainer
-    ):
+    owner = getattr(trainer.compute_loss, "__self__", None)
+    if isinstance(owner, _LogitLoss) or sft.is_attached(trainer):
         raise ValueError("the trainer has a loss of labo already: make a new trainer")
     if trainer.compute_loss_func is not None:
         raise ValueError("the trainer has a compute_loss_func, and only one loss can be used")
     if is_fused(trainer.model):
-        raise ValueError(
-            "the model computes the loss already (fuse_head): use the Trainer as it is, with "
-            "callbacks=[RegularizationCallback(loss)] for a warm-up"
-        )
+        remedy = "use the Trainer as it is, with callbacks=[RegularizationCallback(loss)]"
+        if sft.is_sft_trainer(trainer):
+            remedy = "make the SFTTrainer with a model that is not fused"
+        raise ValueError(f"the model computes the loss already (fuse_head): {remedy}")
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.sp_enabled and parallel.sp_backend == "deepspeed":
         raise ValueError(
@@ -125,7 +124,8 @@ class _LogitLoss:
         self.is_shifted = given is not None
         if given is not None:
             inputs["labels"] = given
-        if self.teacher is not None and torch.is_grad_enabled():
+        needs_teacher = isinstance(active(self.loss), DistillationLoss)  # not in a warm-up
+        if self.teacher is not None and needs_teacher and torch.is_grad_enabled():
             self.teacher_logits = self._teacher_logits(self.teacher, inputs)
         return self.trainers_own(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
