@@ -43,6 +43,7 @@ from tiny_models import (
     targets_and_logits,
     trained,
 )
+from tiny_sft import conversations, make
 
 WAYS = ["regularized", "fused"]
 each_way = pytest.mark.parametrize("way", WAYS)
@@ -582,20 +583,28 @@ def test_lora_trains_its_adapters_only(way, tmp_path):
 
 def three_steps(way: str, family: str, out, batch_size: int):
     model = build(family)
-    args = arguments(
-        out,
-        kind_of_arguments(model),
-        max_steps=3,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=2,
-        learning_rate=0.02,
-    )
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
-    make_trainer(way, model, loss, args, examples(24, is_seq2seq(model))).train()
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.02,
+    }
+    if way == "sft":
+        hf.regularize(make(out, model, conversations(24), **settings), loss).train()
+    else:
+        args = arguments(out, kind_of_arguments(model), **settings)
+        make_trainer(way, model, loss, args, examples(24, is_seq2seq(model))).train()
     return model
 
 
-CASES = [("regularized", "GPT2"), ("regularized", "Marian"), ("fused", "Llama"), ("fused", "T5")]
+CASES = [
+    ("regularized", "GPT2"),
+    ("regularized", "Marian"),
+    ("fused", "Llama"),
+    ("fused", "T5"),
+    ("sft", "Llama"),
+]
 
 
 def as_one_of_two(rank: int, port: int, out: str) -> None:
