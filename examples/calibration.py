@@ -1,4 +1,4 @@
-"""Calibration after training: what a model claims, before and after one temperature.
+"""Calibration on held-out images, before and after temperature scaling.
 
     $ python examples/calibration.py
     497 test images         accuracy       ECE       NLL         T       ECE       NLL
@@ -7,9 +7,9 @@
     LABO tau 1.25             0.9738    0.3477    0.5039    0.2079    0.0154    0.0825
     LABO alpha 0.1, tau 2     0.9738    0.0412    0.1150    0.5496    0.0085    0.0926
 
-Smoothed models claim less than they know. One temperature T, fitted on 300 images that were not
-trained on, mends most of that and changes no prediction. ECE is the distance between confidence and
-accuracy, over 15 bins.
+Models trained with smoothed labels are underconfident. One temperature T, fitted on 300 held-out
+images, corrects most of this and changes no prediction. ECE is the expected calibration error with
+15 bins.
 """
 
 from __future__ import annotations
