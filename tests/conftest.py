@@ -21,6 +21,7 @@ from torch import Tensor
 
 import labo
 from labo import functional as F
+from labo.fused import dispatch
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,9 @@ def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     leaf = logits.detach().clone().requires_grad_()
     (result,) = torch.autograd.grad(loss(leaf), leaf)
     return result
+
+
+def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``impl="native"`` use the Triton kernels on the CPU, by the interpreter."""
+    monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
+    monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)

@@ -160,7 +160,7 @@ class RowLoss(NamedTuple):
         )
 
     def reduce(self, values: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
-        """Values (N,) to the result."""
+        """Values (N,) to the result, without a graph."""
         if reduction == "none":
             return values
         if self.backend == "native" and isinstance(divisor, float) and values.is_cpu:
@@ -281,10 +281,10 @@ class _GradientLater(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
         _refuse_second_derivative()
-        logits, target, _ = ctx.saved_tensors
         call = ctx.call
         if call is None:
             raise RuntimeError(_SECOND_BACKWARD)
+        logits, target, _ = ctx.saved_tensors
         if call.inplace:
             ctx.call = None  # the logits are gone
         return call.loss.rows(logits, target, upstream, logits if call.inplace else None)[1], None
@@ -358,7 +358,8 @@ def row_loss(
             # that the backward pass of an operation that saved them raises.
             logits.detach()[:0].zero_()
         if late:
-            value = loss.reduce(_GradientLater.apply(flat, call), reduction, divisor)
+            values = _GradientLater.apply(flat, call)
+            value = values if reduction == "none" else row_sum(values) / divisor
         else:
             value = _GradientWithValue.apply(flat, call)
     return value.reshape(target.shape) if reduction == "none" else value
