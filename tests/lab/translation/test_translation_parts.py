@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sacrebleu
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
@@ -150,19 +150,20 @@ def test_a_signature_of_an_unknown_tokenizer_is_one_clear_line():
         bootstrap_bleu(["a"], ["a"], "nrefs:1|case:lc|tok:mine")
 
 
-@settings(deadline=None, max_examples=5)
-@given(st.integers(0, 1000))
-def test_two_draws_of_one_model_seldom_differ(seed):
-    _, references = corpus(0.2, seed)
-    random = np.random.default_rng(seed + 1)
-    ours, theirs = (
-        [
-            " ".join(word if random.random() > 0.2 else "zero" for word in line.split())
-            for line in references
-        ]
-        for _ in range(2)
-    )
-    assert bootstrap(ours, theirs, references)[1] > 0.001
+def test_two_draws_of_one_model_are_seldom_significantly_different():
+    p_values = []
+    for seed in range(60):
+        _, references = corpus(0.2, seed)
+        random = np.random.default_rng(seed + 1)
+        ours, theirs = (
+            [
+                " ".join(word if random.random() > 0.2 else "zero" for word in line.split())
+                for line in references
+            ]
+            for _ in range(2)
+        )
+        p_values.append(bootstrap(ours, theirs, references)[1])
+    assert sum(p < 0.05 for p in p_values) <= 7  # 3 of 60 are expected
 
 
 # ------------------------------------------------------------------ chosen probabilities

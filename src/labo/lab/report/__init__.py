@@ -21,7 +21,7 @@ from markupsafe import Markup
 from ... import __version__
 from ..errors import RequestError
 from ..run import files as atomic
-from ..tables import Cell, Column, shown_cell
+from ..tables import NOTHING, Cell, Column, shown_cell
 from . import embed, figures, palette, results
 from .gather import Listing, ReportGroup, differing, make_groups, method_text, read_runs
 from .task import find_report
@@ -99,6 +99,7 @@ def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
         "split": group.split,
         "colours": {variant.label: variant.key for variant in group.variants},
         "results": results.results_table(group),
+        "bootstrapped": any(found.p_bootstrap is not None for found in group.group.differences),
         "differing": differing(group),
         "training": figures.training_figures(group, name, task.validation(group.task)),
         "confidence_table": confidence,
@@ -174,6 +175,8 @@ def _embedded(value: Any) -> Markup:
 
 
 def _shown(cell: Cell, column: Column, signed: bool) -> str:
+    if cell.value is None:
+        return NOTHING
     return shown_cell(replace(column, signed=column.signed or signed), cell).replace("-", "−")
 
 

@@ -136,7 +136,7 @@ def training_figures(group: ReportGroup, name: str, scores: Sequence[Column]) ->
     """
     return [
         *_learning(group, f"{name}-learning", scores),
-        *_confidence_over_training(group, f"{name}-sureness"),
+        *_confidence_over_training(group, f"{name}-confidence-over-training"),
     ]
 
 
