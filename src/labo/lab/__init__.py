@@ -13,7 +13,8 @@ A task is named in ``tasks.TASKS`` and nowhere else outside of its own package:
 =================  ===============================================================================
 errors             the two ways a command ends early, and wrong data
 config             sections of a recipe, YAML, messages for wrong keys
-run/               a run on disk: directory, checkpoint, files, seeds; processes; progress
+run/               a run on disk: directory, checkpoint, checksums, lock; seeds, processes
+compressed         compressed files, with a limit on what they inflate to
 tables             a table as Markdown, LaTeX, CSV and JSON
 tasks              the protocol of a task, and the dict ``TASKS``
 teachers           where a second distribution comes from

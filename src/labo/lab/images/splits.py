@@ -1,4 +1,4 @@
-"""What a source of images delivers."""
+"""Images with their labels, as a source delivers them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ImageSplit:
         return len(self.labels)
 
     def select(self, index: Tensor) -> ImageSplit:
-        """The samples at the places ``index``, (M,) int64."""
+        """The samples with these indices, (M,) int64."""
         images = self.images
         chosen = images[index] if isinstance(images, Tensor) else images.select(index)
         return ImageSplit(chosen, self.labels[index])
@@ -60,7 +60,7 @@ class Source:
     """A data set as it was published.
 
     Attributes:
-        train: the training split, of which a part may yet be held out.
+        train: the training split, before a part of it is held out.
         test: the test split.
         classes: the names of the classes, in the order of the labels.
         mean: per channel, of the training pixels in [0, 1].
@@ -100,7 +100,7 @@ def check_labels(labels: Tensor, num_classes: int, path: Path) -> None:
     """Refuse labels outside [0, num_classes)."""
     wrong = torch.nonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        place = int(wrong[0])
+        index = int(wrong[0])
         raise DataError(
-            f"{path}: label {labels[place]} of sample {place} is outside [0, {num_classes})"
+            f"{path}: label {labels[index]} of sample {index} is outside [0, {num_classes})"
         )

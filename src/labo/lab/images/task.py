@@ -28,10 +28,14 @@ from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .networks import CONVNETS
 from .scores import classification_scores
-from .sources import ImageSplit, load_images
+from .sources import HASHED_BYTES, ImageSplit, load_images
 
 _EVALUATED_AT_ONCE = 256
-_EXPLORED = 6  # examples saved with all their logits
+_EXPLORED = 6  # examples with all their logits
+_SIZES_ONLY = (
+    f"the images have more than {HASHED_BYTES >> 30} GiB: the fingerprint of the data covers the "
+    "names and sizes of the files, not their content"
+)
 
 
 class ImageData(config.Section):
@@ -127,7 +131,6 @@ class ImageTask(Task):
         # The authors' scale is kl_reduction=elementwise with a multiplier per model.
         "tf-kd-self": {"alpha": 0.95, "tau": 20.0},
     }
-    tempered_records: ClassVar = False
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
@@ -145,6 +148,7 @@ class ImageTask(Task):
                 "validation images"
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
+        self.notes = [] if self.data.covers_content else [_SIZES_ONLY]
         self.labels = self.data.train.labels
         self.size, self.num_classes = len(self.labels), len(self.data.classes)
         self.steps_per_epoch = -(-self.size // recipe.train.batch_size)
