@@ -1,4 +1,4 @@
-"""Calibration after training: what a model claims, before and after one temperature.
+"""Calibration before and after temperature scaling.
 
     $ python examples/calibration.py
     497 test images         accuracy       ECE       NLL         T       ECE       NLL
@@ -7,8 +7,8 @@
     LABO tau 1.25             0.9738    0.3477    0.5039    0.2079    0.0154    0.0825
     LABO alpha 0.1, tau 2     0.9738    0.0412    0.1150    0.5496    0.0085    0.0926
 
-Smoothed models claim less than they know. One temperature T, fitted on 300 images that were not
-trained on, mends most of that and changes no prediction. ECE is the distance between confidence and
+Smoothing makes models under-confident. One temperature T, fitted on 300 images that were not used
+for training, corrects most of it and changes no prediction. ECE is the gap between confidence and
 accuracy, over 15 bins.
 """
 

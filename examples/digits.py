@@ -2,8 +2,8 @@
 
     python examples/digits.py [--seeds 3] [--epochs 30]
 
-Trains a small network with each loss and shows what the loss does to accuracy and to confidence;
-then repairs the confidence with a single temperature, fitted on validation data.
+Trains a small network with each loss, and prints accuracy and confidence. Then corrects the
+confidence with a single temperature, fitted on validation data.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(loss: nn.Module, x: Tensor, y: Tensor, epochs: int, seed: int) -> nn.M
 
 
 def temperature(logits: Tensor, y: Tensor) -> float:
-    """The temperature of a fine grid that gives the lowest NLL."""
+    """The temperature with the lowest NLL on a fine grid."""
     grid = torch.logspace(-1.5, 1.0, 200)
     return float(min(grid, key=lambda t: nn.functional.cross_entropy(logits / t, y).item()))
 

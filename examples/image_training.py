@@ -6,8 +6,8 @@
     ls        0.9698  0.2417      0.8269
     labo      0.9615  0.5695      0.5973
 
-One run each; with 597 images a difference of 1 % in accuracy may be chance. What the losses do
-change is the confidence: see examples/calibration.py.
+One run each; with 597 images a difference of 1 % in accuracy is within chance. The losses differ in
+confidence: see examples/calibration.py.
 """
 
 from __future__ import annotations

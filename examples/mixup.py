@@ -1,4 +1,4 @@
-"""mixup + LABO: mixed labels are class probabilities, which LABO takes as they are.
+"""mixup with LABO: mixed labels are class probabilities, which LABO accepts.
 
     $ python examples/mixup.py
     on the last 597 images      accuracy     NLL  confidence
@@ -22,7 +22,7 @@ import labo
 
 
 def mix(x: Tensor, y: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-    """Images and labels, each mixed with another of the batch by one share from Beta(s, s)."""
+    """Images and labels, mixed with another sample of the batch by one draw from Beta(s, s)."""
     share = torch.distributions.Beta(strength, strength).sample()
     other = torch.randperm(len(y))
     labels = nn.functional.one_hot(y, 10).to(x.dtype)

@@ -3,8 +3,8 @@
     $ python examples/plain_loop.py
     accuracy 0.9280  mean confidence 0.5837  NLL 0.6367
 
-The loss that trained is not the measure: LABO's value contains a KL term. Its confidence is low on
-purpose; examples/calibration.py mends it.
+Judge by NLL and not by the loss: the value of LABO contains a KL term. The confidence is low by
+design; examples/calibration.py corrects it.
 """
 
 from __future__ import annotations
