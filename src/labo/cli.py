@@ -273,7 +273,7 @@ def reproduce(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Reproduce a table or figure of the paper, and print the result beside the published one."""
+    """Reproduce a table or figure of the paper, next to the published numbers."""
     from .lab.reproduce import command
     from .lab.tables import to_markdown
 

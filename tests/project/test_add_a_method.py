@@ -28,7 +28,7 @@ def follow(project: Path) -> list[str]:
             block = block.rstrip("\n") + ("\n\n" if kind == "md" else "\n\n\n")
         path = project / name
         text = path.read_text()
-        assert text.count(mark) == 1, f"{name}: {mark!r} stands there {text.count(mark)} times"
+        assert text.count(mark) == 1, f"{name}: {mark!r} occurs {text.count(mark)} times"
         path.write_text(text.replace(mark, block + mark))
         changed.append(name)
     return changed

@@ -17,7 +17,7 @@ from .cifar import load_cifar
 from .digits import load_digits
 from .folders import FolderImages, load_folders
 from .idx import load_idx
-from .splits import ImageSplit, Source
+from .splits import ImageFiles, ImageSplit, Source
 
 __all__ = [
     "BUILT_IN",
@@ -149,8 +149,8 @@ def _hold_out(split: ImageSplit, share: float, seed: int) -> tuple[ImageSplit, I
 def _fingerprint(source: Source) -> tuple[str, bool]:
     """SHA-256 over the published splits, and whether it covers the content of all files."""
     splits = [split for split in (source.train, source.valid, source.test) if split is not None]
-    folders = [split.images for split in splits if isinstance(split.images, FolderImages)]
-    covers_content = sum(sum(images.sizes()) for images in folders) <= HASHED_BYTES
+    sizes = [split.images.sizes() for split in splits if not isinstance(split.images, Tensor)]
+    covers_content = sum(map(sum, sizes)) <= HASHED_BYTES
     digest = hashlib.sha256()
     for split in splits:
         if isinstance(split.images, Tensor):
@@ -163,7 +163,7 @@ def _fingerprint(source: Source) -> tuple[str, bool]:
     return digest.hexdigest(), covers_content
 
 
-def _listing(images: FolderImages, covers_content: bool) -> Iterator[str]:
+def _listing(images: ImageFiles, covers_content: bool) -> Iterator[str]:
     if covers_content:
         found = images.digests()
         yield from (f"{name} {found[name]}\n" for name in images.names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,8 +26,11 @@ class ImageFiles(Protocol):
 
     def __getitem__(self, index: int) -> Tensor: ...
 
-    def sizes(self) -> Iterator[int]:
+    def sizes(self) -> list[int]:
         """The sizes of the files in bytes."""
+
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each file, by its name."""
 
     def select(self, index: Tensor) -> ImageFiles:
         """The images at the indices ``index``, (M,) int64."""

@@ -1,4 +1,4 @@
-"""What ``labo prepare`` is asked for: files, cleaning, limits, subwords; and the presets."""
+"""The options of ``labo prepare``: files, cleaning, limits, subwords; and the presets."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Tag = Literal["source", "target", "none"]
 
 
 def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
-    """Directions of translation, each with the tag that begins its sources.
+    """Language pairs, each with the tag that is put before its source sentences.
 
     Args:
         names: such as "de-en".
-        tag: the language that the tag names. By default what the model must be told: the target
-            if there are several, else the source if there are several.
+        tag: the language that the tag names. Default: the target if there are several, else the
+            source if there are several.
 
     Raises:
-        ValueError: a name is no pair of two languages, or is given twice.
+        ValueError: a name is not a pair of two languages, or is given twice.
 
     Example:
         >>> [pair.tag for pair in parse_pairs(["de-en", "fr-en"])]
@@ -208,7 +208,7 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
 def choose(
     preset: str | None, text: Mapping[str, bool | None], settings: Mapping[str, Any]
 ) -> PrepareOptions:
-    """A preset with what is to differ from it.
+    """The options of a preset, with changes.
 
     Args:
         preset: one of :data:`PREPARE_PRESETS`, or None.
