@@ -16,8 +16,9 @@ from .recipes import recipe_of
 from .run import files as atomic
 from .run.calibration import FILE, MODEL, Calibration, read_calibration, write_calibration
 from .run.directory import RunDirectory, made_with
+from .run.progress import notice
 from .tasks import Task, find_task, load_model
-from .train import on_cpu, owned
+from .train import on_cpu, owned, repair_best
 
 _SPLIT = "valid"
 
@@ -45,6 +46,9 @@ def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
     task = find_task(recipe.task)(recipe)
     run.check_data(task.fingerprint)
     with owned(run, accelerator):
+        if accelerator.is_main_process:
+            repair_best(run, recipe, task, task.build_model, notice)
+        accelerator.wait_for_everyone()
         return _calibrate(run, task, accelerator, fold)
 
 

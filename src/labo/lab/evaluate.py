@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,9 @@ from accelerate import Accelerator
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
 from .run.directory import RunDirectory
+from .run.progress import notice
 from .tasks import find_task, load_model
 from .train import on_cpu, owned, repair_best
-
-
-def _notice(text: str) -> None:
-    print(f"labo: {text}", file=sys.stderr)
 
 
 def evaluate_run(
@@ -61,7 +57,7 @@ def evaluate_run(
         if accelerator.is_main_process:
             if accept_data:
                 run.accept_data(task.fingerprint)
-            repair_best(run, recipe, task, task.build_model, _notice)
+            repair_best(run, recipe, task, task.build_model, notice)
         accelerator.wait_for_everyone()
         model = load_model(run).to(accelerator.device)
         given = dict(options or {})

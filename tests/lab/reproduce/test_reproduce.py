@@ -12,6 +12,7 @@ import pytest
 
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.compare.plan import claim_folder
 from labo.lab.errors import RequestError
 from labo.lab.reproduce import command as reproduce
 from labo.lab.reproduce.command import EXPERIMENTS, Plan, describe, estimates, paper, plan, require
@@ -197,6 +198,8 @@ def test_estimates_follow_the_work():
 
 def pretend(planned: Plan, results: Any) -> None:
     """Give every run of a plan results, from a function of the run."""
+    planned.out.mkdir(parents=True, exist_ok=True)
+    claim_folder(planned.out)
     for comparison in planned.all():
         for run in comparison.runs:
             run.directory.start(run.recipe)
