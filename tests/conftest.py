@@ -78,7 +78,8 @@ def class_groups(logits: Tensor) -> tuple[Tensor]:
 
 
 def draws(logits: Tensor) -> Tensor:
-    return torch.linspace(0.2, 0.9, logits.shape[:-1].numel()).reshape(logits.shape[:-1])
+    rows = logits.shape[:-1].numel()
+    return (0.2 + 0.7 * torch.arange(rows) / rows).reshape(logits.shape[:-1])
 
 
 def beta_smoothing(logits: Tensor, target: Tensor, ema: Tensor, **arguments: Any) -> Tensor:

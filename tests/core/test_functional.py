@@ -470,3 +470,36 @@ def test_generalized_entropy_prior():
             logits, target, alpha=near, beta=0.5, prior=prior, reduction="none"
         )
         torch.testing.assert_close(close, value, atol=1e-4, rtol=0)
+
+
+def test_generalized_entropy_at_alpha_0_needs_a_positive_prior():
+    """KL(p || u) is infinite where the prior is 0; its gradient would be NaN."""
+    logits, target = batch(6, 5, 4)
+    prior = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    with pytest.raises(ValueError, match="at alpha=0 the prior must be above 0 for every class"):
+        F.generalized_entropy_loss(logits, target, alpha=0, prior=prior)
+    for alpha in (1e-3, 0.5, 1.0):
+        slope = gradient(
+            lambda z, a=alpha: F.generalized_entropy_loss(z, target, alpha=a, prior=prior), logits
+        )
+        assert slope.isfinite().all()
+    F.generalized_entropy_loss(logits, target, alpha=0, prior=prior, generator="euclidean")
+
+
+def test_generalized_entropy_at_alpha_0_with_a_masked_class():
+    """A class that is masked may have a prior of 0; in ignored rows nothing is checked."""
+    logits, target = batch(6, 5, 4)
+    prior = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    logits[:, 1] = -math.inf
+    target = target.masked_fill(target == 1, 2)
+    logits[2, 1], target[2] = 0.3, -100
+    slope = gradient(lambda z: F.generalized_entropy_loss(z, target, alpha=0, prior=prior), logits)
+    assert slope.isfinite().all()
+    keep, rows = [0, 2, 3], [0, 1, 3, 4]
+    expected = gradient(
+        lambda z: F.generalized_entropy_loss(
+            z, (target - (target > 1).long())[rows], alpha=0, prior=prior[keep]
+        ),
+        logits[rows][:, keep],
+    )
+    torch.testing.assert_close(slope[rows][:, keep], expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import logging
 import math
 
@@ -265,9 +264,3 @@ def test_the_smallest_vocabulary_fills_a_beam():
     model = random_model(9, 9)
     ((*found,),) = decode(model, [[5, EOS]], Decode(beam=5), nbest=5)
     assert all(hypothesis.score > -100 for hypothesis in found)
-
-
-def test_doctests():
-    result = doctest.testmod(decoding)
-    assert result.attempted > 0
-    assert result.failed == 0
