@@ -210,17 +210,15 @@ def reproduce(
     debug: Debug = False,
 ) -> None:
     """Make a table or figure of the paper again, ours beside the paper's."""
-    from .lab.reproduce import command as reproducing
+    from .lab.reproduce import command
     from .lab.tables import to_markdown
 
-    plan = reproducing.plan(
-        exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out
-    )
+    plan = command.plan(exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out)
     if dry_run:
-        print(reproducing.describe(plan))
-    reproducing.require(plan)
+        print(command.describe(plan))
+    command.require(plan)
     if not dry_run:
-        tables, failures = reproducing.reproduce(exhibit, plan, jobs)
+        tables, failures = command.reproduce(exhibit, plan, jobs)
         _conclude("\n".join(map(to_markdown, tables)), failures)
 
 
@@ -235,9 +233,9 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train base, LS and LABO on built-in digits and phrases; minutes to a report."""
-    from .lab import demo as showing
+    from .lab.demo import demo as run_demo
 
-    _conclude(*showing.demo(out, jobs))
+    _conclude(*run_demo(out, jobs))
 
 
 @app.command()
