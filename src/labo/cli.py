@@ -293,6 +293,10 @@ def prepare(
         bool | None, typer.Option(help="Everywhere but in training text.")
     ] = None,
     lowercase: Annotated[bool | None, typer.Option()] = None,
+    max_characters: Annotated[
+        int | None,
+        typer.Option(help="Characters on a side; longer training pairs are dropped; 0: any."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Words in training; 0: any.")] = None,
     max_ratio: Annotated[float | None, typer.Option(help="Of lengths in words.")] = None,
     max_pieces: Annotated[int | None, typer.Option(help="Subwords in training; 0: any.")] = None,
@@ -334,6 +338,7 @@ def prepare(
             "tag": tag,
             "holdout": holdout,
             "holdout_test": holdout_test,
+            "max_characters": max_characters,
             "max_tokens": max_tokens,
             "max_ratio": max_ratio,
             "max_pieces": max_pieces,

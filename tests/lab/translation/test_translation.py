@@ -366,13 +366,19 @@ def test_scores_do_not_depend_on_how_the_split_is_cut(small):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["method=cs-kd"], "method: cs-kd is not for translation; there are base, ls,"),
+        (
+            ["method=cs-kd"],
+            "method: cs-kd needs peers, which translation does not provide (known: base, ls,",
+        ),
         (["data.name=prepared"], "needs path=FOLDER, made by `labo prepare`"),
         (["data.languages=[]"], "languages, such as [de-en], belong to name: cldr"),
         (["model.preset=huge"], "model.preset"),
         (["model.heads=3"], "width 16 must be even and divisible by heads 3"),
         (["model.fixnorm=true", "model.embeddings=separate"], "fixnorm needs embeddings"),
-        (["train.batch_size=3"], "unknown key 'train.batch_size'; did you mean train.batch_tokens"),
+        (
+            ["train.batch_size=3"],
+            "unknown key 'train.batch_size'; did you mean 'train.batch_tokens'",
+        ),
         (["decode.beam=0"], "decode.beam"),
     ],
 )
@@ -405,7 +411,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(finished, cache, tmp_path):
 
 
 def test_methods_for_images_only_are_refused_by_name():
-    with pytest.raises(RecipeError, match="ols is not for translation"):
+    with pytest.raises(
+        RecipeError, match="ols needs class_table, which translation does not provide"
+    ):
         load_recipe("cldr", ["method=ols"])
     with pytest.raises(RecipeError, match="mls is not for image_classification"):
         load_recipe("digits", ["method=mls"])

@@ -15,7 +15,7 @@ import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -88,8 +88,11 @@ for _core in ("numpy.core", "numpy._core"):  # before and since numpy 2
     _KNOWN[f"{_core}.numeric", "_frombuffer"] = _from_buffer
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
-    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]  # noqa: RUF012
+_InPython: Any = pickle._Unpickler
+
+
+class _Unpickler(_InPython):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(_InPython.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         try:

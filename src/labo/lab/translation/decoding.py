@@ -1,11 +1,25 @@
 """Beam search, by transformers' ``generate``: from source token ids to scored hypotheses.
 
-The search is fairseq's, with which the paper was made: a sentence is done when ``beam`` hypotheses
-have ended, the score of one is its log-probability divided by its length to the power of
-``length_penalty``, and its length counts the closing ``</s>``. CTranslate2 searches likewise.
+The search follows fairseq, which the paper used. A sentence is done when ``beam`` hypotheses have
+ended. The score of a hypothesis is its log-probability divided by its length to the power of
+``length_penalty``; the length counts the closing ``</s>``. An output has at least ``min_length``
+tokens before ``</s>``: fairseq's default of 1 forbids an empty output. CTranslate2 searches in the
+same way, but gives the probability of forbidden tokens to the others, so that scores differ a
+little.
 
-Each sentence has a longest output of its own, so that what comes out does not hang on what else
-stood in the batch. A hypothesis that meets it stays without ``</s>``.
+Each sentence has a longest output of its own, so that its translation does not depend on the other
+sentences of the batch.
+
+What remains different from fairseq:
+
+- A hypothesis that reaches the longest output stays without ``</s>``. fairseq forces ``</s>`` as
+  its last token and counts its probability.
+- The longest output is ``max_ratio`` times the source plus ``max_extra``, by default 1.5 and 20.
+  fairseq's defaults are ``max_len_a=0`` and ``max_len_b=200``.
+- ``<s>`` is never generated. fairseq gives it the probability that the model does.
+- Of hypotheses with equal scores another one can be kept, and scores are computed again in one pass
+  over each finished hypothesis, so that they agree with fairseq's up to rounding.
+- Diverse and constrained search, n-gram blocking and ``unkpen`` are not available.
 """
 
 from __future__ import annotations
@@ -15,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -28,12 +42,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..config import Section
+from ..config import Section, explain
 from ..errors import RequestError
 from .model import BOS, EOS, PAD
 
 # Logits held at once when hypotheses are scored: 128 MB of float32.
 _SCORED_LOGITS = 2**25
+_WIDEST = 4096  # a beam that is wider must be allowed by batch_tokens
 
 
 class Decode(Section):
@@ -45,9 +60,32 @@ class Decode(Section):
 
     beam: int = Field(5, ge=1)
     length_penalty: float = Field(1.0, ge=0)
+    min_length: int = Field(1, ge=0)  # tokens before </s>
     max_ratio: float = Field(1.5, ge=0)
     max_extra: int = Field(20, ge=1)
     batch_tokens: int = Field(4096, ge=1)  # sentences x longest source x beam, at most
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Decode:
+        if self.beam > max(self.batch_tokens, _WIDEST):
+            raise ValueError(
+                f"a beam of {self.beam} needs batch_tokens (--batch-tokens) of at least as many, "
+                f"and the memory for it"
+            )
+        if self.min_length > self.max_extra:
+            raise ValueError("min_length must not be larger than max_extra")
+        return self
+
+    def with_beam(self, beam: int) -> Decode:
+        """The same search with another beam.
+
+        Raises:
+            RequestError: the beam is too wide.
+        """
+        try:
+            return Decode.model_validate(self.model_dump() | {"beam": beam})
+        except ValidationError as error:
+            raise RequestError("; ".join(explain(error, Decode))) from error
 
 
 @dataclass(frozen=True)
@@ -57,7 +95,7 @@ class Hypothesis:
     Attributes:
         ids: target token ids, without start and without ``</s>``.
         score: log-probability over length to the power of the length penalty; never above 0.
-        probabilities: what the model gave each token; one more, of ``</s>``, if it ended.
+        probabilities: the model's probability of each token, and of ``</s>`` if it ended.
     """
 
     ids: tuple[int, ...]
@@ -66,7 +104,7 @@ class Hypothesis:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to ``</s>``, and was not cut off."""
+        """Whether it has ``</s>``; if not, it reached the longest output."""
         return len(self.probabilities) > len(self.ids)
 
 
@@ -91,13 +129,13 @@ def generation_config(
     """The search as ``generate`` takes it: for :func:`decode`, and to be saved with a model.
 
     Args:
-        options: beam and length penalty.
+        options: beam, length penalty and shortest output.
         model: its positions.
         nbest: hypotheses per sentence.
-        max_length: start token and output together; as many as the model has positions if None.
-            A saved file cannot tie it to the source: there ``</s>`` must end the sentence.
+        max_length: start token and output together; by default the positions of the model. In a
+            saved file it cannot depend on the source, so that only ``</s>`` ends a sentence.
     """
-    # Without a beam nothing is compared. Unset, both would be taken from the model's own config.
+    # A beam of 1 has no use for the first two; unset, they would come from the model's own config.
     wide = options.beam > 1
     return GenerationConfig(
         num_beams=options.beam,
@@ -105,6 +143,7 @@ def generation_config(
         length_penalty=options.length_penalty if wide else 1.0,
         early_stopping=wide,
         do_sample=False,
+        min_length=1 + options.min_length,  # the start token counts
         max_length=max_length or model.max_position_embeddings,
         decoder_start_token_id=EOS,
         bos_token_id=BOS,
@@ -122,7 +161,7 @@ def decode(
     nbest: int = 1,
     advance: Callable[[int], object] | None = None,
 ) -> list[list[Hypothesis]]:
-    """Translate token ids, where the model is and in the mode of evaluation.
+    """Translate token ids, on the device of the model and in evaluation mode.
 
     Args:
         model: a Marian encoder-decoder.
@@ -177,18 +216,20 @@ def batches(lengths: Sequence[int], options: Decode) -> Iterator[list[int]]:
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
-    """Ends each sentence of a batch at its own length."""
+    """Ends each sentence of a batch at its own longest output."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        rows, length = input_ids.shape  # candidates of a sentence stand together; with the start
+        rows, length = input_ids.shape  # beams of a sentence are neighbours; the start counts
         return (length > self.lengths).repeat_interleave(rows // len(self.lengths))
 
 
 class _BeamCache(EncoderDecoderCache):  # type: ignore[misc]
-    """Keys and values of a search. All beams of a sentence see the same source: it stays put."""
+    """Keys and values of a search. Those of the source are the same for all beams of a sentence,
+    so they need no reordering.
+    """
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.self_attention_cache.reorder_cache(beam_idx)
@@ -236,23 +277,23 @@ def _encoder_outputs(states: Tensor) -> BaseModelOutput:
 def _log_probabilities(
     model: MarianMTModel, encoded: Tensor, mask: Tensor, sequences: Tensor, nbest: int
 ) -> Tensor:
-    """What the model gives each token of the sequences (rows, 1 + T), in one pass: (rows, T)."""
+    """The log-probability of each token of the sequences (rows, 1 + T), in one pass: (rows, T)."""
     given, tokens = sequences[:, :-1], sequences[:, 1:].unsqueeze(-1)
     rows = max(1, _SCORED_LOGITS // (given.shape[1] * model.lm_head.out_features))
-    pieces = []
-    for piece in torch.arange(len(sequences), device=sequences.device).split(rows):
+    parts = []
+    for part in torch.arange(len(sequences), device=sequences.device).split(rows):
         logits = model(
-            encoder_outputs=_encoder_outputs(encoded[piece // nbest]),
-            attention_mask=mask[piece // nbest],
-            decoder_input_ids=given[piece],
+            encoder_outputs=_encoder_outputs(encoded[part // nbest]),
+            attention_mask=mask[part // nbest],
+            decoder_input_ids=given[part],
             use_cache=False,
         ).logits.float()
-        pieces.append((logits.gather(-1, tokens[piece]) - logits.logsumexp(-1, True)).squeeze(-1))
-    return torch.cat(pieces)
+        parts.append((logits.gather(-1, tokens[part]) - logits.logsumexp(-1, True)).squeeze(-1))
+    return torch.cat(parts)
 
 
 def _hypothesis(ids: list[int], log_p: list[float], length_penalty: float) -> Hypothesis:
-    """Cut a row of ``generate`` behind its end."""
+    """Cut a row of ``generate`` after its end."""
     if EOS in ids:
         end = ids.index(EOS)
         log_p = log_p[: end + 1]

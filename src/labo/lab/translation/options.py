@@ -1,4 +1,4 @@
-"""What ``labo prepare`` is asked for: files, cleaning, limits, subwords; and the presets."""
+"""The options of ``labo prepare``: files, cleaning, limits, subwords; and the presets."""
 
 from __future__ import annotations
 
@@ -51,19 +51,23 @@ def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
     ]
 
 
+MAX_TYPES = 10_000_000
+
+
 class Processing(Section):
-    """What becomes of sentence pairs. A limit of 0 is none."""
+    """How sentence pairs are processed. A limit of 0 means no limit."""
 
     text: TextOptions = TextOptions()
     train_text: TextOptions | None = None  # where training text is treated otherwise
+    max_characters: int = Field(default=10_000, ge=0)  # on a side; a scored line is refused
     max_tokens: int = Field(default=0, ge=0)  # words on a side, of training pairs
     max_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
     max_pieces: int = Field(default=0, ge=0)  # subwords on a side, of training and held-out pairs
     max_piece_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
     holdout: int = Field(default=0, ge=0)  # every so many-th cleaned training pair goes to valid
     holdout_test: int = Field(default=0, ge=0)  # every so many-th of the rest goes to test
-    vocabulary: int | None = Field(default=None, ge=1)  # types, special tokens included; or
-    merges: int | None = Field(default=None, ge=0)  # so many byte-pair merges; or
+    vocabulary: int | None = Field(default=None, ge=1, le=MAX_TYPES)  # special tokens included
+    merges: int | None = Field(default=None, ge=0, le=MAX_TYPES)  # byte-pair merges; or
     codes: str | None = None  # a file of them, as subword-nmt writes it
     share: Literal["all", "merges", "nothing"] = "all"  # of the subwords, by the two sides
 
@@ -95,7 +99,7 @@ class Processing(Section):
 
 
 class PrepareOptions(Processing):
-    """Files of parallel text, and what becomes of them."""
+    """Files of parallel text, and how they are processed."""
 
     pair: Names  # such as de-en
     train: Names  # files, see labo.lab.translation.parallel
@@ -118,7 +122,7 @@ class PrepareOptions(Processing):
         return self
 
 
-# The public recipes of the paper's experiments. In two of them training text is treated otherwise.
+# The public recipes of the paper's experiments. Two of them process training text differently.
 PREPARE_PRESETS: dict[str, dict[str, Any]] = {
     "iwslt14": {
         "text": {"moses": True, "straight_apostrophes": True, "lowercase": True},
@@ -158,15 +162,15 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
 def choose(
     preset: str | None, text: Mapping[str, bool | None], settings: Mapping[str, Any]
 ) -> PrepareOptions:
-    """A preset with what is to differ from it.
+    """A preset with changes.
 
     Args:
         preset: one of :data:`PREPARE_PRESETS`, or None.
-        text: fields of :class:`labo.lab.translation.text.TextOptions`; None leaves one as it is.
-        settings: other fields of :class:`PrepareOptions`; None leaves one as it is.
+        text: fields of :class:`labo.lab.translation.text.TextOptions`; None keeps the preset's.
+        settings: other fields of :class:`PrepareOptions`; None keeps the preset's.
 
     Raises:
-        RequestError: one line for each thing that is wrong.
+        RequestError: one line for each wrong value.
     """
     if preset is not None and preset not in PREPARE_PRESETS:
         raise RequestError(unknown_name("preset", preset, PREPARE_PRESETS))
@@ -177,7 +181,7 @@ def choose(
         values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
     if given.get("valid") and "holdout" not in given:
         values.pop("holdout", None)
-    # Training text has its own apostrophes, so that straight ones are no option for it.
+    # Training text keeps its apostrophes: straight ones are for the text that is translated.
     plain = {name: value for name, value in text.items() if name != "straight_apostrophes"}
     values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}
     values["text"] = {**values.get("text", {}), **text}

@@ -22,8 +22,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
-from transformers import MarianMTModel
-from transformers.utils import logging
 
 from ... import linear_loss
 from ..._checks import unknown_name
@@ -41,8 +39,10 @@ from .model import (
     Head,
     TranslationModel,
     fresh_translator,
+    load_marian,
     marian_config,
 )
+from .options import MAX_TYPES
 from .prepared import Prepared, Side, TextSplit
 from .text import Pipeline
 
@@ -56,9 +56,9 @@ class TextData(config.Section):
     name: Literal["cldr", "prepared"]
     path: str | None = None  # of the prepared folder
     languages: config.Names = ()  # of the CLDR phrases: de-en, en-de, fr-en, en-fr; or several
-    size: int = Field(20_000, ge=100)  # CLDR training pairs
+    size: int = Field(20_000, ge=100, le=10_000_000)  # CLDR training pairs
     data_seed: int = Field(0, ge=0)  # of the CLDR phrases
-    vocabulary: int = Field(2000, ge=300)  # of the CLDR phrases
+    vocabulary: int = Field(2000, ge=300, le=MAX_TYPES)  # of the CLDR phrases
     # SwitchOut (Wang et al. 2018): the temperature of the number of replaced words; 0 is off.
     switchout_source: float = Field(0.0, ge=0)
     switchout_target: float = Field(0.0, ge=0)
@@ -128,6 +128,11 @@ class TextRecipe(config.Recipe):
     model: TextModel
     train: TextTrain
     decode: Decode = Decode()
+
+    @model_validator(mode="after")
+    def _beam_fits(self) -> TextRecipe:
+        Decode.model_validate(self.decode.model_dump() | {"beam": self.train.select_beam})
+        return self
 
 
 @dataclass(frozen=True)
@@ -206,8 +211,7 @@ class TranslationTask:
 
     @staticmethod
     def load_model(folder: Path) -> TranslationModel:
-        logging.disable_progress_bar()  # a moment is all it takes
-        return TranslationModel(MarianMTModel.from_pretrained(folder, local_files_only=True))
+        return TranslationModel(load_marian(folder))
 
     def facts(self) -> dict[str, Any]:
         """What the saved model says of itself besides its dimensions."""
@@ -343,7 +347,7 @@ class TranslationTask:
         split = self.data.split("valid")
         metrics = forced.mean_metrics(self._forced(model, split, accelerator))
         if self.recipe.train.select == "bleu":
-            options = self.recipe.decode.model_copy(update={"beam": self.recipe.train.select_beam})
+            options = self.recipe.decode.with_beam(self.recipe.train.select_beam)
             hypotheses = self._decode(model, split, accelerator, options)
             metrics |= {"bleu": self._scores(split, self._texts(split, hypotheses))["bleu"]}
         return metrics
@@ -365,9 +369,7 @@ class TranslationTask:
         lengths = _lengths(chosen, "target")
         metrics["length_ratio"] = sum(len(h.ids) + 1 for h in hypotheses) / int(lengths.sum())
         by_beam = {
-            beam: self._decode(
-                model, chosen, accelerator, self.recipe.decode.model_copy(update={"beam": beam})
-            )
+            beam: self._decode(model, chosen, accelerator, self.recipe.decode.with_beam(beam))
             for beam in beams
         }
         records = self._records(chosen, references, temperature, hypotheses, texts, by_beam)
