@@ -161,6 +161,34 @@ def train(out: Path, settings: list[str], world: int = 1, kill: Kill | None = No
     return run(["train", "digits", *settings, "--out", str(out)], log_of(out), world, kill)
 
 
+def replace_and_die(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
+    """``replace_folder`` in a process that is killed after so many of its system calls."""
+    child = _server.Process(target=_replace, args=(new, folder, can_swap, moment))
+    child.start()
+    child.join()
+
+
+def _replace(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
+    from labo.lab.run import files
+
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            result = function(*arguments, **named)
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    swap = files._swap if can_swap else lambda *paths: False
+    files._swap, os.replace, shutil.rmtree = map(counted, (swap, os.replace, shutil.rmtree))
+    files.replace_folder(new, folder)
+
+
 def log_of(out: Path) -> Path:
     return out.with_suffix(".log")
 

@@ -1,7 +1,6 @@
 """Parallel text as it is published, read as a stream of pairs.
 
-An input is named in one of three ways, in which {pair}, {source} and {target} stand for the
-languages:
+An input is named in one of three ways. {pair}, {source} and {target} are replaced by the languages:
 
 - ``PREFIX``: the files PREFIX.de and PREFIX.en, or PREFIX.de.xml and PREFIX.en.xml;
 - ``FILE,FILE``: the file of the source and the file of the target;
@@ -13,39 +12,45 @@ one that ends in ``.xml`` or ``.sgm`` holds <seg> elements, any other has a sent
 
 from __future__ import annotations
 
-import gzip
 import html
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from ..compressed import DAMAGED, open_compressed
 from ..errors import DataError
 
 __all__ = ["ParallelText", "find_parallel_text", "read_lines"]
 
 _SUFFIXES = ("", ".gz", ".xml", ".xml.gz", ".sgm", ".sgm.gz")
 _MARKED_UP = re.compile(r"\.(xml|sgm)(\.gz)?$")
-_SEGMENT = re.compile(r'<seg id="?([^">]*)"?>(.*?)</seg>', re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)(seg|doc)\b([^<>]*)>", re.IGNORECASE)
+_TAG_START = re.compile(r"<seg\b", re.IGNORECASE)
+_ID = re.compile(r'\bid="?([^">]*)"?', re.IGNORECASE)
+_DOCUMENT = re.compile(r'\bdocid="([^"]*)"', re.IGNORECASE)
 _METADATA = re.compile(r"</?(url|talkid|keywords|speaker|reviewer|translator|doc)\b[^>]*>")
 _KEPT_TAGS = re.compile(r"</?(title|description)>")
+_LONGEST_LINE = 1 << 24  # bytes
 
 
 # ------------------------------------------------------------------ one file
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, gzipped or not, without their ends, one at a time.
+    """The lines of a UTF-8 file, compressed or not, without their ends, one at a time.
 
     Raises:
-        DataError: it cannot be read, is damaged, or a line is not UTF-8.
+        DataError: it cannot be read, is damaged, or a line is not UTF-8 or longer than 16 MiB.
     """
     number = 0
     try:
-        with gzip.open(path) if _is_gzipped(path) else open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_compressed(path) as file:
+            while line := file.readline(_LONGEST_LINE + 1):
+                number += 1
+                if len(line) > _LONGEST_LINE:
+                    raise DataError(f"{path}:{number}: a line of more than {_LONGEST_LINE} bytes")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield text.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -53,43 +58,46 @@ def read_lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path}:{number}: byte {byte:#04x} is not UTF-8") from error
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (OSError, EOFError, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"{path}: truncated or damaged after line {number} ({error})") from error
 
 
-def _is_gzipped(path: Path) -> bool:
-    """Whatever its name says: some browsers unpack .gz and keep the name."""
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
 def _tagged_lines(path: Path) -> Iterator[str]:
-    """The sentences, titles and descriptions of a file in the tagged format of the TED talks."""
+    """The sentences, titles and descriptions of a file in the tagged format of TED talks."""
     for line in read_lines(path):
         if not _METADATA.match(line.lstrip()):
             yield _KEPT_TAGS.sub("", line).strip()
 
 
 def _segments(path: Path) -> Iterator[tuple[str, str]]:
-    """The <seg> elements of a file: where each stands, and its text.
+    """The <seg> elements of a file: the document and id of each, and its text.
 
-    They are found by their tags, for the files are not always well-formed XML.
+    They are found by their tags, because the files are not always well-formed XML.
     """
-    document, held, begun = "", "", 0
+    document, key, begun = "", "", 0
+    text: list[str] | None = None  # of the open segment
     for number, line in enumerate(read_lines(path), 1):
-        if found := re.search(r'<doc\b[^>]*\bdocid="([^"]*)"', line, re.IGNORECASE):
-            document = found[1]
-        if not held and "<seg" not in line.lower():
-            continue
-        begun = begun if held else number
-        held = f"{held} {line}" if held else line
-        end = 0
-        for match in _SEGMENT.finditer(held):
-            yield f"{document} {match[1]}", html.unescape(match[2]).strip()
-            end = match.end()
-        rest = held[end:]
-        held = rest if "<seg" in rest.lower() else ""
-    if held:
+        position, opened = 0, 0
+        for tag in _TAG.finditer(line):
+            closes, name, attributes = bool(tag[1]), tag[2].lower(), tag[3]
+            if name == "doc":
+                if not closes and (found := _DOCUMENT.search(attributes)):
+                    document = found[1]
+            elif not closes:
+                if text is not None:
+                    raise DataError(f"{path}:{begun}: a <seg> without its end")
+                found = _ID.search(attributes)
+                key, begun, text = found[1] if found else "", number, []
+                position, opened = tag.end(), opened + 1
+            elif text is not None:
+                text.append(line[position : tag.start()])
+                yield f"{document} {key}", html.unescape(" ".join(text)).strip()
+                text = None
+        if opened < len(_TAG_START.findall(line)):
+            raise DataError(f"{path}:{number}: a <seg> tag that does not end on its line")
+        if text is not None:
+            text.append(line[position:])
+    if text is not None:
         raise DataError(f"{path}:{begun}: a <seg> without its end")
 
 
@@ -98,11 +106,11 @@ def _segments(path: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class ParallelText:
-    """Files that hold sentence pairs; iterating reads them, as often as wanted.
+    """Files of sentence pairs. Iterating reads them, any number of times.
 
     Attributes:
         files: the file of the source and that of the target, or one file with columns.
-        columns: of such a file, the places of source and target.
+        columns: for one file, the indices of the columns of source and target.
     """
 
     files: tuple[Path, ...]
@@ -171,7 +179,7 @@ def find_parallel_text(
     """The files of an input.
 
     Args:
-        name: as described at the head of this module.
+        name: as described at the top of this module.
         source: the language of the source, such as "de".
         target: the language of the target.
         columns: what the columns of a single file hold: "source", "target" or a language; any
@@ -180,12 +188,10 @@ def find_parallel_text(
     Raises:
         DataError: no such files.
     """
-    try:
-        name = name.format(pair=f"{source}-{target}", source=source, target=target)
-    except (KeyError, IndexError, ValueError) as error:
-        raise DataError(
-            f"{name}: only {{pair}}, {{source}} and {{target}} are filled in"
-        ) from error
+    languages = {"pair": f"{source}-{target}", "source": source, "target": target}
+    if set(re.findall(r"{(\w*)}|[{}]", name)) - {"pair", "source", "target"}:
+        raise DataError(f"{name}: only {{pair}}, {{source}} and {{target}} are filled in")
+    name = re.sub(r"{(\w+)}", lambda match: languages[match[1]], name)
     if "," in name:
         files = tuple(Path(part).expanduser() for part in name.split(","))
         if len(files) != 2:
@@ -203,9 +209,9 @@ def find_parallel_text(
 
 
 def _column(columns: Sequence[str], side: str, language: str) -> int:
-    for place, name in enumerate(columns):
+    for index, name in enumerate(columns):
         if name in (side, language):
-            return place
+            return index
     raise DataError(f"columns {','.join(columns)}: none is {side} or {language}")
 
 

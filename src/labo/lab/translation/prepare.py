@@ -1,21 +1,20 @@
 """Parallel text to prepared data: ``labo prepare``.
 
-Three passes, none of which holds the corpus in memory. The first cleans the text and separates the
-held-out splits from the training split. The second learns the subwords from the training split. The
-third writes token ids and counts them. All of it happens in a hidden folder beside the result. The
-hidden folder is renamed at the very end, so a folder that is there is complete.
+There are three passes, none of which holds the corpus in memory. The first cleans the text and
+separates the held-out splits from the training split. The second learns the subwords from the
+training split. The third writes token ids and counts them. All of it happens in a hidden folder
+beside the result, which is renamed at the end: a folder under its own name is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -25,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
 
 from ..errors import DataError, LabError, RequestError
-from ..run.files import flush, sha256, write_json, write_text
+from ..run.files import flush, replace_folder, replaced, sealed, sha256, write_json, write_text
+from ..run.lock import locked
 from ..run.progress import ProgressBars
 from .arrow import ArrowFile, read_batches
 from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
 from .options import PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
-from .prepared import FORMAT, MANIFEST, SPLITS, Pair, Prepared, schema
+from .prepared import FORMAT, MANIFEST, SPLITS, Pair, Prepared, fingerprint_of, schema
 from .text import (
     SPECIAL_TOKENS,
     Lines,
@@ -66,18 +65,18 @@ def prepare(
     """Prepare files of parallel text.
 
     Args:
-        options: which files, and what becomes of them.
+        options: which files, and how they are processed.
         out: the folder to make.
         workers: processes that clean text; None for as many as there are processors, if it pays.
             The result does not depend on it.
-        force: replace the prepared data that is there.
+        force: replace prepared data that are in ``out``.
 
     Returns:
-        What is now in ``out``.
+        The prepared data.
 
     Raises:
         DataError: the files are missing, damaged or not aligned, or nothing of them is left.
-        RequestError: ``out`` exists.
+        RequestError: ``out`` exists, and is something else or ``force`` is False.
     """
     out = _checked(Path(out), force)
     pairs = parse_pairs(options.pair, options.tag)
@@ -93,7 +92,7 @@ def prepare(
         )
         if names
     }
-    # Everything is read once before any work, so that what is wrong is said at once.
+    # Everything is read once before any work, so that errors are found at once.
     with ProgressBars() as bars:
         sizes, inputs = _survey(texts, bars)
     if workers is None:
@@ -145,25 +144,25 @@ def prepare_pairs(
     workers: int = 1,
     force: bool = False,
 ) -> Prepared:
-    """Prepare sentence pairs that come from anywhere.
+    """Prepare sentence pairs from any source.
 
     Args:
         out: the folder to make.
         pairs: the directions of translation.
         splits: for "train" and, unless they are held out, "valid" and "test": the number of the
             language pair, the source line and the target line of each sentence pair.
-        processing: what becomes of them.
+        processing: how they are processed.
         sizes: how many each split has, for the progress bars.
-        inputs: what the manifest says of where they come from.
+        inputs: the origin of the pairs, for the manifest.
         workers: processes that clean text; the result does not depend on it.
-        force: replace the prepared data that is there.
+        force: replace prepared data that are in ``out``.
 
     Returns:
-        What is now in ``out``.
+        The prepared data.
     """
     out = _checked(Path(out), force)
     if processing.codes is not None:
-        read_codes(Path(processing.codes).expanduser(), list)  # a wrong file is refused at once
+        read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
     try:
         with _building(out, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars)
@@ -177,7 +176,7 @@ def prepare_pairs(
 
 @dataclass
 class _Work:
-    """The three passes over one corpus, and what they counted."""
+    """The three passes over one corpus, and their counts."""
 
     folder: Path
     pairs: list[Pair]
@@ -215,21 +214,37 @@ class _Work:
                 text = options.training_text if split == "train" else options.text
                 run = partial(clean_pairs, text, self.pairs)
                 advance = stack.enter_context(self.bars.bar(f"cleaning {split}", sizes.get(split)))
-                for chunk in map_in_order(run, chunks(rows, _CHUNK), workers):
+                wanted = self._short_enough(split, rows)
+                for chunk in map_in_order(run, chunks(wanted, _CHUNK), workers):
                     parts: dict[str, list[CleanPair]] = {name: [] for name in SPLITS}
                     for row in chunk:
-                        place = self._place(split, row)
-                        if place is not None:
-                            parts[place].append(self._shown(row) if place != "train" else row)
-                    for place, part in parts.items():
-                        files[place].add(zip(*part, strict=True))
-                    self.read[split] += len(chunk)
+                        chosen = self._split_of(split, row)
+                        if chosen is not None:
+                            parts[chosen].append(self._shown(row) if chosen != "train" else row)
+                    for chosen, part in parts.items():
+                        files[chosen].add(zip(*part, strict=True))
                     advance(len(chunk))
         for split in SPLITS:
             self.cleaned[split] = files[split].rows
             self._refuse_empty(split, self.cleaned[split])
 
-    def _place(self, split: str, row: CleanPair) -> str | None:
+    def _short_enough(self, split: str, rows: Iterable[RawPair]) -> Iterator[RawPair]:
+        """The pairs that are short enough to be cleaned, whatever characters they are made of."""
+        limit = self.processing.max_characters
+        for row in rows:
+            self.read[split] += 1
+            longest = max(len(row[1]), len(row[2]))
+            if not limit or longest <= limit:
+                yield row
+            elif split == "train":
+                self.dropped[split]["too many characters"] += 1
+            else:  # what is scored is never dropped
+                raise DataError(
+                    f"line {self.read[split]} of the {split} split has {longest} characters; the "
+                    f"limit of {limit} is set by --max-characters"
+                )
+
+    def _split_of(self, split: str, row: CleanPair) -> str | None:
         """The split that a pair goes to, or None if it is dropped."""
         options = self.processing
         reason = None if row.source and row.target else "empty"
@@ -248,7 +263,7 @@ class _Work:
         return "test" if _is_nth(self.remaining[row.pair], options.holdout_test) else "train"
 
     def _shown(self, row: CleanPair) -> CleanPair:
-        """With its lines as people read them, if they were published in tokens."""
+        """The pair with detokenized lines, if the text was published in tokens."""
         if not self.processing.text.tokenized:
             return row
         pair = self.pairs[row.pair]
@@ -269,7 +284,7 @@ class _Work:
     # -------------------------------------------------------------- pass 2: subwords
 
     def learn_subwords(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-        """The tokenizers of source and target; one and the same if they share all."""
+        """The tokenizers of source and target; the same object if they share everything."""
         options = self.processing
         if options.share == "nothing":
             source, target = (self._merges(partial(self._lines, s)) for s in ("source", "target"))
@@ -297,7 +312,7 @@ class _Work:
             yield from batch[side].to_pylist()
 
     def _used(self, tokenizer: PreTrainedTokenizerFast, side: str) -> set[str]:
-        """The types that the training text of a side is made of."""
+        """The types that occur in the training text of a side."""
         used = np.zeros(len(tokenizer), dtype=bool)
         with self.bars.bar(f"counting {side}", self.cleaned["train"]) as advance:
             for lines in chunks(self._lines(side), _CHUNK):
@@ -332,7 +347,7 @@ class _Work:
     def _write_split(
         self, split: str, source: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Write the token ids of a split; how often each type occurs in it."""
+        """Write the token ids of a split; returns how often each type occurs in it."""
         options = self.processing
         held_out = bool({"valid": options.holdout, "test": options.holdout_test}.get(split))
         limits = (0, 0.0)
@@ -376,10 +391,9 @@ class _Work:
     # -------------------------------------------------------------- the end
 
     def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
-        """Say what the folder holds; written last."""
+        """Write what the folder holds; this is the last file."""
         files = sorted(path for path in self.folder.rglob("*") if path.is_file())
         digests = {path.relative_to(self.folder).as_posix(): sha256(path) for path in files}
-        listing = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         manifest = {
             "format": FORMAT,
             "pairs": [asdict(pair) for pair in self.pairs],
@@ -393,14 +407,14 @@ class _Work:
             "unknown": self.unknown,
             "inputs": list(inputs),
             "sha256": digests,
-            "fingerprint": hashlib.sha256(listing.encode()).hexdigest(),
+            "fingerprint": fingerprint_of(digests),
         }
         for path in (*files, *{path.parent for path in files}):
             flush(path)
-        write_json(self.folder / MANIFEST, manifest)
+        write_json(self.folder / MANIFEST, sealed(manifest))
 
     def _processing(self) -> dict[str, Any]:
-        """What was done, without the places of files."""
+        """What was done, without the paths of files."""
         fields = set(Processing.model_fields) - {"text"}
         document = self.processing.model_dump(include=fields)
         if self.processing.codes is not None:
@@ -414,7 +428,7 @@ def _is_nth(number: int, n: int) -> bool:
 
 
 def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | None:
-    """Why a training pair of these lengths is not wanted, or None."""
+    """Why a training pair of these lengths is dropped, or None."""
     if longest and max(lengths) > longest:
         return "too long"
     if ratio and max(lengths) / max(1, min(lengths)) > ratio:
@@ -423,7 +437,7 @@ def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | No
 
 
 def _text_schema(split: str) -> pa.Schema:
-    """The columns of cleaned text: those of the split, with text in the place of token ids."""
+    """The columns of cleaned text: those of the split, with text instead of token ids."""
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
 
 
@@ -438,12 +452,12 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _checked(out: Path, force: bool) -> Path:
-    """The absolute path of a folder that may be made."""
-    out = out.expanduser().absolute()
+    """The absolute path of a folder that may be made; links are followed."""
+    out = out.expanduser().resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return out
     if not (out / MANIFEST).is_file():
-        raise RequestError(f"{out} exists, and is no prepared data")
+        raise RequestError(f"{out} exists and holds no prepared data: choose another folder")
     if not force:
         raise RequestError(f"{out} exists; --force replaces it")
     return out
@@ -451,33 +465,28 @@ def _checked(out: Path, force: bool) -> Path:
 
 @contextmanager
 def _building(out: Path, force: bool) -> Iterator[Path]:
-    """An empty folder that becomes ``out`` if all goes well.
+    """An empty folder that becomes ``out`` if nothing fails.
 
-    Whoever wants to build the same waits here; what a killed process left is cleared away.
+    A process that wants to build the same folder waits here. What a killed process left is removed.
     """
-    folder, old = (out.with_name(f".{out.name}.{name}") for name in ("preparing", "replaced"))
-    lock = out.with_name(f".{out.name}.lock")
+    folder, old = out.with_name(f".{out.name}.preparing"), replaced(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock):
+    with locked(out.with_name(f".{out.name}.lock"), out, wait=True):
+        if old.is_dir() and not out.exists():
+            os.replace(old, out)  # a replacement that was killed between two renames
+        _checked(out, force)
+        for leftover in (folder, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder.mkdir()
         try:
-            _checked(out, force)
-            for leftover in (folder, old):
-                shutil.rmtree(leftover, ignore_errors=True)
-            folder.mkdir()
             yield folder
-            if out.exists():
-                os.replace(out, old)
-            os.replace(folder, out)
-            flush(out.parent)
+            replace_folder(folder, out)
         finally:
-            for leftover in (folder, old):
-                shutil.rmtree(leftover, ignore_errors=True)
-            with suppress(OSError):
-                lock.unlink()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def summarize(prepared: Prepared) -> None:
-    """Print what became of the pairs, where they are, and what to do next."""
+    """Print how many pairs were kept, where they are, and the command that trains on them."""
     manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
     table = Table("split", "read", "dropped", "kept", "source tokens", "target tokens", box=None)
     table.add_column("unknown", no_wrap=True)

@@ -1,16 +1,17 @@
-"""From a raw line to subwords, and from what a model says back to text.
+"""From a raw line to subwords, and from the output of a model back to text.
 
-First a :class:`Pipeline`: the steps of the public recipes, in their order: straight apostrophes,
-Moses punctuation normalisation, removal of what cannot be printed, Moses tokenization, lower case.
+First a :class:`Pipeline` with the steps of the public recipes, in their order: straight
+apostrophes, Moses punctuation normalisation, removal of non-printing characters, Moses
+tokenization, lower case.
 
-Then byte-pair encoding, of one of two kinds. *Bytes*, for running text: the symbols are the 256
-bytes, so any text survives and comes back exactly. *Words*, for text with a space between tokens:
-the symbols are characters, the last of a word carries the mark </w>, as in subword-nmt; a character
-never seen is <unk>.
+Then byte-pair encoding of one of two kinds. *Bytes*, for running text: the symbols are the 256
+bytes, so that any text is restored exactly. *Words*, for text with spaces between tokens: the
+symbols are characters, and the last one of a word has the mark </w>, as in subword-nmt. A character
+that did not occur in the training text becomes <unk>.
 
-The trainer of ``tokenizers`` numbers the marked characters in the order of a hash table, which
-makes its ties, and so its merges, differ from run to run. Here it is shown words whose last
-character is another code point instead, and no mark; alphabets without marks it keeps in order.
+The trainer of ``tokenizers`` numbers marked characters in the order of a hash table, so that ties,
+and with them the merges, differ from run to run. Here it is given words in which the last character
+is replaced by another code point, without a mark; alphabets without marks keep their order.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ __all__ = [
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # with fairseq's ids, 0 to 3
 MARK = "</w>"
-_LONGEST = 1024  # tokens; what tokenizers say of themselves, nothing is cut
+_LONGEST = 1024  # tokens; only noted in the tokenizer, which cuts nothing
 _PRIVATE_USE = 0xF0000
 _MOST_COUNTED = 4_000_000  # different words, about 100 bytes each
 _MOST_LEARNED = 1_000_000  # different words, about 1000 bytes each in the trainer
+_LONGEST_LEARNED = 1000  # characters of a word; the trainer's time grows with their square
 _FINAL_PERIOD = re.compile(r"([^\s.])\.$")
 _LAST_CHARACTER = re.compile(r"\S(?!\S)")
 
@@ -109,7 +111,7 @@ class Pipeline:
         self.target = _forward(options, target_language)
         """Likewise for the target."""
         self.restore = _backward(options, target_language)
-        """What the model says, as plain text."""
+        """The output of a model to plain text."""
         self.restore_source = _backward(options, source_language)
         """Likewise for a source line."""
 
@@ -121,7 +123,7 @@ def _forward(options: TextOptions, language: str) -> Callable[[str], str]:
     if options.normalize_punctuation:
         from sacremoses import MosesPunctNormalizer
 
-        # The published data was made by the Perl script, whose results this switch gives.
+        # The published data was made by the Perl script; this switch gives its results.
         steps.append(MosesPunctNormalizer(language, perl_parity=True).normalize)
     if options.remove_nonprinting:
         steps.append(_printable)
@@ -130,11 +132,11 @@ def _forward(options: TextOptions, language: str) -> Callable[[str], str]:
 
         tokenizer, aggressive = MosesTokenizer(language), options.aggressive_hyphens
         steps.append(lambda line: tokenizer.tokenize(line, aggressive, return_str=True))
-        # The Perl script takes the last period for the end of the sentence, whatever it ends.
+        # The Perl script always treats the last period as the end of the sentence.
         steps.append(lambda line: _FINAL_PERIOD.sub(r"\1 .", line))
     if options.lowercase:
         steps.append(str.lower)
-    # Afterwards, for normalisation and lower case may leave or make spaces.
+    # At the end, because normalisation and lower case can produce spaces.
     steps.append((lambda line: " ".join(line.split())) if options.spaced else str.strip)
 
     def run(line: str) -> str:
@@ -155,7 +157,7 @@ def _backward(options: TextOptions, language: str) -> Callable[[str], str]:
 
 
 def languages_without_moses_rules(languages: Iterable[str]) -> set[str]:
-    """Those of the languages that the Moses tokenizer treats as if they were English."""
+    """Those of the languages that the Moses tokenizer treats like English."""
     from sacremoses.corpus import NonbreakingPrefixes
 
     # Chinese, Japanese and Korean have rules of another sort.
@@ -163,7 +165,7 @@ def languages_without_moses_rules(languages: Iterable[str]) -> set[str]:
 
 
 def _printable(line: str) -> str:
-    """The line with spaces for control characters and the like."""
+    """The line with control characters replaced by spaces."""
     if line.isprintable():
         return line
     return "".join(" " if unicodedata.category(c).startswith("C") else c for c in line)
@@ -185,8 +187,8 @@ class Merges:
     """A byte-pair encoding.
 
     Attributes:
-        words: of which of the two kinds it is.
-        alphabet: the symbols that are not merged from others.
+        words: the kind: words, or bytes.
+        alphabet: the symbols that are not made by a merge.
         merges: pairs of symbols, the first to be merged first.
     """
 
@@ -202,12 +204,13 @@ class Merges:
 def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Merges:
     """Learn a byte-pair encoding; the same text gives the same.
 
-    The memory it takes grows with the number of different words, of which a million at most, the
-    most frequent ones, are learned from.
+    The memory it takes grows with the number of different words. It learns from the most frequent
+    million of them, and from words of at most 1000 characters; longer ones are cut, or left out
+    where tokens are separated by spaces.
 
     Args:
         lines: the training text, which is read twice.
-        words: the kind.
+        words: the kind: words, or bytes.
         size: how far to merge; pairs that occur once are never merged.
         reserved: how many types of the vocabulary are special tokens and tags.
 
@@ -215,7 +218,7 @@ def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Mer
         DataError: the alphabet alone is larger than the vocabulary.
     """
     inventory = _take_inventory(lines())
-    text = inventory.frequent(lines())
+    text = _without_endless_words(inventory.frequent(lines()), words)
     if not words:
         from tokenizers.pre_tokenizers import ByteLevel
 
@@ -285,8 +288,22 @@ class _Inventory:
         return (" ".join(word for word in line.split() if word in kept) for line in lines)
 
 
+def _without_endless_words(lines: Iterable[str], words: bool) -> Iterator[str]:
+    """The lines with every word short enough for the trainer."""
+    for line in lines:
+        if len(line) <= _LONGEST_LEARNED:
+            yield line
+        elif words:
+            yield " ".join(word for word in line.split() if len(word) <= _LONGEST_LEARNED)
+        elif max(map(len, line.split()), default=0) <= _LONGEST_LEARNED:
+            yield line
+        else:
+            starts = range(0, len(line), _LONGEST_LEARNED)
+            yield from (line[start : start + _LONGEST_LEARNED] for start in starts)
+
+
 def _take_inventory(lines: Iterable[str]) -> _Inventory:
-    """Of a text of any size: of too many words the rarest so far are forgotten."""
+    """Count the words of a text of any size. If there are too many, the rarest are dropped."""
     inventory = _Inventory(Counter(), set(), set())
     floor = 0
 
@@ -312,7 +329,7 @@ def read_codes(path: Path, lines: Lines) -> Merges:
 
     Args:
         path: the file.
-        lines: the training text, whose characters the alphabet must hold too.
+        lines: the training text; its characters are part of the alphabet.
 
     Raises:
         DataError: it is no such file.
@@ -320,7 +337,7 @@ def read_codes(path: Path, lines: Lines) -> Merges:
     rows = read_lines(path)
     if next(rows, "").split() != ["#version:", "0.2"]:
         raise DataError(f"{path}:1: merges of subword-nmt begin with '#version: 0.2'")
-    merges: dict[tuple[str, str], None] = {}  # a pair given twice counts where it stands first
+    merges: dict[tuple[str, str], None] = {}  # of a pair that is given twice, the first counts
     for number, row in enumerate(rows, 2):
         match row.split():
             case [first, second]:
@@ -335,9 +352,9 @@ def read_codes(path: Path, lines: Lines) -> Merges:
 
 
 def restrict(merges: Merges, used: Collection[str]) -> Merges:
-    """Without the types that a text does not use, nor needs on the way to those it uses.
+    """Only the types that a text uses, and those that they are merged from.
 
-    The text is split as before. The alphabet of bytes stays whole.
+    The text is split as before. An alphabet of bytes stays complete.
     """
     needed = set(used)
     for first, second in reversed(merges.merges):
@@ -351,7 +368,7 @@ def restrict(merges: Merges, used: Collection[str]) -> Merges:
 
 
 def _avoid(merges: Merges, names: Collection[str]) -> Merges:
-    """Without the merges that spell a reserved name, as </s> in a text would, or need one."""
+    """Without merges that make a reserved name, such as </s> in a text, or that need one."""
     known = set(merges.alphabet)
     kept = []
     for first, second in merges.merges:
@@ -364,8 +381,8 @@ def _avoid(merges: Merges, names: Collection[str]) -> Merges:
 def make_tokenizer(merges: Merges, tags: Sequence[str]) -> PreTrainedTokenizerFast:
     """A tokenizer that ends each text with </s>.
 
-    Ids: the special tokens, the tags, the types. What looks like a special token in a text is
-    split like any other text; a tag at the head of a text is the tag.
+    Ids: the special tokens, the tags, the types. Text that looks like a special token is split like
+    any other text. A tag at the start of a text is the tag.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
