@@ -41,6 +41,7 @@ class LossCase:
     linear: bool = True
     rowwise: bool = True
     detached: bool = False
+    shifts: bool = True  # adding a number to all logits of a row changes nothing
     worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
@@ -101,10 +102,14 @@ LOSS_CASES = [
     LossCase("labo-grad", F.labo_loss, {"alpha_grad": True}),
     LossCase("cp", F.confidence_penalty_loss, off={"beta": 0.0}),
     LossCase("cp-hinge", F.confidence_penalty_loss, {"threshold": 1.0}, off={"beta": 0.0}),
+    LossCase("maxsup", F.max_suppression_loss, off={"lam": 0.0}, worked=0.596813),
+    LossCase("mbls", F.margin_smoothing_loss, {"margin": 1.5}, off={"lam": 0.0}, worked=0.496813),
     LossCase("fl", F.focal_loss, {"gamma": 2.0}, off={"gamma": 0.0}, linear=False),
     LossCase("fl-detached", F.focal_loss, {"detach_factor": True}, linear=False, detached=True),
     LossCase("afl", F.anti_focal_loss, off={"gamma": 0.0}, linear=False, detached=True),
     LossCase("afl-full", F.anti_focal_loss, {"detach_factor": False}, linear=False),
+    LossCase("poly", F.poly1_loss, off={"epsilon": 0.0}, worked=1.173180),
+    LossCase("logitnorm", F.logit_norm_loss, {"tau": 1.0}, shifts=False, worked=0.883711),
     LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
     LossCase("ger-cp", F.generalized_entropy_loss, {"alpha": 0.0}),
     LossCase("ger-ls", F.generalized_entropy_loss, {"alpha": 1.0}),

@@ -57,6 +57,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "gamma": _NOT_NEGATIVE,
     "scale": (lambda value: value >= -1, "a number of -1 or more"),
     "lam": _NOT_NEGATIVE,
+    "margin": _NOT_NEGATIVE,
+    "epsilon": (lambda value: -1 <= value < math.inf, "a finite number of -1 or more"),
     "multiplier": _NOT_NEGATIVE,
     "confidence": _UNIT,
     "threshold": _NOT_NEGATIVE,

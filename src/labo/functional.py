@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import _checks, smoothing
 from ._checks import check_hyper
-from ._rows import Rows, entropy, row_sum, shifted, times, zero_log
+from ._rows import Rows, entropy, row_sum, shifted, spread, times, zero_log
 from .fused import dispatch, spec
 
 __all__ = [
@@ -49,8 +49,12 @@ __all__ = [
     "kr_ls_loss",
     "label_smoothing_loss",
     "labo_loss",
+    "logit_norm_loss",
+    "margin_smoothing_loss",
     "masked_label_smoothing_loss",
+    "max_suppression_loss",
     "online_label_smoothing_loss",
+    "poly1_loss",
     "ps_kd_loss",
     "smoothed_cross_entropy",
     "tf_reg_loss",
@@ -593,6 +597,108 @@ def confidence_penalty_loss(
     return rows.reduce(rows.nll(log_p) + rows.weigh(beta * penalty))
 
 
+def max_suppression_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Max suppression (MaxSup): the penalty of label smoothing, on the largest logit.
+
+    .. math:: -\log p_y + \lambda \Bigl(\max_j z_j - \frac{1}{K} \sum_j z_j\Bigr)
+
+    Label smoothing is the same with z_y in place of the maximum. The two agree where the prediction
+    is correct.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda. The authors raise it from 0.1 to 0.2 in the course of the training.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> max_suppression_loss(logits, target, lam=0.1)
+        tensor(0.5968)
+
+    Reference:
+        Zhou et al. 2025, MaxSup: Overcoming Representation Collapse in Label Smoothing.
+    """
+    check_hyper(lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    below, top, present = _below_maximum(rows)
+    penalty = lam * (top + row_sum(below) / row_sum(present).clamp(min=1))
+    return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
+
+
+def margin_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    margin: float = 10.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Margin-based label smoothing (MbLS): logits may differ by a margin without a penalty.
+
+    .. math:: -\log p_y + \frac{\lambda}{K} \sum_j \max(0, \max_i z_i - z_j - m)
+
+    With m = 0 it is max suppression.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda, called alpha by the authors. Their paper sums over the classes; their
+            code, as here, takes the mean.
+        margin: the difference m to the largest logit up to which there is no penalty.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> margin_smoothing_loss(logits, target, lam=0.1, margin=1.5)
+        tensor(0.4968)
+
+    Reference:
+        Liu et al. 2022, The Devil is in the Margin: Margin-based Label Smoothing for Network
+        Calibration.
+    """
+    check_hyper(lam=lam, margin=margin)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    below, top, present = _below_maximum(rows)
+    active = row_sum((below.detach() > margin).to(below.dtype))
+    excess = row_sum((below - margin).relu()) + active * top
+    penalty = lam * excess / row_sum(present).clamp(min=1)
+    return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
+
+
+def _below_maximum(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """How far the logits are below the largest of their row.
+
+    Returns:
+        c - z_j, (M, K), 0 for masked classes, where c is the largest logit, held constant; max z
+        - c, (M,), which is 0 and has the gradient of the maximum; and 1 for the classes that are
+        not masked, (M, K).
+    """
+    masked = rows.logits == -math.inf
+    u = rows.shifted - rows.shifted.detach().amax(-1, keepdim=True)
+    # Of several largest logits the first one gets the whole gradient; amax would share it.
+    top = u.max(-1).values
+    return -u.masked_fill(masked, 0.0), top, (~masked).to(u.dtype)
+
+
 def focal_loss(
     logits: Tensor,
     target: Tensor,
@@ -681,6 +787,100 @@ def _modulated(rows: Rows, log_p: Tensor, base: Tensor, gamma: float, detach: bo
     factor = base.detach() if detach else base
     # A power below 1 has an infinite slope at 0, where the product with log p_y = 0 has none.
     return factor.clamp(min=torch.finfo(factor.dtype).tiny) ** gamma * rows.nll(log_p)
+
+
+def poly1_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    epsilon: float = 2.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Poly-1: cross entropy with another first coefficient in its series in 1 - p_y.
+
+    .. math:: -\log p_y + \epsilon (1 - p_y)
+
+    The gradient is that of the cross entropy times :math:`1 + \epsilon p_y`: more weight on
+    well-fitted samples. Class probabilities q give
+    :math:`\sum_j q_j (-\log p_j + \epsilon (1 - p_j))`.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        epsilon: what is added to the coefficient, -1 or more; 0 is cross entropy.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> poly1_loss(logits, target, epsilon=2)
+        tensor(1.1732)
+
+    Reference:
+        Leng et al. 2022, PolyLoss: A Polynomial Expansion Perspective of Classification Loss
+        Functions.
+    """
+    check_hyper(epsilon=epsilon)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    log_p = rows.log_probabilities()
+    return rows.reduce(rows.nll(log_p + epsilon * torch.expm1(log_p)))
+
+
+def logit_norm_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tau: float = 0.04,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""LogitNorm: cross entropy of logits that are divided by their norm.
+
+    .. math:: -\log \mathrm{softmax}\Bigl(\frac{z}{\tau \lVert z \rVert}\Bigr)_y
+
+    The loss does not depend on the scale of the logits. Unlike the other losses it changes when a
+    number is added to all logits. The norm is that of the classes that are not masked. It is
+    at least 0.001, which bounds the gradient at 0.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        tau: temperature. The smallest value that the loss can have grows with it.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> logit_norm_loss(logits, target, tau=1.0)
+        tensor(0.8837)
+
+    Reference:
+        Wei et al. 2022, Mitigating Neural Network Overconfidence with Logit Normalization.
+    """
+    check_hyper(tau=tau)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    masked = rows.logits == -math.inf
+    z = rows.logits.masked_fill(masked, 0.0)
+    z = z / spread(_norm(z) + 1e-7, rows.num_classes) / tau  # 1e-7 as in the authors' code
+    log_p = torch.log_softmax(z.masked_fill(masked, -math.inf), -1)
+    return rows.reduce(rows.nll(log_p))
+
+
+def _norm(x: Tensor) -> Tensor:
+    """max(|x|, 0.001) per row, (M,), without overflow of the squares."""
+    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-3)
+    # The sum is below 1 only if all entries, and so the norm, are below 0.001.
+    squares = row_sum((x / size).square()).clamp(min=1.0)
+    return size.squeeze(-1) * squares.sqrt()
 
 
 def generalized_entropy_loss(

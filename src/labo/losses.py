@@ -36,9 +36,13 @@ __all__ = [
     "KRLSLoss",
     "LABOLoss",
     "LabelSmoothingLoss",
+    "LogitNormLoss",
+    "MarginSmoothingLoss",
     "MaskedLabelSmoothingLoss",
+    "MaxSuppressionLoss",
     "OnlineLabelSmoothingLoss",
     "PSKDLoss",
+    "Poly1Loss",
     "TFRegLoss",
     "Warmup",
     "WeightedLabelSmoothingLoss",
@@ -269,6 +273,57 @@ class ConfidencePenaltyLoss(_Loss):
         super().__init__(weight, ignore_index, reduction, dim, beta=beta, threshold=threshold)
 
 
+class MaxSuppressionLoss(_Loss):
+    """Max suppression: the penalty of label smoothing, on the largest logit.
+
+    See :func:`labo.functional.max_suppression_loss`.
+
+    Example:
+        >>> loss = MaxSuppressionLoss(lam=0.1)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.5968)
+    """
+
+    function = staticmethod(F.max_suppression_loss)
+
+    def __init__(
+        self,
+        *,
+        lam: float = 0.1,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam)
+
+
+class MarginSmoothingLoss(_Loss):
+    """Margin-based label smoothing: logits may differ by a margin without a penalty.
+
+    See :func:`labo.functional.margin_smoothing_loss`.
+
+    Example:
+        >>> loss = MarginSmoothingLoss(lam=0.1, margin=1.5)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.4968)
+    """
+
+    function = staticmethod(F.margin_smoothing_loss)
+
+    def __init__(
+        self,
+        *,
+        lam: float = 0.1,
+        margin: float = 10.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam, margin=margin)
+
+
 class FocalLoss(_Loss):
     """Focal loss: less weight on well-fitted samples.
 
@@ -330,6 +385,56 @@ class AntiFocalLoss(_Loss):
             scale=scale,
             detach_factor=detach_factor,
         )
+
+
+class Poly1Loss(_Loss):
+    """Poly-1: cross entropy plus epsilon (1 - p_y).
+
+    See :func:`labo.functional.poly1_loss`.
+
+    Example:
+        >>> loss = Poly1Loss(epsilon=2)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(1.1732)
+    """
+
+    function = staticmethod(F.poly1_loss)
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 2.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, epsilon=epsilon)
+
+
+class LogitNormLoss(_Loss):
+    """LogitNorm: cross entropy of logits that are divided by their norm.
+
+    See :func:`labo.functional.logit_norm_loss`.
+
+    Example:
+        >>> loss = LogitNormLoss(tau=1.0)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.8837)
+    """
+
+    function = staticmethod(F.logit_norm_loss)
+
+    def __init__(
+        self,
+        *,
+        tau: float = 0.04,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, tau=tau)
 
 
 class GeneralizedEntropyLoss(_Loss):
@@ -833,8 +938,12 @@ LOSSES = Registry(
         "ce": CrossEntropyLoss,
         "ls": LabelSmoothingLoss,
         "cp": ConfidencePenaltyLoss,
+        "maxsup": MaxSuppressionLoss,
+        "mbls": MarginSmoothingLoss,
         "fl": FocalLoss,
         "afl": AntiFocalLoss,
+        "poly": Poly1Loss,
+        "logitnorm": LogitNormLoss,
         "kd": DistillationLoss,
         "cskd": CSKDLoss,
         "tfreg": TFRegLoss,

@@ -75,6 +75,23 @@ def confidence_penalty(z, y, w, *, beta=0.1, threshold=None):
     return cross_entropy(z, y, w) + w[y] * real(beta) * penalty
 
 
+def max_suppression(z, y, w, *, lam=0.1):
+    return cross_entropy(z, y, w) + w[y] * real(lam) * (z.max() - z.mean())
+
+
+def margin_smoothing(z, y, w, *, lam=0.1, margin=10.0):
+    excess = [max(real(0), z.max() - x - real(margin)) for x in z]
+    return cross_entropy(z, y, w) + w[y] * real(lam) * sum(excess) / len(z)
+
+
+def poly1(z, y, w, *, epsilon=2.0):
+    return cross_entropy(z, y, w) + w[y] * real(epsilon) * (1 - softmax(z)[y])
+
+
+def logit_norm(z, y, w, *, tau=0.04):
+    return cross_entropy(z / (real(tau) * (np.sqrt((z * z).sum()) + real(1e-7))), y, w)
+
+
 def focal(z, y, w, *, gamma=1.0, detach_factor=False):
     return (1 - softmax(z)[y]) ** real(gamma) * cross_entropy(z, y, w)
 

@@ -234,7 +234,7 @@ def test_micro_batches_add_up(case):
 # ------------------------------------------------------------------ properties
 
 
-@each_loss
+@pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.shifts], ids=lambda c: c.name)
 @quick
 @given(shapes, st.floats(-50, 50))
 def test_shift_invariance(case, shape, shift):

@@ -62,6 +62,16 @@ LOSSES = [
         either(beta=strength, threshold=strength),
         None,
     ),
+    ("maxsup", F.max_suppression_loss, oracle.max_suppression, either(lam=strength), None),
+    (
+        "mbls",
+        F.margin_smoothing_loss,
+        oracle.margin_smoothing,
+        either(lam=strength, margin=strength),
+        None,
+    ),
+    ("poly", F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3)), None),
+    ("logitnorm", F.logit_norm_loss, oracle.logit_norm, either(tau=tau), None),
     ("fl", F.focal_loss, oracle.focal, either(gamma=strength), None),
     ("afl", F.anti_focal_loss, oracle.anti_focal, either(gamma=strength, scale=strength), None),
     (

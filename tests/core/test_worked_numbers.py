@@ -137,6 +137,62 @@ def test_confidence_penalty_threshold_costs_low_entropy():
     near(F.confidence_penalty_loss(A, Y0, beta=0.1, threshold=1.2), 0.449313 + 0.1 * (1.2 - h))
 
 
+def test_max_suppression():
+    near(F.max_suppression_loss(A, Y0), 0.596813)
+    near(F.max_suppression_loss(A, Y0), F.label_smoothing_loss(A, Y0).item())
+    near(F.max_suppression_loss(B, Y1), 2.658506)
+    slope = gradient(lambda z: F.max_suppression_loss(z, Y1), B)
+    near(slope[1:3], [-0.946606, 0.654259])
+
+
+def test_max_suppression_gives_ties_to_the_first():
+    tied = torch.tensor([0.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    penalty = gradient(lambda z: F.max_suppression_loss(z, Y0, lam=1.0), tied) - gradient(
+        lambda z: F.cross_entropy_loss(z, Y0), tied
+    )
+    near(penalty, [-0.25, 0.75, -0.25, -0.25])
+
+
+def test_margin_smoothing():
+    near(F.margin_smoothing_loss(A, Y0, margin=1.5), 0.496813)
+    near(gradient(lambda z: F.margin_smoothing_loss(z, Y0, margin=1.5), A)[0], -0.311934)
+    near(F.margin_smoothing_loss(B, Y1, margin=1.2), 2.573506)
+    near(gradient(lambda z: F.margin_smoothing_loss(z, Y1, margin=1.2), B)[2], 0.629259)
+    near(F.margin_smoothing_loss(B, Y1, margin=0.0), 2.658506)
+
+
+def test_poly1():
+    near(F.poly1_loss(A, Y0, epsilon=1), 0.811247)
+    near(F.poly1_loss(B, Y1, epsilon=1), 3.467612)
+    near(F.poly1_loss(A, Y0, epsilon=2), 1.173180)
+    near(gradient(lambda z: F.poly1_loss(z, Y0, epsilon=2), A)[0], -0.823809)
+    smoothed = torch.tensor([0.925, 0.025, 0.025, 0.025], dtype=torch.float64)
+    near(F.poly1_loss(A, smoothed, epsilon=2), 1.398294)
+    near(gradient(lambda z: F.poly1_loss(z, smoothed, epsilon=2), A)[0], -0.702621)
+
+
+def test_logit_norm():
+    near(F.logit_norm_loss(A, Y0, tau=1.0), 0.883711)
+    slope = gradient(lambda z: F.logit_norm_loss(z, Y0, tau=1.0), A)
+    near(slope[0], -0.103437)
+    near(slope @ A, 0.0)  # the scale of the logits does not matter
+    near(F.logit_norm_loss(A, Y0, tau=0.04), 0.000037)
+    near(F.logit_norm_loss(B, Y1, tau=0.04), 30.151133)
+
+
+def test_logit_norm_has_a_floor():
+    best = torch.tensor([3.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    near(F.logit_norm_loss(best, Y0, tau=1.0), 0.665496)
+
+
+def test_logit_norm_at_zero():
+    """The value is log K, and the gradient is bounded by the smallest norm, 0.001."""
+    zero = torch.zeros(4, dtype=torch.float64)
+    near(F.logit_norm_loss(zero, Y0, tau=1.0), math.log(4))
+    slope = gradient(lambda z: F.logit_norm_loss(z, Y0, tau=1.0), zero)
+    near(slope / 750, [-1 / 1.0001, *[1 / 3.0003] * 3])
+
+
 def test_focal():
     near(F.focal_loss(A, Y0, gamma=1), 0.162621)
     near(F.focal_loss(B, Y1, gamma=1), 2.346414)

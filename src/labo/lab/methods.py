@@ -202,6 +202,18 @@ METHODS: dict[str, Method] = {
         losses.ConfidencePenaltyLoss,
         mixes=True,
     ),
+    "maxsup": Method(
+        "max suppression: the penalty of label smoothing, on the largest logit",
+        "Zhou et al. 2025",
+        losses.MaxSuppressionLoss,
+        mixes=True,
+    ),
+    "mbls": Method(
+        "margin-based label smoothing: penalize logits far below the largest",
+        "Liu et al. 2022",
+        losses.MarginSmoothingLoss,
+        mixes=True,
+    ),
     "fl": Method(
         "focal loss: less weight on samples with a high probability",
         "Lin et al. 2017",
@@ -211,6 +223,18 @@ METHODS: dict[str, Method] = {
         "anti-focal loss: more weight on samples with a high probability",
         "Raunak et al. 2020",
         losses.AntiFocalLoss,
+    ),
+    "poly": Method(
+        "Poly-1: cross entropy plus epsilon (1 - p_y)",
+        "Leng et al. 2022",
+        losses.Poly1Loss,
+        mixes=True,
+    ),
+    "logitnorm": Method(
+        "cross entropy of logits divided by their norm",
+        "Wei et al. 2022",
+        losses.LogitNormLoss,
+        mixes=True,
     ),
     "kd": Method(
         "knowledge distillation from the run named by method.teacher",
