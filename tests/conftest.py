@@ -118,6 +118,21 @@ LOSS_CASES = [
     LossCase("tfreg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
     LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
+    LossCase("kd-standardized", F.distillation_loss, {"standardize": True}, teacher),
+    LossCase(
+        "dkd",
+        F.decoupled_distillation_loss,
+        extra=teacher,
+        off={"multiplier": 0.0},
+        linear=False,
+    ),
+    LossCase(
+        "dkd-standardized",
+        F.decoupled_distillation_loss,
+        {"standardize": True, "tau": 2.0},
+        teacher,
+        linear=False,
+    ),
     LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase(

@@ -67,6 +67,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "a": _POSITIVE,
     "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
     "bins": (lambda value: isinstance(value, int) and value > 0, "a whole number of 1 or more"),
+    "warmup_epochs": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "a whole number of 0 or more",
+    ),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "reduction": ("none", "mean", "sum"),

@@ -43,6 +43,7 @@ __all__ = [
     "confidence_penalty_loss",
     "cross_entropy_loss",
     "cs_kd_loss",
+    "decoupled_distillation_loss",
     "distillation_loss",
     "focal_loss",
     "generalized_entropy_loss",
@@ -990,6 +991,7 @@ def distillation_loss(
     tau: float = 4.0,
     kl_reduction: str = "batchmean",
     multiplier: float = 1.0,
+    standardize: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -1005,6 +1007,10 @@ def distillation_loss(
     its default reduction does (Tf-KD; the temperatures of the LABO paper fit that scale). With
     ``multiplier`` it is Tf-KD_self.
 
+    ``standardize=True`` takes (t - mean t) / std t and (z - mean z) / std z in place of t and z in
+    the KL divergence: the student is free to have another mean and scale of its logits. The
+    standard deviation is the unbiased one. Masked classes are left out of it.
+
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
@@ -1013,6 +1019,7 @@ def distillation_loss(
         tau: temperature of teacher and model.
         kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
         multiplier: the factor m of the KL divergence.
+        standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -1025,11 +1032,17 @@ def distillation_loss(
 
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
+        Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
     check_hyper(alpha=alpha, tau=tau, multiplier=multiplier, kl_reduction=kl_reduction)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     factor = multiplier / (rows.num_classes if kl_reduction == "elementwise" else 1)
-    soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
+    if standardize:
+        teacher = _standardized(rows.teacher("teacher_logits", teacher_logits)) / tau
+        log_p = torch.log_softmax(_standardized(rows.logits) / tau, -1)
+        soft = tau**2 * _kl(torch.softmax(teacher, -1), log_p)
+    else:
+        soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
     hard = rows.nll(rows.log_probabilities())
     return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * factor * soft))
 
@@ -1038,6 +1051,116 @@ def _tempered_kl(rows: Rows, name: str, teacher_logits: Tensor | None, tau: floa
     """tau^2 KL(softmax(teacher_logits / tau) || softmax(z / tau)) per row."""
     teacher = smoothing.tempered(rows.teacher(name, teacher_logits), tau)
     return tau**2 * _kl(teacher, rows.log_probabilities(tau))
+
+
+def _standardized(logits: Tensor) -> Tensor:
+    """(z - mean z) / (std z + 1e-7) per row, over the classes that are not masked."""
+    masked = logits == -math.inf
+    classes = logits.shape[-1]
+    count = row_sum((~masked).to(logits.dtype))
+    z = shifted(logits)
+    z = (z - z.detach().amax(-1, keepdim=True)).masked_fill(masked, 0.0)
+    z = (z - spread(row_sum(z) / count, classes)).masked_fill(masked, 0.0)
+    deviation = _norm(z) / (count - 1).clamp(min=1).sqrt()
+    return (z / spread(deviation + 1e-7, classes)).masked_fill(masked, -math.inf)
+
+
+def decoupled_distillation_loss(
+    logits: Tensor,
+    target: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 8.0,
+    tau: float = 4.0,
+    hard_weight: float = 1.0,
+    multiplier: float | Tensor = 1.0,
+    standardize: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Decoupled distillation (DKD): the target class and the other classes, weighted apart.
+
+    With :math:`s = \mathrm{softmax}(z/\tau)` and :math:`u = \mathrm{softmax}(t/\tau)`, and a hat
+    for the distribution over the classes other than y:
+
+    .. math::
+        w\,\mathrm{CE} + m \tau^2 \bigl(\alpha\,
+        \mathrm{KL}((u_y, 1-u_y) \Vert (s_y, 1-s_y)) +
+        \beta\,\mathrm{KL}(\hat u \Vert \hat s)\bigr)
+
+    Distillation with the weights 1 and :math:`1-u_y` of the two terms is ordinary distillation.
+    With two classes the second term is 0.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        teacher_logits: as ``logits``, required; held constant.
+        alpha: weight of the target class, in [0, 1]. For more, raise ``multiplier``.
+        beta: weight of the other classes; from 0.5 to 8 in the authors' settings.
+        tau: temperature of teacher and model.
+        hard_weight: w, weight of the cross entropy.
+        multiplier: the factor m of both KL divergences.
+        standardize: standardize the logits of both models in the KL divergences, as for
+            :func:`distillation_loss`.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> decoupled_distillation_loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.7009)
+
+    Reference:
+        Zhao et al. 2022, Decoupled Knowledge Distillation.
+    """
+    check_hyper(alpha=alpha, beta=beta, tau=tau, hard_weight=hard_weight, multiplier=multiplier)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    teacher = rows.teacher("teacher_logits", teacher_logits)
+    if standardize:
+        student, teacher = _standardized(rows.logits) / tau, _standardized(teacher) / tau
+    else:
+        student, teacher = rows.shifted / tau, shifted(teacher) / tau
+    classes = torch.arange(rows.num_classes, device=rows.target.device)
+    label = rows.target.unsqueeze(-1) == classes
+    soft = alpha * _target_kl(label, teacher, student) + beta * _others_kl(label, teacher, student)
+    hard = rows.nll(rows.log_probabilities())
+    return rows.reduce(times(hard_weight, hard) + rows.weigh(multiplier * tau**2 * soft))
+
+
+def _target_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL between (u_y, 1 - u_y) and (s_y, 1 - s_y) per row, from logits, with 0 log 0 = 0."""
+    log_u, log_s = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
+
+    def term(part: Tensor) -> Tensor:
+        # A sum over the other classes: 1 - p_y would lose its digits near p_y = 1.
+        log_a, log_b = (_log_sum(x.masked_fill(~part, -math.inf)) for x in (log_u, log_s))
+        return log_a.exp() * (zero_log(log_a) - zero_log(log_b))
+
+    return term(label) + term(~label)
+
+
+def _others_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL between the distributions over the classes other than the label, per row, from logits."""
+    absent = label | (teacher == -math.inf)
+    alone = absent.all(-1)  # the teacher has no other class
+    absent = absent & ~alone.unsqueeze(-1)
+    u = torch.softmax(teacher.masked_fill(absent, -math.inf), -1)
+    log_s = torch.log_softmax(student.masked_fill(label & ~alone.unsqueeze(-1), -math.inf), -1)
+    return _kl(u, log_s).masked_fill(alone, 0.0)
+
+
+def _log_sum(log_p: Tensor) -> Tensor:
+    """log sum exp per row; -inf without a gradient if all entries are -inf."""
+    top = log_p.detach().amax(-1)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    total = row_sum((log_p - top.unsqueeze(-1)).exp())
+    empty = total == 0
+    return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
 
 
 def cs_kd_loss(

@@ -5,7 +5,8 @@ the arguments. ``LOSSES`` lists them by short name.
 
 Losses with state need two calls from the training loop: ``step()`` after each optimizer step
 (:class:`Warmup`) and ``end_epoch()`` after each epoch (:class:`OnlineLabelSmoothingLoss`,
-:class:`PSKDLoss`). Their state is in ``state_dict()``, so that a run can be resumed.
+:class:`PSKDLoss`, :class:`DecoupledDistillationLoss`). Their state is in ``state_dict()``, so that
+a run can be resumed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "CSKDLoss",
     "ConfidencePenaltyLoss",
     "CrossEntropyLoss",
+    "DecoupledDistillationLoss",
     "DistillationLoss",
     "FocalLoss",
     "GeneralizedEntropyLoss",
@@ -529,6 +531,7 @@ class DistillationLoss(_Loss):
         tau: float = 4.0,
         kl_reduction: str = "batchmean",
         multiplier: float = 1.0,
+        standardize: bool = False,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
@@ -543,7 +546,82 @@ class DistillationLoss(_Loss):
             tau=tau,
             kl_reduction=kl_reduction,
             multiplier=multiplier,
+            standardize=standardize,
         )
+
+
+class DecoupledDistillationLoss(_Loss):
+    """Decoupled distillation with its warm-up; called as ``loss(logits, target, teacher_logits)``.
+
+    In epoch e = 1, 2, ... the multiplier of the two KL divergences is
+    ``multiplier * min(e / warmup_epochs, 1)``. Call ``end_epoch()`` after each epoch.
+    See :func:`labo.functional.decoupled_distillation_loss`.
+
+    Args:
+        warmup_epochs: epochs until the teacher has its full weight; 0 and 1 mean no warm-up.
+
+    Example:
+        >>> loss = DecoupledDistillationLoss(warmup_epochs=1)
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.7009)
+    """
+
+    function = staticmethod(F.decoupled_distillation_loss)
+    teacher_argument = "teacher_logits"
+    multiplier: float
+    epoch: Tensor
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        beta: float = 8.0,
+        tau: float = 4.0,
+        hard_weight: float = 1.0,
+        multiplier: float = 1.0,
+        standardize: bool = False,
+        warmup_epochs: int = 20,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            alpha=alpha,
+            beta=beta,
+            tau=tau,
+            hard_weight=hard_weight,
+            multiplier=multiplier,
+            standardize=standardize,
+        )
+        check_hyper(warmup_epochs=warmup_epochs)
+        self.warmup_epochs = warmup_epochs
+        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+
+    def arguments(self) -> dict[str, Any]:
+        progress = _progress(self.epoch, max(1, self.warmup_epochs))
+        return super().arguments() | {"multiplier": self.multiplier * progress}
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+
+    def extra_repr(self) -> str:
+        return f"warmup_epochs={self.warmup_epochs}, {super().extra_repr()}"
+
+
+def _progress(epoch: Tensor, epochs: int) -> Tensor:
+    """min((epoch + 1) / epochs, 1), for an epoch counted from 0.
+
+    A tensor, so that torch.compile does not compile again for each epoch; in float64, so that it
+    does not limit the precision of the loss (MPS has no float64).
+    """
+    dtype = torch.float32 if epoch.device.type == "mps" else torch.float64
+    return (epoch + 1).clamp(max=epochs).to(dtype) / epochs
 
 
 class CSKDLoss(_Loss):
@@ -658,11 +736,7 @@ class PSKDLoss(_Loss):
         self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
 
     def arguments(self) -> dict[str, Any]:
-        # A tensor, so that torch.compile does not compile again for each epoch; in float64, so
-        # that it does not limit the precision of the loss (MPS has no float64).
-        dtype = torch.float32 if self.epoch.device.type == "mps" else torch.float64
-        progress = (self.epoch + 1).clamp(max=self.epochs).to(dtype)
-        return super().arguments() | {"alpha": self.alpha * progress / self.epochs}
+        return super().arguments() | {"alpha": self.alpha * _progress(self.epoch, self.epochs)}
 
     def end_epoch(self) -> None:
         self.epoch += 1
@@ -945,6 +1019,7 @@ LOSSES = Registry(
         "poly": Poly1Loss,
         "logitnorm": LogitNormLoss,
         "kd": DistillationLoss,
+        "dkd": DecoupledDistillationLoss,
         "cskd": CSKDLoss,
         "tfreg": TFRegLoss,
         "betals": BetaSmoothingLoss,

@@ -131,10 +131,49 @@ def tempered_kl(z, teacher, tau):
     return real(tau) ** 2 * kl(softmax(teacher / real(tau)), softmax(z / real(tau)))
 
 
-def distillation(z, y, w, teacher, *, alpha=0.9, tau=4.0, kl_reduction="batchmean", multiplier=1.0):
-    soft = real(multiplier) * tempered_kl(z, teacher, tau)
+def standardized(z):
+    return (z - z.mean()) / (np.std(z, ddof=1) + real(1e-7))
+
+
+def distillation(
+    z,
+    y,
+    w,
+    teacher,
+    *,
+    alpha=0.9,
+    tau=4.0,
+    kl_reduction="batchmean",
+    multiplier=1.0,
+    standardize=False,
+):
+    pair = (standardized(z), standardized(teacher)) if standardize else (z, teacher)
+    soft = real(multiplier) * tempered_kl(*pair, tau)
     soft = soft / len(z) if kl_reduction == "elementwise" else soft
     return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * soft
+
+
+def decoupled_distillation(
+    z,
+    y,
+    w,
+    teacher,
+    *,
+    alpha=1.0,
+    beta=8.0,
+    tau=4.0,
+    hard_weight=1.0,
+    multiplier=1.0,
+    standardize=False,
+):
+    pair = (standardized(z), standardized(teacher)) if standardize else (z, teacher)
+    s, u = (softmax(x / real(tau)) for x in pair)
+    rest = np.arange(len(z)) != y
+    binary = kl(real([u[y], u[rest].sum()]), real([s[y], s[rest].sum()]))
+    others = kl(u[rest] / u[rest].sum(), s[rest] / s[rest].sum())
+    soft = real(alpha) * binary + real(beta) * others
+    soft = real(multiplier) * real(tau) ** 2 * soft
+    return real(hard_weight) * cross_entropy(z, y, w) + w[y] * soft
 
 
 def cs_kd(z, y, w, peer, *, lam=1.0, tau=4.0):

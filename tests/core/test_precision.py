@@ -109,6 +109,21 @@ LOSSES = [
             tau=tau,
             kl_reduction=st.sampled_from(["batchmean", "elementwise"]),
             multiplier=strength,
+            standardize=st.booleans(),
+        ),
+        "teacher",
+    ),
+    (
+        "dkd",
+        F.decoupled_distillation_loss,
+        oracle.decoupled_distillation,
+        either(
+            alpha=unit,
+            beta=strength,
+            tau=tau,
+            hard_weight=strength,
+            multiplier=strength,
+            standardize=st.booleans(),
         ),
         "teacher",
     ),
@@ -250,7 +265,8 @@ def test_float64_of_linear_loss(name, compute, needs, impl, weighted):
     weight = [0.1, 0.3, 0.7, 1.1, 0.9, 1.3] if weighted else None
     if weighted:
         loss.weight = torch.tensor(weight, dtype=torch.float64)
-    hyper = {"alpha": 0.8 / 4} if name == "pskd" else {}
+    # the first of 4 and of 20 epochs
+    hyper = {"pskd": {"alpha": 0.8 / 4}, "dkd": {"multiplier": 1 / 20}}.get(name, {})
     value = labo.linear_loss(
         logits,
         torch.eye(K, dtype=torch.float64),

@@ -217,6 +217,62 @@ def test_distillation():
     near(F.distillation_loss(A, Y0, T, alpha=0.5, tau=1), 0.263647)
 
 
+def test_standardized_distillation():
+    near(A.std(), 1.278997)
+    near(T.std(), 1.512999)
+
+    def kd(z, weight):
+        hyper = {"alpha": 1.0, "tau": 2.0, "multiplier": weight, "standardize": True}
+        return F.distillation_loss(z, Y0, T, **hyper)
+
+    near(kd(A, 1.0), 0.029042)
+    near(kd(A, 9.0), 0.261378)
+    slope = gradient(lambda z: kd(z, 9.0), A)
+    near(slope[0], -0.493656)
+    near([slope.sum(), slope @ A], [0.0, 0.0])  # neither shift nor scale matters
+    near(kd(3 * A + 5, 9.0), 0.261378)
+
+
+def test_standardized_distillation_of_constant_logits():
+    """The gradient is bounded, and one class has nothing to learn."""
+    flat = torch.ones(4, dtype=torch.float64)
+    slope = gradient(lambda z: F.distillation_loss(z, Y0, T, standardize=True), flat)
+    assert slope.abs().max() < 1e4
+    assert F.distillation_loss(A[:1], Y0, T[:1], standardize=True) == 0
+
+
+def test_decoupled_distillation():
+    def dkd(z, alpha, beta, **hyper):
+        hyper = {"hard_weight": 0.0, "alpha": alpha, "beta": beta} | hyper
+        return F.decoupled_distillation_loss(z, Y0, T, **hyper)
+
+    near(dkd(A, 1.0, 0.0), 0.082214)
+    near(dkd(A, 0.0, 1.0), 0.021170)
+    near(dkd(A, 1.0, 8.0), 0.251570)
+    near(dkd(A, 1.0, 8.0, hard_weight=1.0), 0.251570 + 0.449313)
+    near(gradient(lambda z: dkd(z, 1.0, 8.0), A)[:2], [-0.195068, 0.617210])
+    u_y = (T / 4).softmax(-1)[0].item()
+    near(dkd(A, 1.0, 1 - u_y), 0.094983)
+    near(F.distillation_loss(A, Y0, T, alpha=1.0), 0.094983)
+
+
+def test_decoupled_distillation_edges():
+    """Two classes have no others, one class is nothing, and a confident student is finite."""
+
+    def dkd(z, t, **hyper):
+        return F.decoupled_distillation_loss(z, Y0, t, hard_weight=0.0, tau=1.0, **hyper)
+
+    assert dkd(A[:2], T[:2], alpha=0.0) == 0
+    assert dkd(A[:1], T[:1]) == 0
+    sure = torch.tensor([200.0, 0.0, 0.0], dtype=torch.float32)
+    value = dkd(sure, T[:3].float(), beta=0.0)
+    u = T[:3].softmax(-1)[0].item()
+    entropy = -(u * math.log(u) + (1 - u) * math.log1p(-u))
+    assert value.item() == pytest.approx((1 - u) * (200 - math.log(2)) - entropy, rel=1e-5)
+    only = torch.tensor([1.0, -math.inf, -math.inf, -math.inf], dtype=torch.float64)
+    near(dkd(A, only), 0.449313)  # a teacher without other classes
+
+
 def test_remark_2_identity():
     """KD at temperature 1 is the objective at the teacher, up to exactly alpha log K."""
     p_t = T.softmax(-1)

@@ -243,6 +243,12 @@ METHODS: dict[str, Method] = {
         Frozen,
         mixes=True,
     ),
+    "dkd": Method(
+        "decoupled distillation: target class and other classes of the teacher weighted apart",
+        "Zhao et al. 2022",
+        losses.DecoupledDistillationLoss,
+        Frozen,
+    ),
     "tf-kd-self": Method(
         "distillation from an earlier run of the same model, named by method.teacher",
         "Yuan et al. 2020",
