@@ -44,7 +44,9 @@ __all__ = [
     "cross_entropy_loss",
     "cs_kd_loss",
     "decoupled_distillation_loss",
+    "dft_loss",
     "distillation_loss",
+    "eaft_loss",
     "focal_loss",
     "generalized_entropy_loss",
     "kr_ls_loss",
@@ -60,6 +62,7 @@ __all__ = [
     "smoothed_cross_entropy",
     "tf_reg_loss",
     "weighted_label_smoothing_loss",
+    "z_loss",
 ]
 
 # ------------------------------------------------------------------ the paper's objective
@@ -882,6 +885,147 @@ def _norm(x: Tensor) -> Tensor:
     # The sum is below 1 only if all entries, and so the norm, are below 0.001.
     squares = row_sum((x / size).square()).clamp(min=1.0)
     return size.squeeze(-1) * squares.sqrt()
+
+
+def dft_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Dynamic fine-tuning (DFT): cross entropy times the probability of the target.
+
+    .. math:: -p_y \log p_y
+
+    with the factor held constant. The gradient is that of the cross entropy times :math:`p_y`:
+    targets that the model finds unlikely hardly count. The mean divides by the number of rows, not
+    by the sum of the factors.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> dft_loss(logits, target)
+        tensor(0.2867)
+
+    Reference:
+        Wu et al. 2025, On the Generalization of SFT: A Reinforcement Learning Perspective with
+        Reward Rectification.
+    """
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    log_p = rows.log_probabilities()
+    return rows.reduce(times(rows.pick(log_p.detach()).exp(), rows.nll(log_p)))
+
+
+def eaft_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    gamma: float = 1.0,
+    top_k: int | None = None,
+    normalizer: float | str | None = "log_k",
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Entropy-adaptive fine-tuning (EAFT): cross entropy times the entropy of the prediction.
+
+    .. math:: -\Bigl(\frac{H(p)}{\log K}\Bigr)^\gamma \log p_y
+
+    with the factor held constant. A confident prediction, correct or not, hardly changes. At
+    gamma = 1 the adaptive alpha of LABO is 1 minus rho times this factor. The mean divides by the
+    number of rows, not by the sum of the factors.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        gamma: exponent of the factor; 0 is cross entropy.
+        top_k: compute the entropy of the k largest probabilities, divided by their sum; 20 in the
+            authors' code. None computes it exactly.
+        normalizer: what the entropy is divided by: "log_k" for its largest value, log K or log k
+            (masked classes do not count); a number, such as 3.0 in the authors' code; or None.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> eaft_loss(logits, target)
+        tensor(0.3114)
+        >>> eaft_loss(logits, target, top_k=2)
+        tensor(0.3774)
+
+    Reference:
+        Diao et al. 2026, Entropy-Adaptive Fine-Tuning: Resolving Confident Conflicts to Mitigate
+        Forgetting.
+    """
+    check_hyper(gamma=gamma, top_k=top_k, normalizer=normalizer)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    log_p = rows.log_probabilities()
+    factor = _relative_entropy(log_p.detach(), top_k, normalizer) ** gamma
+    return rows.reduce(times(factor, rows.nll(log_p)))
+
+
+def _relative_entropy(log_p: Tensor, top_k: int | None, normalizer: float | str | None) -> Tensor:
+    """The entropy of the k largest probabilities per row, divided by the normalizer."""
+    if top_k is not None and top_k < log_p.shape[-1]:
+        log_p = torch.log_softmax(log_p.topk(top_k, -1).values, -1)
+    h = entropy(log_p)
+    if not isinstance(normalizer, str):
+        return h if normalizer is None else h / normalizer
+    count = row_sum((log_p != -math.inf).to(log_p.dtype))
+    return h / count.log().masked_fill(count <= 1, math.inf)  # 0 / log 1 is 0
+
+
+def z_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 1e-4,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""z-loss: a penalty that keeps the log-sum-exp of the logits near 0, to add to any loss.
+
+    .. math:: \lambda \Bigl(\log \sum_j e^{z_j}\Bigr)^2
+
+    Softmax does not determine the sum of the logits; this does, and leaves the probabilities free.
+    The target tells only which rows count, and with which class weight, so that the sum
+    ``cross_entropy_loss(logits, target) + z_loss(logits, target)`` has one reduction.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> z_loss(logits, target, lam=0.01)
+        tensor(0.0600)
+
+    Reference:
+        Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.
+    """
+    check_hyper(lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    return rows.reduce(rows.weigh(lam * _log_sum(rows.logits).square()))
 
 
 def generalized_entropy_loss(

@@ -31,8 +31,10 @@ __all__ = [
     "CSKDLoss",
     "ConfidencePenaltyLoss",
     "CrossEntropyLoss",
+    "DFTLoss",
     "DecoupledDistillationLoss",
     "DistillationLoss",
+    "EAFTLoss",
     "FocalLoss",
     "GeneralizedEntropyLoss",
     "KRLSLoss",
@@ -437,6 +439,58 @@ class LogitNormLoss(_Loss):
         dim: int = -1,
     ) -> None:
         super().__init__(weight, ignore_index, reduction, dim, tau=tau)
+
+
+class DFTLoss(_Loss):
+    """Dynamic fine-tuning: cross entropy times the probability of the target, held constant.
+
+    See :func:`labo.functional.dft_loss`.
+
+    Example:
+        >>> loss = DFTLoss()
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.2867)
+    """
+
+    function = staticmethod(F.dft_loss)
+
+    def __init__(
+        self,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim)
+
+
+class EAFTLoss(_Loss):
+    """Entropy-adaptive fine-tuning: cross entropy times the entropy of the prediction.
+
+    See :func:`labo.functional.eaft_loss`.
+
+    Example:
+        >>> loss = EAFTLoss()
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.3114)
+    """
+
+    function = staticmethod(F.eaft_loss)
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 1.0,
+        top_k: int | None = None,
+        normalizer: float | str | None = "log_k",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"gamma": gamma, "top_k": top_k, "normalizer": normalizer}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper)
 
 
 class GeneralizedEntropyLoss(_Loss):
@@ -1018,6 +1072,8 @@ LOSSES = Registry(
         "afl": AntiFocalLoss,
         "poly": Poly1Loss,
         "logitnorm": LogitNormLoss,
+        "dft": DFTLoss,
+        "eaft": EAFTLoss,
         "kd": DistillationLoss,
         "dkd": DecoupledDistillationLoss,
         "cskd": CSKDLoss,

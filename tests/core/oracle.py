@@ -92,6 +92,17 @@ def logit_norm(z, y, w, *, tau=0.04):
     return cross_entropy(z / (real(tau) * (np.sqrt((z * z).sum()) + real(1e-7))), y, w)
 
 
+def dft(z, y, w):
+    return softmax(z)[y] * cross_entropy(z, y, w)
+
+
+def eaft(z, y, w, *, gamma=1.0, top_k=None, normalizer="log_k"):
+    p = np.sort(softmax(z))[-(top_k or len(z)) :]
+    largest = np.log(real(len(p)))
+    by = {"log_k": largest, None: real(1)}.get(normalizer, normalizer)
+    return (entropy(p / p.sum()) / real(by)) ** real(gamma) * cross_entropy(z, y, w)
+
+
 def focal(z, y, w, *, gamma=1.0, detach_factor=False):
     return (1 - softmax(z)[y]) ** real(gamma) * cross_entropy(z, y, w)
 

@@ -72,6 +72,18 @@ LOSSES = [
     ),
     ("poly", F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3)), None),
     ("logitnorm", F.logit_norm_loss, oracle.logit_norm, either(tau=tau), None),
+    ("dft", F.dft_loss, oracle.dft, either(), None),
+    (
+        "eaft",
+        F.eaft_loss,
+        oracle.eaft,
+        either(
+            gamma=strength,
+            top_k=st.integers(2, 9),
+            normalizer=st.sampled_from(["log_k", 3.0, None]),
+        ),
+        None,
+    ),
     ("fl", F.focal_loss, oracle.focal, either(gamma=strength), None),
     ("afl", F.anti_focal_loss, oracle.anti_focal, either(gamma=strength, scale=strength), None),
     (

@@ -193,6 +193,40 @@ def test_logit_norm_at_zero():
     near(slope / 750, [-1 / 1.0001, *[1 / 3.0003] * 3])
 
 
+def test_dft():
+    near(F.dft_loss(A, Y0), 0.286692)
+    near(F.dft_loss(B, Y1), 0.199592)
+    near(gradient(lambda z: F.dft_loss(z, Y0), A)[0], -0.230938)
+    # with the factor in the graph the gradient has the wrong sign: 0.111697
+    near(gradient(lambda z: F.dft_loss(z, Y1), B)[1], -0.072248)
+
+
+def test_eaft():
+    near(F.eaft_loss(A, Y0), 0.311364)
+    near(F.eaft_loss(A, Y0) / F.cross_entropy_loss(A, Y0), 0.692979)
+    near((1 - smoothing.adaptive_alpha(A, 0.5)) / 0.5, 0.692979)
+    near(F.eaft_loss(B, Y1), 2.038149)
+    near(gradient(lambda z: F.eaft_loss(z, Y0), A)[0], -0.250812)
+    raw = F.eaft_loss(A, Y0, top_k=2, normalizer=None)
+    near(raw / F.cross_entropy_loss(A, Y0), 0.582203)
+    near(raw, 0.261591)
+    near(F.eaft_loss(A, Y0, top_k=2), 0.377397)
+    near(F.eaft_loss(A, Y0, normalizer=3.0), 0.143881)
+
+
+def test_z_loss():
+    near(F.z_loss(A, Y0, lam=1.0).sqrt(), 2.449313)
+    near(F.cross_entropy_loss(A, Y0) + F.z_loss(A, Y0), 0.449913)
+
+    def with_z(loss, z, y):
+        return loss(z, y) + F.z_loss(z, y, lam=0.01)
+
+    near(with_z(F.cross_entropy_loss, A, Y0), 0.509304)
+    near(with_z(F.cross_entropy_loss, B, Y1), 2.587868)
+    near(gradient(lambda z: with_z(F.cross_entropy_loss, z, Y0), A)[0], -0.330677)
+    near(gradient(lambda z: with_z(F.labo_loss, z, Y0), A)[0], -0.048741)
+
+
 def test_focal():
     near(F.focal_loss(A, Y0, gamma=1), 0.162621)
     near(F.focal_loss(B, Y1, gamma=1), 2.346414)

@@ -236,6 +236,17 @@ METHODS: dict[str, Method] = {
         losses.LogitNormLoss,
         mixes=True,
     ),
+    "dft": Method(
+        "cross entropy times the probability of the target, held constant",
+        "Wu et al. 2025",
+        losses.DFTLoss,
+    ),
+    "eaft": Method(
+        "cross entropy times the entropy of the prediction, held constant",
+        "Diao et al. 2026",
+        losses.EAFTLoss,
+        mixes=True,
+    ),
     "kd": Method(
         "knowledge distillation from the run named by method.teacher",
         "Hinton et al. 2015",
