@@ -41,6 +41,7 @@ class LossCase:
     linear: bool = True
     rowwise: bool = True
     detached: bool = False
+    shifts: bool = True  # adding a number to all logits of a row changes nothing
     worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
@@ -102,10 +103,24 @@ LOSS_CASES = [
     LossCase("labo-grad", F.labo_loss, {"alpha_grad": True}),
     LossCase("cp", F.confidence_penalty_loss, off={"beta": 0.0}),
     LossCase("cp-hinge", F.confidence_penalty_loss, {"threshold": 1.0}, off={"beta": 0.0}),
+    LossCase("maxsup", F.max_suppression_loss, off={"lam": 0.0}, worked=0.596813),
+    LossCase("mbls", F.margin_smoothing_loss, {"margin": 1.5}, off={"lam": 0.0}, worked=0.496813),
     LossCase("fl", F.focal_loss, {"gamma": 2.0}, off={"gamma": 0.0}, linear=False),
     LossCase("fl-detached", F.focal_loss, {"detach_factor": True}, linear=False, detached=True),
     LossCase("afl", F.anti_focal_loss, off={"gamma": 0.0}, linear=False, detached=True),
     LossCase("afl-full", F.anti_focal_loss, {"detach_factor": False}, linear=False),
+    LossCase("poly", F.poly1_loss, off={"epsilon": 0.0}, worked=1.173180),
+    LossCase("logitnorm", F.logit_norm_loss, {"tau": 1.0}, shifts=False, worked=0.883711),
+    LossCase("dft", F.dft_loss, linear=False, detached=True, worked=0.286692),
+    LossCase("eaft", F.eaft_loss, off={"gamma": 0.0}, detached=True, worked=0.311364),
+    LossCase(
+        "eaft-top",
+        F.eaft_loss,
+        {"top_k": 2, "normalizer": None},
+        off={"gamma": 0.0},
+        detached=True,
+        worked=0.261591,
+    ),
     LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
     LossCase("ger-cp", F.generalized_entropy_loss, {"alpha": 0.0}),
     LossCase("ger-ls", F.generalized_entropy_loss, {"alpha": 1.0}),
@@ -114,6 +129,21 @@ LOSS_CASES = [
     LossCase("tfreg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
     LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
+    LossCase("kd-standardized", F.distillation_loss, {"standardize": True}, teacher),
+    LossCase(
+        "dkd",
+        F.decoupled_distillation_loss,
+        extra=teacher,
+        off={"multiplier": 0.0},
+        linear=False,
+    ),
+    LossCase(
+        "dkd-standardized",
+        F.decoupled_distillation_loss,
+        {"standardize": True, "tau": 2.0},
+        teacher,
+        linear=False,
+    ),
     LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase(

@@ -57,6 +57,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "gamma": _NOT_NEGATIVE,
     "scale": (lambda value: value >= -1, "a number of -1 or more"),
     "lam": _NOT_NEGATIVE,
+    "margin": _NOT_NEGATIVE,
+    "normalizer": _POSITIVE,
+    "top_k": (lambda value: isinstance(value, int) and value > 1, "a whole number of 2 or more"),
+    "epsilon": (lambda value: -1 <= value < math.inf, "a finite number of -1 or more"),
     "multiplier": _NOT_NEGATIVE,
     "confidence": _UNIT,
     "threshold": _NOT_NEGATIVE,
@@ -65,7 +69,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "a": _POSITIVE,
     "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
     "bins": (lambda value: isinstance(value, int) and value > 0, "a whole number of 1 or more"),
+    "warmup_epochs": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "a whole number of 0 or more",
+    ),
 }
+# Hyper-parameters that are a number or this word.
+_WORDS = {"alpha": "adaptive", "normalizer": "log_k"}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "reduction": ("none", "mean", "sum"),
     "convention": ("torch", "fairseq", "joeynmt"),
@@ -81,7 +91,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 def check_hyper(**values: object) -> None:
     """Refuse a hyper-parameter outside its range or choices. None and tensors are not checked."""
     for name, value in values.items():
-        if value is None or isinstance(value, Tensor) or (name == "alpha" and value == "adaptive"):
+        word = _WORDS.get(name)
+        if value is None or isinstance(value, Tensor) or value == word:
             continue
         if name in _CHOICES:
             if value not in _CHOICES[name]:
@@ -89,7 +100,7 @@ def check_hyper(**values: object) -> None:
         elif name in _RANGES:
             holds, wanted = _RANGES[name]
             if not _is_number(value) or not holds(value):  # type: ignore[arg-type]
-                also = ' or "adaptive"' if name == "alpha" and isinstance(value, str) else ""
+                also = f' or "{word}"' if word and isinstance(value, str) else ""
                 raise ValueError(f"{name} must be {wanted}{also}, got {value!r}")
 
 

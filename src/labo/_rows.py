@@ -41,6 +41,17 @@ def row_sum(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
+def spread(x: Tensor, num_classes: int) -> Tensor:
+    """A value per row, (M,), repeated for each class, (M, K).
+
+    The backward pass sums over the classes. As in :func:`row_sum`, the bits of a row depend on that
+    row alone; plain broadcasting does not guarantee this for a single row.
+    """
+    if not torch.compiler.is_compiling() and x.numel() == 1 and num_classes >= _SPLIT:
+        return x.expand(2, *x.shape).unsqueeze(-1).expand(2, *x.shape, num_classes)[0]
+    return x.unsqueeze(-1).expand(*x.shape, num_classes)
+
+
 def times(factor: float | Tensor, x: Tensor) -> Tensor:
     """``factor * x`` with 0 * inf = 0, in value and in gradient. 0 * NaN is NaN."""
     if isinstance(factor, Tensor):

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import _checks, smoothing
 from ._checks import check_hyper
-from ._rows import Rows, entropy, row_sum, shifted, times, zero_log
+from ._rows import Rows, entropy, row_sum, shifted, spread, times, zero_log
 from .fused import dispatch, spec
 
 __all__ = [
@@ -43,18 +43,26 @@ __all__ = [
     "confidence_penalty_loss",
     "cross_entropy_loss",
     "cs_kd_loss",
+    "decoupled_distillation_loss",
+    "dft_loss",
     "distillation_loss",
+    "eaft_loss",
     "focal_loss",
     "generalized_entropy_loss",
     "kr_ls_loss",
     "label_smoothing_loss",
     "labo_loss",
+    "logit_norm_loss",
+    "margin_smoothing_loss",
     "masked_label_smoothing_loss",
+    "max_suppression_loss",
     "online_label_smoothing_loss",
+    "poly1_loss",
     "ps_kd_loss",
     "smoothed_cross_entropy",
     "tf_reg_loss",
     "weighted_label_smoothing_loss",
+    "z_loss",
 ]
 
 # ------------------------------------------------------------------ the paper's objective
@@ -593,6 +601,108 @@ def confidence_penalty_loss(
     return rows.reduce(rows.nll(log_p) + rows.weigh(beta * penalty))
 
 
+def max_suppression_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Max suppression (MaxSup): the penalty of label smoothing, on the largest logit.
+
+    .. math:: -\log p_y + \lambda \Bigl(\max_j z_j - \frac{1}{K} \sum_j z_j\Bigr)
+
+    Label smoothing is the same with z_y in place of the maximum. The two agree where the prediction
+    is correct.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda. The authors raise it from 0.1 to 0.2 in the course of the training.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> max_suppression_loss(logits, target, lam=0.1)
+        tensor(0.5968)
+
+    Reference:
+        Zhou et al. 2025, MaxSup: Overcoming Representation Collapse in Label Smoothing.
+    """
+    check_hyper(lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    below, top, present = _below_maximum(rows)
+    penalty = lam * (top + row_sum(below) / row_sum(present).clamp(min=1))
+    return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
+
+
+def margin_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    margin: float = 10.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Margin-based label smoothing (MbLS): logits may differ by a margin without a penalty.
+
+    .. math:: -\log p_y + \frac{\lambda}{K} \sum_j \max(0, \max_i z_i - z_j - m)
+
+    With m = 0 it is max suppression.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda, called alpha by the authors. Their paper sums over the classes; their
+            code, as here, takes the mean.
+        margin: the difference m to the largest logit up to which there is no penalty.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> margin_smoothing_loss(logits, target, lam=0.1, margin=1.5)
+        tensor(0.4968)
+
+    Reference:
+        Liu et al. 2022, The Devil is in the Margin: Margin-based Label Smoothing for Network
+        Calibration.
+    """
+    check_hyper(lam=lam, margin=margin)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    below, top, present = _below_maximum(rows)
+    active = row_sum((below.detach() > margin).to(below.dtype))
+    excess = row_sum((below - margin).relu()) + active * top
+    penalty = lam * excess / row_sum(present).clamp(min=1)
+    return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
+
+
+def _below_maximum(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """How far the logits are below the largest of their row.
+
+    Returns:
+        c - z_j, (M, K), 0 for masked classes, where c is the largest logit, held constant; max z
+        - c, (M,), which is 0 and has the gradient of the maximum; and 1 for the classes that are
+        not masked, (M, K).
+    """
+    masked = rows.logits == -math.inf
+    u = rows.shifted - rows.shifted.detach().amax(-1, keepdim=True)
+    # Of several largest logits the first one gets the whole gradient; amax would share it.
+    top = u.max(-1).values
+    return -u.masked_fill(masked, 0.0), top, (~masked).to(u.dtype)
+
+
 def focal_loss(
     logits: Tensor,
     target: Tensor,
@@ -681,6 +791,241 @@ def _modulated(rows: Rows, log_p: Tensor, base: Tensor, gamma: float, detach: bo
     factor = base.detach() if detach else base
     # A power below 1 has an infinite slope at 0, where the product with log p_y = 0 has none.
     return factor.clamp(min=torch.finfo(factor.dtype).tiny) ** gamma * rows.nll(log_p)
+
+
+def poly1_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    epsilon: float = 2.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Poly-1: cross entropy with another first coefficient in its series in 1 - p_y.
+
+    .. math:: -\log p_y + \epsilon (1 - p_y)
+
+    The gradient is that of the cross entropy times :math:`1 + \epsilon p_y`: more weight on
+    well-fitted samples. Class probabilities q give
+    :math:`\sum_j q_j (-\log p_j + \epsilon (1 - p_j))`.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        epsilon: what is added to the coefficient, -1 or more; 0 is cross entropy.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> poly1_loss(logits, target, epsilon=2)
+        tensor(1.1732)
+
+    Reference:
+        Leng et al. 2022, PolyLoss: A Polynomial Expansion Perspective of Classification Loss
+        Functions.
+    """
+    check_hyper(epsilon=epsilon)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    log_p = rows.log_probabilities()
+    return rows.reduce(rows.nll(log_p + epsilon * torch.expm1(log_p)))
+
+
+def logit_norm_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tau: float = 0.04,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""LogitNorm: cross entropy of logits that are divided by their norm.
+
+    .. math:: -\log \mathrm{softmax}\Bigl(\frac{z}{\tau \lVert z \rVert}\Bigr)_y
+
+    The loss does not depend on the scale of the logits. Unlike the other losses it changes when a
+    number is added to all logits. The norm is that of the classes that are not masked. It is
+    at least 0.001, which bounds the gradient at 0.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        tau: temperature. The smallest value that the loss can have grows with it.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> logit_norm_loss(logits, target, tau=1.0)
+        tensor(0.8837)
+
+    Reference:
+        Wei et al. 2022, Mitigating Neural Network Overconfidence with Logit Normalization.
+    """
+    check_hyper(tau=tau)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    masked = rows.logits == -math.inf
+    z = rows.logits.masked_fill(masked, 0.0)
+    z = z / spread(_norm(z) + 1e-7, rows.num_classes) / tau  # 1e-7 as in the authors' code
+    log_p = torch.log_softmax(z.masked_fill(masked, -math.inf), -1)
+    return rows.reduce(rows.nll(log_p))
+
+
+def _norm(x: Tensor) -> Tensor:
+    """max(|x|, 0.001) per row, (M,), without overflow of the squares."""
+    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-3)
+    # The sum is below 1 only if all entries, and so the norm, are below 0.001.
+    squares = row_sum((x / size).square()).clamp(min=1.0)
+    return size.squeeze(-1) * squares.sqrt()
+
+
+def dft_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Dynamic fine-tuning (DFT): cross entropy times the probability of the target.
+
+    .. math:: -p_y \log p_y
+
+    with the factor held constant. The gradient is that of the cross entropy times :math:`p_y`:
+    targets that the model finds unlikely hardly count. The mean divides by the number of rows, not
+    by the sum of the factors.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> dft_loss(logits, target)
+        tensor(0.2867)
+
+    Reference:
+        Wu et al. 2025, On the Generalization of SFT: A Reinforcement Learning Perspective with
+        Reward Rectification.
+    """
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    log_p = rows.log_probabilities()
+    return rows.reduce(times(rows.pick(log_p.detach()).exp(), rows.nll(log_p)))
+
+
+def eaft_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    gamma: float = 1.0,
+    top_k: int | None = None,
+    normalizer: float | str | None = "log_k",
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Entropy-adaptive fine-tuning (EAFT): cross entropy times the entropy of the prediction.
+
+    .. math:: -\Bigl(\frac{H(p)}{\log K}\Bigr)^\gamma \log p_y
+
+    with the factor held constant. A confident prediction, correct or not, hardly changes. At
+    gamma = 1 the adaptive alpha of LABO is 1 minus rho times this factor. The mean divides by the
+    number of rows, not by the sum of the factors.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        gamma: exponent of the factor; 0 is cross entropy.
+        top_k: compute the entropy of the k largest probabilities, divided by their sum; 20 in the
+            authors' code. None computes it exactly.
+        normalizer: what the entropy is divided by: "log_k" for its largest value, log K or log k
+            (masked classes do not count); a number, such as 3.0 in the authors' code; or None.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> eaft_loss(logits, target)
+        tensor(0.3114)
+        >>> eaft_loss(logits, target, top_k=2)
+        tensor(0.3774)
+
+    Reference:
+        Diao et al. 2026, Entropy-Adaptive Fine-Tuning: Resolving Confident Conflicts to Mitigate
+        Forgetting.
+    """
+    check_hyper(gamma=gamma, top_k=top_k, normalizer=normalizer)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    log_p = rows.log_probabilities()
+    factor = _relative_entropy(log_p.detach(), top_k, normalizer) ** gamma
+    return rows.reduce(times(factor, rows.nll(log_p)))
+
+
+def _relative_entropy(log_p: Tensor, top_k: int | None, normalizer: float | str | None) -> Tensor:
+    """The entropy of the k largest probabilities per row, divided by the normalizer."""
+    if top_k is not None and top_k < log_p.shape[-1]:
+        log_p = torch.log_softmax(log_p.topk(top_k, -1).values, -1)
+    h = entropy(log_p)
+    if not isinstance(normalizer, str):
+        return h if normalizer is None else h / normalizer
+    count = row_sum((log_p != -math.inf).to(log_p.dtype))
+    return h / count.log().masked_fill(count <= 1, math.inf)  # 0 / log 1 is 0
+
+
+def z_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 1e-4,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""z-loss: a penalty that keeps the log-sum-exp of the logits near 0, to add to any loss.
+
+    .. math:: \lambda \Bigl(\log \sum_j e^{z_j}\Bigr)^2
+
+    Softmax does not determine the sum of the logits; this does, and leaves the probabilities free.
+    The target tells only which rows count, and with which class weight, so that the sum
+    ``cross_entropy_loss(logits, target) + z_loss(logits, target)`` has one reduction.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> z_loss(logits, target, lam=0.01)
+        tensor(0.0600)
+
+    Reference:
+        Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.
+    """
+    check_hyper(lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    return rows.reduce(rows.weigh(lam * _log_sum(rows.logits).square()))
 
 
 def generalized_entropy_loss(
@@ -790,6 +1135,7 @@ def distillation_loss(
     tau: float = 4.0,
     kl_reduction: str = "batchmean",
     multiplier: float = 1.0,
+    standardize: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -805,6 +1151,10 @@ def distillation_loss(
     its default reduction does (Tf-KD; the temperatures of the LABO paper fit that scale). With
     ``multiplier`` it is Tf-KD_self.
 
+    ``standardize=True`` takes (t - mean t) / std t and (z - mean z) / std z in place of t and z in
+    the KL divergence: the student is free to have another mean and scale of its logits. The
+    standard deviation is the unbiased one. Masked classes are left out of it.
+
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
@@ -813,6 +1163,7 @@ def distillation_loss(
         tau: temperature of teacher and model.
         kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
         multiplier: the factor m of the KL divergence.
+        standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -825,11 +1176,17 @@ def distillation_loss(
 
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
+        Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
     check_hyper(alpha=alpha, tau=tau, multiplier=multiplier, kl_reduction=kl_reduction)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     factor = multiplier / (rows.num_classes if kl_reduction == "elementwise" else 1)
-    soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
+    if standardize:
+        teacher = _standardized(rows.teacher("teacher_logits", teacher_logits)) / tau
+        log_p = torch.log_softmax(_standardized(rows.logits) / tau, -1)
+        soft = tau**2 * _kl(torch.softmax(teacher, -1), log_p)
+    else:
+        soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
     hard = rows.nll(rows.log_probabilities())
     return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * factor * soft))
 
@@ -838,6 +1195,116 @@ def _tempered_kl(rows: Rows, name: str, teacher_logits: Tensor | None, tau: floa
     """tau^2 KL(softmax(teacher_logits / tau) || softmax(z / tau)) per row."""
     teacher = smoothing.tempered(rows.teacher(name, teacher_logits), tau)
     return tau**2 * _kl(teacher, rows.log_probabilities(tau))
+
+
+def _standardized(logits: Tensor) -> Tensor:
+    """(z - mean z) / (std z + 1e-7) per row, over the classes that are not masked."""
+    masked = logits == -math.inf
+    classes = logits.shape[-1]
+    count = row_sum((~masked).to(logits.dtype))
+    z = shifted(logits)
+    z = (z - z.detach().amax(-1, keepdim=True)).masked_fill(masked, 0.0)
+    z = (z - spread(row_sum(z) / count, classes)).masked_fill(masked, 0.0)
+    deviation = _norm(z) / (count - 1).clamp(min=1).sqrt()
+    return (z / spread(deviation + 1e-7, classes)).masked_fill(masked, -math.inf)
+
+
+def decoupled_distillation_loss(
+    logits: Tensor,
+    target: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 8.0,
+    tau: float = 4.0,
+    hard_weight: float = 1.0,
+    multiplier: float | Tensor = 1.0,
+    standardize: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Decoupled distillation (DKD): the target class and the other classes, weighted apart.
+
+    With :math:`s = \mathrm{softmax}(z/\tau)` and :math:`u = \mathrm{softmax}(t/\tau)`, and a hat
+    for the distribution over the classes other than y:
+
+    .. math::
+        w\,\mathrm{CE} + m \tau^2 \bigl(\alpha\,
+        \mathrm{KL}((u_y, 1-u_y) \Vert (s_y, 1-s_y)) +
+        \beta\,\mathrm{KL}(\hat u \Vert \hat s)\bigr)
+
+    Distillation with the weights 1 and :math:`1-u_y` of the two terms is ordinary distillation.
+    With two classes the second term is 0.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        teacher_logits: as ``logits``, required; held constant.
+        alpha: weight of the target class, in [0, 1]. For more, raise ``multiplier``.
+        beta: weight of the other classes; from 0.5 to 8 in the authors' settings.
+        tau: temperature of teacher and model.
+        hard_weight: w, weight of the cross entropy.
+        multiplier: the factor m of both KL divergences.
+        standardize: standardize the logits of both models in the KL divergences, as for
+            :func:`distillation_loss`.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> decoupled_distillation_loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.7009)
+
+    Reference:
+        Zhao et al. 2022, Decoupled Knowledge Distillation.
+    """
+    check_hyper(alpha=alpha, beta=beta, tau=tau, hard_weight=hard_weight, multiplier=multiplier)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    teacher = rows.teacher("teacher_logits", teacher_logits)
+    if standardize:
+        student, teacher = _standardized(rows.logits) / tau, _standardized(teacher) / tau
+    else:
+        student, teacher = rows.shifted / tau, shifted(teacher) / tau
+    classes = torch.arange(rows.num_classes, device=rows.target.device)
+    label = rows.target.unsqueeze(-1) == classes
+    soft = alpha * _target_kl(label, teacher, student) + beta * _others_kl(label, teacher, student)
+    hard = rows.nll(rows.log_probabilities())
+    return rows.reduce(times(hard_weight, hard) + rows.weigh(multiplier * tau**2 * soft))
+
+
+def _target_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL between (u_y, 1 - u_y) and (s_y, 1 - s_y) per row, from logits, with 0 log 0 = 0."""
+    log_u, log_s = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
+
+    def term(part: Tensor) -> Tensor:
+        # A sum over the other classes: 1 - p_y would lose its digits near p_y = 1.
+        log_a, log_b = (_log_sum(x.masked_fill(~part, -math.inf)) for x in (log_u, log_s))
+        return log_a.exp() * (zero_log(log_a) - zero_log(log_b))
+
+    return term(label) + term(~label)
+
+
+def _others_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL between the distributions over the classes other than the label, per row, from logits."""
+    absent = label | (teacher == -math.inf)
+    alone = absent.all(-1)  # the teacher has no other class
+    absent = absent & ~alone.unsqueeze(-1)
+    u = torch.softmax(teacher.masked_fill(absent, -math.inf), -1)
+    log_s = torch.log_softmax(student.masked_fill(label & ~alone.unsqueeze(-1), -math.inf), -1)
+    return _kl(u, log_s).masked_fill(alone, 0.0)
+
+
+def _log_sum(log_p: Tensor) -> Tensor:
+    """log sum exp per row; -inf without a gradient if all entries are -inf."""
+    top = log_p.detach().amax(-1)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    total = row_sum((log_p - top.unsqueeze(-1)).exp())
+    empty = total == 0
+    return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
 
 
 def cs_kd_loss(

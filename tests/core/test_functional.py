@@ -180,6 +180,8 @@ def test_gradient_of_losses_with_detached_parts(case):
     p = logits.softmax(-1)
     p_y = p.gather(1, target[:, None])
     onehot = torch.nn.functional.one_hot(target, 5)
+    top = p.topk(2).values
+    top = top / top.sum(-1, keepdim=True)
     expected = {
         "labo": p
         - smoothing.smoothed_target(
@@ -187,6 +189,9 @@ def test_gradient_of_losses_with_detached_parts(case):
         ),
         "fl-detached": (1 - p_y) * (p - onehot),
         "afl": (1 + 0.5 * p_y) * (p - onehot),
+        "dft": p_y * (p - onehot),
+        "eaft": -torch.special.xlogy(p, p).sum(-1, keepdim=True) / math.log(5) * (p - onehot),
+        "eaft-top": -torch.special.xlogy(top, top).sum(-1, keepdim=True) * (p - onehot),
     }[case.name]
     slope = gradient(lambda z: case(z, target, reduction="sum"), logits)
     torch.testing.assert_close(slope, expected)
@@ -231,10 +236,45 @@ def test_micro_batches_add_up(case):
     torch.testing.assert_close(gradient(accumulated, logits), whole)
 
 
+class TestZLoss:
+    def test_gradcheck(self):
+        logits, target = batch(5, 4, 5)
+        target[2] = -100
+        leaf = logits.requires_grad_()
+        for reduction in ("none", "mean"):
+            assert torch.autograd.gradcheck(
+                lambda z, r=reduction: F.z_loss(z, target, lam=0.3, reduction=r), (leaf,)
+            )
+
+    @pytest.mark.parametrize("weight", WEIGHTS, ids=["unweighted", "weighted"])
+    def test_value_with_ignored_rows_masks_and_weights(self, weight):
+        logits, target = batch(5, 6, 5)
+        logits[:, 3] = -math.inf
+        logits[2] = math.nan
+        target[2] = -100
+        rows = [0, 1, 3, 4, 5]
+        w = torch.ones(5, dtype=torch.float64) if weight is None else weight
+        z = logits[rows].logsumexp(-1)
+        expected = (w[target[rows]] * 0.3 * z**2).sum() / w[target[rows]].sum()
+        torch.testing.assert_close(F.z_loss(logits, target, lam=0.3, weight=weight), expected)
+        slope = gradient(lambda z: F.z_loss(z, target, lam=0.3, weight=weight), logits)
+        assert slope.isfinite().all()
+        assert slope[:, 3].count_nonzero() == slope[2].count_nonzero() == 0
+
+    def test_only_the_shift_matters(self):
+        """At any probabilities the logits with log-sum-exp 0 cost nothing."""
+        logits, target = batch(5, 4, 5)
+        assert F.z_loss(logits.log_softmax(-1), target).item() == pytest.approx(0, abs=1e-30)
+        assert F.z_loss(logits.half(), target).dtype == torch.float32
+        torch.testing.assert_close(
+            F.z_loss(logits[:, :1], target * 0), 1e-4 * logits[:, 0].square().mean()
+        )
+
+
 # ------------------------------------------------------------------ properties
 
 
-@each_loss
+@pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.shifts], ids=lambda c: c.name)
 @quick
 @given(shapes, st.floats(-50, 50))
 def test_shift_invariance(case, shape, shift):

@@ -16,7 +16,7 @@ from labo.fused.dispatch import RowLoss
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
-WITH_TEACHER = {"kd", "cskd", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
 ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 each_loss = pytest.mark.parametrize("name", ROWWISE)
 SMALL = labo.LinearLossOptions(batch_chunk_size=4)

@@ -14,7 +14,7 @@ from conftest import MODULES, gradient
 from labo import functional as F
 
 K = 6
-WITH_TEACHER = {"kd", "cskd", "betals", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
 
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
 
@@ -117,6 +117,8 @@ def test_labo_tau_may_change():
         (lambda: labo.CrossEntropyLoss(reduction="avg"), "unknown reduction"),
         (lambda: labo.TFRegLoss(mode="x"), "unknown mode"),
         (lambda: labo.PSKDLoss(epochs=0), "epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=-1), "warmup_epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=1.5), "warmup_epochs must be"),
         (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
         (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
         (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
@@ -251,6 +253,20 @@ def test_kr_ls_table_learns():
     torch.testing.assert_close(
         loss.table[2, others].softmax(-1), logits[0, others].softmax(-1), atol=1e-4, rtol=0
     )
+
+
+def test_dkd_teacher_weight_grows_to_its_end():
+    logits, target = batch()
+    teacher = logits.flip(1)
+    loss = labo.DecoupledDistillationLoss(warmup_epochs=4, multiplier=3.0)
+    for multiplier in (0.75, 1.5, 2.25, 3.0, 3.0):
+        expected = F.decoupled_distillation_loss(logits, target, teacher, multiplier=multiplier)
+        torch.testing.assert_close(loss(logits, target, teacher), expected)
+        loss.end_epoch()
+    for epochs in (0, 1):
+        loss = labo.DecoupledDistillationLoss(warmup_epochs=epochs)
+        expected = F.decoupled_distillation_loss(logits, target, teacher)
+        torch.testing.assert_close(loss(logits, target, teacher), expected)
 
 
 def test_ps_kd_alpha_grows_to_its_end():

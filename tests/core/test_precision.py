@@ -62,6 +62,28 @@ LOSSES = [
         either(beta=strength, threshold=strength),
         None,
     ),
+    ("maxsup", F.max_suppression_loss, oracle.max_suppression, either(lam=strength), None),
+    (
+        "mbls",
+        F.margin_smoothing_loss,
+        oracle.margin_smoothing,
+        either(lam=strength, margin=strength),
+        None,
+    ),
+    ("poly", F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3)), None),
+    ("logitnorm", F.logit_norm_loss, oracle.logit_norm, either(tau=tau), None),
+    ("dft", F.dft_loss, oracle.dft, either(), None),
+    (
+        "eaft",
+        F.eaft_loss,
+        oracle.eaft,
+        either(
+            gamma=strength,
+            top_k=st.integers(2, 9),
+            normalizer=st.sampled_from(["log_k", 3.0, None]),
+        ),
+        None,
+    ),
     ("fl", F.focal_loss, oracle.focal, either(gamma=strength), None),
     ("afl", F.anti_focal_loss, oracle.anti_focal, either(gamma=strength, scale=strength), None),
     (
@@ -99,6 +121,21 @@ LOSSES = [
             tau=tau,
             kl_reduction=st.sampled_from(["batchmean", "elementwise"]),
             multiplier=strength,
+            standardize=st.booleans(),
+        ),
+        "teacher",
+    ),
+    (
+        "dkd",
+        F.decoupled_distillation_loss,
+        oracle.decoupled_distillation,
+        either(
+            alpha=unit,
+            beta=strength,
+            tau=tau,
+            hard_weight=strength,
+            multiplier=strength,
+            standardize=st.booleans(),
         ),
         "teacher",
     ),
@@ -240,7 +277,8 @@ def test_float64_of_linear_loss(name, compute, needs, impl, weighted):
     weight = [0.1, 0.3, 0.7, 1.1, 0.9, 1.3] if weighted else None
     if weighted:
         loss.weight = torch.tensor(weight, dtype=torch.float64)
-    hyper = {"alpha": 0.8 / 4} if name == "pskd" else {}
+    # the first of 4 and of 20 epochs
+    hyper = {"pskd": {"alpha": 0.8 / 4}, "dkd": {"multiplier": 1 / 20}}.get(name, {})
     value = labo.linear_loss(
         logits,
         torch.eye(K, dtype=torch.float64),

@@ -27,7 +27,7 @@ from torch import nn
 from labo.lab.methods import methods_for
 
 Kill = tuple[str, int]
-TEACHERLESS = {"kd", "tf-kd-self"}  # methods that want another run as their teacher
+TEACHERLESS = {"kd", "dkd", "tf-kd-self"}  # methods that want another run as their teacher
 IMAGE_METHODS = methods_for("image_classification")
 TEXT_METHODS = methods_for("translation")
 

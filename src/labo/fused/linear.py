@@ -361,10 +361,11 @@ def linear_loss(
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         linear_bias: (V,).
         softcap: if given, the logits are softcap tanh(z / softcap), as in Gemma 2.
-        teacher_logits: for a loss with teacher logits (``labo.DistillationLoss``, ``CSKDLoss``,
-            ``PSKDLoss``): those logits, (..., V), or hidden states (..., E), weight (V, E) and
-            optionally bias (V,) of the teacher's output layer, whose logits are then computed by
-            chunks too, without a cap. Held constant.
+        teacher_logits: for a loss with teacher logits (``labo.DistillationLoss``,
+            ``DecoupledDistillationLoss``, ``CSKDLoss``, ``PSKDLoss``): those logits,
+            (..., V), or hidden states (..., E), weight (V, E) and optionally bias (V,) of the
+            teacher's output layer, whose logits are then computed by chunks too, without a cap.
+            Held constant.
         impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
         options: chunk size or memory budget.
 
