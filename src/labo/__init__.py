@@ -15,6 +15,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import functional, smoothing
+    from .fused import parallel
     from .fused.dispatch import backends
     from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
     from .losses import (
@@ -63,10 +64,11 @@ __all__ = [
     "backends",
     "functional",
     "linear_loss",
+    "parallel",
     "smoothing",
 ]
 
-_MODULES = {"functional", "smoothing"}
+_MODULES = {"functional": "functional", "parallel": "fused.parallel", "smoothing": "smoothing"}
 _HOMES = {
     "LinearLoss": "fused.linear",
     "LinearLossOptions": "fused.linear",
@@ -80,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
     home = importlib.import_module(f".{_HOMES.get(name, 'losses')}", __name__)
     value = globals()[name] = getattr(home, name)
     return value

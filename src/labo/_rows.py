@@ -78,6 +78,7 @@ class Rows:
             linear: whether the loss is linear in the label, so that probabilities make sense.
         """
         _checks.check_hyper(reduction=reduction)
+        logits, target = _checks.local("logits", logits), _checks.local("target", target)
         _checks.check_logits(logits, dim)
         soft = _checks.check_target(logits.shape, target, dim)
         if soft and not linear:
@@ -125,6 +126,7 @@ class Rows:
         A class that is not there for the student (logit -inf) is not there for the teacher
         either; ignored rows become uniform.
         """
+        logits = _checks.local(name, logits)
         if logits.movedim(self.dim, -1).shape != (*self.shape, self.num_classes):
             raise ValueError(
                 f"{name} must have the shape of the logits, got {tuple(logits.shape)} "

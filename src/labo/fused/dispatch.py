@@ -85,6 +85,8 @@ def choose(
         inplace: whether the gradient shall go over the logits.
         unless: an option of the loss that only the reference has.
     """
+    if _checks.is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):  # type: ignore[attr-defined]
+        return _choose_parallel(impl, target, inplace, unless)
     reason = unless or _fused_refuses(logits, target)
     if impl == "auto":
         layer = "reference" if reason else _fastest(logits, inplace)
@@ -100,6 +102,19 @@ def choose(
     elif reason:
         raise ValueError(f'impl="{impl}" cannot serve this call: {reason}; use impl="auto"')
     return layer
+
+
+def _choose_parallel(impl: str, target: Tensor, inplace: bool, unless: str | None) -> str:
+    """For logits that are split over processes: "parallel", which has no options."""
+    reason = unless or ("class probabilities as targets" if target.is_floating_point() else None)
+    reason = reason or ("inplace=True" if inplace else None)
+    reason = reason or (f'impl="{impl}"' if impl != "auto" else None)
+    if reason:
+        raise ValueError(
+            f"logits that are split over processes do not go with {reason}: change that, or "
+            "gather the logits first with logits.full_tensor()"
+        )
+    return "parallel"
 
 
 def _fastest(logits: Tensor, inplace: bool) -> str:
@@ -303,6 +318,11 @@ def row_loss(
     """A loss of the family by a fused layer; arguments as in ``functional``, where they are checked
     as far as they are plain values.
     """
+    if impl == "parallel":
+        from . import parallel
+
+        shared = (weight, ignore_index, reduction, dim)
+        return parallel.row_loss(logits, target, spec, *shared)
     _checks.check_logits(logits, dim)
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]

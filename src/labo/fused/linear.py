@@ -238,6 +238,20 @@ def linear_loss(
     """
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
+    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
+        from . import parallel
+
+        return parallel.dtensor_linear_loss(
+            input,
+            linear_weight,
+            target,
+            loss,
+            linear_bias=linear_bias,
+            softcap=softcap,
+            second=second,
+            impl=impl,
+            options=options,
+        )
     while isinstance(loss, Warmup):
         loss = loss.active
     if not isinstance(loss, _Loss) or not loss.rowwise:
@@ -351,11 +365,29 @@ def _check(
     target: Tensor,
     loss: _Loss,
 ) -> tuple[_Head, Tensor]:
-    """The head with its rows laid out, in autocast's dtype if that is on, and the flat targets."""
+    """The head with its rows laid out, and the flat targets."""
+    head = _lay_out(input, weight, bias, softcap, loss)
+    _checks.check_weight(loss.weight, len(weight))
+    _checks.check_target(torch.Size((*input.shape[:-1], len(weight))), target, -1)
+    if target.is_floating_point():
+        return head, target.reshape(-1, len(weight))
+    return head, target.reshape(-1).long()
+
+
+def _lay_out(
+    input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, loss: _Loss
+) -> _Head:
+    """The head with its rows laid out, in autocast's dtype if that is on."""
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        hint = ""
+        if weight.dim() == 1:
+            hint = (
+                "; FullyShardedDataParallel and ZeRO-3 flatten parameters outside of the forward "
+                "pass of their module: use a LinearLoss inside of the wrapped model"
+            )
         raise ValueError(
             "linear_weight must have shape (V, D) for input of shape (..., D), got "
-            f"{tuple(weight.shape)} and {tuple(input.shape)}"
+            f"{tuple(weight.shape)} and {tuple(input.shape)}{hint}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
@@ -374,12 +406,7 @@ def _check(
             "dtype, unless autocast is on"
         )
     _checks.check_logits(input, -1)
-    _checks.check_weight(loss.weight, len(weight))
-    _checks.check_target(torch.Size((*input.shape[:-1], len(weight))), target, -1)
-    head = _Head(input.reshape(-1, input.shape[-1]), weight, bias, softcap)
-    if target.is_floating_point():
-        return head, target.reshape(-1, len(weight))
-    return head, target.reshape(-1).long()
+    return _Head(input.reshape(-1, input.shape[-1]), weight, bias, softcap)
 
 
 def _fast_rows(

@@ -33,6 +33,12 @@ _ROWS_ARGUMENTS: list[Any] = [
     *(ctypes.c_int32, _DOUBLE, _DOUBLE, _DOUBLE),  # mode, alpha, tau, rho
     *(_DOUBLE, _POINTER, _POINTER, _POINTER, _INT),  # scale, row_scale, values, grad, grad_stride
 ]
+_SHARD_ARGUMENTS: list[Any] = [
+    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
+    *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
+    *(ctypes.c_int32, _DOUBLE),  # mode, tau
+    *(_POINTER, _POINTER, _POINTER, _INT),  # sums, results, grad, grad_stride
+]
 
 
 class _Library:
@@ -48,9 +54,14 @@ class _Library:
             torch.float32: library.labo_rows_f32,
             torch.bfloat16: library.labo_rows_bf16,
         }
-        for function in self.rows.values():
-            function.argtypes = _ROWS_ARGUMENTS
-            function.restype = None
+        self.shard = {
+            torch.float32: library.labo_shard_f32,
+            torch.bfloat16: library.labo_shard_bf16,
+        }
+        for functions, arguments in ((self.rows, _ROWS_ARGUMENTS), (self.shard, _SHARD_ARGUMENTS)):
+            for function in functions.values():
+                function.argtypes = arguments
+                function.restype = None
         self.check_targets = library.labo_check_targets
         self.check_targets.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER]
         self.check_targets.restype = _INT
@@ -68,6 +79,10 @@ def _load() -> tuple[_Library | None, str | None]:
         return _Library(), None
     except (OSError, AttributeError) as problem:
         return None, str(problem)
+
+
+# What :func:`shard_sums` and :func:`shard_gradient` take.
+SHARD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 # At import: it costs a millisecond, and torch.compile can then read the outcome as a constant.
@@ -260,10 +275,82 @@ def rows(
             0 if grad is None else grad.stride(0),
         )
 
+    _in_threads(run, count, classes)
+    return values, grad
+
+
+def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:
+    """``run(start, stop)`` for all rows, shared out over threads if there is enough to do."""
     threads = min(torch.get_num_threads(), count, count * classes // _PER_THREAD)
     if threads <= 1:
         run(0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
         _workers.share_out([partial(run, *part) for part in pairwise(edges)])
-    return values, grad
+
+
+# ------------------------------------------------------------------ columns split over processes
+
+
+def shard_sums(
+    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """The sums of every row over a shard of its columns; see :mod:`labo.fused.parallel`."""
+    sums = torch.empty(len(logits), 7, dtype=torch.float64)
+    _run_shard(logits, target, spec, weight, ignore_index, sums, None, None)
+    return sums
+
+
+def shard_gradient(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    results: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.parallel`."""
+    grad = _gradient_buffer(logits, out)
+    _run_shard(logits, target, spec, weight, ignore_index, None, results.contiguous(), grad)
+    return grad
+
+
+def _run_shard(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    sums: Tensor | None,
+    results: Tensor | None,
+    grad: Tensor | None,
+) -> None:
+    count, classes = logits.shape
+    if logits.stride(1) != 1 and classes > 1:
+        logits = logits.contiguous()
+    target = target.contiguous()
+    weight = _as_float(weight)
+    function = _open().shard[logits.dtype]
+
+    def at(x: Tensor | None, row: int) -> int | None:
+        return None if x is None else x.data_ptr() + row * x.stride(0) * x.element_size()
+
+    def run(start: int, stop: int) -> None:
+        function(
+            at(logits, start),
+            stop - start,
+            classes,
+            logits.stride(0),
+            at(target, start),
+            ignore_index,
+            _pointer(weight),
+            spec.mode,
+            spec.tau,
+            at(sums, start),
+            at(results, start),
+            at(grad, start),
+            0 if grad is None else grad.stride(0),
+        )
+
+    _in_threads(run, count, classes)
