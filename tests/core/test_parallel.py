@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 import labo
 from gloo import Processes, World
-from labo.fused import parallel
+from labo.fused import blocked, kernels, native, parallel
+
+# Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 LOSSES = {
     "ce": lambda **shared: labo.CrossEntropyLoss(**shared),
@@ -326,6 +330,59 @@ def compiled_case(world: World) -> None:
 
 def test_compiled(processes):
     processes.run(2, compiled_case)
+
+
+# ------------------------------------------------------------------ backends
+
+
+def shards_of(
+    backend: Any, logits: Tensor, target: Tensor, loss: nn.Module, cut: int
+) -> tuple[Tensor, Tensor]:
+    """Value of each row, and gradient, of columns in two parts, in this process."""
+    spec, weight = loss.spec(), loss.weight
+    parts, starts = (logits[:, :cut], logits[:, cut:]), (0, cut)
+    weights = (None, None) if weight is None else (weight[:cut], weight[cut:])
+    sums = [
+        backend.shard_sums(part, target, spec, w, -100)
+        for part, w in zip(parts, weights, strict=True)
+    ]
+    maximum = torch.maximum(sums[0][:, 0], sums[1][:, 0])
+    valid = target != -100
+    y = target.masked_fill(~valid, 0)
+    total = sum(parallel._shifted(x, maximum, spec) for x in sums).unbind(1)
+    found = dict(enumerate(total)) if weight is not None else dict(enumerate(total[:5]))
+    if loss.spec().mode > 1 and weight is None:
+        del found[parallel._UQ]
+    u_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double() - maximum
+    w_y = 1.0 if weight is None else weight[y].double()
+    classes = torch.tensor(logits.shape[1])
+    values, *rest = parallel._finish(found | {parallel._AT_TARGET: u_y}, w_y, classes, spec)
+    results = torch.stack([maximum, *rest], 1).masked_fill(~valid.unsqueeze(1), 0.0)
+    grads = []
+    for part, w, start in zip(parts, weights, starts, strict=True):
+        column = (target - start).masked_fill(~valid, -100)
+        column = column.masked_fill((column >= part.shape[1]) | (valid & (column < 0)), 1 << 40)
+        out = torch.empty_like(part, memory_format=torch.contiguous_format)
+        grads.append(backend.shard_gradient(part, column, spec, w, -100, results, out))
+    return values.masked_fill(~valid, 0.0), torch.cat(grads, 1)
+
+
+@each_loss
+@pytest.mark.parametrize("backend", [blocked, native, kernels], ids=lambda x: x.__name__[11:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_backends(backend, name, dtype, weighted):
+    """Parts of 23 and 50 columns, of 0 and 73, and of which one is masked."""
+    logits, target = example(73)
+    logits = logits.to(DEVICE, dtype)
+    target = target.to(DEVICE)
+    weight = torch.rand(73, device=DEVICE) + 0.5 if weighted else None
+    loss = LOSSES[name](weight=weight, reduction="none")
+    value, grad = dense(loss, logits.double(), target, upstream=1.0)
+    for cut in (23, 0, 73 // 3):
+        values, grads = shards_of(backend, logits, target, loss, cut)
+        close(values, value, torch.float32)
+        close(grads, grad, dtype)
 
 
 # ------------------------------------------------------------------ output layer and loss

@@ -21,6 +21,9 @@ With class weights ``w`` (all one when there are none), and the KL term in modes
 The forward kernel reads a row once, carrying the sums from block to block under a running maximum,
 and leaves five numbers per row; from these the backward kernel rebuilds any block of the gradient
 on its own. Neither stores anything else of size K, and neither uses atomics.
+
+Where the columns are split over processes (:mod:`labo.fused.parallel`), the forward kernel stops at
+the sums of its columns, and another backward kernel works from what all processes have added up.
 """
 
 # The arguments of a kernel have no Python types, nor has triton.jit or torch.cuda.device_of.
@@ -35,12 +38,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .spec import RowSpec
+
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
 ADAPTIVE = tl.constexpr(3)
 
 # Columns of the statistics: max z, 1 / sum exp(u), alpha, 1 / Q, sum_k w_k P_hat_k.
 STATISTICS = 5
+
+# Columns of the sums of a shard: max z, and the sums of e, ue, q, uq, wq and wuq.
+SHARD_SUMS = 7
 
 # The forward kernel keeps a block of logits, its exponentials and its weights in registers. At 16
 # elements a thread even weighted LABO stays within 64 registers on sm_80; blocks of 8192, which
@@ -65,17 +73,21 @@ def _statistics_kernel(
     ignore_index,
     MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    SHARD: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Value and statistics of one row, in one pass under a running maximum."""
+    """Value and statistics of one row, in one pass under a running maximum.
+
+    With SHARD there are no values: the statistics are the sums.
+    """
     row = tl.program_id(0).to(tl.int64)
-    values += row
     statistics += row * WIDTH
     y = tl.load(target + row)
     if y == ignore_index:
         # The logits of an ignored row are never read: they may hold anything.
-        tl.store(values, 0.0)
+        if not SHARD:
+            tl.store(values + row, 0.0)
         for i in tl.static_range(WIDTH):
             tl.store(statistics + i, 0.0)
         return
@@ -127,6 +139,16 @@ def _statistics_kernel(
                 wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
 
+    if SHARD:
+        tl.store(statistics, top)
+        tl.store(statistics + 1, s1)
+        tl.store(statistics + 2, ue)
+        tl.store(statistics + 3, q_sum)
+        tl.store(statistics + 4, uq_sum)
+        tl.store(statistics + 5, wq_sum)
+        tl.store(statistics + 6, wuq_sum)
+        return
+
     # A target outside [0, K) is read as NaN, never from memory, and makes the whole row NaN.
     known = (y >= 0) & (y < K)
     u_y = tl.load(logits + y, mask=known, other=float("nan")).to(tl.float32) - top
@@ -160,7 +182,7 @@ def _statistics_kernel(
     # A masked target costs +inf, unless its share of the label is zero: 0 * -inf = 0.
     hit_u = tl.where((hit == 0.0) & (u_y == -float("inf")), 0.0, hit * u_y)
 
-    tl.store(values, label_weight * log_s1 - hit_u + alpha * rest)
+    tl.store(values + row, label_weight * log_s1 - hit_u + alpha * rest)
     tl.store(statistics, top)
     tl.store(statistics + 1, 1.0 / s1)
     tl.store(statistics + 2, alpha)
@@ -224,6 +246,46 @@ def _gradient_kernel(
     tl.store(out, (factor * g).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _shard_gradient_kernel(
+    logits,
+    target,
+    weight,
+    results,
+    out,
+    row_stride,
+    out_stride,
+    K,
+    blocks,
+    inv_tau,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns of the gradient of one row of a shard: from_e e - from_q w q."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    cols = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < K
+    out += row * out_stride + cols
+    y = tl.load(target + row)
+    if y == ignore_index:
+        tl.store(out, tl.zeros([BLOCK], tl.float32).to(out.dtype.element_ty), mask=inside)
+        return
+    results += row * 4
+    z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    u = z - tl.load(results)
+    g = tl.load(results + 1) * tl.exp(u)
+    if MODE >= LS:
+        q = tl.where(z == -float("inf"), 0.0, 1.0) if MODE == LS else tl.exp(u * inv_tau)
+        if HAS_WEIGHT:
+            q *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+        g -= tl.load(results + 2) * q
+    g = tl.where(cols == y, tl.load(results + 3), g)
+    tl.store(out, g.to(out.dtype.element_ty), mask=inside)
+
+
 def row_statistics(
     logits: Tensor,
     target: Tensor,
@@ -277,6 +339,7 @@ def row_statistics(
             ignore_index,
             MODE=mode,
             HAS_WEIGHT=weight is not None,
+            SHARD=False,
             WIDTH=STATISTICS,
             BLOCK=block,
             num_warps=warps,
@@ -347,6 +410,80 @@ def row_gradient(
             MODE=mode,
             HAS_WEIGHT=weight is not None,
             WIDTH=STATISTICS,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return out
+
+
+def shard_sums(
+    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """The sums of every row over a shard of its columns; see `labo.fused.parallel`."""
+    _check(logits)
+    rows, classes = logits.shape
+    sums = logits.new_empty((rows, SHARD_SUMS), dtype=torch.float32)
+    if classes == 0:
+        sums.zero_()[:, 0] = -math.inf
+    elif rows:
+        block, warps = _tile(classes)
+        with torch.cuda.device_of(logits):
+            _statistics_kernel[(rows,)](
+                logits,
+                target.contiguous(),
+                None if weight is None else weight.contiguous(),
+                None,
+                sums,
+                logits.stride(0),
+                classes,
+                0.0,
+                spec.tau,
+                1.0 / spec.tau,
+                0.0,
+                ignore_index,
+                MODE=spec.mode,
+                HAS_WEIGHT=weight is not None,
+                SHARD=True,
+                WIDTH=SHARD_SUMS,
+                BLOCK=block,
+                num_warps=warps,
+            )
+    return sums.double()
+
+
+def shard_gradient(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    results: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The gradient of a shard from sums over all of them; see `labo.fused.parallel`."""
+    _check(logits)
+    rows, classes = logits.shape
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    block, warps = _tile(classes)
+    blocks = triton.cdiv(classes, block)
+    with torch.cuda.device_of(logits):
+        _shard_gradient_kernel[(rows * blocks,)](
+            logits,
+            target.contiguous(),
+            None if weight is None else weight.contiguous(),
+            results.float().contiguous(),
+            out,
+            logits.stride(0),
+            out.stride(0),
+            classes,
+            blocks,
+            1.0 / spec.tau,
+            ignore_index,
+            MODE=spec.mode,
+            HAS_WEIGHT=weight is not None,
             BLOCK=block,
             num_warps=warps,
         )
