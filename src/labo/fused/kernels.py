@@ -22,8 +22,8 @@ The forward kernel reads a row once, carrying the sums from block to block under
 and leaves five numbers per row; from these the backward kernel rebuilds any block of the gradient
 on its own. Neither stores anything else of size K, and neither uses atomics.
 
-Where the columns are split over processes (:mod:`labo.fused.parallel`), the forward kernel stops at
-the sums of its columns, and another backward kernel works from what all processes have added up.
+Where the columns are split over processes (:mod:`labo.fused.parallel`), one kernel gives
+the sums of its columns, and another the gradient from what all processes have added up.
 """
 
 # The arguments of a kernel have no Python types, nor has triton.jit or torch.cuda.device_of.
@@ -58,41 +58,19 @@ ELEMENTS_PER_THREAD = 16
 
 
 @triton.jit
-def _statistics_kernel(
+def _row_sums(
     logits,
-    target,
     weight,
-    values,
-    statistics,
-    row_stride,
     K,
-    alpha,
-    tau,
     inv_tau,
-    entropy_scale,
-    ignore_index,
     MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    SHARD: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Value and statistics of one row, in one pass under a running maximum.
+    """The maximum of a row and the sums of e, ue, q, uq, wq and wuq, in one pass.
 
-    With SHARD there are no values: the statistics are the sums.
+    Sums that the mode does not need are 0.
     """
-    row = tl.program_id(0).to(tl.int64)
-    statistics += row * WIDTH
-    y = tl.load(target + row)
-    if y == ignore_index:
-        # The logits of an ignored row are never read: they may hold anything.
-        if not SHARD:
-            tl.store(values + row, 0.0)
-        for i in tl.static_range(WIDTH):
-            tl.store(statistics + i, 0.0)
-        return
-    logits += row * row_stride
-
     top = -float("inf")
     s1 = 0.0  # sum e^u
     ue = 0.0  # sum u e^u
@@ -138,16 +116,43 @@ def _statistics_kernel(
                 wuq_sum = q_shrink * (wuq_sum + d * wq_sum) + tl.sum(w * uq, axis=0)
                 wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
+    return top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum
 
-    if SHARD:
-        tl.store(statistics, top)
-        tl.store(statistics + 1, s1)
-        tl.store(statistics + 2, ue)
-        tl.store(statistics + 3, q_sum)
-        tl.store(statistics + 4, uq_sum)
-        tl.store(statistics + 5, wq_sum)
-        tl.store(statistics + 6, wuq_sum)
+
+@triton.jit
+def _statistics_kernel(
+    logits,
+    target,
+    weight,
+    values,
+    statistics,
+    row_stride,
+    K,
+    alpha,
+    tau,
+    inv_tau,
+    entropy_scale,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Value and statistics of one row, in one pass under a running maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    values += row
+    statistics += row * WIDTH
+    y = tl.load(target + row)
+    if y == ignore_index:
+        # The logits of an ignored row are never read: they may hold anything.
+        tl.store(values, 0.0)
+        for i in tl.static_range(WIDTH):
+            tl.store(statistics + i, 0.0)
         return
+    logits += row * row_stride
+    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = _row_sums(
+        logits, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK
+    )
 
     # A target outside [0, K) is read as NaN, never from memory, and makes the whole row NaN.
     known = (y >= 0) & (y < K)
@@ -182,7 +187,7 @@ def _statistics_kernel(
     # A masked target costs +inf, unless its share of the label is zero: 0 * -inf = 0.
     hit_u = tl.where((hit == 0.0) & (u_y == -float("inf")), 0.0, hit * u_y)
 
-    tl.store(values + row, label_weight * log_s1 - hit_u + alpha * rest)
+    tl.store(values, label_weight * log_s1 - hit_u + alpha * rest)
     tl.store(statistics, top)
     tl.store(statistics + 1, 1.0 / s1)
     tl.store(statistics + 2, alpha)
@@ -244,6 +249,40 @@ def _gradient_kernel(
             share *= w
         g -= share
     tl.store(out, (factor * g).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _shard_sums_kernel(
+    logits,
+    target,
+    weight,
+    sums,
+    row_stride,
+    K,
+    inv_tau,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of one row over the columns of a shard."""
+    row = tl.program_id(0).to(tl.int64)
+    sums += row * WIDTH
+    if tl.load(target + row) == ignore_index:
+        for i in tl.static_range(WIDTH):
+            tl.store(sums + i, 0.0)
+        return
+    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = _row_sums(
+        logits + row * row_stride, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK
+    )
+    tl.store(sums, top)
+    tl.store(sums + 1, s1)
+    tl.store(sums + 2, ue)
+    tl.store(sums + 3, q_sum)
+    tl.store(sums + 4, uq_sum)
+    tl.store(sums + 5, wq_sum)
+    tl.store(sums + 6, wuq_sum)
 
 
 @triton.jit
@@ -339,7 +378,6 @@ def row_statistics(
             ignore_index,
             MODE=mode,
             HAS_WEIGHT=weight is not None,
-            SHARD=False,
             WIDTH=STATISTICS,
             BLOCK=block,
             num_warps=warps,
@@ -428,22 +466,17 @@ def shard_sums(
     elif rows:
         block, warps = _tile(classes)
         with torch.cuda.device_of(logits):
-            _statistics_kernel[(rows,)](
+            _shard_sums_kernel[(rows,)](
                 logits,
                 target.contiguous(),
                 None if weight is None else weight.contiguous(),
-                None,
                 sums,
                 logits.stride(0),
                 classes,
-                0.0,
-                spec.tau,
                 1.0 / spec.tau,
-                0.0,
                 ignore_index,
                 MODE=spec.mode,
                 HAS_WEIGHT=weight is not None,
-                SHARD=True,
                 WIDTH=SHARD_SUMS,
                 BLOCK=block,
                 num_warps=warps,

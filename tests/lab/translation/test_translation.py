@@ -372,7 +372,10 @@ def test_scores_do_not_depend_on_how_the_split_is_cut(small):
         (["model.preset=huge"], "model.preset"),
         (["model.heads=3"], "width 16 must be even and divisible by heads 3"),
         (["model.fixnorm=true", "model.embeddings=separate"], "fixnorm needs embeddings"),
-        (["train.batch_size=3"], "unknown key 'train.batch_size'; did you mean 'train.batch_tokens'"),
+        (
+            ["train.batch_size=3"],
+            "unknown key 'train.batch_size'; did you mean 'train.batch_tokens'",
+        ),
         (["decode.beam=0"], "decode.beam"),
     ],
 )
