@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 import labo
 
@@ -37,7 +38,7 @@ def measure(size: Size, processes: int = 2) -> dict[str, dict[str, float]]:
     """Median seconds of the slowest process, of the loss on logits and of the head with it."""
     with tempfile.TemporaryDirectory() as folder:
         args = (processes, folder, size)
-        multiprocessing.start_processes(_process, args, processes, start_method="spawn")
+        start_processes(_process, args, processes, start_method="spawn")
         found: dict[str, dict[str, float]] = torch.load(Path(folder) / "found.pt")
         return found
 

@@ -49,6 +49,7 @@ from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from ..losses import _Loss
     from .linear import LinearLossOptions
 
 __all__ = ["gather_weight", "linear_loss", "logits_loss"]
@@ -237,20 +238,22 @@ class _Rows:
         valid = target != self.ignore_index
         column = (target - start).masked_fill_(~valid, _IGNORED)
         here = (column >= 0) & (column < width)
-        at_target = torch.zeros_like(maximum)
+        u_y = torch.zeros_like(maximum)
         if width:
             picked = logits.gather(1, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
-            at_target = torch.where(here, picked.double() - maximum, at_target)
+            u_y = torch.where(here, picked.double() - maximum, u_y)
         columns = _columns(spec, weighted)
-        total = torch.cat([_shifted(sums, maximum, spec)[:, columns], at_target.unsqueeze(1)], 1)
+        total = torch.cat([_shifted(sums, maximum, spec)[:, columns], u_y.unsqueeze(1)], 1)
         _all_reduce(total, self.group)
         found = dict(zip((*columns, _AT_TARGET), total.unbind(1), strict=True))
         w_y: float | Tensor = 1.0
         if self.weight is not None:
             w_y = self.weight[target.masked_fill(~valid, 0)].double()
-        finished = _finish(found, w_y, classes, spec)
-        rows = (x.masked_fill(~valid, 0.0) for x in (finished[0], maximum, *finished[1:]))
-        return _Statistics(*rows, column, start)
+        values, from_e, from_q, at_target = (
+            x.masked_fill(~valid, 0.0) for x in _finish(found, w_y, classes, spec)
+        )
+        maximum = maximum.masked_fill(~valid, 0.0)
+        return _Statistics(values, maximum, from_e, from_q, at_target, column, start)
 
     def _check(self, target: Tensor, classes: Tensor) -> None:
         if self.weight is not None:
@@ -412,28 +415,26 @@ def logits_loss(
         >>> logits_loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]), LABOLoss())
         tensor(1.1205)
     """
-    loss = _active(loss)
     if is_dtensor(logits):
         if group is not None:
             raise ValueError("a DTensor brings its own processes: do not give group")
         value: Tensor = loss(logits, target)
         return value
-    shared = (loss.weight, loss.ignore_index, loss.reduction, loss.dim)
-    return row_loss(logits, target, _spec(loss), *shared, group)
+    member, spec = _member(loss)
+    shared = (member.weight, member.ignore_index, member.reduction, member.dim)
+    return row_loss(logits, target, spec, *shared, group)
 
 
-def _active(loss: nn.Module) -> Any:
-    """The loss that computes: the current one of a warm-up."""
-    while hasattr(loss, "active"):
+def _member(loss: nn.Module) -> tuple[_Loss, RowSpec]:
+    """The loss that computes (the current one of a warm-up) and its specification."""
+    from ..losses import Warmup, _Loss
+
+    while isinstance(loss, Warmup):
         loss = loss.active
-    return loss
-
-
-def _spec(loss: nn.Module) -> RowSpec:
-    spec = loss.spec() if hasattr(loss, "spec") else None
-    if not isinstance(spec, RowSpec):
+    spec = loss.spec() if isinstance(loss, _Loss) else None
+    if not isinstance(loss, _Loss) or spec is None:
         raise ValueError(f"{loss!r} {_NO_PARALLEL_FORM}")
-    return spec
+    return loss, spec
 
 
 _NO_PARALLEL_FORM = (
@@ -524,21 +525,21 @@ def _sharded_head(
     from . import linear
 
     linear._check_softcap(softcap)
-    loss = _active(loss)
-    spec = _spec(loss)
-    head = linear._lay_out(input, weight, bias, softcap, loss)
+    member, spec = _member(loss)
+    head = linear._lay_out(input, weight, bias, softcap, member)
     _check_columns(input, target, -1)
-    keep = loss.reduction == "none"
-    rows = _Rows(spec, target.reshape(-1).long(), loss.weight, loss.ignore_index, group, keep)
-    divisor = rows.divisor() if loss.reduction == "mean" else 1.0
+    reduction = member.reduction
+    labels, keep = target.reshape(-1).long(), reduction == "none"
+    rows = _Rows(spec, labels, _whole("weight", member.weight), member.ignore_index, group, keep)
+    divisor = rows.divisor() if reduction == "mean" else 1.0
     # The same chunks on all processes, or they would wait for each other in vain.
     row_bytes = max(1, widest) * input.element_size() * (2 if softcap is not None else 1)
     chunk = (options or linear.LinearLossOptions()).chunk_rows(len(head.input), row_bytes)
     with torch.autocast(input.device.type, enabled=False):
         value: Tensor = linear._LinearLoss.apply(
-            head.input, head.weight, head.bias, softcap, rows, chunk, divisor, loss.reduction
+            head.input, head.weight, head.bias, softcap, rows, chunk, divisor, reduction
         )
-    return value.reshape(input.shape[:-1]) if loss.reduction == "none" else value
+    return value.reshape(input.shape[:-1]) if reduction == "none" else value
 
 
 @torch.compiler.disable
@@ -732,7 +733,7 @@ def _shard_dim(x: DTensor, dim: int) -> int | None:
     return None
 
 
-def _columns_of(logits: DTensor, dim: int) -> tuple[Tensor, Group]:
+def _columns_of(logits: Any, dim: int) -> tuple[Tensor, Group]:
     """The columns of this process and the processes that hold the others."""
     mesh_dim = _shard_dim(logits, dim)
     if mesh_dim is None:
