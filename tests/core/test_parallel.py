@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 import labo
 from gloo import Processes, World
-from labo.fused import blocked, kernels, native, parallel
+from labo.fused import blocked, kernels, native, shards
 
 # Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -304,7 +304,7 @@ def refused_case(world: World) -> None:
     refused(r"target 10 at position 0 is outside \[0, 10\)", labo.LABOLoss(), columns, target + 10)
     refused(r"weight must have shape \(10,\)", labo.LABOLoss(weight=torch.ones(5)), columns)
     mine = world.share(logits, 1)
-    with pytest.raises(ValueError, match=r"FocalLoss.* has no vocabulary-parallel form"):
+    with pytest.raises(ValueError, match=r"FocalLoss.* cannot work on logits that are split"):
         labo.parallel.logits_loss(mine, target, labo.FocalLoss(), group=world.group)
     with pytest.raises(ValueError, match="class-index target must have shape"):
         labo.parallel.logits_loss(mine, target[:2], labo.LABOLoss(), group=world.group)
@@ -349,14 +349,14 @@ def shards_of(
     maximum = torch.maximum(sums[0][:, 0], sums[1][:, 0])
     valid = target != -100
     y = target.masked_fill(~valid, 0)
-    total = sum(parallel._shifted(x, maximum, spec) for x in sums).unbind(1)
+    total = sum(shards._shifted(x, maximum, spec) for x in sums).unbind(1)
     found = dict(enumerate(total)) if weight is not None else dict(enumerate(total[:5]))
     if loss.spec().mode > 1 and weight is None:
-        del found[parallel._UQ]
+        del found[shards._UQ]
     u_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double() - maximum
     w_y = 1.0 if weight is None else weight[y].double()
     classes = torch.tensor(logits.shape[1])
-    values, *rest = parallel._finish(found | {parallel._AT_TARGET: u_y}, w_y, classes, spec)
+    values, *rest = shards._finish(found | {shards._AT_TARGET: u_y}, w_y, classes, spec)
     results = torch.stack([maximum, *rest], 1).masked_fill(~valid.unsqueeze(1), 0.0)
     grads = []
     for part, w, start in zip(parts, weights, starts, strict=True):
@@ -583,15 +583,15 @@ def refused_head_case(world: World) -> None:
     loss = labo.LABOLoss()
     with pytest.raises(ValueError, match=r"split over the classes \(Shard\(0\)\)"):
         labo.linear_loss(hidden, columns, target, loss)
-    with pytest.raises(ValueError, match="linear_bias must be a DTensor split as linear_weight"):
+    with pytest.raises(ValueError, match="linear_bias must be a DTensor that is split as"):
         labo.linear_loss(hidden, rows, target, loss, linear_bias=bias)
-    with pytest.raises(ValueError, match="has no vocabulary-parallel form"):
+    with pytest.raises(ValueError, match="cannot work on logits that are split"):
         labo.linear_loss(hidden, rows, target, labo.FocalLoss())
-    with pytest.raises(ValueError, match="goes with neither a teacher nor impl="):
+    with pytest.raises(ValueError, match="a split linear_weight goes with"):
         labo.linear_loss(hidden, rows, target, loss, impl="native")
     with pytest.raises(ValueError, match="takes plain tensors"):
         labo.parallel.linear_loss(hidden, rows, target, loss)
-    parallel._SAME_ROWS.clear()
+    shards._SAME_ROWS.clear()
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):
         labo.linear_loss(hidden, rows, (target + world.rank).clamp(0, 23), loss)
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):

@@ -178,7 +178,7 @@ def _masses(z: Tensor, u: Tensor, spec: RowSpec) -> Tensor:
 def shard_sums(
     logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """The sums of every row over a shard of its columns; see :mod:`labo.fused.parallel`."""
+    """The sums of every row over a shard of its columns; see :mod:`labo.fused.shards`."""
     sums = torch.zeros(len(logits), 7, dtype=torch.float64, device=logits.device)
     if logits.shape[1] == 0:
         sums[:, 0] = -math.inf
@@ -214,7 +214,7 @@ def shard_gradient(
     results: Tensor,
     out: Tensor | None,
 ) -> Tensor:
-    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.parallel`."""
+    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.shards`."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
     classes = logits.shape[1]
     if classes == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._rows import row_sum
-from . import blocked, native
+from . import blocked, native, shards
 from .spec import RowSpec
 
 
@@ -319,10 +319,8 @@ def row_loss(
     as far as they are plain values.
     """
     if impl == "parallel":
-        from . import parallel
-
         shared = (weight, ignore_index, reduction, dim)
-        return parallel.row_loss(logits, target, spec, *shared)
+        return shards.row_loss(logits, target, spec, *shared)
     _checks.check_logits(logits, dim)
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]

@@ -22,7 +22,7 @@ The forward kernel reads a row once, carrying the sums from block to block under
 and leaves five numbers per row; from these the backward kernel rebuilds any block of the gradient
 on its own. Neither stores anything else of size K, and neither uses atomics.
 
-Where the columns are split over processes (:mod:`labo.fused.parallel`), one kernel gives
+Where the columns are split over processes (:mod:`labo.fused.shards`), one kernel gives
 the sums of its columns, and another the gradient from what all processes have added up.
 """
 
@@ -457,7 +457,7 @@ def row_gradient(
 def shard_sums(
     logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """The sums of every row over a shard of its columns; see `labo.fused.parallel`."""
+    """The sums of every row over a shard of its columns; see `labo.fused.shards`."""
     _check(logits)
     rows, classes = logits.shape
     sums = logits.new_empty((rows, SHARD_SUMS), dtype=torch.float32)
@@ -493,7 +493,7 @@ def shard_gradient(
     results: Tensor,
     out: Tensor | None,
 ) -> Tensor:
-    """The gradient of a shard from sums over all of them; see `labo.fused.parallel`."""
+    """The gradient of a shard from sums over all of them; see `labo.fused.shards`."""
     _check(logits)
     rows, classes = logits.shape
     if out is None:

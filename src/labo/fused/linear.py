@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .. import _checks
 from .._rows import row_sum, upcast
 from ..losses import Warmup, _Loss
+from . import shards
 from .blocked import by_autograd
 from .dispatch import choose, denominator, run_rows, times_upstream
 from .spec import RowSpec
@@ -239,19 +241,12 @@ def linear_loss(
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
-        from . import parallel
-
-        return parallel.dtensor_linear_loss(
-            input,
-            linear_weight,
-            target,
-            loss,
-            linear_bias=linear_bias,
-            softcap=softcap,
-            second=second,
-            impl=impl,
-            options=options,
-        )
+        local = shards.local_head(input, linear_weight, linear_bias, target)
+        if local.group is not None and (second is not None or impl != "auto"):
+            raise ValueError("a split linear_weight goes with neither a teacher nor impl=")
+        if local.group is not None:
+            return sharded_linear_loss(local, loss, softcap, options)
+        input, linear_weight, linear_bias, target = local[:4]
     while isinstance(loss, Warmup):
         loss = loss.active
     if not isinstance(loss, _Loss) or not loss.rowwise:
@@ -441,6 +436,55 @@ def _second_rows(second: Tensor | tuple[Tensor, ...] | None, part: slice) -> tup
     hidden, weight, *bias = (x.detach() for x in second)
     rows = hidden.reshape(-1, hidden.shape[-1])
     return (_Head(rows, weight, bias[0] if bias else None).logits(part),)
+
+
+# ------------------------------------------------------------------ classes split over processes
+
+
+def loss_and_spec(loss: nn.Module) -> tuple[_Loss, RowSpec]:
+    """The loss that computes (the current one of a warm-up), if it works on parts of rows."""
+    while isinstance(loss, Warmup):
+        loss = loss.active
+    spec = loss.spec() if isinstance(loss, _Loss) else None
+    if not isinstance(loss, _Loss) or spec is None:
+        raise ValueError(
+            f"{loss!r} cannot work on logits that are split over processes. CrossEntropyLoss, "
+            'LabelSmoothingLoss with convention="torch" and LABOLoss without alpha_grad can. For '
+            "other losses, gather the logits or the weight first: full_tensor() of a DTensor"
+        )
+    return loss, spec
+
+
+@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
+def sharded_linear_loss(
+    shard: shards.LocalHead,
+    loss: nn.Module,
+    softcap: float | None,
+    options: LinearLossOptions | None,
+) -> Tensor:
+    """:func:`linear_loss` on this process's classes; see :mod:`labo.fused.parallel`."""
+    _check_softcap(softcap)
+    member, spec = loss_and_spec(loss)
+    input, target, reduction = shard.input, shard.target, member.reduction
+    head = _lay_out(input, shard.weight, shard.bias, softcap, member)
+    shards.check_columns(input, target, -1)
+    rows = shards.Rows(
+        spec,
+        target.reshape(-1).long(),
+        shards.replicated("weight", member.weight),
+        member.ignore_index,
+        shard.group,
+        keep=reduction == "none",
+    )
+    divisor = rows.divisor() if reduction == "mean" else 1.0
+    # The same chunks on all processes, or they would wait for each other in vain.
+    row_bytes = max(1, shard.widest) * head.input.element_size() * (1 + (softcap is not None))
+    chunk = (options or LinearLossOptions()).chunk_rows(len(head.input), row_bytes)
+    with torch.autocast(input.device.type, enabled=False):
+        value: Tensor = _LinearLoss.apply(
+            head.input, head.weight, head.bias, softcap, rows, chunk, divisor, reduction
+        )
+    return value.reshape(input.shape[:-1]) if reduction == "none" else value
 
 
 # ------------------------------------------------------------------ torch.compile

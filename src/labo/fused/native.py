@@ -295,7 +295,7 @@ def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> No
 def shard_sums(
     logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """The sums of every row over a shard of its columns; see :mod:`labo.fused.parallel`."""
+    """The sums of every row over a shard of its columns; see :mod:`labo.fused.shards`."""
     sums = torch.empty(len(logits), 7, dtype=torch.float64)
     _run_shard(logits, target, spec, weight, ignore_index, sums, None, None)
     return sums
@@ -310,7 +310,7 @@ def shard_gradient(
     results: Tensor,
     out: Tensor | None,
 ) -> Tensor:
-    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.parallel`."""
+    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.shards`."""
     grad = _gradient_buffer(logits, out)
     _run_shard(logits, target, spec, weight, ignore_index, None, results.contiguous(), grad)
     return grad
