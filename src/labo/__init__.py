@@ -16,6 +16,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import functional, smoothing
     from .fused import parallel
+    from .fused.adapted import LowRankWeight
     from .fused.dispatch import backends
     from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
     from .losses import (
@@ -54,6 +55,7 @@ __all__ = [
     "LabelSmoothingLoss",
     "LinearLoss",
     "LinearLossOptions",
+    "LowRankWeight",
     "MaskedLabelSmoothingLoss",
     "OnlineLabelSmoothingLoss",
     "PSKDLoss",
@@ -72,6 +74,7 @@ _MODULES = {"functional": "functional", "parallel": "fused.parallel", "smoothing
 _HOMES = {
     "LinearLoss": "fused.linear",
     "LinearLossOptions": "fused.linear",
+    "LowRankWeight": "fused.adapted",
     "backends": "fused.dispatch",
     "linear_loss": "fused.linear",
 }

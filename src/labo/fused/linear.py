@@ -23,6 +23,7 @@ from .. import _checks
 from .._rows import row_sum, upcast
 from ..losses import Warmup, _Loss
 from . import shards
+from .adapted import LowRankWeight, adapted_loss
 from .blocked import by_autograd
 from .dispatch import choose, denominator, run_rows, times_upstream
 from .spec import RowSpec
@@ -200,7 +201,7 @@ class _LinearLoss(torch.autograd.Function):
 
 def linear_loss(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | LowRankWeight,
     target: Tensor,
     loss: nn.Module,
     *,
@@ -218,7 +219,9 @@ def linear_loss(
 
     Args:
         input: (..., D) hidden states.
-        linear_weight: (V, D).
+        linear_weight: (V, D). A DTensor that is split over the classes is used where it is (see
+            :mod:`labo.fused.parallel`), one that FSDP2 has split is gathered. Or a
+            :class:`labo.LowRankWeight`, for a layer with a LoRA or DoRA adapter.
         target: (...) class indices or (..., V) class probabilities.
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         linear_bias: (V,).
@@ -254,6 +257,21 @@ def linear_loss(
             f"linear_loss takes a row-wise loss of labo, not {type(loss).__name__}: its value for "
             "a row must depend on that row alone"
         )
+    adapter = None
+    if isinstance(linear_weight, LowRankWeight):
+        if torch.compiler.is_compiling():
+            return _eagerly(
+                input,
+                linear_weight,
+                target,
+                loss,
+                linear_bias=linear_bias,
+                softcap=softcap,
+                second=second,
+                impl=impl,
+                options=options,
+            )
+        adapter, linear_weight = linear_weight, linear_weight.base
     head, labels = _check(input, linear_weight, linear_bias, softcap, target, loss)
     classes = len(head.weight)
     spec = None if second is not None or target.is_floating_point() else loss.spec()
@@ -272,7 +290,10 @@ def linear_loss(
     row_bytes = classes * head.input.element_size() * copies
     chunk = (options or LinearLossOptions()).chunk_rows(len(head.input), row_bytes)
     with torch.autocast(input.device.type, enabled=False):
-        if not torch.compiler.is_compiling():
+        if adapter is not None:
+            head_and_loss = (head.input, head.weight, head.bias, softcap, rows)
+            value = adapted_loss(adapter, *head_and_loss, chunk, divisor, loss.reduction)
+        elif not torch.compiler.is_compiling():
             value = _LinearLoss.apply(
                 head.input, head.weight, head.bias, softcap, rows, chunk, divisor, loss.reduction
             )
@@ -436,6 +457,11 @@ def _second_rows(second: Tensor | tuple[Tensor, ...] | None, part: slice) -> tup
     hidden, weight, *bias = (x.detach() for x in second)
     rows = hidden.reshape(-1, hidden.shape[-1])
     return (_Head(rows, weight, bias[0] if bias else None).logits(part),)
+
+
+@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
+def _eagerly(*args: Any, **options: Any) -> Tensor:
+    return linear_loss(*args, **options)
 
 
 # ------------------------------------------------------------------ classes split over processes
