@@ -155,6 +155,25 @@ def test_layouts(processes):
     processes.run(2, layout_case)
 
 
+def masked_target_case(world: World, name: str) -> None:
+    """The target itself is masked: an infinite value, in one process as in many."""
+    logits, target = torch.randn(3, 8), torch.tensor([1, 6, 3])
+    logits[0, 1] = logits[1, 6] = -math.inf
+    loss = LOSSES[name](reduction="none")
+    value, grad = dense(loss, logits, target, upstream=1.0)
+    assert value[:2].isinf().all()
+    leaf = distribute_tensor(logits, world.mesh, [Shard(1)]).requires_grad_()
+    found = loss(leaf, target)
+    found.sum().backward()
+    close(found, value, torch.float32)
+    close(leaf.grad.full_tensor(), grad, torch.float32)
+
+
+@each_loss
+def test_a_masked_target(processes, name):
+    processes.run(2, masked_target_case, name)
+
+
 def nothing_counts_case(world: World) -> None:
     logits = torch.randn(3, 8, dtype=torch.float64)
     for rows, target in ((3, torch.full((3,), -100)), (0, torch.empty(0, dtype=torch.long))):

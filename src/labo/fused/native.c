@@ -788,16 +788,19 @@ INLINE target_entry find_target(const batch *b, int64_t i, const row_view *row, 
 
 INLINE row_result run_variant(const batch *b, int64_t i, const row_view *row, variant v)
 {
+    /* Shards measure q in units of its largest possible value, as all backends must alike. */
+    const double unit = first(q_of(splat(0.0f), splat(0.0f), row->over_tau, v));
     if (b->results) {
         const shard_result *given = &b->results[i];
-        const row_result result = {0.0, (float)given->from_e, (float)given->from_q,
+        const row_result result = {0.0, (float)given->from_e, (float)(given->from_q / unit),
                                    (float)given->at_target};
         write_gradient(row, &result, v);
         return result;
     }
     const row_sums sums = sum_row(row, v);
     if (b->sums) {
-        b->sums[i].sums = sums;
+        b->sums[i].sums = (row_sums){sums.e, sums.ue, sums.q / unit, sums.qu / unit,
+                                     sums.wq / unit, sums.wqu / unit};
         return (row_result){0};
     }
     const target_entry y = find_target(b, i, row, v);

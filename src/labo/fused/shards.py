@@ -292,8 +292,9 @@ def _finish(
         entropy = (log_e - found[_UE] * per_e).clamp(min=0.0)
         onehot_share = spec.rho * entropy / torch.where(classes > 1, log_k, 1.0)
     alpha = 1 - onehot_share
-    # A masked target costs infinity whatever its share.
-    hit = torch.where(u_y == -math.inf, math.inf, w_y * onehot_share * (log_e - u_y))
+    # 0 * inf = 0: a masked target costs nothing without a share of the label, else infinity.
+    hit = w_y * onehot_share * (log_e - u_y)
+    hit = hit.masked_fill((u_y == -math.inf) & (w_y * onehot_share == hit.new_zeros(())), 0.0)
     if spec.mode == CROSS_ENTROPY:
         return hit, w_y * per_e, torch.zeros_like(hit), w_y * (u_y.exp() * per_e - 1)
     per_q = 1 / found[_Q]
