@@ -187,7 +187,7 @@ def shard_sums(
         z = upcast(logits[part])
         top = z.amax(1, keepdim=True)
         # Finite, so that 0 * u is 0 for a masked class.
-        u = (z - top.masked_fill(top == -math.inf, 0.0)).clamp_(min=_LOWEST)
+        u = (z - top.masked_fill(top == -math.inf, 0.0)).clamp_(min=torch.finfo(z.dtype).min)
         e = u.exp()
         found = {0: top.squeeze(1), 1: row_sum(e)}
         if spec.mode == LABO_ADAPTIVE:
