@@ -8,6 +8,7 @@ asynchronous asserts, which need neither a synchronisation nor a graph break.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -114,6 +115,28 @@ def is_plain(tensor: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether ``x`` is a DTensor; where that module was never imported nothing can be one."""
+    if type(x) in _PLAIN_TYPES:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(name: str, x: Tensor) -> Tensor:
+    """A replicated DTensor as the plain tensor that each process holds; others are refused."""
+    if not is_dtensor(x):
+        return x
+    if not all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name} must be a plain tensor or a replicated DTensor, got placements "
+            f"{tuple(x.placements)}: use {name}.full_tensor() "  # type: ignore[attr-defined]
+            "(cross entropy, label smoothing and LABO take logits that are split over the classes)"
+        )
+    plain: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return plain
 
 
 def can_read(tensor: Tensor) -> bool:

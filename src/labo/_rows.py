@@ -123,6 +123,7 @@ class Rows:
             linear: whether the loss is linear in the label, and so accepts class probabilities.
         """
         _checks.check_hyper(reduction=reduction)
+        logits, target = _checks.local("logits", logits), _checks.local("target", target)
         _checks.check_logits(logits, dim)
         self.soft = _checks.check_target(logits.shape, target, dim)
         if self.soft and not linear:
@@ -178,6 +179,7 @@ class Rows:
             raise _checks.TeacherError(
                 f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
             )
+        logits = _checks.local(name, logits)
         shape = (*self.shape, self.num_classes)
         if logits.dim() != len(shape) or logits.movedim(self.dim, -1).shape != shape:
             raise _checks.TeacherError(
