@@ -52,12 +52,24 @@ class LossCase:
 
     def take(self, extra: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
         """The extra arguments for some of the rows: a teacher has rows, a table has classes."""
-        return tuple(x[index] for x in extra) if self.extra is teacher else extra
+        return tuple(x[index] for x in extra) if self.has_teacher else extra
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.extra in (teacher, stored_teacher)
 
 
 def teacher(logits: Tensor) -> tuple[Tensor]:
     """Teacher logits: a fixed function of each row, so that rows may be permuted."""
     return ((logits.detach() * 0.5).sin(),)
+
+
+def stored_teacher(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The three largest probabilities of that teacher, one of them padding."""
+    top = teacher(logits)[0].log_softmax(-1).topk(min(3, logits.shape[-1]))
+    indices = top.indices.clone()
+    indices[..., 2:] = -1
+    return indices, top.values
 
 
 def table(logits: Tensor) -> tuple[Tensor]:
@@ -143,6 +155,17 @@ LOSS_CASES = [
         {"standardize": True, "tau": 2.0},
         teacher,
         linear=False,
+    ),
+    *(
+        LossCase(
+            f"topk-{tail}",
+            F.topk_distillation_loss,
+            {"tail": tail},
+            stored_teacher,
+            off={"alpha": 0.0},
+            detached=tail == "labo",
+        )
+        for tail in ("bucket", "uniform", "labo", "drop", "renormalize")
     ),
     LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),

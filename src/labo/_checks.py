@@ -84,6 +84,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kl_reduction": ("batchmean", "elementwise"),
     "generator": ("kl", "euclidean"),
     "order": ("pq", "qp"),
+    "tail": ("bucket", "uniform", "labo", "drop", "renormalize"),
     "impl": ("auto", "reference", "blocked", "native"),
     "first_table": ("zeros", "uniform"),
 }
@@ -239,13 +240,17 @@ def check_range(target: Tensor, num_classes: int, ignore_index: int | None = Non
     )
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """How far a sum of probabilities that are given in ``dtype`` may be from 1."""
+    return _PROBABILITY_TOLERANCE.get(dtype, 1e-2)
+
+
 def check_distribution(name: str, probabilities: Tensor) -> None:
     """Refuse rows that are not distributions. NaN passes, so that it shows in the loss.
 
     ``probabilities`` in the dtype in which they were given: it says how precise a sum can be.
     """
     off = (probabilities.sum(-1) - 1).abs()
-    tolerance = _PROBABILITY_TOLERANCE.get(probabilities.dtype, 1e-2)
     message = f"{name} must be probabilities: 0 or more, and sum to 1 over the classes"
 
     def failure() -> ValueError:
@@ -253,7 +258,7 @@ def check_distribution(name: str, probabilities: Tensor) -> None:
         lowest = probabilities.min().item()
         return ValueError(f"{message} (a sum is off by {worst:.3g}, the lowest is {lowest:.3g})")
 
-    ensure(~(off > tolerance) & ~(probabilities < 0).any(-1), failure, message)
+    ensure(~(off > tolerance(probabilities.dtype)) & ~(probabilities < 0).any(-1), failure, message)
 
 
 def check_alpha_tensor(alpha: Tensor) -> None:

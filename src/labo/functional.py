@@ -61,6 +61,7 @@ __all__ = [
     "ps_kd_loss",
     "smoothed_cross_entropy",
     "tf_reg_loss",
+    "topk_distillation_loss",
     "weighted_label_smoothing_loss",
     "z_loss",
 ]
@@ -1451,6 +1452,180 @@ def beta_smoothing_loss(
     moved = smoothing.beta_alpha(rows.pick(ema), b, rows.valid)
     others = smoothing.others(rows.logits, rows.target)
     return rows.reduce(_objective(rows, others, alpha * moved))
+
+
+def topk_distillation_loss(
+    logits: Tensor,
+    target: Tensor,
+    indices: Tensor,
+    log_probabilities: Tensor,
+    *,
+    alpha: float = 0.5,
+    tail: str = "bucket",
+    tau: float = 1.25,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Distillation from the stored k largest probabilities of a teacher.
+
+    :math:`(1-\alpha)\,\mathrm{CE} + \alpha\,\mathrm{KL}`, where the KL divergence at temperature 1
+    is known for the stored classes S only. With t_j the probabilities of the teacher,
+    :math:`m = 1 - \sum_S t_j` the mass of its other classes and :math:`w = \sum_{j \notin S} p_j`
+    that of the model, ``tail`` says what takes its place:
+
+    ================  ============================================================================
+    tail              divergence
+    ================  ============================================================================
+    ``bucket``        :math:`\sum_S t_j \log(t_j/p_j) + m \log(m/w)`: the other classes as one
+                      class. Never above the KL divergence to the whole teacher.
+    ``uniform``       KL(Q || p) with the mass m spread evenly over the other classes
+    ``labo``          KL(Q || p) with m spread as softmax(z / tau) over the other classes, held
+                      constant: the optimal smoothing of LABO; at tau = 1 it equals ``bucket``
+    ``drop``          :math:`\sum_S t_j \log(t_j/p_j)`: no tail; may be negative
+    ``renormalize``   KL(t_S / (1-m) || p): the stored probabilities divided by their sum
+    ================  ============================================================================
+
+    A class that is masked for the model (logit -inf) is masked for the teacher too.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        indices: (..., k) the stored classes, each at most once; a negative index is padding.
+        log_probabilities: (..., k) their log-probabilities under the whole softmax of the teacher;
+            held constant.
+        alpha: weight of the teacher, in [0, 1].
+        tail: "bucket", "uniform", "labo", "drop" or "renormalize".
+        tau: temperature of the tail "labo".
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> teacher = torch.tensor([[3.0, 1.0, 0.2, -0.5]]).log_softmax(-1)
+        >>> stored = teacher.topk(2)
+        >>> topk_distillation_loss(logits, target, stored.indices, stored.values)
+        tensor(0.2630)
+    """
+    check_hyper(alpha=alpha, tail=tail, tau=tau)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    teacher = _Stored(rows, indices, log_probabilities)
+    log_p = rows.log_probabilities()
+    if tail == "renormalize":
+        total = zero_log(_log_sum(teacher.log_t)).unsqueeze(-1)
+        soft = teacher.divergence(teacher.log_t - total, log_p)
+    else:
+        soft = teacher.divergence(teacher.log_t, log_p)
+    if tail in ("bucket", "uniform", "labo"):
+        soft = soft + teacher.mass * (
+            _log_or_0(teacher.mass) + _tail(rows, teacher, log_p, tail, tau)
+        )
+    hard = rows.nll(log_p)
+    return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * soft))
+
+
+def _log_or_0(x: Tensor) -> Tensor:
+    """log x, and 0 for x = 0."""
+    return torch.where(x > 0, x, 1.0).log()
+
+
+def _tail(rows: Rows, teacher: _Stored, log_p: Tensor, tail: str, tau: float) -> Tensor:
+    """The cross entropy, minus the entropy, of the tail's own distribution, (M,).
+
+    Rows without other classes get any finite value: their tail has no mass.
+    """
+    outside = ~teacher.others
+    if tail == "bucket":
+        return -zero_log(_log_sum(log_p.masked_fill(outside, -math.inf)))
+    count = row_sum(teacher.others.to(log_p.dtype)).clamp(min=1)
+    if tail == "uniform":
+        return -count.log() - row_sum(log_p.masked_fill(outside, 0.0)) / count
+    outside = outside & teacher.others.any(-1, keepdim=True)
+    z = rows.shifted.detach().masked_fill(outside, -math.inf)
+    return _kl(torch.softmax(z / tau, -1), log_p)
+
+
+class _Stored:
+    """The stored part of a teacher, as rows.
+
+    Attributes:
+        index: (M, k) classes; any class where there is no entry.
+        log_t: (M, k) log-probabilities; -inf where there is no entry or the class is masked.
+        mass: (M,) probability of the classes that are not stored.
+        others: (M, K) bool, the classes that are neither stored nor masked.
+    """
+
+    def __init__(self, rows: Rows, indices: Tensor, log_probabilities: Tensor) -> None:
+        size, k = rows.num_classes, _check_stored(rows, indices, log_probabilities)
+        index = indices.reshape(-1, k).long()
+        log_t = log_probabilities.detach().reshape(-1, k)
+        if rows.valid is not None:
+            index = index.masked_fill(~rows.valid.unsqueeze(-1), -1)
+        padding = index < 0
+        log_t = log_t.masked_fill(padding, -math.inf)
+        _check_stored_values(index, log_t, size)
+        # Padding is written to a column that is then left out.
+        column = index.masked_fill(padding, size)
+        stored = column.new_zeros(len(column), size + 1, dtype=torch.bool)
+        stored = stored.scatter(-1, column, True)[:, :size]
+        self.index = index.clamp(min=0)
+        self.others = ~stored & (rows.logits != -math.inf)
+        log_t = log_t.to(rows.logits.dtype)
+        mass = -torch.expm1(_log_sum(log_t).clamp(max=0.0))
+        mass = mass.masked_fill(~self.others.any(-1), 0.0)
+        masked = rows.logits.detach().gather(-1, self.index) == -math.inf
+        log_t = log_t.masked_fill(masked, -math.inf)
+        # What remains sums to 1 again; this also takes away the rounding of the stored numbers.
+        total = _log_sum(log_t).exp() + mass
+        self.mass = mass / total.masked_fill(total == 0, 1.0)
+        self.log_t = log_t - _log_or_0(total).unsqueeze(-1)
+
+    def divergence(self, log_t: Tensor, log_p: Tensor) -> Tensor:
+        """sum_S t_j log(t_j / p_j), (M,), with 0 log 0 = 0."""
+        t = log_t.exp()
+        log_p = log_p.gather(-1, self.index).masked_fill(t == 0, 0.0)
+        return row_sum(t * (zero_log(log_t) - log_p))
+
+
+def _check_stored(rows: Rows, indices: Tensor, log_probabilities: Tensor) -> int:
+    """Refuse tensors that are not stored classes and their log-probabilities; return k."""
+    given = (indices, log_probabilities)
+    if not all(isinstance(x, Tensor) for x in given):
+        raise _checks.TeacherError("this loss needs indices and log_probabilities of a teacher")
+    whole = (
+        not (indices.is_floating_point() or indices.is_complex()) and indices.dtype != torch.bool
+    )
+    if not whole or not log_probabilities.is_floating_point():
+        raise _checks.TeacherError(
+            "indices must be integers and log_probabilities floating point, got "
+            f"{indices.dtype} and {log_probabilities.dtype}"
+        )
+    shape = indices.shape
+    if shape[:-1] != rows.shape or shape != log_probabilities.shape or shape[-1:].numel() == 0:
+        raise _checks.TeacherError(
+            f"indices and log_probabilities must have shape {(*rows.shape, 'k')}, "
+            f"got {tuple(shape)} and {tuple(log_probabilities.shape)}"
+        )
+    _checks.check_devices(rows.logits, indices=indices, log_probabilities=log_probabilities)
+    return shape[-1]
+
+
+def _check_stored_values(index: Tensor, log_t: Tensor, num_classes: int) -> None:
+    """Refuse classes that do not exist or occur twice, and probabilities that exceed 1."""
+
+    def refuse(fine: Tensor, message: str) -> None:
+        _checks.ensure(fine, lambda: _checks.TeacherError(message), message)
+
+    refuse(index < num_classes, f"an entry of indices is not below the {num_classes} classes")
+    ordered = index.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    refuse(~twice, "a row of indices has a class twice")
+    total = row_sum(log_t.exp())
+    fine = ~(total > 1 + _checks.tolerance(log_t.dtype))
+    refuse(fine, "a row of log_probabilities has a sum of probabilities above 1")
 
 
 # ------------------------------------------------------------------ with a table of classes

@@ -48,6 +48,7 @@ __all__ = [
     "PSKDLoss",
     "Poly1Loss",
     "TFRegLoss",
+    "TopKDistillationLoss",
     "Warmup",
     "WeightedLabelSmoothingLoss",
 ]
@@ -73,6 +74,8 @@ class _Loss(nn.Module):
     # The name of the function's argument for teacher logits, if it has one.
     teacher_argument: str | None = None
     teacher_optional = False
+    # Whether the teacher is given as stored classes and their log-probabilities, not as logits.
+    teacher_is_stored = False
     _function_name: str
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -666,6 +669,56 @@ class DecoupledDistillationLoss(_Loss):
 
     def extra_repr(self) -> str:
         return f"warmup_epochs={self.warmup_epochs}, {super().extra_repr()}"
+
+
+class TopKDistillationLoss(_Loss):
+    """Distillation from the stored k largest probabilities of a teacher.
+
+    Called as ``loss(logits, target, indices, log_probabilities)``. In :func:`labo.linear_loss` the
+    two are passed as ``teacher_logits=(indices, log_probabilities)``.
+    See :func:`labo.functional.topk_distillation_loss`.
+
+    Example:
+        >>> loss = TopKDistillationLoss(alpha=0.5, tail="bucket")
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> stored = torch.tensor([[3.0, 1.0, 0.2, -0.5]]).log_softmax(-1).topk(2)
+        >>> loss(logits, target, stored.indices, stored.values)
+        tensor(0.2630)
+    """
+
+    function = staticmethod(F.topk_distillation_loss)
+    teacher_argument = "indices"
+    teacher_is_stored = True
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.5,
+        tail: str = "bucket",
+        tau: float = 1.25,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, tail=tail, tau=tau)
+
+    def forward(  # type: ignore[override]
+        self,
+        logits: Tensor,
+        target: Tensor,
+        indices: Tensor | None = None,
+        log_probabilities: Tensor | None = None,
+    ) -> Tensor:
+        self.check_teacher(indices is not None and log_probabilities is not None)
+        return type(self).function(logits, target, indices, log_probabilities, **self.arguments())
+
+    def check_teacher(self, given: bool) -> None:
+        if not given:
+            raise TeacherError(
+                "TopKDistillationLoss needs indices and log_probabilities: the stored classes of "
+                "a teacher"
+            )
 
 
 def _progress(epoch: Tensor, epochs: int) -> Tensor:

@@ -187,6 +187,24 @@ def decoupled_distillation(
     return real(hard_weight) * cross_entropy(z, y, w) + w[y] * soft
 
 
+def topk_distillation(z, y, w, teacher, *, alpha=0.5, tail="bucket", tau=1.25):
+    """With the two largest probabilities of the teacher stored."""
+    p, t = softmax(z), softmax(teacher)
+    kept = np.argsort(t)[-2:]
+    rest = np.setdiff1d(np.arange(len(z)), kept)
+    m, q = t[rest].sum(), t.copy()
+    if tail == "bucket":
+        soft = kl(np.append(t[kept], m), np.append(p[kept], p[rest].sum()))
+    elif tail == "drop":
+        soft = kl(t[kept], p[kept])
+    elif tail == "renormalize":
+        soft = kl(t[kept] / t[kept].sum(), p[kept])
+    else:
+        q[rest] = m * (softmax(z[rest] / real(tau)) if tail == "labo" else 1 / real(len(rest)))
+        soft = kl(q, p)
+    return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * soft
+
+
 def cs_kd(z, y, w, peer, *, lam=1.0, tau=4.0):
     return cross_entropy(z, y, w) + w[y] * real(lam) * tempered_kl(z, peer, tau)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import LOSS_CASES, each_loss, gradient
+from conftest import LOSS_CASES, each_loss, gradient, stored_teacher
 from labo import functional as F
 from labo import smoothing
 
@@ -173,6 +173,13 @@ def test_gradcheck(case):
         )
 
 
+def with_tail(logits, indices, log_probabilities):
+    """The two stored probabilities, and LABO's distribution for the rest."""
+    known = torch.zeros_like(logits).scatter(1, indices[:, :2], log_probabilities[:, :2].exp())
+    tail = (logits / 1.25).masked_fill(known > 0, -math.inf).softmax(-1)
+    return known + (1 - known.sum(-1, keepdim=True)) * tail
+
+
 @pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.detached], ids=lambda c: c.name)
 def test_gradient_of_losses_with_detached_parts(case):
     """The gradient is that of the loss with the detached part frozen at its present value."""
@@ -190,6 +197,7 @@ def test_gradient_of_losses_with_detached_parts(case):
         "fl-detached": (1 - p_y) * (p - onehot),
         "afl": (1 + 0.5 * p_y) * (p - onehot),
         "dft": p_y * (p - onehot),
+        "topk-labo": p - 0.5 * onehot - 0.5 * with_tail(logits, *stored_teacher(logits)),
         "eaft": -torch.special.xlogy(p, p).sum(-1, keepdim=True) / math.log(5) * (p - onehot),
         "eaft-top": -torch.special.xlogy(top, top).sum(-1, keepdim=True) * (p - onehot),
     }[case.name]
@@ -234,6 +242,86 @@ def test_micro_batches_add_up(case):
         return total / (target != -100).sum()
 
     torch.testing.assert_close(gradient(accumulated, logits), whole)
+
+
+class TestStoredTeacher:
+    """topk_distillation_loss on classes that are padding, masked, wrong, or all of them."""
+
+    TAILS = ("bucket", "uniform", "labo", "drop", "renormalize")
+
+    def stored(self, k):
+        logits, target = batch(5, 6, 5)
+        teacher = batch(6, 6, 5)[0]
+        top = teacher.log_softmax(-1).topk(k)
+        return logits, target, teacher, top.indices, top.values
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_all_classes_stored_is_distillation(self, tail):
+        """With masked classes too: they are masked for the teacher, as in distillation_loss."""
+        logits, target, teacher, indices, log_t = self.stored(5)
+        logits[:, 3] = -math.inf
+        target = target.masked_fill(target == 3, 4)
+        kd = {"alpha": 0.7, "reduction": "none"}
+        torch.testing.assert_close(
+            F.topk_distillation_loss(logits, target, indices, log_t, tail=tail, **kd),
+            F.distillation_loss(logits, target, teacher, tau=1.0, **kd),
+        )
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_padding_is_not_there(self, tail):
+        logits, target, _, indices, log_t = self.stored(2)
+        more = torch.cat([torch.full_like(indices, -1), indices], 1)
+        values = torch.cat([torch.full_like(log_t, math.nan), log_t], 1)
+        torch.testing.assert_close(
+            F.topk_distillation_loss(logits, target, more, values, tail=tail),
+            F.topk_distillation_loss(logits, target, indices, log_t, tail=tail),
+        )
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_nothing_stored(self, tail):
+        logits, target, _, indices, log_t = self.stored(2)
+        value = F.topk_distillation_loss(
+            logits, target, indices.fill_(-1), log_t, alpha=1.0, tail=tail
+        )
+        assert value.isfinite()
+        if tail not in ("uniform", "labo"):
+            assert value.item() == pytest.approx(0, abs=1e-12)
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_ignored_rows_may_hold_anything(self, tail):
+        logits, target, _, indices, log_t = self.stored(2)
+        expected = F.topk_distillation_loss(
+            logits[1:], target[1:], indices[1:], log_t[1:], tail=tail
+        )
+        target[0], indices[0], log_t[0] = -100, 99, math.nan
+        value = F.topk_distillation_loss(logits, target, indices, log_t, tail=tail)
+        torch.testing.assert_close(value, expected)
+
+    def test_rounded_probabilities_are_accepted(self):
+        """bfloat16 log-probabilities of all classes sum to more than 1 at times."""
+        logits, target, teacher, indices, log_t = self.stored(5)
+        half = log_t.bfloat16()
+        value = F.topk_distillation_loss(logits, target, indices, half, alpha=1.0)
+        whole = F.distillation_loss(logits, target, teacher, tau=1.0, alpha=1.0)
+        torch.testing.assert_close(value, whole, atol=2e-2, rtol=0)
+        assert value.dtype == torch.float64
+
+    def test_refuses(self):
+        logits, target, _, indices, log_t = self.stored(2)
+
+        def refused(message, indices=indices, log_t=log_t):
+            with pytest.raises(ValueError, match=message):
+                F.topk_distillation_loss(logits, target, indices, log_t)
+
+        refused("has a class twice", indices=indices * 0)
+        refused("not below the 5 classes", indices=indices + 4)
+        refused("sum of probabilities above 1", log_t=log_t * 0)
+        refused("must be integers", indices=indices.double())
+        refused(r"must have shape \(6, 'k'\)", indices=indices[:5])
+        refused(r"must have shape \(6, 'k'\)", indices=indices[:, :0], log_t=log_t[:, :0])
+        refused("needs indices", log_t=None)
+        with pytest.raises(ValueError, match="unknown tail 'buckets'; did you mean 'bucket'"):
+            F.topk_distillation_loss(logits, target, indices, log_t, tail="buckets")
 
 
 class TestZLoss:
@@ -405,7 +493,7 @@ WITHOUT = [
     case
     for case in LOSS_CASES
     # K itself, or a table or mask over K classes, is part of these
-    if case.name.split("-")[0] not in ("labo", "tfreg", "ols", "krls", "mls", "wls")
+    if case.name.split("-")[0] not in ("labo", "tfreg", "ols", "krls", "mls", "wls", "topk")
     and case.name not in ("ls-joeynmt", "kd-elementwise")
 ]
 

@@ -204,6 +204,46 @@ def test_no_tensor_of_the_size_of_the_logits(name, reduction):
     assert seen.largest < rows * classes / 4
 
 
+@pytest.mark.parametrize("tail", ["bucket", "labo"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_stored_teacher(tail, reduction, compiled):
+    x, weight, bias, target = problem()
+    stored = teacher("kd").log_softmax(-1).topk(3)
+    loss = labo.TopKDistillationLoss(tail=tail, reduction=reduction)
+    upstream = None if reduction == "mean" else torch.linspace(0, 2, N, dtype=torch.float64)
+    expected = gradients(
+        lambda x, w, b: loss(torch.nn.functional.linear(x, w, b), target, *stored[::-1]),
+        x,
+        weight,
+        bias,
+        upstream=upstream,
+    )
+
+    def fused(x, w, b):
+        return labo.linear_loss(
+            x, w, target, loss, linear_bias=b, teacher_logits=(stored[1], stored[0]), options=SMALL
+        )
+
+    torch._dynamo.reset()
+    call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
+    result = gradients(call, x, weight, bias, upstream=upstream)
+    torch.testing.assert_close(result, expected)
+
+
+def test_stored_teacher_refused():
+    x, weight, _, target = problem()
+    loss, stored = labo.TopKDistillationLoss(), torch.zeros(N, 2)
+    for given, sentence in (
+        (None, "needs indices and log_probabilities"),
+        (stored, "must be the pair"),
+        ((stored, stored), "indices, integers, and log_probabilities must have shape"),
+        ((stored[1:].long(), stored[1:]), r"must have shape \(13, 'k'\)"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            labo.linear_loss(x, weight, target, loss, teacher_logits=given)
+
+
 @pytest.mark.parametrize("name", sorted(WITH_TEACHER))
 def test_teacher_as_an_output_layer(name):
     x, weight, bias, target = problem()

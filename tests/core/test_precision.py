@@ -29,6 +29,12 @@ def either(**options):
     return st.fixed_dictionaries({}, optional=options)
 
 
+def from_two_stored(logits, target, teacher, **arguments):
+    """Distillation from the two largest probabilities of the teacher."""
+    top = teacher.log_softmax(-1).topk(2)
+    return F.topk_distillation_loss(logits, target, top.indices, top.values, **arguments)
+
+
 # (name, function, oracle, hyper-parameters, what it takes besides). Numbers such as 0.1 are not
 # dyadic: a detour through float32 changes them by 1e-9.
 LOSSES = [
@@ -136,6 +142,17 @@ LOSSES = [
             hard_weight=strength,
             multiplier=strength,
             standardize=st.booleans(),
+        ),
+        "teacher",
+    ),
+    (
+        "topk",
+        from_two_stored,
+        oracle.topk_distillation,
+        either(
+            alpha=unit,
+            tail=st.sampled_from(["bucket", "uniform", "labo", "drop", "renormalize"]),
+            tau=tau,
         ),
         "teacher",
     ),

@@ -341,6 +341,54 @@ def test_tf_reg_virtual_teacher_at_100_classes():
     near(teacher[:2], [0.010502, 0.009995])
 
 
+TAILS = {
+    "drop": (0.116718, 0.088352),
+    "renormalize": (0.203182, 0.095435),
+    "bucket": (0.076728, 0.039758),
+    "uniform": (0.087428, 0.058329),
+    "labo": (0.077088, 0.042981),
+}
+
+
+def stored(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    top = T.log_softmax(-1).topk(k)
+    return top.indices, top.values
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_topk_distillation(tail):
+    def topk(z, k=2, **hyper):
+        hyper = {"alpha": 1.0, "tail": tail} | hyper
+        return F.topk_distillation_loss(z, Y0, *stored(k), **hyper)
+
+    value, slope = TAILS[tail]
+    near(1 - stored(2)[1].exp().sum(), 0.074210)
+    near(topk(A), value)
+    near(gradient(topk, A)[2], slope)
+    near(topk(A, alpha=0.5), 0.5 * value + 0.5 * 0.449313)
+    # all classes stored: the whole KL divergence
+    near(topk(A, k=4), 0.077980)
+    near(gradient(lambda z: topk(z, k=4), A)[2], 0.045848)
+    if tail == "labo":
+        near(topk(A, tau=1.0), TAILS["bucket"][0])
+        near(gradient(lambda z: topk(z, tau=1.0), A)[2], TAILS["bucket"][1])
+        near(topk(A, tau=1e8), TAILS["uniform"][0])
+
+
+def test_topk_bucket_is_a_lower_bound():
+    """And the largest -log of the tail bounds the whole KL divergence from above."""
+    value = F.topk_distillation_loss(A, Y0, *stored(2), alpha=1.0)
+    mass = 1 - stored(2)[1].exp().sum()
+    near(value - mass * A[2:].log_softmax(-1).min(), 0.179683)
+    logits = 2 * torch.randn(200, 6, dtype=torch.float64)
+    teacher = (2 * torch.randn(200, 6, dtype=torch.float64)).log_softmax(-1)
+    top, target = teacher.topk(2), torch.zeros(200, dtype=torch.long)
+    hyper = {"alpha": 1.0, "reduction": "none"}
+    bucket = F.topk_distillation_loss(logits, target, top.indices, top.values, **hyper)
+    whole = F.distillation_loss(logits, target, teacher, tau=1.0, **hyper)
+    assert (bucket <= whole + 1e-12).all()
+
+
 def test_cs_kd():
     near(F.cs_kd_loss(A, Y0, T), 0.544296)
     near(F.cs_kd_loss(A, Y0, T, lam=3), 0.734261)

@@ -37,6 +37,7 @@ class RowwiseLoss(Protocol):
 
     ``rowwise``: whether the value of a row depends on that row alone.
     ``teacher_argument``: the name of its argument for teacher logits, or None.
+    ``teacher_is_stored``: whether it takes k stored classes and their log-probabilities instead.
     """
 
     rowwise: bool
@@ -46,6 +47,7 @@ class RowwiseLoss(Protocol):
     dim: int
 
     teacher_argument: str | None
+    teacher_is_stored: bool
 
     def spec(self) -> RowSpec | None:
         """The loss as the fused backends know it, or None."""
@@ -148,7 +150,8 @@ class _AutogradLoss(NamedTuple):
         name: the registered name of its function.
         arguments: the arguments of the function, for one value per row.
         teacher: the teacher logits, (N, V), or hidden states (N, E), weight and perhaps bias of
-            the teacher's output layer; empty for a loss without a teacher.
+            the teacher's output layer, or the stored classes, (N, k), and their log-probabilities;
+            empty for a loss without a teacher.
     """
 
     name: str
@@ -160,6 +163,8 @@ class _AutogradLoss(NamedTuple):
         if not self.teacher:
             return self
         first, *layer = self.teacher
+        if not first.is_floating_point():  # stored classes
+            return self._replace(teacher=tuple(x[part] for x in self.teacher))
         if layer:
             head = _Head(first, layer[0], layer[1] if len(layer) > 1 else None)
             return self._replace(teacher=(head.logits(part),))
@@ -370,7 +375,8 @@ def linear_loss(
             ``DecoupledDistillationLoss``, ``CSKDLoss``, ``PSKDLoss``): those logits,
             (..., V), or hidden states (..., E), weight (V, E) and optionally bias (V,) of the
             teacher's output layer, whose logits are then computed by chunks too, without a cap.
-            Held constant.
+            For ``TopKDistillationLoss`` the pair (indices, log_probabilities), each (..., k). Held
+            constant.
         impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
         options: chunk size or memory budget.
 
@@ -596,6 +602,8 @@ def _check_teacher(
     loss.check_teacher(teacher is not None)
     if teacher is None:
         return ()
+    if loss.teacher_is_stored:
+        return _check_stored(teacher, rows)
     want = f"for input of shape {(*rows, 'D')} and {classes} classes"
     if isinstance(teacher, Tensor):
         if teacher.shape != (*rows, classes):
@@ -618,6 +626,20 @@ def _check_teacher(
     layer = _check_layer(_TEACHER_LAYER, hidden, weight, bias[0] if bias else None)
     hidden, weight = layer[0].reshape(-1, layer[0].shape[-1]), layer[1]
     return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
+
+
+def _check_stored(teacher: Tensor | tuple[Tensor, ...], rows: torch.Size) -> tuple[Tensor, Tensor]:
+    """Stored classes and their log-probabilities, (N, k). The loss checks their values."""
+    if isinstance(teacher, Tensor) or len(teacher) != 2:
+        raise _checks.TeacherError("teacher_logits must be the pair (indices, log_probabilities)")
+    indices, log_probabilities = (x.detach() for x in teacher)
+    shape = indices.shape
+    if shape[:-1] != rows or shape != log_probabilities.shape or indices.is_floating_point():
+        raise _checks.TeacherError(
+            f"indices, integers, and log_probabilities must have shape {(*rows, 'k')}, got "
+            f"{indices.dtype} of shape {tuple(shape)} and {tuple(log_probabilities.shape)}"
+        )
+    return indices.reshape(-1, shape[-1]), log_probabilities.reshape(-1, shape[-1])
 
 
 def _choose(
