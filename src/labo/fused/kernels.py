@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .spec import RowSpec
+from .spec import LABEL_SMOOTHING, RowSpec
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
@@ -501,7 +501,10 @@ def shard_sums(
                 BLOCK=block,
                 num_warps=warps,
             )
-    return sums.double()
+    wide = sums.double()
+    if spec.mode == LABEL_SMOOTHING:
+        wide[:, 3:] /= LS_MASS.value  # elsewhere the q of label smoothing is 1
+    return wide
 
 
 def shard_gradient(

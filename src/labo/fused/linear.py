@@ -218,7 +218,7 @@ class _AutogradLoss(NamedTuple):
         return cls(name, arguments, tuple(tensors[: int(teachers)]))
 
 
-_Loss = RowLoss | _AutogradLoss | shards.Rows
+_Loss = RowLoss | _AutogradLoss | shards.ShardedRows
 _NOTHING = (False, False, False)
 
 
@@ -713,7 +713,7 @@ def sharded_linear_loss(
     late = reduction == "none" or head.input.dtype in LATE_GRADIENT
     labels = target.reshape(-1).long()
     weight = shards.replicated("weight", member.weight)
-    rows = shards.Rows(spec, labels, weight, member.ignore_index, shard.group, keep=late)
+    rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, keep=late)
     divisor = rows.divisor() if reduction == "mean" else 1.0
     # The chunks must be the same on all processes, because each of them communicates.
     row_bytes = max(1, shard.widest) * head.input.element_size() * (1 + (softcap is not None))

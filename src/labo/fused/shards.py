@@ -136,7 +136,7 @@ class _Statistics(NamedTuple):
         return torch.stack([self.maximum, *scaled], 1)
 
 
-class Rows:
+class ShardedRows:
     """The rows of a loss whose columns are split over the processes of ``group``.
 
     Args:
@@ -265,9 +265,9 @@ class Rows:
 
 
 class _ChunkRows(NamedTuple):
-    """A chunk of :class:`Rows`."""
+    """A chunk of :class:`ShardedRows`."""
 
-    all: Rows
+    all: ShardedRows
     part: slice
 
     def rows(
@@ -339,7 +339,7 @@ class _ShardedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: Rows, divisor: float | Tensor, reduction: str
+        ctx: Any, logits: Tensor, rows: ShardedRows, divisor: float | Tensor, reduction: str
     ) -> Tensor:
         logits = _waited(logits)
         ctx.rows, ctx.divisor = rows, divisor
@@ -383,7 +383,7 @@ def row_loss(
         logits, group = _columns_of(logits, dim)
     check_columns(logits, target, dim)
     flat = logits.movedim(dim, -1).reshape(target.numel(), logits.shape[dim])
-    rows = Rows(spec, target.reshape(-1).long(), weight, ignore_index, group)
+    rows = ShardedRows(spec, target.reshape(-1).long(), weight, ignore_index, group)
     divisor = rows.divisor() if reduction == "mean" else 1.0
     value: Tensor = _ShardedLoss.apply(flat, rows, divisor, reduction)
     return value.reshape(target.shape) if reduction == "none" else value
