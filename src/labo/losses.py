@@ -703,7 +703,7 @@ class TopKDistillationLoss(_Loss):
     ) -> None:
         super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, tail=tail, tau=tau)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         logits: Tensor,
         target: Tensor,
@@ -711,6 +711,8 @@ class TopKDistillationLoss(_Loss):
         log_probabilities: Tensor | None = None,
     ) -> Tensor:
         self.check_teacher(indices is not None and log_probabilities is not None)
+        assert indices is not None
+        assert log_probabilities is not None
         return type(self).function(logits, target, indices, log_probabilities, **self.arguments())
 
     def check_teacher(self, given: bool) -> None:
