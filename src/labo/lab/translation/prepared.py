@@ -24,7 +24,7 @@ from .text import TextOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "schema"]
+__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "read_split", "schema"]
 
 FORMAT = 1
 MANIFEST = "prepared.json"
@@ -173,15 +173,7 @@ class Prepared:
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
-        path = self.path / f"{name}.arrow"
-        try:
-            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-                table = stream.read_all()
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
-        if table.schema != schema(name):
-            raise DataError(f"{path}: its columns are not those of a prepared split")
-        return TextSplit(table)
+        return read_split(self.path, name)
 
     def frequencies(self, side: Side) -> npt.NDArray[np.int64]:
         """(V,), how often each type occurs in the training split; </s> and tags count too."""
@@ -191,6 +183,23 @@ class Prepared:
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
         return np.asarray(counts, dtype=np.int64)
+
+
+def read_split(folder: Path, name: str) -> TextSplit:
+    """A split of a prepared folder, mapped into memory.
+
+    Raises:
+        DataError: it is missing, damaged or has other columns.
+    """
+    path = folder / f"{name}.arrow"
+    try:
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            table = stream.read_all()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if table.schema != schema(name):
+        raise DataError(f"{path}: its columns are not those of a prepared split")
+    return TextSplit(table)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
