@@ -98,6 +98,7 @@ def train(
     if _is_main_process():
         print(f"{out} {'was already finished' if finished else 'is finished'}")
         _print_scores({name: results[name] for name in ("valid", "test") if name in results})
+        _print_signatures(results)
 
 
 @app.command()
@@ -128,6 +129,7 @@ def evaluate(
     scores = evaluate_run(run, split or ("valid", "test"), settings, accept_data=accept_data)
     if _is_main_process():
         _print_scores(scores)
+        _print_signatures(RunDirectory(run).results() if RunDirectory(run).finished else {})
 
 
 @app.command()
@@ -650,6 +652,12 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
     for name in next(iter(scores.values())):
         table.add_row(name, *(f"{values[name]:.4f}" for values in scores.values()))
     Console().print(table)
+
+
+def _print_signatures(results: Mapping[str, Any]) -> None:
+    """The signatures of sacreBLEU, so that no score is printed without one."""
+    for name, signature in results.get("sacrebleu", {}).items():
+        print(f"{name}: {signature}")
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -106,6 +106,10 @@ class TextSplit:
         """(N,), the number of ids of each sentence."""
         return np.diff(self.source_offsets if side == "source" else self.target_offsets)
 
+    def take(self, index: npt.NDArray[np.int64]) -> TextSplit:
+        """Some of the sentence pairs."""
+        return TextSplit(self._table.take(pa.array(index)))
+
     def source_text(self, index: int) -> str:
         """The raw line; not for the training split, which does not keep them."""
         text: str = self._table["source_text"][index].as_py()
