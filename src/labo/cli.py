@@ -98,6 +98,7 @@ def train(
     if _is_main_process():
         print(f"{out} {'was already finished' if finished else 'is finished'}")
         _print_scores({name: results[name] for name in ("valid", "test") if name in results})
+        _print_signatures(results)
 
 
 @app.command()
@@ -128,6 +129,7 @@ def evaluate(
     scores = evaluate_run(run, split or ("valid", "test"), settings, accept_data=accept_data)
     if _is_main_process():
         _print_scores(scores)
+        _print_signatures(RunDirectory(run).results() if RunDirectory(run).finished else {})
 
 
 @app.command()
@@ -311,19 +313,27 @@ _subwords = partial(typer.Option, rich_help_panel="Subwords")
 def prepare(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     pair: Annotated[
-        list[str],
+        list[str] | None,
         _files(help="Source and target language, such as de-en. Can be repeated."),
-    ],
+    ] = None,
     train: Annotated[
-        list[str],
+        list[str] | None,
         _files(
             help="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET for "
-            "two files, or one tab-separated file. Plain text, .gz, .xml and .sgm are read. "
-            "{pair}, {source} and {target} stand for the languages. Can be repeated."
+            "two files, a CSV, JSONL or Parquet file or a folder of datasets with named columns, "
+            "or one tab-separated file. Plain text, .gz, .xml and .sgm are read. {pair}, {source} "
+            "and {target} stand for the languages. Can be repeated."
         ),
-    ],
+    ] = None,
     valid: Annotated[list[str] | None, _files(help="Validation text, given like --train.")] = None,
     test: Annotated[list[str] | None, _files(help="Test text, given like --train.")] = None,
+    inputs: Annotated[
+        Path | None,
+        _files(
+            help="YAML file with a section for each language pair that lists its inputs under "
+            "train, valid and test, instead of --pair, --train, --valid and --test."
+        ),
+    ] = None,
     preset: Annotated[
         str | None,
         _files(
@@ -333,7 +343,11 @@ def prepare(
     ] = None,
     columns: Annotated[
         str | None,
-        _files(help="Columns of a tab-separated file. Default: source,target."),
+        _files(
+            help="Columns of a tab-separated file, in order (default: source,target), or the "
+            "names of named columns: source=NAME,target=NAME or de=NAME,en=NAME (default: the "
+            "languages, or source and target)."
+        ),
     ] = None,
     tag: Annotated[
         str | None,
@@ -344,12 +358,46 @@ def prepare(
     ] = None,
     holdout: Annotated[
         int | None,
-        _files(help="Use every N-th cleaned training pair for validation; 0 holds out none."),
+        _files(
+            help="Use every N-th group of cleaned training pairs for validation, or every N-th "
+            "pair with --holdout-by pair; 0 holds out none."
+        ),
     ] = None,
     holdout_test: Annotated[
         int | None,
         _files(
-            help="Use every N-th of the remaining training pairs for testing; 0 holds out none."
+            help="Use every N-th group or pair of the remaining ones for testing; 0 holds out none."
+        ),
+    ] = None,
+    holdout_by: Annotated[
+        str | None,
+        _files(
+            help="What is held out: group (pairs that share a source or target sentence stay "
+            "together; groups of more than N pairs stay in training) or pair (as the presets "
+            "iwslt14 and wmt14 do). Default: group, or as in the preset."
+        ),
+    ] = None,
+    join_subwords: Annotated[
+        bool,
+        _cleaning(
+            "--join-subwords",
+            help="Join subwords that are marked with @@ or ▁ before everything else.",
+        ),
+    ] = False,
+    force_raw: Annotated[
+        bool,
+        _cleaning(
+            "--force-raw",
+            help="Take the text as running text although it looks tokenized or split into "
+            "subwords.",
+        ),
+    ] = False,
+    drop: Annotated[
+        str | None,
+        _cleaning(
+            help="Training pairs to drop: duplicates (the same pair again), copies (source and "
+            "target are equal), script (most letters of a side are not in the script of its "
+            "language), separated by commas. They are counted in any case."
         ),
     ] = None,
     moses: Annotated[bool | None, _cleaning(help="Tokenize with the Moses tokenizer.")] = None,
@@ -430,10 +478,16 @@ def prepare(
     debug: Debug = False,
 ) -> None:
     """Prepare parallel text for training: clean it, learn subwords, write token ids."""
-    from .lab.translation.options import choose
+    from .lab.errors import RequestError
+    from .lab.translation.options import choose, read_inputs
     from .lab.translation.prepare import prepare as prepare_text
     from .lab.translation.prepare import summarize
 
+    files = {"pair": pair, "train": train, "valid": valid, "test": test}
+    if inputs is not None:
+        if given := [f"--{name}" for name, value in files.items() if value]:
+            raise RequestError(f"--inputs and {given[0]} exclude each other")
+        files |= read_inputs(inputs)
     options = choose(
         preset,
         text={
@@ -446,15 +500,16 @@ def prepare(
             "lowercase": lowercase,
         },
         settings={
-            "pair": pair,
-            "train": train,
-            "valid": valid,
-            "test": test,
+            **files,
             "columns": None if columns is None else columns.split(","),
             "tag": tag,
             "holdout": holdout,
             "holdout_test": holdout_test,
             "max_characters": max_characters,
+            "holdout_by": holdout_by,
+            "join_subwords": join_subwords,
+            "force_raw": force_raw,
+            "drop": None if drop is None else drop.split(","),
             "max_tokens": max_tokens,
             "max_ratio": max_ratio,
             "max_pieces": max_pieces,
@@ -604,6 +659,12 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
     for name in next(iter(scores.values())):
         table.add_row(name, *(f"{values[name]:.4f}" for values in scores.values()))
     Console().print(table)
+
+
+def _print_signatures(results: Mapping[str, Any]) -> None:
+    """The signatures of sacreBLEU, so that no score is printed without one."""
+    for name, signature in results.get("sacrebleu", {}).items():
+        print(f"{name}: {signature}")
 
 
 def main(arguments: list[str] | None = None) -> Any:

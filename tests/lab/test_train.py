@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from rich.console import Console
 from safetensors.torch import load_file
 
 from lab_runs import log_of, losses, metrics, outcome, run, train
@@ -21,6 +25,8 @@ from labo.lab.images.scores import classification_scores
 from labo.lab.images.sources import ImageDataset, ImageSplit
 from labo.lab.optim import learning_rate
 from labo.lab.recipes import load_recipe
+from labo.lab.run import progress
+from labo.lab.run.progress import Display, track
 from labo.lab.translation.cldr import cldr_data
 
 
@@ -88,6 +94,85 @@ def test_a_file_of_another_kind_in_the_data_folder(tmp_path):
     assert str(tmp_path / "data") in last_line(tmp_path / "run")
 
 
+# ------------------------------------------------------------------ what it shows
+
+
+def test_the_header_says_what_is_trained_and_where(tmp_path):
+    out = tmp_path / "run"
+    settings = ["method.warmup_steps=9", "train.max_steps=5", "train.eval_every_steps=2"]
+    assert train(out, settings) == {0}
+    header = log_of(out).read_text().split("note: ")[0]
+    facts = dict(line.split(maxsplit=1) for line in header.splitlines() if line)
+    assert "1,294 training samples, 10 classes" in facts["data"]
+    assert facts["model"].endswith(" parameters")
+    assert facts["device"].startswith("cpu")
+    assert facts["device"].endswith("float32")
+    assert facts["method"].startswith("labo ")
+    assert "warmup_steps=9" in facts["method"]
+    assert facts["folder"] == str(out)
+    evaluated = [line["step"] for line in metrics(out) if "valid" in line]
+    assert evaluated == [2, 4, 5]
+    (note,) = json.loads((out / "results.json").read_text())["notes"]
+    assert note.startswith("the warm-up of 9 steps is longer than the run of 5")
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_bar_keeps_count_and_time_in_sight(width):
+    output = io.StringIO()
+    console = Console(file=output, width=width, force_terminal=True, color_system=None)
+    with Display(165_000, silent=False, console=console) as display:
+        scores = dict.fromkeys(["nll", "entropy", "confidence", "token_accuracy", "bleu"], 1.0)
+        display.evaluated(1000, scores, "bleu", True)
+        display.advance(120_000, 9)
+        display.logged(120_000, 99, 1.2345)
+        with track("decoding, beam 5", 1014) as advance:
+            advance(500)
+            display.progress.refresh()
+            shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()).splitlines()[-2:]
+    assert "120000/165000" in shown[0]
+    assert ":" in shown[0].split("165000")[1]
+    assert "500/1014" in shown[1]
+    assert all(len(line.strip("\r")) <= width for line in shown)
+
+
+def test_work_without_a_terminal_is_reported_now_and_then(monkeypatch):
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
+    output = io.StringIO()
+    with Display(10, silent=False, console=Console(file=output)), track("decoding", 8) as advance:
+        advance(3)
+        advance(5)
+    assert output.getvalue().split("\n")[:2] == ["decoding: 3 of 8", "decoding: 8 of 8"]
+    with track("not shown", 8) as advance:
+        advance(3)
+    assert "not shown" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("scores", "selected"),
+    [
+        ([(0.5, 2.0), (0.5, 1.0), (0.5, 1.5)], 2),  # the better NLL
+        ([(0.5, 1.0), (0.5, 1.0), (0.4, 0.1)], 2),  # the later step
+        ([(0.5, 1.0), (0.6, 9.0), (0.5, 0.5)], 2),  # the score comes first
+    ],
+)
+def test_ties_go_to_the_better_nll_and_then_to_the_later_step(scores, selected):
+    trainer = object.__new__(loop.Trainer)
+    trainer.recipe = load_recipe("digits", ["train.select=accuracy"])
+    trainer.state = loop.TrainingState()
+    trainer.task = SimpleNamespace(higher_is_better={"accuracy": True}, steps_per_epoch=1)
+    trainer.display = SimpleNamespace(evaluated=lambda *_: None)
+    trainer.module = torch.nn.Linear(1, 1)
+    trainer.total = 99
+    trainer._write = lambda *_: None
+    trainer._select = lambda weights: None
+    for step, (accuracy, nll) in enumerate(scores, 1):
+        trainer.state.step = step
+        trainer._note_scores({"accuracy": accuracy, "nll": nll})
+    assert trainer.state.best_step == selected
+    improved = max(range(3), key=lambda i: (scores[i][0], -i))  # a tie is not an improvement
+    assert trainer.state.stale == 2 - improved
+
+
 # ------------------------------------------------------------------ what a recipe can ask for
 
 
@@ -95,7 +180,7 @@ def test_a_file_of_another_kind_in_the_data_folder(tmp_path):
 def test_a_warmup_that_never_ends_is_told(steps, told, tmp_path):
     out = tmp_path / "run"
     assert train(out, [f"method.warmup_steps={steps}", "train.max_steps=5"]) == {0}
-    line = f"note: the warm-up of {steps} steps outlasts the run of 5: labo itself is never used"
+    line = f"note: the warm-up of {steps} steps is longer than the run of 5: "
     assert (line in log_of(out).read_text()) is told
 
 

@@ -116,13 +116,19 @@ class Train(Section):
         description="Epochs between two evaluations on the validation split. The end of a run is "
         "always evaluated.",
     )
+    eval_every_steps: int | None = Field(
+        None, ge=1, description="Steps between two evaluations, instead of `eval_every`."
+    )
     save_every: int | None = Field(
         None, ge=1, description="Steps between two checkpoints. Each evaluation saves one as well."
     )
     patience: int | None = Field(
         None, ge=1, description="Stop after this many evaluations without a better score."
     )
-    select: str = Field(description="The score on the validation split that selects the model.")
+    select: str = Field(
+        description="The score on the validation split that selects the model. Of equal scores the "
+        "one with the lower NLL is selected, then the later one."
+    )
     average_last: int = Field(
         0,
         ge=0,
@@ -134,6 +140,8 @@ class Train(Section):
     def _consistent(self) -> Train:
         if self.epochs is None and self.max_steps is None:
             raise ValueError("give epochs or max_steps")
+        if self.eval_every_steps is not None and self.eval_every != 1:
+            raise ValueError("eval_every and eval_every_steps exclude each other")
         if self.average_last and self.patience is not None:
             raise ValueError("average_last needs a known end: it does not go with patience")
         return self
@@ -151,6 +159,11 @@ class Recipe(Section):
     )
     optim: Optim
     train: Train
+
+    @property
+    def selected_by(self) -> str:
+        """The name, among the validation scores, of the one that selects the model."""
+        return self.train.select
 
     def as_document(self) -> dict[str, Any]:
         """The recipe as plain YAML and JSON values."""

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
 from .run.directory import RunDirectory
-from .run.progress import notice
+from .run.progress import ProgressBars, notice
 from .tasks import find_task, load_model
 from .train import on_cpu, owned, repair_best
 
@@ -53,7 +53,7 @@ def evaluate_run(
     if not accept_data:
         run.check_data(task.fingerprint)
     scores = {}
-    with owned(run, accelerator):
+    with owned(run, accelerator), ProgressBars(silent=not accelerator.is_main_process):
         if accelerator.is_main_process:
             if accept_data:
                 run.accept_data(task.fingerprint)

@@ -175,6 +175,10 @@ class Task(Protocol):
 
     # ------------------------------------------------------------------ evaluation
 
+    def scored_by(self) -> dict[str, str]:
+        """Score -> its signature, for scores that have one."""
+        return {}
+
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """The scores on the validation split that are logged during training."""
         return self.evaluate(model, "valid", accelerator).metrics

@@ -71,8 +71,9 @@ class TrainingState(BaseModel):
     loss_steps: int = Field(0, ge=0)
     evaluated: int = Field(0, ge=0)  # the step of the last evaluation
     best: float | None = None  # the score of the selected model
+    best_nll: float | None = None  # its NLL, which decides between equal scores
     best_step: int = Field(0, ge=0)
-    stale: int = Field(0, ge=0)  # evaluations since then
+    stale: int = Field(0, ge=0)  # evaluations since the score was last exceeded
     averaged: int = Field(0, ge=0)  # models in the average
     seconds: float = Field(0.0, ge=0)  # spent in training, over all its starts
 
@@ -186,6 +187,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(
             self.module, build_optimizer(recipe.optim, self.module, self.loss)
         )
+        self.notes = list(self._notes())
         self.average: dict[str, Tensor] = {}
         self.state = TrainingState()
         self.saved: Path | None = None  # the newest checkpoint
@@ -205,7 +207,9 @@ class Trainer:
             self.interruptions.handled(),
             Display(self.total, silent=not self.accelerator.is_main_process) as self.display,
         ):
-            for note in self._notes():
+            for line in self._header():
+                self.display.say(line)
+            for note in self.notes:
                 self.display.say(f"note: {note}")
             self.restore()
             try:
@@ -250,13 +254,19 @@ class Trainer:
         with self.interruptions.deferred() if several else nullcontext():
             return next(upcoming, None)
 
+    @property
+    def _evaluation_steps(self) -> int:
+        """Steps between two evaluations."""
+        train = self.recipe.train
+        return train.eval_every_steps or train.eval_every * self.task.steps_per_epoch
+
     def _is_evaluated(self, step: int) -> bool:
-        every = self.recipe.train.eval_every * self.task.steps_per_epoch
+        every = self._evaluation_steps
         return step > 0 and (step == self.total or step % every == 0)
 
     def _is_averaged(self, step: int) -> bool:
         """Whether an evaluated step is one of the last ``average_last``."""
-        every = self.recipe.train.eval_every * self.task.steps_per_epoch
+        every = self._evaluation_steps
         to_come = 0 if step == self.total else (self.total - 1) // every - step // every + 1
         return to_come < self.recipe.train.average_last
 
@@ -271,6 +281,30 @@ class Trainer:
         together = self.stopping or self.accelerator.num_processes == 1
         if together and self.between_steps and self.state.step > self.saved_step:
             self.save()
+
+    def _header(self) -> Iterator[str]:
+        """What is trained, on what and where: a line for each fact."""
+        task, recipe, accelerator = self.task, self.recipe, self.accelerator
+        yield (
+            f"data       {task.fingerprint}: {task.size:,} training samples, "
+            f"{task.num_classes:,} classes, {task.steps_per_epoch:,} steps per epoch"
+        )
+        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        yield f"model      {trained:,} parameters"
+        device = accelerator.device.type
+        threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+        several = f", {accelerator.num_processes} processes"
+        precision = {"no": "float32"}.get(recipe.train.precision, recipe.train.precision)
+        yield (
+            f"device     {device}{threads}{several if accelerator.num_processes > 1 else ''}, "
+            f"{precision}"
+        )
+        name, *hyper = (f"{key}={value}" for key, value in recipe.method.items())
+        yield f"method     {name.removeprefix('name=')}{''.join(f' {text}' for text in hyper)}"
+        selected = f"selected by {recipe.selected_by}, every {self._evaluation_steps:,} steps"
+        yield f"length     {self.total:,} steps; {selected}"
+        yield from (f"{name:<10} {text}" for name, text in task.scored_by().items())
+        yield f"folder     {self.run.path}"
 
     def _notes(self) -> Iterator[str]:
         """What the user should know before the run begins."""
@@ -430,15 +464,17 @@ class Trainer:
             )
         curves = {f"valid/{name}": value for name, value in metrics.items()}
         self._write({"step": state.step, "epoch": self._epoch(), "valid": metrics}, curves)
-        value = metrics[train.select]
+        value, nll = metrics[self.recipe.selected_by], metrics.get("nll")
         sign = 1 if self.task.higher_is_better[train.select] else -1
         better = state.best is None or sign * value > sign * state.best
-        self.display.evaluated(state.step, metrics, better)
-        if better:
-            state.best, state.best_step, state.stale = value, state.step, 0
+        # Of equal scores the one with the lower NLL is selected, then the later one.
+        lower = nll is None or state.best_nll is None or nll <= state.best_nll
+        selected = better or (value == state.best and lower)
+        self.display.evaluated(state.step, metrics, self.recipe.selected_by, selected)
+        state.stale = 0 if better else state.stale + 1
+        if selected:
+            state.best, state.best_nll, state.best_step = value, nll, state.step
             self._select(self.module.state_dict())
-        else:
-            state.stale += 1
         if self._is_averaged(state.step):
             self._add_to_average()
         state.evaluated = state.step
@@ -491,7 +527,7 @@ class Trainer:
         if found is not None:
             self._take_up(found)
             self.saved, self.saved_step = found.path, self.state.step
-            self.display.say(f"continuing {self.run.path} at step {self.state.step}")
+            self.display.say(f"continuing {self.run.path} at step {self.state.step:,}")
             if changed := self.run.changes_since_start():
                 self.display.say(f"note: it was begun with {changed}; the bits may differ")
             if self.state.best_step and not self.recipe.train.average_last:
@@ -561,6 +597,7 @@ class Trainer:
             "selected_step": self.state.step if self.average else self.state.best_step,
             "seconds": round(self.state.seconds, 3),
             "peak_memory": peak_memory(),
+            "notes": self.notes,
             **found["valid"].about,
         }
         if self.accelerator.is_main_process:

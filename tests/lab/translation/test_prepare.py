@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ from labo.lab import compressed
 from labo.lab.errors import DataError, LabError, RequestError
 from labo.lab.run import checksums
 from labo.lab.run.files import sealed, sha256
-from labo.lab.translation import arrow, cleaning, parallel, prepare, prepared
+from labo.lab.translation import arrow, cleaning, guard, parallel, prepare, prepared
 from labo.lab.translation.options import PREPARE_PRESETS, Processing, choose, parse_pairs
 from labo.lab.translation.parallel import find_parallel_text, read_lines
 from labo.lab.translation.prepare import prepare_pairs
@@ -422,6 +424,237 @@ def test_training_text_keeps_its_apostrophes(tmp_path):
     train = data.split("train")
     assert data.tokenizer.decode(train.source(0), skip_special_tokens=True) == "l\u2019a"
     assert data.text.straight_apostrophes
+
+
+# Guards -----------------------------------------------------------------------------------------
+
+
+TOKENIZED = [("er &apos;s .", "it &apos;s ."), ("gut @-@ e .", "well @-@ done .")] * 4
+SUBWORDS = [("Da@@ s Ki@@ nd", "The chi@@ ld"), ("▁Der ▁Ba um", "▁The ▁tre e")] * 4
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (TOKENIZED, "train.de: the text is tokenized already .100% of 8 lines .*--tokenized takes"),
+        (SUBWORDS, "train.de: the text is split into subwords already .*--join-subwords joins"),
+    ],
+)
+@pytest.mark.parametrize("preset", [None, "iwslt14"])
+def test_processed_text_is_refused(tmp_path, pairs, message, preset):
+    settings = {"vocabulary": None, "merges": 5} if preset else {}
+    with refused(message):
+        counted(tmp_path, pairs, preset=preset, **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokenized_text_is_taken_as_such_under_a_preset(tmp_path):
+    write_corpus(tmp_path, dict.fromkeys(SPLITS, TOKENIZED))
+    settings = {"vocabulary": None, "merges": 5}
+    data = run(tmp_path, preset="iwslt14", text={"tokenized": True}, **settings)
+    assert data.text.tokenized
+    assert not data.text.moses
+    train = data.split("train")
+    text = data.tokenizer.decode(train.source(0), skip_special_tokens=True)
+    assert text == "er &apos;s ."
+    assert data.manifest["notes"] == ["the text is tokenized and taken as such"]
+
+
+def test_subwords_are_joined_and_marks_can_be_taken_as_text(tmp_path):
+    data = counted(tmp_path, SUBWORDS, join_subwords=True)
+    decoded = data.tokenizer.batch_decode(
+        [data.split("train").source(i) for i in range(2)], skip_special_tokens=True
+    )
+    assert decoded == ["Das Kind", "Der Baum"]
+    assert data.manifest["notes"] == ["the text is split into subwords: they are joined first"]
+    data = run(tmp_path, "raw", force_raw=True)
+    assert data.tokenizer.decode(data.split("train").source(0), skip_special_tokens=True) == (
+        "Da@@ s Ki@@ nd"
+    )
+    assert "train.de looks split into subwords already" in data.manifest["notes"][0]
+    with refused("force_raw excludes tokenized", RequestError):
+        ask(tmp_path, text={"tokenized": True}, force_raw=True)
+
+
+def test_pairs_that_share_a_sentence_are_held_out_together(tmp_path):
+    rows = [(f"q{i // 3}", f"z{i // 2}") for i in range(12)] + [
+        (f"s{i}", f"t{i}") for i in range(60)
+    ]
+    rows = [rows[i * 31 % len(rows)] for i in range(len(rows))]
+    folder = write_corpus(tmp_path, {"train": rows})
+    data = run(folder, valid=None, test=None, holdout=6, holdout_test=6)
+    texts = {}
+    for split in SPLITS:
+        part = data.split(split)
+        for side, sentence in (("source", part.source), ("target", part.target)):
+            ids = [sentence(i) for i in range(len(part))]
+            texts[split, side] = set(data.tokenizer.batch_decode(ids, skip_special_tokens=True))
+    for side in ("source", "target"):
+        assert not texts["train", side] & texts["valid", side]
+        assert not texts["train", side] & texts["test", side]
+        assert not texts["valid", side] & texts["test", side]
+    nothing = {"source": 0, "target": 0, "pair": 0}
+    assert data.manifest["overlap"] == {"valid": nothing, "test": nothing}
+    assert sum(data.manifest["sizes"].values()) == len(rows)
+    by_pair = run(
+        folder, "by-pair", valid=None, test=None, holdout=6, holdout_test=6, holdout_by="pair"
+    )
+    assert by_pair.manifest["overlap"]["valid"]["source"] > 0
+    shown = by_pair.split("valid")
+    assert [shown.source_text(i) for i in range(len(shown))] == [row[0] for row in rows[5::6]]
+
+
+def test_presets_hold_out_pairs(corpus):
+    for preset, every in (("iwslt14", 23), ("wmt14", 100)):
+        options = ask(corpus, preset, valid=None, vocabulary=None)
+        assert (options.holdout, options.holdout_by) == (every, "pair")
+    assert ask(corpus).holdout_by == "group"
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(20, 32)), max_size=40), st.integers(2, 6))
+def test_groups_are_connected_components(pairs, n):
+    source, target = (np.array([p[i] for p in pairs], dtype=np.uint64) for i in (0, 1))
+    expected = list(range(len(pairs)))
+    for _ in pairs:  # by brute force
+        for i, one in enumerate(pairs):
+            for j, other in enumerate(pairs):
+                if one[0] == other[0] or one[1] == other[1]:
+                    expected[i] = expected[j] = min(expected[i], expected[j])
+    groups = guard.sentence_groups(source, target)
+    assert groups.tolist() == expected
+    held_out = guard.hold_out(groups, n)
+    for group in set(expected):
+        assert len({bool(h) for g, h in zip(expected, held_out, strict=True) if g == group}) == 1
+
+
+def test_suspicious_pairs_are_counted_and_dropped_on_request(tmp_path):
+    odd = [PAIRS[0], PAIRS[0], ("Anna", "Anna"), ("Добрый день", "Good day"), ("x", "12")]
+    data = counted(tmp_path, PAIRS[:44] + odd)
+    assert data.manifest["found"]["train"] == {"copy": 1, "duplicate": 2, "wrong script": 1}
+    assert data.manifest["sizes"]["train"] == 49
+    data = run(tmp_path, "dropped", drop=["duplicates", "copies", "script"])
+    assert data.manifest["found"]["train"] == {}
+    assert data.manifest["dropped"]["train"] == {"copy": 1, "duplicate": 2, "wrong script": 1}
+    assert data.manifest["sizes"]["train"] == 45
+    with refused("drop: doubles is none of duplicates, copies, script", RequestError):
+        ask(tmp_path, drop=["doubles"])
+
+
+def test_the_overlap_with_train_is_counted(tmp_path):
+    valid = [PAIRS[0], (PAIRS[1][0], "New."), ("Neu.", PAIRS[2][1]), ("Neu.", "New.")]
+    write_corpus(tmp_path, SPLITS | {"valid": valid})
+    found = run(tmp_path).manifest["overlap"]
+    assert found["valid"] == {"source": 2, "target": 2, "pair": 1}
+    assert found["test"] == {"source": 0, "target": 0, "pair": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "language", "wrong"),
+    [
+        ("Добрый день", "ru", False),
+        ("Добрый день", "de", True),
+        ("Good day", "ru", True),
+        ("Größe", "de", False),
+        ("日本語です", "ja", False),
+        ("漢字", "zh", False),
+        ("한국어", "ko", False),
+        ("hello", "ja", True),
+        ("12.5 %", "ru", False),
+        ("anything", "qq", False),
+        ("GPT-4 и Python", "ru", True),
+    ],
+)
+def test_scripts_of_languages(line, language, wrong):
+    assert guard.wrong_script(line, language) == wrong
+
+
+# Named columns ----------------------------------------------------------------------------------
+
+
+def table(folder: Path, form: str, names=("de", "en")) -> Path:
+    rows = [dict(zip(names, pair, strict=True)) | {"id": i} for i, pair in enumerate(PAIRS[:5])]
+    path = folder / f"x.{form}"
+    if form == "csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif form == "jsonl":
+        path.write_text(lines(map(json.dumps, rows)))
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif form == "nested":
+        nested = [{"id": r["id"], "translation": {n: r[n] for n in names}} for r in rows]
+        datasets.Dataset.from_list(nested).save_to_disk(path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "nested", "folder"])
+def test_named_columns_are_read(tmp_path, form):
+    path = table(tmp_path, form)
+    assert list(find_parallel_text(str(path), "de", "en")) == PAIRS[:5]
+    assert list(find_parallel_text(str(path), "en", "de")) == [(e, d) for d, e in PAIRS[:5]]
+
+
+@pytest.mark.parametrize("columns", ["source=german,target=english", "de=german,en=english"])
+def test_columns_may_have_any_names(tmp_path, columns):
+    path = str(table(tmp_path, "csv", ("german", "english")))
+    assert list(find_parallel_text(path, "de", "en", columns.split(","))) == PAIRS[:5]
+    with refused("no column de or source, only german, english, id; name it with --columns"):
+        list(find_parallel_text(path, "de", "en"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "de,en\na\n", "x.csv:2: not 2 columns"),
+        ("x.jsonl", '{"de": "a", "en": "b"}\n[1]\n', "x.jsonl:2: not a JSON object"),
+        ("x.jsonl", '{"de": 1, "en": "b"}\n', "row 1: de is not text but 1"),
+        ("x.parquet", "PAR1", "x.parquet: cannot be read"),
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with refused(message):
+        list(find_parallel_text(str(path), "de", "en"))
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path):
+    parts = {"train": datasets.Dataset.from_list([{"de": "a", "en": "b"}])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "all")
+    with refused("all holds several splits; give one of .*all/train"):
+        find_parallel_text(str(tmp_path / "all"), "de", "en")
+    assert list(find_parallel_text(str(tmp_path / "all" / "train"), "de", "en")) == [("a", "b")]
+
+
+def test_a_yaml_file_lists_the_inputs_of_each_pair(tmp_path, capsys):
+    write(tmp_path / "german.txt", lines(p[0] for p in PAIRS))
+    write(tmp_path / "english.txt", lines(p[1] for p in PAIRS))
+    table(tmp_path, "csv", ("fr", "en"))
+    write_corpus(tmp_path)
+    listing = write(
+        tmp_path / "inputs.yaml",
+        "de-en:\n  train: ['german.txt,english.txt', train]\n  valid: valid\n  test: test\n"
+        "fr-en:\n  train: x.csv\n  valid: x.csv\n  test: [x.csv]\n",
+    )
+    assert labo("prepare", tmp_path / "out", "--inputs", listing, "--vocabulary", 300) == 0
+    data = Prepared(tmp_path / "out")
+    assert [str(pair) for pair in data.pairs] == ["de-en", "fr-en"]
+    assert data.manifest["read"] == {"train": 60 + 44 + 5, "valid": 13, "test": 13}
+    assert "test: also in train: 100.0% of the sources" in capsys.readouterr().out
+    arguments = ("prepare", tmp_path / "other", "--inputs", listing)
+    assert labo(*arguments, "--pair", "de-en") == 2
+    assert "--inputs and --pair exclude each other" in capsys.readouterr().err
+    write(listing, "de-en: {train: a, dev: b}\n")
+    assert labo(*arguments) == 2
+    assert "de-en.dev: must be train, valid or test" in capsys.readouterr().err
+
+
+def test_the_command_needs_files(tmp_path, capsys):
+    assert labo("prepare", tmp_path / "out") == 2
+    assert "labo: pair: " in capsys.readouterr().err
 
 
 # Several pairs ----------------------------------------------------------------------------------
@@ -983,7 +1216,10 @@ def test_the_command_prepares_and_says_what_it_did(corpus, tmp_path, capsys):
     assert ["test", "16", "0", "16", str(tokens["source"]), str(tokens["target"])] in [
         row[:6] for row in rows
     ]
-    assert f"data.path={tmp_path / 'out'}" in output.out
+    assert output.out.endswith(
+        f"labo train translation data.path={tmp_path / 'out'} model.embeddings=decoder\n"
+    )
+    assert "valid: also in train: 0.0% of the sources, 0.0% of the targets" in output.out
     assert "separate" in output.out
 
 

@@ -164,6 +164,25 @@ def test_output_appears_before_the_input_ends(run, monkeypatch):
     assert seen[:3] == [0, 1, 2]
 
 
+def test_a_pipe_is_answered_line_by_line(run, monkeypatch):
+    monkeypatch.setattr(translate, "_MORE_SECONDS", 0.0)
+    reading, writing = os.pipe()
+    answers = []
+
+    class Target(io.BytesIO):
+        def flush(self):
+            answers.append(self.getvalue().count(b"\n"))
+            if len(answers) == 1:
+                os.write(writing, b"two\nthree")
+                os.close(writing)
+
+    os.write(writing, b"one\n")  # the rest is sent only when this is answered
+    with open(reading, "rb") as source:
+        translate_stream(run, source, Target())
+    assert answers[0] == 1
+    assert answers[-1] == 3
+
+
 def test_nbest_lines(run):
     rows = [
         line.split("\t", 2) for line in stream(run, b"one\n\ntwo", nbest=2).decode().splitlines()

@@ -316,10 +316,18 @@ def test_examples_have_all_their_logits(finished):
         assert 0 <= example["target"] < 400
 
 
-def test_the_loop_can_select_by_bleu(cache, tmp_path):
+@pytest.mark.parametrize(("beam", "name"), [(1, "greedy_bleu"), (2, "beam_bleu")])
+def test_the_loop_can_select_by_bleu_of_some_sentences(cache, tmp_path, beam, name):
     out = tmp_path / "run"
-    assert train(out, cache, ["train.select=bleu", "train.epochs=1"]) == {0}
-    assert "bleu" in [line for line in metrics(out) if "valid" in line][-1]["valid"]
+    settings = [f"train.select_beam={beam}", "train.select_sentences=10"]
+    assert train(out, cache, ["train.select=bleu", "train.epochs=1", *settings]) == {0}
+    scores = [line for line in metrics(out) if "valid" in line][-1]["valid"]
+    assert name in scores
+    assert "bleu" not in scores  # the name of the final search
+    results = json.loads((out / "results.json").read_text())
+    log = log_of(out).read_text()
+    assert f"selected by {name}" in log
+    assert log.count(results["sacrebleu"]["bleu"]) == 2  # in the header and with the scores
 
 
 def test_several_languages_have_a_score_each(cache, tmp_path):

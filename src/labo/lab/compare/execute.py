@@ -149,6 +149,7 @@ def _training_status(run: PlannedRun) -> str:
         found = results.get("valid", {}).get(metric)
         score = "finished" if found is None else f"valid {metric} {found:.4f}"
         return f"{score} in {results.get('seconds') or 0:.0f} s"
+    metric = run.recipe.selected_by
     progress, score, epochs = "starting", "", run.recipe.train.epochs
     for line in _newest_lines(run.directory.metrics_file):
         if "epoch" in line:

@@ -23,6 +23,7 @@ from ..errors import RequestError
 from ..methods import METHODS
 from ..run import files as atomic
 from ..run.distributed import gather_rows
+from ..run.progress import track
 from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
 from . import augment
@@ -286,7 +287,11 @@ class ImageTask(Task):
     ) -> Evaluation:
         chosen: ImageSplit = getattr(self.data, split)
         parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
-        parts += [found.log_softmax(-1) for found, _ in self.logits(model, split, accelerator)]
+        share = -(-len(chosen.labels) // accelerator.num_processes)
+        with track(f"evaluating {split}", share) as advance:
+            for found, _ in self.logits(model, split, accelerator):
+                parts.append(found.log_softmax(-1))
+                advance(len(found))
         log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
         scores = classification_scores(log_p, chosen.labels)
         if temperature is not None:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from ..._names import unknown_name
-from ..config import Names, Section, explain
+from ..config import Names, Section, explain, read_document
 from ..errors import RequestError
 from .prepared import Pair
 from .text import Size, TextOptions
 
-__all__ = ["PREPARE_PRESETS", "PrepareOptions", "Processing", "Tag", "choose", "parse_pairs"]
+__all__ = [
+    "DROPPED",
+    "PREPARE_PRESETS",
+    "PrepareOptions",
+    "Processing",
+    "Tag",
+    "choose",
+    "parse_pairs",
+    "read_inputs",
+]
 
 _PAIR = re.compile(r"([a-z]{2,3}(?:_\w+)?)-([a-z]{2,3}(?:_\w+)?)")
 
 Tag = Literal["source", "target", "none"]
+
+Inputs = Names | dict[str, Names]  # of all pairs, or by language pair
+
+# What ``drop`` can name, and the words for it in the counts.
+DROPPED = {"duplicates": "duplicate", "copies": "copy", "script": "wrong script"}
 
 
 def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
@@ -91,12 +106,26 @@ class Processing(Section):
     holdout: int = Field(
         default=0,
         ge=0,
-        description="Use every N-th cleaned training pair for validation; 0 holds out none.",
+        description="Use every N-th group of cleaned training pairs for validation, or every N-th "
+        "pair with --holdout-by pair; 0 holds out none.",
     )
     holdout_test: int = Field(
         default=0,
         ge=0,
-        description="Use every N-th of the remaining training pairs for testing; 0 holds out none.",
+        description="Use every N-th group or pair of the remaining ones for testing; 0 holds out "
+        "none.",
+    )
+    holdout_by: Literal["group", "pair"] = Field(
+        default="group",
+        description="What is held out: group (pairs that share a source or target sentence stay "
+        "together; groups of more than N pairs stay in training) or pair (as the presets iwslt14 "
+        "and wmt14 do). Default: group, or as in the preset.",
+    )
+    drop: Names = Field(
+        default=(),
+        description="Training pairs to drop: duplicates (the same pair again), copies (source and "
+        "target are equal), script (most letters of a side are not in the script of its "
+        "language), separated by commas. They are counted in any case.",
     )
     vocabulary: int | None = Field(
         default=None,
@@ -130,6 +159,8 @@ class Processing(Section):
             raise ValueError("codes are for both sides: share can be all or merges")
         if self.training_text.spaced != self.text.spaced:
             raise ValueError("train_text and text must both be in tokens, or neither")
+        if unknown := set(self.drop) - set(DROPPED):
+            raise ValueError(f"drop: {sorted(unknown)[0]} is none of {', '.join(DROPPED)}")
         if 1 in (self.holdout, self.holdout_test):
             raise ValueError("holdout: every pair held out leaves none to train on")
         return self
@@ -150,16 +181,28 @@ class PrepareOptions(Processing):
     """All options of ``labo prepare``."""
 
     pair: Names = Field(description="Source and target language, such as de-en. Can be repeated.")
-    train: Names = Field(
+    train: Inputs = Field(
         description="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET "
-        "for two files, or one tab-separated file. Plain text, .gz, .xml and .sgm are read. "
-        "{pair}, {source} and {target} stand for the languages. Can be repeated."
+        "for two files, a CSV, JSONL or Parquet file or a folder of datasets with named columns, "
+        "or one tab-separated file. Plain text, .gz, .xml and .sgm are read. {pair}, {source} and "
+        "{target} stand for the languages. Can be repeated."
     )
-    valid: Names = Field((), description="Validation text, given like --train.")
-    test: Names = Field((), description="Test text, given like --train.")
+    valid: Inputs = Field((), description="Validation text, given like --train.")
+    test: Inputs = Field((), description="Test text, given like --train.")
     columns: Names = Field(
         ("source", "target"),
-        description="Columns of a tab-separated file. Default: source,target.",
+        description="Columns of a tab-separated file, in order (default: source,target), or the "
+        "names of named columns: source=NAME,target=NAME or de=NAME,en=NAME (default: the "
+        "languages, or source and target).",
+    )
+    join_subwords: bool = Field(
+        False,
+        description="Join subwords that are marked with @@ or ▁ before everything else.",
+    )
+    force_raw: bool = Field(
+        False,
+        description="Take the text as running text although it looks tokenized or split into "
+        "subwords.",
     )
     tag: Tag | None = Field(
         None,
@@ -173,12 +216,61 @@ class PrepareOptions(Processing):
         parse_pairs(self.pair, self.tag)
         if not self.train:
             raise ValueError("train: no training data")
+        if self.force_raw and (self.text.tokenized or self.join_subwords):
+            raise ValueError("force_raw excludes tokenized and join_subwords")
         for split, holdout in (("valid", "holdout"), ("test", "holdout_test")):
             if getattr(self, split) and getattr(self, holdout):
                 raise ValueError(f"{split} and {holdout} exclude each other")
             if not getattr(self, split) and not getattr(self, holdout):
                 raise ValueError(f"{split}: no such data; give {split} or {holdout}")
         return self
+
+    def inputs(self, split: str, pair: Pair) -> Sequence[str]:
+        """The names of the inputs of a split for a language pair."""
+        names: Inputs = getattr(self, split)
+        return names.get(str(pair), ()) if isinstance(names, Mapping) else names
+
+
+def read_inputs(path: str | Path) -> dict[str, Any]:
+    """The settings ``pair``, ``train``, ``valid`` and ``test`` from a YAML file.
+
+    The file has a section for each language pair, with the inputs of each split::
+
+        de-en:
+          train: [europarl.de-en, "news.german,news.english"]
+          valid: dev.csv
+        fr-en:
+          train: europarl.fr-en
+
+    Relative names start at the folder of the file.
+
+    Raises:
+        RequestError: the file is missing or has another structure.
+    """
+    path = Path(path).expanduser()
+    document = read_document(path)
+    if not isinstance(document, dict) or not document:
+        raise RequestError(f"{path}: must have a section for each language pair, such as de-en")
+    settings: dict[str, Any] = {"pair": list(map(str, document))}
+    for pair, section in document.items():
+        if not isinstance(section, dict) or not section:
+            raise RequestError(f"{path}: {pair}: must have train and perhaps valid and test")
+        for split, names in section.items():
+            names = [names] if isinstance(names, str) else names
+            if split not in ("train", "valid", "test"):
+                raise RequestError(f"{path}: {pair}.{split}: must be train, valid or test")
+            if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+                raise RequestError(f"{path}: {pair}.{split}: must be an input or a list of them")
+            beside = [",".join(_beside(path, part) for part in name.split(",")) for name in names]
+            settings.setdefault(split, {})[str(pair)] = beside
+    for split in settings.keys() - {"pair"}:
+        if missing := [pair for pair in settings["pair"] if pair not in settings[split]]:
+            raise RequestError(f"{path}: {missing[0]} has no {split}, but another pair has")
+    return settings
+
+
+def _beside(path: Path, name: str) -> str:
+    return str(path.parent / Path(name).expanduser())
 
 
 # The public recipes of the paper's experiments. Two of them process training text differently.
@@ -189,6 +281,7 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
         "max_tokens": 175,
         "max_ratio": 1.5,
         "holdout": 23,
+        "holdout_by": "pair",
         "merges": 10_000,
         "share": "merges",
     },
@@ -209,6 +302,7 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
         "max_pieces": 250,
         "max_piece_ratio": 1.5,
         "holdout": 100,
+        "holdout_by": "pair",
         "merges": 40_000,
     },
     "multi30k": {
@@ -240,6 +334,8 @@ def choose(
         values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
     if given.get("valid") and "holdout" not in given:
         values.pop("holdout", None)
+    if text.get("tokenized") and not text.get("moses"):  # instead of the preset's tokenizer
+        text = {"moses": False, "aggressive_hyphens": False} | text
     # Training text keeps its apostrophes: straight ones are for the text that is translated.
     plain = {name: value for name, value in text.items() if name != "straight_apostrophes"}
     values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}

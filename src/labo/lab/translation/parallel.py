@@ -1,13 +1,17 @@
 """Parallel text as it is published, read as a stream of pairs.
 
-An input is named in one of three ways. {pair}, {source} and {target} are replaced by the languages:
+An input is named in one of four ways, in which {pair}, {source} and {target} stand for the
+languages:
 
 - ``PREFIX``: the files PREFIX.de and PREFIX.en, or PREFIX.de.xml and PREFIX.en.xml;
 - ``FILE,FILE``: the file of the source and the file of the target;
-- ``FILE``: both languages in one file, in columns separated by tabs.
+- ``FILE.csv``, ``FILE.jsonl``, ``FILE.parquet`` or a folder of ``datasets``: named columns, see
+  :mod:`labo.lab.translation.named_columns`;
+- any other ``FILE``: both languages in one file, in columns separated by tabs.
 
-Any file may be gzipped. A file with ``.tags.`` in its name is in the tagged format of TED talks,
-one that ends in ``.xml`` or ``.sgm`` holds <seg> elements, any other has a sentence per line.
+Any text file may be gzipped. A file with ``.tags.`` in its name is in the tagged format of TED
+talks, one that ends in ``.xml`` or ``.sgm`` holds <seg> elements, any other has a sentence per
+line.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from ..compressed import DAMAGED, open_compressed
 from ..errors import DataError
+from .named_columns import is_table, read_table, table_files
 
 __all__ = ["ParallelText", "find_parallel_text", "read_lines"]
 
@@ -109,14 +114,21 @@ class ParallelText:
     """Files of sentence pairs. Iterating reads them, any number of times.
 
     Attributes:
-        files: the file of the source and that of the target, or one file with columns.
-        columns: for one file, the indices of the columns of source and target.
+        files: the file of the source and that of the target, or files with columns.
+        columns: of a tab-separated file, the indices of source and target.
+        names: of files with named columns, the names that source and target may have.
     """
 
     files: tuple[Path, ...]
     columns: tuple[int, int] | None = None
+    names: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
+        if self.names is not None:
+            source_names, target_names = self.names
+            return chain.from_iterable(
+                read_table(path, source_names, target_names) for path in self.files
+            )
         if self.columns is not None:
             return _read_columns(self.files[0], *self.columns)
         source, target = self.files
@@ -182,8 +194,9 @@ def find_parallel_text(
         name: as described at the top of this module.
         source: the language of the source, such as "de".
         target: the language of the target.
-        columns: what the columns of a single file hold: "source", "target" or a language; any
-            other word, such as "-", for a column that is not used.
+        columns: what the columns of a tab-separated file hold: "source", "target" or a language;
+            any other word, such as "-", for a column that is not used. For named columns:
+            "source=NAME", "target=NAME" or "LANGUAGE=NAME".
 
     Raises:
         DataError: no such files.
@@ -201,11 +214,23 @@ def find_parallel_text(
                 raise DataError(f"{path}: no such file")
         return ParallelText(files)
     prefix = Path(name).expanduser()
+    if is_table(prefix):
+        names = _names(columns, "source", source), _names(columns, "target", target)
+        return ParallelText(table_files(prefix), names=names)
     if prefix.is_file():
         return ParallelText(
             (prefix,), (_column(columns, "source", source), _column(columns, "target", target))
         )
     return ParallelText((_language_file(prefix, source), _language_file(prefix, target)))
+
+
+def _names(columns: Sequence[str], side: str, language: str) -> tuple[str, ...]:
+    """The names that the column of a side may have."""
+    given = dict(column.split("=", 1) for column in columns if "=" in column)
+    for key in (side, language):
+        if key in given:
+            return (given[key],)
+    return language, side
 
 
 def _column(columns: Sequence[str], side: str, language: str) -> int:

@@ -1,9 +1,10 @@
 """Parallel text to prepared data: ``labo prepare``.
 
-There are three passes, none of which holds the corpus in memory. The first cleans the text and
-separates the held-out splits from the training split. The second learns the subwords from the
-training split. The third writes token ids and counts them. All of it happens in a hidden folder
-beside the result, which is renamed at the end: a folder under its own name is complete.
+Three passes, none of which holds the corpus in memory. The first cleans the text, counts what looks
+wrong, and separates the held-out splits from the training split; of each pair it keeps 16 bytes, by
+which equal sentences are found. The second learns the subwords from the training split. The
+third writes token ids and counts them. All of it happens in a hidden folder beside the result. The
+hidden folder is renamed at the very end, so a folder that is there is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,9 +35,30 @@ from ..run.lock import locked
 from ..run.progress import ProgressBars
 from .arrow import ArrowFile, read_batches
 from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
-from .options import PrepareOptions, Processing, parse_pairs
+from .guard import (
+    Keys,
+    Markup,
+    duplicates,
+    hold_out,
+    join_subwords,
+    markup,
+    overlap,
+    sentence_groups,
+    sentence_key,
+    wrong_script,
+)
+from .options import DROPPED, PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
-from .prepared import FORMAT, MANIFEST, SPLITS, Pair, Prepared, fingerprint_of, schema
+from .prepared import (
+    FORMAT,
+    MANIFEST,
+    SPLITS,
+    Pair,
+    Prepared,
+    fingerprint_of,
+    read_split,
+    schema,
+)
 from .text import (
     SPECIAL_TOKENS,
     Lines,
@@ -54,8 +77,18 @@ if TYPE_CHECKING:
 __all__ = ["prepare", "prepare_pairs", "summarize"]
 
 _CHUNK = 5_000  # pairs worked on at a time
+_SAMPLE = 10_000  # pairs of a file that are looked at for marks of earlier processing
 _MANY = 200_000  # pairs for which it pays to start processes
 _UNKNOWN = SPECIAL_TOKENS.index("<unk>")
+_LOOKS: dict[Markup, str] = {
+    "tokenized": "tokenized already",
+    "subwords": "split into subwords already",
+}
+_EVIDENCE: dict[Markup, str] = {"tokenized": "&apos; or @-@", "subwords": "@@ or ▁"}
+_REMEDY: dict[Markup, str] = {
+    "tokenized": "--tokenized takes it as such",
+    "subwords": "--join-subwords joins them first",
+}
 _TEXT = pa.schema([(name, pa.string()) for name in ("source", "target")] + [("pair", pa.int8())])
 
 
@@ -82,55 +115,93 @@ def prepare(
     pairs = parse_pairs(options.pair, options.tag)
     texts = {
         split: [
-            [find_parallel_text(n, p.source, p.target, options.columns) for n in names]
-            for p in pairs
+            [
+                find_parallel_text(name, pair.source, pair.target, options.columns)
+                for name in options.inputs(split, pair)
+            ]
+            for pair in pairs
         ]
-        for split, names in (
-            ("train", options.train),
-            ("valid", options.valid),
-            ("test", options.test),
-        )
-        if names
+        for split in SPLITS
+        if getattr(options, split)
     }
     # Everything is read once before any work, so that errors are found at once.
     with ProgressBars() as bars:
-        sizes, inputs = _survey(texts, bars)
+        sizes, inputs, notes = _survey(texts, options, bars)
     if workers is None:
         pays = options.text.moses and sizes["train"] >= _MANY
         workers = os.cpu_count() or 1 if pays else 1
     return prepare_pairs(
         out,
         pairs,
-        {split: _rows(by_pair) for split, by_pair in texts.items()},
+        {split: _rows(by_pair, options.join_subwords) for split, by_pair in texts.items()},
         options,
         sizes=sizes,
         inputs=inputs,
+        notes=notes,
         workers=workers,
         force=force,
     )
 
 
-def _rows(texts: Sequence[Sequence[ParallelText]]) -> Iterator[RawPair]:
+def _rows(texts: Sequence[Sequence[ParallelText]], join: bool) -> Iterator[RawPair]:
     for number, parts in enumerate(texts):
         for source, target in chain.from_iterable(parts):
+            if join:
+                source, target = join_subwords(source), join_subwords(target)
             yield number, source, target
 
 
 def _survey(
-    texts: Mapping[str, Sequence[Sequence[ParallelText]]], bars: ProgressBars
-) -> tuple[dict[str, int], list[dict[str, str]]]:
-    """How many pairs each split has, and the digests of all files."""
+    texts: Mapping[str, Sequence[Sequence[ParallelText]]],
+    options: PrepareOptions,
+    bars: ProgressBars,
+) -> tuple[dict[str, int], list[dict[str, str]], list[str]]:
+    """How many pairs each split has, the digests of all files, and notes on their text."""
     sizes: dict[str, int] = {}
     digests: dict[Path, str] = {}
+    notes: list[str] = []
     for split, by_pair in texts.items():
         parts = list(chain.from_iterable(by_pair))
         with bars.bar(f"reading {split}", None) as advance:
             sizes[split] = 0
-            for chunk in chunks(chain.from_iterable(parts), _CHUNK):
-                sizes[split] += len(chunk)
-                advance(len(chunk))
+            for part in parts:
+                sample: list[tuple[str, str]] = []
+                for chunk in chunks(part, _CHUNK):
+                    sample += chunk if len(sample) < _SAMPLE else ()
+                    sizes[split] += len(chunk)
+                    advance(len(chunk))
+                notes += _check_markup(part, sample, options)
         digests |= {path: sha256(path) for part in parts for path in part.files}
-    return sizes, [{"file": path.name, "sha256": digest} for path, digest in digests.items()]
+    inputs = [{"file": path.name, "sha256": digest} for path, digest in digests.items()]
+    return sizes, inputs, list(dict.fromkeys(notes))
+
+
+def _check_markup(
+    part: ParallelText, sample: Sequence[tuple[str, str]], options: PrepareOptions
+) -> Iterator[str]:
+    """Notes on text that was processed before.
+
+    Raises:
+        DataError: it was, and the options do not say so.
+    """
+    for side, lines in enumerate(zip(*sample, strict=True)):
+        file = part.files[side if part.columns is None and part.names is None else 0]
+        if options.join_subwords:
+            if (found := markup(lines)) is not None and found[0] == "subwords":
+                yield "the text is split into subwords: they are joined first"
+            lines = tuple(map(join_subwords, lines))
+        if (found := markup(lines)) is None:
+            continue
+        kind, share = found
+        if kind == "tokenized" and options.text.tokenized:
+            yield "the text is tokenized and taken as such"
+        elif options.force_raw:
+            yield f"{file.name} looks {_LOOKS[kind]} and is taken as running text"
+        else:
+            raise DataError(
+                f"{file}: the text is {_LOOKS[kind]} ({share:.0%} of {len(lines)} lines have "
+                f"{_EVIDENCE[kind]}): {_REMEDY[kind]}; --force-raw takes it as running text"
+            )
 
 
 def prepare_pairs(
@@ -141,6 +212,7 @@ def prepare_pairs(
     *,
     sizes: Mapping[str, int] | None = None,
     inputs: Sequence[Mapping[str, str]] = (),
+    notes: Sequence[str] = (),
     workers: int = 1,
     force: bool = False,
 ) -> Prepared:
@@ -154,6 +226,7 @@ def prepare_pairs(
         processing: how they are processed.
         sizes: how many each split has, for the progress bars.
         inputs: the origin of the pairs, for the manifest.
+        notes: sentences for the manifest and the summary.
         workers: processes that clean text; the result does not depend on it.
         force: replace prepared data that are in ``out``.
 
@@ -165,7 +238,7 @@ def prepare_pairs(
         read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
     try:
         with _building(out, force) as folder, ProgressBars() as bars:
-            work = _Work(folder, list(pairs), processing, bars)
+            work = _Work(folder, list(pairs), processing, bars, list(notes))
             work.clean(splits, sizes or {}, workers)
             work.write_splits(*work.learn_subwords())
             work.write_manifest(inputs)
@@ -182,13 +255,18 @@ class _Work:
     pairs: list[Pair]
     processing: Processing
     bars: ProgressBars
+    notes: list[str]
     read: Counter[str] = field(default_factory=Counter)
-    kept: Counter[int] = field(default_factory=Counter)  # by language pair
-    remaining: Counter[int] = field(default_factory=Counter)  # of these, not held out for valid
     cleaned: Counter[str] = field(default_factory=Counter)
     sizes: Counter[str] = field(default_factory=Counter)
     dropped: dict[str, Counter[str]] = field(
         default_factory=lambda: {split: Counter() for split in SPLITS}
+    )
+    found: dict[str, Counter[str]] = field(  # kept, but suspicious
+        default_factory=lambda: {split: Counter() for split in SPLITS}
+    )
+    keys: dict[str, tuple[array[int], array[int]]] = field(  # of the kept sources and targets
+        default_factory=lambda: {split: (array("Q"), array("Q")) for split in SPLITS}
     )
     tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     unknown: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -205,27 +283,26 @@ class _Work:
     ) -> None:
         """Write the cleaned lines of each split to a file of their own."""
         options = self.processing
-        with ExitStack() as stack:
-            files = {
-                split: stack.enter_context(ArrowFile(self._spill(split), _text_schema(split)))
-                for split in SPLITS
-            }
-            for split, rows in splits.items():
-                text = options.training_text if split == "train" else options.text
-                run = partial(clean_pairs, text, self.pairs)
-                advance = stack.enter_context(self.bars.bar(f"cleaning {split}", sizes.get(split)))
+        for split, rows in splits.items():
+            text = options.training_text if split == "train" else options.text
+            run = partial(clean_pairs, text, self.pairs)
+            columns = _text_schema("valid" if self._holds_out else split)
+            with (
+                ArrowFile(
+                    self._unsplit if split == "train" else self._spill(split), columns
+                ) as file,
+                self.bars.bar(f"cleaning {split}", sizes.get(split)) as advance,
+            ):
                 wanted = self._short_enough(split, rows)
                 for chunk in map_in_order(run, chunks(wanted, _CHUNK), workers):
-                    parts: dict[str, list[CleanPair]] = {name: [] for name in SPLITS}
-                    for row in chunk:
-                        chosen = self._split_of(split, row)
-                        if chosen is not None:
-                            parts[chosen].append(self._shown(row) if chosen != "train" else row)
-                    for chosen, part in parts.items():
-                        files[chosen].add(zip(*part, strict=True))
+                    kept = [row for row in chunk if self._is_kept(split, row)]
+                    if split != "train":
+                        kept = [self._shown(row) for row in kept]
+                    file.add(zip(*kept, strict=True))
                     advance(len(chunk))
+            self.cleaned[split] = file.rows
+        self._distribute(self._places())
         for split in SPLITS:
-            self.cleaned[split] = files[split].rows
             self._refuse_empty(split, self.cleaned[split])
 
     def _short_enough(self, split: str, rows: Iterable[RawPair]) -> Iterator[RawPair]:
@@ -244,23 +321,111 @@ class _Work:
                     f"limit of {limit} is set by --max-characters"
                 )
 
-    def _split_of(self, split: str, row: CleanPair) -> str | None:
-        """The split that a pair goes to, or None if it is dropped."""
-        options = self.processing
+    @property
+    def _holds_out(self) -> bool:
+        return bool(self.processing.holdout or self.processing.holdout_test)
+
+    def _is_kept(self, split: str, row: CleanPair) -> bool:
+        """Whether a pair is kept. If not, the reason is counted, as is what looks suspicious."""
+        options, pair = self.processing, self.pairs[row.pair]
         reason = None if row.source and row.target else "empty"
         if split == "train" and not reason and (options.max_tokens or options.max_ratio):
             lengths = len(row.source.split()), len(row.target.split())
             reason = _objection(lengths, options.max_tokens, options.max_ratio)
+        if not reason:
+            suspicions = []
+            if row.source == row.target:
+                suspicions.append("copies")
+            if wrong_script(row.source, pair.source) or wrong_script(row.target, pair.target):
+                suspicions.append("script")
+            for name in suspicions:
+                if split == "train" and name in options.drop:
+                    reason = DROPPED[name]
+                    break
+            else:
+                self.found[split].update(DROPPED[name] for name in suspicions)
         if reason:
             self.dropped[split][reason] += 1
-            return None
-        if split != "train":
-            return split
-        self.kept[row.pair] += 1
-        if _is_nth(self.kept[row.pair], options.holdout):
-            return "valid"
-        self.remaining[row.pair] += 1
-        return "test" if _is_nth(self.remaining[row.pair], options.holdout_test) else "train"
+            return False
+        sources, targets = self.keys[split]
+        sources.append(sentence_key(pair.source, row.source))
+        targets.append(sentence_key(pair.target, row.target))
+        return True
+
+    def _places(self) -> npt.NDArray[np.int8]:
+        """(N,), for each cleaned training pair the number of its split, or -1 to drop it."""
+        options = self.processing
+        for split in SPLITS:
+            source, target = (np.asarray(keys, dtype=np.uint64) for keys in self.keys[split])
+            repeated = duplicates(source, target)
+            if split == "train":
+                places = np.zeros(len(source), dtype=np.int8)
+                if "duplicates" in options.drop and repeated.any():
+                    places[repeated] = -1
+                    self.dropped[split][DROPPED["duplicates"]] += int(repeated.sum())
+                    repeated[:] = False
+                kept = np.flatnonzero(places == 0)
+                places[kept] = self._held_out(source[kept], target[kept], kept)
+            if repeated.any():
+                self.found[split][DROPPED["duplicates"]] += int(repeated.sum())
+        self.keys.clear()
+        return places
+
+    def _held_out(
+        self, source: Keys, target: Keys, rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int8]:
+        """(N,), the number of the split of each training pair."""
+        options = self.processing
+        places = np.zeros(len(source), dtype=np.int8)
+        if not self._holds_out:
+            return places
+        if options.holdout_by == "group":
+            groups = [sentence_groups(source, target)]
+            members = [np.arange(len(source))]
+        else:  # each pair is a group of its own, and each language pair is counted by itself
+            pair = self._pair_numbers()[rows]
+            members = [np.flatnonzero(pair == number) for number in range(len(self.pairs))]
+            groups = [np.arange(len(mine)) for mine in members]
+        for mine, group in zip(members, groups, strict=True):
+            for split, n in ((1, options.holdout), (2, options.holdout_test)):
+                left = np.flatnonzero(places[mine] == 0)
+                places[mine[left[hold_out(group[left], n)]]] = split
+        return places
+
+    def _pair_numbers(self) -> npt.NDArray[np.int64]:
+        """(N,), the language pair of each cleaned training pair."""
+        batches = read_batches(self._unsplit, _CHUNK)
+        return np.concatenate([np.zeros(0, np.int64), *(b["pair"].to_numpy() for b in batches)])
+
+    def _distribute(self, places: npt.NDArray[np.int8]) -> None:
+        """Move the cleaned training pairs to the files of their splits."""
+        if not places.any():
+            self._unsplit.replace(self._spill("train"))
+            return
+        held_out = [split for split in range(1, len(SPLITS)) if (places == split).any()]
+        with ExitStack() as stack:
+            files = {
+                split: stack.enter_context(
+                    ArrowFile(self._spill(SPLITS[split]), _text_schema(SPLITS[split]))
+                )
+                for split in (0, *held_out)
+            }
+            advance = stack.enter_context(self.bars.bar("splitting train", len(places)))
+            done = 0
+            for batch in read_batches(self._unsplit, _CHUNK):
+                mine = places[done : done + batch.num_rows]
+                for split, file in files.items():
+                    part = batch.filter(pa.array(mine == split))
+                    if split == 0:
+                        file.add(part.columns)
+                    else:
+                        rows = (CleanPair(**row) for row in part.to_pylist())
+                        file.add(zip(*map(self._shown, rows), strict=True))
+                done += batch.num_rows
+                advance(batch.num_rows)
+        for split, file in files.items():
+            self.cleaned[SPLITS[split]] = file.rows
+        self._unsplit.unlink()
 
     def _shown(self, row: CleanPair) -> CleanPair:
         """The pair with detokenized lines, if the text was published in tokens."""
@@ -277,6 +442,11 @@ class _Work:
         if not size:
             why = ", ".join(f"{n} {reason}" for reason, n in self.dropped[split].items())
             raise DataError(f"the {split} split is empty{f': dropped {why}' if why else ''}")
+
+    @property
+    def _unsplit(self) -> Path:
+        """The cleaned training text, before pairs are held out."""
+        return self.folder / "unsplit.text"
 
     def _spill(self, split: str) -> Path:
         return self.folder / f"{split}.text"
@@ -402,6 +572,9 @@ class _Work:
             "vocabulary": self.vocabulary,
             "read": dict(self.read),
             "dropped": {split: dict(sorted(n.items())) for split, n in self.dropped.items()},
+            "found": {split: dict(sorted(n.items())) for split, n in self.found.items()},
+            "overlap": self._overlap(),
+            "notes": self.notes,
             "sizes": {split: self.sizes[split] for split in SPLITS},
             "tokens": self.tokens,
             "unknown": self.unknown,
@@ -413,6 +586,11 @@ class _Work:
             flush(path)
         write_json(self.folder / MANIFEST, sealed(manifest))
 
+    def _overlap(self) -> dict[str, dict[str, int]]:
+        """Of each scored split, how many pairs have their source, target or both in train."""
+        train = read_split(self.folder, "train")
+        return {split: overlap(train, read_split(self.folder, split)) for split in SPLITS[1:]}
+
     def _processing(self) -> dict[str, Any]:
         """What was done, without the paths of files."""
         fields = set(Processing.model_fields) - {"text"}
@@ -421,10 +599,6 @@ class _Work:
             path = Path(self.processing.codes).expanduser()
             document["codes"] = {"file": path.name, "sha256": sha256(path)}
         return document
-
-
-def _is_nth(number: int, n: int) -> bool:
-    return n > 0 and number % n == 0
 
 
 def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | None:
@@ -510,8 +684,26 @@ def summarize(prepared: Prepared) -> None:
         languages = {name for pair in prepared.pairs for name in (pair.source, pair.target)}
         for language in sorted(languages_without_moses_rules(languages)):
             console.print(f"Moses has no rules for {language}: those for English were used")
+    for line in _observations(manifest):
+        console.print(line, markup=False)
     console.print(f"{prepared.path} is ready; to train on it:", markup=False)
+    embeddings = "" if vocabulary["kind"] == "joint" else " model.embeddings=decoder"
     console.print(
-        f"labo train RECIPE data.name=prepared data.path={shlex.quote(str(prepared.path))}",
+        f"labo train translation data.path={shlex.quote(str(prepared.path))}{embeddings}",
         markup=False,
     )
+
+
+def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """What is known of the quality of the data: a line for each fact."""
+    yield from (f"note: {note}" for note in manifest["notes"])
+    for split in SPLITS:
+        if found := manifest["found"][split]:
+            counts = ", ".join(f"{n} {reason}" for reason, n in found.items())
+            names = [name for name, reason in DROPPED.items() if reason in found]
+            cure = f"; --drop {','.join(names)} drops them" if split == "train" else ""
+            yield f"{split}: kept, but suspicious: {counts}{cure}"
+    for split, counts in manifest["overlap"].items():
+        size = manifest["sizes"][split]
+        shares = ", ".join(f"{n / size:.1%} of the {what}s" for what, n in counts.items())
+        yield f"{split}: also in train: {shares}"

@@ -30,7 +30,7 @@ from .text import TextOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "schema"]
+__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "read_split", "schema"]
 
 FORMAT = 2
 MANIFEST = "prepared.json"
@@ -149,6 +149,10 @@ class TextSplit:
         """(N,), the number of ids of each sentence."""
         return np.diff(self.source_offsets if side == "source" else self.target_offsets)
 
+    def take(self, index: npt.NDArray[np.int64]) -> TextSplit:
+        """Some of the sentence pairs."""
+        return TextSplit(self._table.take(pa.array(index)))
+
     def source_text(self, index: int) -> str:
         """The raw line. The training split has none."""
         text: str = self._table["source_text"][index].as_py()
@@ -216,19 +220,8 @@ class Prepared:
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
-        path = self.path / f"{name}.arrow"
-        try:
-            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-                table = stream.read_all()
-            table.validate(full=True)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
-        if table.schema != schema(name):
-            raise DataError(f"{path}: its columns are not those of a prepared split")
-        if any(column.null_count for column in table.columns):
-            raise DataError(f"{path}: it has empty cells")
-        split = TextSplit(table)
-        self._check_ids(split, path)
+        split = read_split(self.path, name)
+        self._check_ids(split, self.path / f"{name}.arrow")
         return split
 
     def _check_ids(self, split: TextSplit, path: Path) -> None:
@@ -257,6 +250,26 @@ class Prepared:
         if len(counts) != size:
             raise DataError(f"{path}: {len(counts)} counts of {side} types, not {size}")
         return np.asarray(counts, dtype=np.int64)
+
+
+def read_split(folder: Path, name: str) -> TextSplit:
+    """A split of a prepared folder, mapped into memory.
+
+    Raises:
+        DataError: it is missing, damaged or has other columns.
+    """
+    path = folder / f"{name}.arrow"
+    try:
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            table = stream.read_all()
+        table.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if table.schema != schema(name):
+        raise DataError(f"{path}: its columns are not those of a prepared split")
+    if any(column.null_count for column in table.columns):
+        raise DataError(f"{path}: it has empty cells")
+    return TextSplit(table)
 
 
 def _read_manifest(folder: Path) -> _Manifest:

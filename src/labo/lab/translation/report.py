@@ -12,7 +12,6 @@ from ..report.gather import ReportGroup
 from ..report.results import mean_table
 from ..report.task import TEMPERED, ReportSection, TaskReport
 from ..tables import Column, Row, Table
-from .analysis import ANALYSIS
 from .figures import frequency_figure, histogram_figure, length_figure
 from .frequency import PARTS
 from .records import Translations
@@ -44,7 +43,11 @@ class TranslationReport(TaskReport):
 
     def validation(self, task: str) -> Sequence[Column]:
         # A run that is selected by NLL does not decode during training.
-        return (ANALYSIS.headline, Column("token_accuracy", "token accuracy %", scale=100))
+        return (
+            Column("greedy_bleu", "BLEU, greedy"),
+            Column("beam_bleu", "BLEU, beam search"),
+            Column("token_accuracy", "token accuracy %", scale=100),
+        )
 
     def class_name(self, name: str) -> str:
         return token_name(name)

@@ -26,6 +26,7 @@ from ... import linear_loss
 from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
+from ..run.progress import track
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
 from . import bleu, forced
@@ -161,7 +162,18 @@ class TextTrain(config.Train):
     select: Literal["bleu", "nll"] = Field(
         "bleu", description="The score on the validation split that selects the model."
     )
-    select_beam: int = Field(1, ge=1, description="Beam size of the BLEU that selects the model.")
+    select_beam: int = Field(
+        1,
+        ge=1,
+        description="Beam size of the BLEU that selects the model. The score is called "
+        "`greedy_bleu` if it is 1, else `beam_bleu`.",
+    )
+    select_sentences: int | None = Field(
+        None,
+        ge=1,
+        description="Sentences of the validation split that are decoded for the BLEU that selects "
+        "the model, evenly spaced; null decodes all.",
+    )
 
 
 class TextRecipe(config.Recipe):
@@ -176,6 +188,13 @@ class TextRecipe(config.Recipe):
     def _beam_fits(self) -> TextRecipe:
         Decode.model_validate(self.decode.model_dump() | {"beam": self.train.select_beam})
         return self
+
+    @property
+    def selected_by(self) -> str:
+        """BLEU during training is named apart from that of the final beam search."""
+        if self.train.select != "bleu":
+            return self.train.select
+        return "greedy_bleu" if self.train.select_beam == 1 else "beam_bleu"
 
 
 @dataclass(frozen=True)
@@ -390,13 +409,20 @@ class TranslationTask(Task):
     # ------------------------------------------------------------------ scores
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        split = self.data.split("valid")
+        split, train = self.data.split("valid"), self.recipe.train
         metrics = forced.mean_metrics(self._forced(model, split, accelerator))
-        if self.recipe.train.select == "bleu":
-            options = self.recipe.decode.with_beam(self.recipe.train.select_beam)
+        if train.select == "bleu":
+            if train.select_sentences is not None and train.select_sentences < len(split):
+                number = np.arange(train.select_sentences)
+                split = split.take(number * len(split) // train.select_sentences)
+            options = self.recipe.decode.with_beam(train.select_beam)
             hypotheses = self._decode(model, split, accelerator, options)
-            metrics |= {"bleu": self._scores(split, self._texts(split, hypotheses))["bleu"]}
+            found = self._scores(split, self._texts(split, hypotheses))
+            metrics |= {self.recipe.selected_by: found["bleu"]}
         return metrics
+
+    def scored_by(self) -> dict[str, str]:
+        return bleu.signatures(self._lowercased)
 
     def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
@@ -419,7 +445,7 @@ class TranslationTask(Task):
             for beam in beams
         }
         records = self._records(chosen, references, temperature, hypotheses, texts, by_beam)
-        return Evaluation(metrics, records, {"sacrebleu": bleu.signatures(self._lowercased)})
+        return Evaluation(metrics, records, {"sacrebleu": self.scored_by()})
 
     @property
     def _lowercased(self) -> bool:
@@ -464,7 +490,9 @@ class TranslationTask(Task):
         assert isinstance(model, TranslationModel)
         mine = self._shares(split, accelerator)
         sources = [split.source(i).tolist() for i in mine]
-        best = [found[0] for found in decode(model.plain(), sources, options)]
+        with track(f"decoding, beam {options.beam}", len(mine)) as advance:
+            found = decode(model.plain(), sources, options, advance=advance)
+        best = [hypotheses[0] for hypotheses in found]
         return _in_order(gather_object(list(zip(mine, best, strict=True))))
 
     @torch.no_grad()
@@ -492,13 +520,16 @@ class TranslationTask(Task):
     ) -> list[dict[str, Any]]:
         """Statistics of each reference token, given the true prefix."""
         found = []
-        for part, batch, head in self._heads(model, split, accelerator):
-            stats = forced.token_statistics(head, _tokens(batch), temperature)
-            lengths = (batch.target != _IGNORED).sum(-1).tolist()
-            columns = {name: column.split(lengths) for name, column in stats.items()}
-            for position, index in enumerate(part):
-                row = {name: tokens[position].cpu() for name, tokens in columns.items()}
-                found.append((index, row))
+        share = len(self._shares(split, accelerator))
+        with track("scoring references", share) as advance:
+            for part, batch, head in self._heads(model, split, accelerator):
+                stats = forced.token_statistics(head, _tokens(batch), temperature)
+                lengths = (batch.target != _IGNORED).sum(-1).tolist()
+                columns = {name: column.split(lengths) for name, column in stats.items()}
+                for position, index in enumerate(part):
+                    row = {name: tokens[position].cpu() for name, tokens in columns.items()}
+                    found.append((index, row))
+                advance(len(part))
         return _in_order(gather_object(found))
 
     @torch.no_grad()

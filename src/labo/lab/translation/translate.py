@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from .model import load_marian
 from .prepared import Pair
 from .text import Pipeline, TextOptions, encode
 
+_MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at hand are translated
 _LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
 _LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
 
@@ -330,9 +333,8 @@ def translate_stream(
             raise RequestError(
                 f"--nbest {nbest} is more than the beam of {translator.options.beam}"
             )
-        lines = _lines(source, notice)
         first = 1
-        while chunk := list(islice(lines, 1 if source.isatty() else _LINES_AT_ONCE)):
+        for chunk in _chunks(source, notice):
             found = translator.nbest(
                 chunk, nbest or 1, first_line=first, advance=lambda n: progress.advance(task, n)
             )
@@ -350,16 +352,55 @@ def translate_stream(
             first += len(chunk)
 
 
-def _lines(source: BinaryIO, notice: Notice) -> Iterator[str]:
-    """The lines of a stream as they come, without their ends."""
-    for number, line in enumerate(iter(source.readline, b""), 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
-            text = line.decode(errors="replace")
-        yield text.removesuffix("\n").removesuffix("\r")
+def _chunks(source: BinaryIO, notice: Notice) -> Iterator[list[str]]:
+    """The lines of a stream without their ends, some at a time."""
+    number = 0
+    for raw in _raw_chunks(source):
+        chunk = []
+        for line in raw:
+            number += 1
+            chunk.append(_text(line, number, notice).removesuffix("\n").removesuffix("\r"))
+        yield chunk
+
+
+def _raw_chunks(source: BinaryIO) -> Iterator[list[bytes]]:
+    """From a file as many lines as are worth a batch; otherwise those that have come."""
+    if not _is_live(source):
+        while chunk := list(islice(iter(source.readline, b""), _LINES_AT_ONCE)):
+            yield chunk
+        return
+    descriptor, lines, rest = source.fileno(), list[bytes](), b""
+    while data := os.read(descriptor, 1 << 16):
+        *whole, rest = (rest + data).split(b"\n")
+        lines += whole
+        while len(lines) >= _LINES_AT_ONCE:
+            yield lines[:_LINES_AT_ONCE]
+            lines = lines[_LINES_AT_ONCE:]
+        if lines and not select.select([descriptor], [], [], _MORE_SECONDS)[0]:
+            yield lines
+            lines = []
+    if rest:
+        lines.append(rest)
+    if lines:
+        yield lines
+
+
+def _is_live(source: BinaryIO) -> bool:
+    """Whether lines come one by one, as from a pipe or a terminal."""
+    try:
+        mode = os.fstat(source.fileno()).st_mode
+    except (OSError, ValueError):  # in memory
+        return False
+    return not stat.S_ISREG(mode)
+
+
+def _text(line: bytes, number: int, notice: Notice) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
+        return line.decode(errors="replace")
 
 
 def _format(number: int, translation: Translation, numbered: bool, scores: bool) -> str:

@@ -1,0 +1,226 @@
+"""Checks of parallel text: how it was processed before, what is wrong with a pair, what leaks."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .prepared import TextSplit
+
+__all__ = [
+    "Markup",
+    "duplicates",
+    "hold_out",
+    "join_subwords",
+    "markup",
+    "overlap",
+    "sentence_groups",
+    "sentence_key",
+    "wrong_script",
+]
+
+Markup = Literal["tokenized", "subwords"]
+
+_MARKS: dict[Markup, re.Pattern[str]] = {
+    "subwords": re.compile(r"@@(?=\s|$)|▁"),
+    "tokenized": re.compile(r"&(?:apos|quot|#91|#93|#124);|(?:^|\s)@[-/]@(?=\s|$)"),
+}
+_SHARE = 0.01  # of the lines with a mark, from which on the text counts as marked
+
+# The scripts of ISO 15924 by the first words of the Unicode names of their letters. The text of a
+# language whose script is not listed is not checked.
+_SCRIPTS = {
+    "Arab": ("ARABIC",),
+    "Armn": ("ARMENIAN",),
+    "Beng": ("BENGALI",),
+    "Cyrl": ("CYRILLIC",),
+    "Deva": ("DEVANAGARI",),
+    "Ethi": ("ETHIOPIC",),
+    "Geor": ("GEORGIAN",),
+    "Grek": ("GREEK",),
+    "Gujr": ("GUJARATI",),
+    "Guru": ("GURMUKHI",),
+    "Hans": ("CJK",),
+    "Hant": ("CJK",),
+    "Hebr": ("HEBREW",),
+    "Jpan": ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"),
+    "Khmr": ("KHMER",),
+    "Knda": ("KANNADA",),
+    "Kore": ("HANGUL", "CJK"),
+    "Laoo": ("LAO",),
+    "Latn": ("LATIN",),
+    "Mlym": ("MALAYALAM",),
+    "Mymr": ("MYANMAR",),
+    "Sinh": ("SINHALA",),
+    "Taml": ("TAMIL",),
+    "Telu": ("TELUGU",),
+    "Thai": ("THAI",),
+}
+
+
+# ------------------------------------------------------------------ processed before
+
+
+def markup(lines: Sequence[str]) -> tuple[Markup, float] | None:
+    """How lines were processed before, and the share of the lines that show it.
+
+    Text counts as split into subwords (``@@ `` or ``▁``) or as Moses-tokenized (``&apos;``,
+    ``@-@``) if at least two lines and 1 % of them have such a mark.
+
+    Example:
+        >>> markup(["it &apos;s low .", "a well @-@ known man"])
+        ('tokenized', 1.0)
+        >>> markup(["It's low.", "A well-known man."])
+    """
+    for kind, pattern in _MARKS.items():
+        found = sum(1 for line in lines if pattern.search(line))
+        if found >= 2 and found >= _SHARE * len(lines):
+            return kind, found / len(lines)
+    return None
+
+
+def join_subwords(line: str) -> str:
+    """A line without the marks of subword-nmt and SentencePiece.
+
+    Example:
+        >>> join_subwords("a lo@@ w@@ er bow"), join_subwords("▁a ▁lo w er ▁bow")
+        ('a lower bow', 'a lower bow')
+    """
+    if "▁" in line:
+        return "".join(line.split()).replace("▁", " ").strip()
+    return re.sub(r"@@(?:\s+|$)", "", line)
+
+
+# ------------------------------------------------------------------ one sentence
+
+
+@lru_cache(maxsize=64)
+def _expected(language: str) -> tuple[str, ...]:
+    from babel.core import get_global
+
+    likely = get_global("likely_subtags")
+    tag = likely.get(language) or likely.get(language.partition("_")[0]) or ""
+    return _SCRIPTS.get(tag.split("_")[1] if "_" in tag else "", ())
+
+
+@lru_cache(maxsize=1 << 16)
+def _script(character: str) -> str:
+    """The script of a letter; nothing for other characters."""
+    if not character.isalpha():
+        return ""
+    return unicodedata.name(character, "").partition(" ")[0]
+
+
+def wrong_script(line: str, language: str) -> bool:
+    """Whether most letters of a line are of another script than the language is written in.
+
+    Example:
+        >>> wrong_script("Добрый день", "en"), wrong_script("Добрый день", "ru")
+        (True, False)
+    """
+    expected = _expected(language)
+    if not expected or (line.isascii() and expected == ("LATIN",)):
+        return False
+    letters: Counter[str] = Counter()
+    for character, count in Counter(line).items():
+        letters[_script(character)] += count
+    del letters[""]
+    return 2 * sum(letters[name] for name in expected) < letters.total()
+
+
+def sentence_key(language: str, text: str) -> int:
+    """64 bits that identify a sentence of a language."""
+    digest = blake2b(f"{language}\t{text}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+# ------------------------------------------------------------------ many sentences
+
+Keys = npt.NDArray[np.uint64]  # (N,), of :func:`sentence_key`
+
+
+def duplicates(source: Keys, target: Keys) -> npt.NDArray[np.bool_]:
+    """(N,), whether the same pair occurs before."""
+    with np.errstate(over="ignore"):
+        both = source * np.uint64(0x9E3779B97F4A7C15) ^ target
+    repeated = np.ones(len(both), dtype=bool)
+    repeated[np.unique(both, return_index=True)[1]] = False
+    return repeated
+
+
+def sentence_groups(source: Keys, target: Keys) -> npt.NDArray[np.int64]:
+    """(N,), the group of each pair: the number of the first pair in it.
+
+    Two pairs are in one group if they have a sentence in common, directly or through other pairs.
+    """
+    size = len(source)
+    labels = np.arange(size)
+    if not size:
+        return labels
+    keys = np.unique(np.concatenate([source, target]), return_inverse=True)[1]
+    order = keys.argsort(kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    while True:
+        # Each sentence takes the smallest label of its pairs, each pair that of its sentences.
+        smallest = np.minimum.reduceat(labels[order % size], starts)
+        found = np.minimum(smallest[keys[:size]], smallest[keys[size:]])
+        if np.array_equal(found, labels):
+            return labels
+        labels = found
+
+
+def hold_out(groups: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.bool_]:
+    """(N,), the pairs of every n-th group, in the order of the first pairs of the groups.
+
+    Groups of more than n pairs are not counted and not held out: a large one would make up most of
+    the held-out split.
+
+    Example:
+        >>> hold_out(np.array([0, 1, 0, 3, 4, 3]), 2).tolist()
+        [False, True, False, False, True, False]
+    """
+    if n == 0:
+        return np.zeros(len(groups), dtype=bool)
+    names, sizes = np.unique(groups, return_counts=True)
+    candidates = names[sizes <= n]
+    return np.isin(groups, candidates[n - 1 :: n])
+
+
+def overlap(train: TextSplit, held_out: TextSplit) -> dict[str, int]:
+    """How many pairs of a split have their source, target or both in the training split.
+
+    Sentences are compared as token ids, so after cleaning, and with the tag of the source.
+    """
+    asked = list(_sentences(held_out))
+    sources, targets, pairs = {s for s, _ in asked}, {t for _, t in asked}, set(asked)
+    seen_sources, seen_targets, seen_pairs = set(), set(), set()
+    for source, target in _sentences(train):
+        if source in sources:
+            seen_sources.add(source)
+            if (source, target) in pairs:
+                seen_pairs.add((source, target))
+        if target in targets:
+            seen_targets.add(target)
+    return {
+        "source": sum(source in seen_sources for source, _ in asked),
+        "target": sum(target in seen_targets for _, target in asked),
+        "pair": sum(pair in seen_pairs for pair in asked),
+    }
+
+
+def _sentences(split: TextSplit) -> Iterator[tuple[bytes, bytes]]:
+    source, target = split.source_values, split.target_values
+    ends = (split.source_offsets.tolist(), split.target_offsets.tolist())
+    for i in range(len(split)):
+        yield (
+            source[ends[0][i] : ends[0][i + 1]].tobytes(),
+            target[ends[1][i] : ends[1][i + 1]].tobytes(),
+        )
