@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from .lab.tables import Table
 
 
 class _Commands(TyperGroup):
@@ -186,7 +191,6 @@ def compare(
     """
     from .lab.compare.execute import compare as run_comparison
     from .lab.compare.plan import plan
-    from .lab.tables import to_markdown
 
     comparison = plan(
         recipe,
@@ -198,7 +202,15 @@ def compare(
         teacher=None if teacher is None else str(teacher),
     )
     table, failures = run_comparison(comparison, jobs, accept_data=accept_data)
-    _conclude(to_markdown(table), failures)
+    out = comparison.out
+    written = ", ".join(str(out / f"table.{kind}") for kind in ("md", "tex", "csv", "json"))
+    further = [
+        f"written: {written}",
+        "next:",
+        f"labo analyze {shlex.quote(str(out))}",
+        f"labo report {shlex.quote(str(out))} -o {shlex.quote(str(out / 'report.html'))}",
+    ]
+    _conclude("\n".join([_shown(table), *further]), failures)
 
 
 @app.command()
@@ -207,7 +219,8 @@ def analyze(
         list[str],
         typer.Argument(
             metavar="RUN... [KEY=VALUE]...",
-            help="Run directories, and options of the task, such as part_size=2400.",
+            help="Run directories or the folder of a comparison, and options of the task, such as "
+            "part_size=2400.",
         ),
     ],
     split: Annotated[str, typer.Option(help="Split to compare: valid or test.")] = "test",
@@ -216,12 +229,13 @@ def analyze(
     """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""
     from .lab.analysis import run as analysis
     from .lab.analysis.printing import as_text
+    from .lab.compare.plan import runs_in
     from .lab.errors import RequestError
 
     if split not in ("valid", "test"):
         raise RequestError(f"--split {split}: must be valid or test")
     options = [text for text in runs if "=" in text and not Path(text).exists()]
-    paths = [text for text in runs if text not in options]
+    paths = [str(path) for path in runs_in(text for text in runs if text not in options)]
     settings = analysis.read_settings(paths, options)
     documents, left_out = analysis.write_analyses(paths, **settings)
     comparison = analysis.analyze_runs(paths, split, **settings)
@@ -230,14 +244,18 @@ def analyze(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories, or the folder of a comparison."),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
     debug: Debug = False,
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
+    from .lab.compare.plan import runs_in
     from .lab.report import write_report
 
-    for listing in write_report(runs, out):
+    for listing in write_report(runs_in(runs), out):
         if listing.state.kind != "finished":
             print(f"{listing.path} is {listing.state}")
     print(f"{out} is written")
@@ -277,15 +295,14 @@ def reproduce(
 ) -> None:
     """Reproduce a table or figure of the paper, next to the published numbers."""
     from .lab.reproduce import command
-    from .lab.tables import to_markdown
 
     plan = command.plan(exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out)
     if dry_run:
         print(command.describe(plan))
+        return
     command.require(plan)
-    if not dry_run:
-        tables, failures = command.reproduce(exhibit, plan, jobs)
-        _conclude("\n".join(map(to_markdown, tables)), failures)
+    tables, failures = command.reproduce(exhibit, plan, jobs)
+    _conclude("\n".join(map(_shown, tables)), failures)
 
 
 @app.command()
@@ -636,6 +653,15 @@ def methods(
 def _as_yaml(value: Any) -> str:
     """A value as it is written in a recipe."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shown(table: Table) -> str:
+    """A table fitted to the terminal, or Markdown if it is piped."""
+    from .lab.tables import to_markdown, to_terminal
+
+    if not sys.stdout.isatty():
+        return to_markdown(table)
+    return to_terminal(table, shutil.get_terminal_size().columns)
 
 
 def _conclude(text: str, failures: Sequence[object]) -> None:

@@ -19,6 +19,7 @@ from labo.lab.tables import (
     to_json,
     to_latex,
     to_markdown,
+    to_terminal,
     write_table,
 )
 
@@ -124,3 +125,15 @@ def test_the_four_files_are_written(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         f"table.{suffix}" for suffix in ("md", "tex", "csv", "json")
     }
+
+
+def test_a_table_for_the_terminal_fits_and_has_everything():
+    columns = [Column(f"c{i}", f"column {i}", digits=1) for i in range(9)]
+    rows = [Row(name, {f"c{i}": Cell(i / 2) for i in range(9)}) for name in ("base", "labo")]
+    table = Table("caption", columns, rows, notes=["a note " * 20])
+    for width in (40, 80, 200):
+        text = to_terminal(table, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(f"column {i}" in text for i in range(9))
+        assert "3.5" in text
+        assert text.count("base") == text.count("method") > (width < 100)

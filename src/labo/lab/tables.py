@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +148,35 @@ def to_markdown(table: Table) -> str:
     text = "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))
     notes = "".join(f"\n- {note}" for note in table.notes)
     return f"{table.caption}\n\n{text}\n" + (f"{notes}\n" if notes else "")
+
+
+def to_terminal(table: Table, width: int) -> str:
+    """The table with lines that are no longer than the terminal is wide.
+
+    Columns that do not fit beside each other continue in a further block, with the labels again.
+    """
+    columns = table.printed
+    head = [table.corner, *map(_full_heading, columns)]
+    body = [[row.label, *_texts(table, row, shown_cell)] for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    blocks: list[list[int]] = [[]]
+    for index in range(1, len(head)):
+        used = widths[0] + sum(2 + widths[i] for i in blocks[-1])
+        if blocks[-1] and used + 2 + widths[index] > width:
+            blocks.append([])
+        blocks[-1].append(index)
+    parts = ["\n".join(textwrap.wrap(table.caption, width))]
+    for block in blocks:
+        lines = (
+            "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in block)])
+            for line in (head, *body)
+        )
+        parts += ["\n".join(lines)]
+    notes = [
+        textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ")
+        for note in table.notes
+    ]
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]) + "\n"
 
 
 def to_latex(table: Table) -> str:

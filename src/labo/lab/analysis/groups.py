@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -312,7 +312,16 @@ class Group:
     @property
     def notes(self) -> list[str]:
         """What was left out, and what makes a comparison unfair or impossible."""
-        return list(dict.fromkeys([*self.repeated, *self._compared[1], *self._paces[1]]))
+        return list(
+            dict.fromkeys([*self.repeated, *self._told(), *self._compared[1], *self._paces[1]])
+        )
+
+    def _told(self) -> Iterator[str]:
+        """The notes of the runs themselves, each with the method whose runs have it."""
+        for variant in self.variants:
+            found = (member.results.get("notes") or () for member in variant.members.values())
+            for note in dict.fromkeys(note for notes in found for note in notes):
+                yield f"{variant.label}: {note}"
 
     def step_times(self, variant: Variant) -> list[float]:
         """Seconds per training step relative to the base run of the same seed, for each seed.

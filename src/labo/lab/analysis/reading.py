@@ -141,6 +141,7 @@ class _Results(_Content):
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, ge=0)
     peak_memory: float | None = Field(None, ge=0)
+    notes: list[str] = []
 
 
 class _Facts(_Content):

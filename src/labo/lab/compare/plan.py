@@ -169,6 +169,26 @@ class Comparison:
 _MARK = ".labo"
 
 
+def runs_in(paths: Iterable[str | Path]) -> list[Path]:
+    """Run directories, with the folder of a comparison replaced by the scored runs in it.
+
+    Of a grid these are the runs of the selected points.
+
+    Raises:
+        RequestError: such a folder has no scored run.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not (path / _MARK).is_file():
+            found.append(path)
+            continue
+        inside = sorted(file.parent.parent for file in path.rglob("records/test.jsonl"))
+        if not inside:
+            raise RequestError(f"{path}: no run in it is scored yet")
+        found += inside
+    return found
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that holds something else than runs of labo.
 
@@ -231,7 +251,11 @@ def plan(
         raise RequestError(f"--seeds {seeds}: at least one seed is needed")
     overrides, out = tuple(overrides), Path(out)
     for text in overrides:
-        if text.partition("=")[0].split(".")[0] in ("method", "seed"):
+        key, _, value = text.partition("=")
+        section, _, hyper = key.partition(".")
+        if section == "method" and hyper and hyper != "name":
+            raise RequestError(f"{text}: {_cure(methods, hyper, value, load_recipe(recipe).task)}")
+        if section in ("method", "seed"):
             raise RequestError(f"{text}: methods and seeds are chosen by --methods and --seeds")
     plain = load_recipe(recipe, overrides)
     variants = read_methods(methods)
@@ -265,6 +289,16 @@ def plan(
     for run in runs:
         run.directory.check(run.recipe)
     return Comparison(Path(recipe).stem, out, tuple(runs))
+
+
+def _cure(methods: Sequence[str], hyper: str, value: str, task: str) -> str:
+    """How to set a hyper-parameter in a comparison."""
+    listed = {text: method_name(text.partition(":")[0]) for text in methods}
+    owners = [t for t, name in listed.items() if hyper in hyper_parameters(name, task).model_fields]
+    if not owners:
+        return f"no method of {', '.join(methods)} has {hyper}"
+    chosen = ",".join(f"{t}:{hyper}={value}" if t == owners[-1] else t for t in methods)
+    return f"hyper-parameters are set by method: --methods {chosen}"
 
 
 def read_methods(names: Sequence[str]) -> list[MethodSpec]:

@@ -273,31 +273,48 @@ def _find_data(exhibit: Exhibit, given: Sequence[str]) -> dict[str, Path]:
 
 
 def describe(plan: Plan) -> str:
-    """Every run of a plan, with its recipe, its data and, at the paper's scale, its GPU hours."""
-    lines, total = [], 0.0
+    """A plan in short: a line for each group of runs, their number, and the data it lacks."""
     owners = {comparison.out: EXPERIMENTS[key] for key, comparison in plan.comparisons.items()}
     owners |= {
         c.out: next(e for e in EXPERIMENTS.values() if e.data == d)
         for d, c in plan.teachers.items()
     }
+    head = ["folder", "recipe", "methods", "seeds", "runs", "finished", "data"]
+    lines, hours = [], 0.0
     for comparison in plan.all():
         experiment = owners[comparison.out]
-        for run in comparison.runs:
-            state = "  finished" if run.directory.finished else ""
-            if plan.scale == "paper":
-                hours = experiment.hours(run)
-                total += hours
-                state = f"  {hours:.1f} GPU h{state}"
-            data = "built in" if plan.scale == "demo" else str(plan.folders[experiment.data])
-            name = run.path.relative_to(plan.out).as_posix()
-            lines.append(f"{name}  [{' '.join(run.arguments)}]  data: {data}{state}")
-    lines.append(_count(plan))
-    if plan.scale == "paper":
+        folder = plan.folders[experiment.data]
+        built_in = plan.scale == "demo"
+        data = "built in" if built_in else str(folder) if folder.is_dir() else f"{folder} (missing)"
         lines.append(
-            f"about {total:,.0f} GPU hours: an estimate for a V100 in single precision "
+            [
+                comparison.out.relative_to(plan.out).as_posix(),
+                comparison.runs[0].arguments[0],
+                ",".join(dict.fromkeys(variant.method for variant in comparison.variants)),
+                str(comparison.seeds),
+                str(len(comparison.runs)),
+                str(sum(run.directory.finished for run in comparison.runs)),
+                data,
+            ]
+        )
+        if plan.scale == "paper":
+            found = sum(experiment.hours(run) for run in comparison.runs)
+            lines[-1].insert(-1, f"{found:,.0f}")
+            hours += found
+    if plan.scale == "paper":
+        head.insert(-1, "GPU h")
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *lines)
+    ]
+    text.append(_count(plan))
+    if plan.scale == "paper":
+        text.append(
+            f"about {hours:,.0f} GPU hours: an estimate for a V100 in single precision "
             "(labo.lab.reproduce.estimates), not a measurement"
         )
-    return "\n".join(lines)
+    return "\n".join([*text, *(f"missing: {what}" for what in plan.missing)])
 
 
 def _count(plan: Plan) -> str:
