@@ -23,8 +23,8 @@ from PIL import Image
 
 from labo.lab import compressed as compressed_files
 from labo.lab.errors import DataError, RequestError
-from labo.lab.images import sources
-from labo.lab.images.sources import ImageDataset, load_images
+from labo.lab.images import sources, task
+from labo.lab.images.sources import ImageDataset, ImageSplit, load_images
 from labo.lab.run import checksums
 
 PIXELS = 3072
@@ -584,6 +584,39 @@ def test_held_out_files_are_still_decoded_when_asked_for(tmp_path):
     for name, label in zip(data.valid.images.names, data.valid.labels, strict=True):
         assert name.startswith(data.classes[label])
     assert len(list(data.valid.images)) == 3
+
+
+def test_a_plain_folder_is_divided_class_by_class(tmp_path):
+    for name, size in (("cat", 20), ("dog", 10), ("eel", 3)):
+        for i in range(size):
+            picture(tmp_path / name / f"{i}.png", (i, 0, 0))
+    data = load_images("folder", tmp_path, holdout=0.1)
+    splits = data.train, data.valid, data.test
+    counts = [torch.bincount(split.labels, minlength=3).tolist() for split in splits]
+    assert counts == [[16, 8, 1], [2, 1, 1], [2, 1, 1]]
+    names = [name for split in splits for name in split.images.names]
+    assert len(names) == len(set(names)) == 33
+    for split in splits:
+        for name, label in zip(split.images.names, split.labels, strict=True):
+            assert name.startswith(data.classes[label])
+    again, other = (load_images("folder", tmp_path, holdout_seed=seed) for seed in (0, 1))
+    assert again.test.images.names == data.test.images.names
+    assert other.test.images.names != data.test.images.names
+    assert again.fingerprint == other.fingerprint
+    with refused("three splits need 3"):
+        (tmp_path / "eel" / "0.png").unlink()
+        load_images("folder", tmp_path)
+    with refused("must lie between 0 and 0.5"):
+        load_images("folder", tmp_path, holdout=0)
+
+
+def test_records_carry_file_names(tmp_path):
+    split = load_images("folder", make_folders(tmp_path), holdout=0).test
+    found = list(task._records(torch.zeros(2, 2).log_softmax(-1), split))
+    assert [record["file"] for record in found] == ["cat/x.png", "dog/y.jpg"]
+    assert task._title(split, 1) == "dog/y.jpg"
+    in_memory = ImageSplit(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0]))
+    assert "file" not in next(task._records(torch.zeros(1, 2), in_memory))
 
 
 def test_folders_with_a_validation_split_keep_it(tmp_path):

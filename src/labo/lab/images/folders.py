@@ -102,7 +102,7 @@ def _split(folder: Path, classes: list[str]) -> ImageSplit:
 
 
 def load_folders(root: Path) -> Source:
-    """Class folders under ``root/train`` and ``root/val`` or ``root/test``.
+    """Class folders under ``root/train`` and ``root/val`` or ``root/test``, or all under ``root``.
 
     If both ``val`` and ``test`` have class folders, ``val`` is the validation split. A ``test``
     without class folders, such as that of ImageNet, which has no labels, is ignored.
@@ -110,6 +110,18 @@ def load_folders(root: Path) -> Source:
     if importlib.util.find_spec("PIL") is None:
         raise DataError("decoding image files needs Pillow: pip install pillow")
     classes = _class_folders(root / "train")
+    if (
+        not classes
+        and (plain := _class_folders(root))
+        and all(_image_files(root / name) for name in plain)
+    ):
+        return Source(
+            train=_split(root, plain),
+            test=None,
+            classes=tuple(plain),
+            mean=_IMAGENET_MEAN,
+            std=_IMAGENET_STD,
+        )
     if not classes:
         raise DataError(f"{root / 'train'}: no class folders; images belong in train/<class>/")
     train = _split(root / "train", classes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..._names import unknown_name
@@ -83,7 +84,8 @@ def load_images(
             "fashion-mnist", "folder".
         root: the folder that holds the files, or a CIFAR archive.
         holdout: the share of the training split that becomes the validation split, in [0, 1). Class
-            folders that come with a validation split keep theirs.
+            folders that come with a validation split keep theirs. Class folders without any splits
+            are divided class by class: this share for validation, and as much for testing.
         holdout_seed: which samples these are.
         train_size: train on so many images only, drawn at random (by ``holdout_seed``) from those
             that are left after the hold-out; None for all.
@@ -101,10 +103,12 @@ def load_images(
         fingerprint, covers_content = _fingerprint(source)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
-    if not len(source.train) or not len(source.test):
+    if not len(source.train) or (source.test is not None and not len(source.test)):
         raise DataError(f"{root}: no samples in the training or the test split of {name}")
-    train, valid = source.train, source.valid
-    if valid is None:
+    train, valid, test = source.train, source.valid, source.test
+    if test is None:
+        train, valid, test = _divide(source, holdout, holdout_seed, root)
+    elif valid is None:
         train, valid = _hold_out(train, holdout, holdout_seed)
     if train_size is not None:
         if train_size > len(train):
@@ -116,7 +120,7 @@ def load_images(
     return ImageDataset(
         train,
         valid,
-        source.test,
+        test,
         source.classes,
         source.mean,
         source.std,
@@ -144,6 +148,29 @@ def _hold_out(split: ImageSplit, share: float, seed: int) -> tuple[ImageSplit, I
     size = min(round(share * len(split)), len(split) - 1)
     held, kept = order[:size].sort().values, order[size:].sort().values
     return split.select(kept), split.select(held)
+
+
+def _divide(
+    source: Source, share: float, seed: int, root: str | Path | None
+) -> tuple[ImageSplit, ImageSplit, ImageSplit]:
+    """Training, validation and test split of a data set without any, each with every class."""
+    if share == 0 or share >= 0.5:
+        raise DataError(
+            f"data.holdout: {share}, but {root} has no splits: the share for validation, and for "
+            "testing, must lie between 0 and 0.5"
+        )
+    parts: list[list[Tensor]] = [[], [], []]
+    for label, name in enumerate(source.classes):
+        mine = (source.train.labels == label).nonzero().flatten()
+        if len(mine) < 3:
+            raise DataError(f"{root}: class {name} has {len(mine)} images; three splits need 3")
+        order = mine[permutation(seed, label, len(mine), stream="divide")]
+        size = min(max(1, round(share * len(mine))), (len(mine) - 1) // 2)
+        parts[0].append(order[2 * size :])
+        parts[1].append(order[:size])
+        parts[2].append(order[size : 2 * size])
+    train, valid, test = (source.train.select(torch.cat(part).sort().values) for part in parts)
+    return train, valid, test
 
 
 def _fingerprint(source: Source) -> tuple[str, bool]:

@@ -64,7 +64,7 @@ class Source:
 
     Attributes:
         train: the training split, before a part of it is held out.
-        test: the test split.
+        test: the test split; None if the data were published without splits.
         classes: the names of the classes, in the order of the labels.
         mean: per channel, of the training pixels in [0, 1].
         std: likewise.
@@ -72,7 +72,7 @@ class Source:
     """
 
     train: ImageSplit
-    test: ImageSplit
+    test: ImageSplit | None
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]

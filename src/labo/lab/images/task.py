@@ -297,7 +297,7 @@ class ImageTask(Task):
         if temperature is not None:
             after = classification_scores((log_p / temperature).log_softmax(-1), chosen.labels)
             scores |= {f"calibrated_{name}": after[name] for name in ("nll", "ece")}
-        return Evaluation(scores, _records(log_p, chosen.labels))
+        return Evaluation(scores, _records(log_p, chosen))
 
     @torch.no_grad()
     def logits(
@@ -325,7 +325,7 @@ class ImageTask(Task):
         names = list(self.data.classes)
         examples = [
             {
-                "title": f"image {i}: {names[chosen.labels[i]]}",
+                "title": f"{_title(chosen, i)}: {names[chosen.labels[i]]}",
                 "target": int(chosen.labels[i]),
                 "logits": [round(z, 4) for z in logits[i].tolist()],
                 "image": _picture(chosen.images[i], self.recipe.data.size),
@@ -356,6 +356,11 @@ def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def _title(split: ImageSplit, index: int) -> str:
+    images = split.images
+    return f"image {index}" if isinstance(images, Tensor) else images.names[index]
+
+
 def _picture(image: Tensor, size: int) -> str:
     """An image as a data URL; small images are enlarged."""
     pixels = image if image.shape[-1] <= size else augment.resize_center_crop(image, size, size)
@@ -368,12 +373,14 @@ def _picture(image: Tensor, size: int) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _records(log_p: Tensor, labels: Tensor) -> Iterator[dict[str, Any]]:
-    """One record per image."""
-    for index, (row, label) in enumerate(zip(log_p.exp(), labels.tolist(), strict=True)):
+def _records(log_p: Tensor, split: ImageSplit) -> Iterator[dict[str, Any]]:
+    """One record per image, with the name of its file if it has one."""
+    names = None if isinstance(split.images, Tensor) else split.images.names
+    for index, (row, label) in enumerate(zip(log_p.exp(), split.labels.tolist(), strict=True)):
         confidence, prediction = row.max(-1)
         yield {
             "index": index,
+            **({} if names is None else {"file": names[index]}),
             "label": label,
             "prediction": int(prediction),
             "confidence": float(confidence),
