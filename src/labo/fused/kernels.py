@@ -57,11 +57,13 @@ STATISTICS = 5
 # Columns of the sums of a shard: max z, and the sums of e, ue, q, uq, wq and wuq.
 SHARD_SUMS = 7
 
-# The forward kernel keeps a block of logits, its exponentials and its weights in registers. At 16
-# elements a thread even weighted LABO stays within 64 registers on sm_80; blocks of 8192, which
-# need 512 threads, begin to spill there.
+# The forward kernel keeps a block of logits, its exponentials and its weights in registers, at 8
+# elements a thread at most 64 on NVIDIA and 80 on AMD. Without a limit ptxas prefers fewer with a
+# few bytes spilled (tests/core/test_kernels_compile.py).
 MAX_BLOCK = 4096
-ELEMENTS_PER_THREAD = 16
+ELEMENTS_PER_THREAD = 8
+MAX_REGISTERS = 128
+HIP = torch.version.hip is not None
 
 
 @triton.jit
@@ -377,7 +379,7 @@ def row_statistics(
     statistics = logits.new_empty((rows, STATISTICS), dtype=torch.float32)
     if rows == 0:
         return values, statistics
-    block, warps = _tile(classes)
+    block, options = _tile(classes)
     with torch.cuda.device_of(logits):
         _statistics_kernel[(rows,)](
             logits,
@@ -396,7 +398,7 @@ def row_statistics(
             HAS_WEIGHT=weight is not None,
             WIDTH=STATISTICS,
             BLOCK=block,
-            num_warps=warps,
+            **options,
         )
     return values, statistics
 
@@ -447,7 +449,7 @@ def row_gradient(
     row_factor = _ready("row_factor", row_factor, logits, (rows,), torch.float32)
     if rows == 0:
         return out
-    block, warps = _tile(classes)
+    block, options = _tile(classes)
     blocks = triton.cdiv(classes, block)
     with torch.cuda.device_of(logits):
         # One axis: the second axis of a grid ends at 65535, and with one axis the programs go
@@ -469,7 +471,7 @@ def row_gradient(
             HAS_WEIGHT=weight is not None,
             WIDTH=STATISTICS,
             BLOCK=block,
-            num_warps=warps,
+            **options,
         )
     return out
 
@@ -484,7 +486,7 @@ def shard_sums(
     if classes == 0:
         sums.zero_()[:, 0] = -math.inf
     elif rows:
-        block, warps = _tile(classes)
+        block, options = _tile(classes)
         with torch.cuda.device_of(logits):
             _shard_sums_kernel[(rows,)](
                 logits,
@@ -499,7 +501,7 @@ def shard_sums(
                 HAS_WEIGHT=weight is not None,
                 WIDTH=SHARD_SUMS,
                 BLOCK=block,
-                num_warps=warps,
+                **options,
             )
     wide = sums.double()
     if spec.mode == LABEL_SMOOTHING:
@@ -523,7 +525,7 @@ def shard_gradient(
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    block, warps = _tile(classes)
+    block, options = _tile(classes)
     blocks = triton.cdiv(classes, block)
     with torch.cuda.device_of(logits):
         _shard_gradient_kernel[(rows * blocks,)](
@@ -541,7 +543,7 @@ def shard_gradient(
             MODE=spec.mode,
             HAS_WEIGHT=weight is not None,
             BLOCK=block,
-            num_warps=warps,
+            **options,
         )
     return out
 
@@ -566,7 +568,8 @@ def _ready(
     return x.contiguous()
 
 
-def _tile(classes: int) -> tuple[int, int]:
-    """Block size and number of warps for rows of ``classes`` logits."""
+def _tile(classes: int) -> tuple[int, dict[str, int]]:
+    """Block size and launch options for rows of ``classes`` logits."""
     block = min(triton.next_power_of_2(classes), MAX_BLOCK)
-    return block, max(1, block // (32 * ELEMENTS_PER_THREAD))
+    warps = max(1, block // ((64 if HIP else 32) * ELEMENTS_PER_THREAD))
+    return block, {"num_warps": warps} | ({} if HIP else {"maxnreg": MAX_REGISTERS})

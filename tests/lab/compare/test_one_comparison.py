@@ -15,7 +15,7 @@ import sacrebleu
 from analysis_runs import image_records, sentence, write_lines
 from labo import cli
 from labo.lab.analysis.significance import paired_bootstrap, paired_difference
-from labo.lab.compare.plan import PlannedRun
+from labo.lab.compare.plan import PlannedRun, claim_folder
 from labo.lab.reproduce.command import plan
 from labo.lab.translation.bleu import bootstrap_bleu
 
@@ -149,6 +149,7 @@ def finish(run: PlannedRun, scores: dict[str, float]) -> None:
 
 def test_images(tmp_path, capsys):
     planned = plan("table3", "demo", out=tmp_path, seeds=3)
+    claim_folder(tmp_path)
     labels = np.arange(40) % 4
     right: dict[tuple[str, str, int], int] = {}
     random = np.random.default_rng(0)
@@ -187,6 +188,7 @@ TEXTS = [f"this is sentence number {i} of a small test set" for i in range(25)]
 
 def test_translations(tmp_path, capsys):
     planned = plan("table2", "demo", out=tmp_path, seeds=2)
+    claim_folder(tmp_path)
     (comparison,) = planned.all()
     outputs: dict[tuple[str, int], list[str]] = {}
     random = np.random.default_rng(1)
