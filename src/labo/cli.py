@@ -440,7 +440,8 @@ def prepare(
     max_characters: Annotated[
         int | None,
         _limits(
-            help="Drop training pairs with more characters than this on either side; 0 keeps all."
+            help="Drop training pairs with more characters than this on either side; 0 keeps "
+            "all. A longer validation or test line is an error."
         ),
     ] = None,
     max_tokens: Annotated[
