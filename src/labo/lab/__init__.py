@@ -13,6 +13,7 @@ A task is named in ``tasks.TASKS`` and nowhere else outside of its own package:
 errors             the two ways a command ends early, and wrong data
 config             sections of a recipe, YAML, messages for wrong keys
 run/               a run on disk: directory, checkpoint, files, seeds; processes; progress
+text/              what tasks on text share: lines, subwords, prepared folders, token statistics
 tables             a table as Markdown, LaTeX, CSV and JSON
 tasks              the protocol of a task, and the dict ``TASKS``
 teachers           where a second distribution comes from

@@ -14,6 +14,7 @@ import pytest
 from babel import Locale
 
 from labo.lab.errors import DataError
+from labo.lab.text.folder import cache_folder
 from labo.lab.translation import cldr
 from labo.lab.translation.cldr import cldr_data, draw_phrases
 from labo.lab.translation.options import parse_pairs
@@ -173,10 +174,10 @@ def test_the_cache_is_used_and_named_by_what_is_asked_for(tmp_path, monkeypatch)
 def test_the_cache_lies_where_users_keep_theirs(tmp_path, monkeypatch):
     monkeypatch.delenv("LABO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cldr._cache() == tmp_path / "xdg" / "labo"
+    assert cache_folder() == tmp_path / "xdg" / "labo"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert cldr._cache() == tmp_path / ".cache" / "labo"
+    assert cache_folder() == tmp_path / ".cache" / "labo"
 
 
 def test_two_processes_at_once_make_one_result(tmp_path):

@@ -24,9 +24,11 @@ from transformers import AutoTokenizer
 
 from labo.cli import main
 from labo.lab.errors import DataError, LabError, RequestError
+from labo.lab.text import arrow
+from labo.lab.text.lines import read_lines
 from labo.lab.translation import cleaning, prepare
 from labo.lab.translation.options import PREPARE_PRESETS, Processing, choose, parse_pairs
-from labo.lab.translation.parallel import find_parallel_text, read_lines
+from labo.lab.translation.parallel import find_parallel_text
 from labo.lab.translation.prepare import prepare_pairs
 from labo.lab.translation.prepared import Pair, Prepared
 from labo.lab.translation.text import Pipeline, TextOptions
@@ -259,7 +261,7 @@ def test_datasets_reads_the_splits(plain):
 
 @pytest.mark.parametrize("batch", [3, 100_000])
 def test_splits_are_numpy_arrays_however_many_batches_they_have(corpus, plain, monkeypatch, batch):
-    monkeypatch.setattr(prepare, "_BATCH", batch)
+    monkeypatch.setattr(arrow, "_BATCH", batch)
     monkeypatch.setattr(prepare, "_CHUNK", 3)
     split = run(corpus, f"batches{batch}").split("train")
     whole = plain.split("train")

@@ -14,7 +14,8 @@ import torch
 
 from labo import cli
 from labo.lab.errors import RequestError
-from labo.lab.translation import translate
+from labo.lab.text import stdio
+from labo.lab.text.subwords import encode
 from labo.lab.translation.decoding import Decode, Hypothesis, decode
 from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
 from tiny_translation import (
@@ -98,13 +99,13 @@ def test_an_output_never_breaks_its_line(run, monkeypatch):
     def say(model, sources, options, **arguments):
         return [[Hypothesis(tuple(said), -1.0, (0.5,) * len(said))] for _ in sources]
 
-    monkeypatch.setattr(translate, "decode", say)
+    monkeypatch.setattr("labo.lab.translation.translate.decode", say)
     assert stream(run, b"one\ntwo\n") == b"a b c d  e\n" * 2
 
 
 def test_special_tokens_in_a_text_are_text(run):
     translator = Translator(run)
-    (ids,) = translate.encode(translator.tokenizer, ["</s>"])
+    (ids,) = encode(translator.tokenizer, ["</s>"])
     assert ids[-1] == 2
     assert not {0, 1, 2, 3} & set(ids[:-1])
 
@@ -138,7 +139,7 @@ def test_lines_are_numbered_through_all_chunks(run, monkeypatch, capsys):
     given = b"one\n" * 4 + b"x" * 100 + b"\n\xff\n"
     whole = stream(run, given, nbest=1)
     notices = capsys.readouterr().err
-    monkeypatch.setattr(translate, "_LINES_AT_ONCE", 2)
+    monkeypatch.setattr(stdio, "_LINES_AT_ONCE", 2)
     assert stream(run, given, nbest=1) == whole
     assert capsys.readouterr().err == notices
     assert "line 5 has" in notices
@@ -147,7 +148,7 @@ def test_lines_are_numbered_through_all_chunks(run, monkeypatch, capsys):
 
 def test_output_appears_before_the_input_ends(run, monkeypatch):
     """Line by line if each is a chunk; a reader that waits for it is not kept waiting."""
-    monkeypatch.setattr(translate, "_LINES_AT_ONCE", 1)
+    monkeypatch.setattr(stdio, "_LINES_AT_ONCE", 1)
     target = io.BytesIO()
     seen = []
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import os
 import random
 import re
 from bisect import bisect
@@ -24,10 +23,11 @@ from typing import Any, Literal
 
 from ..errors import DataError, RequestError
 from ..run.seeds import mix
+from ..text.folder import FORMAT, MANIFEST, cache_folder
 from .cleaning import RawPair
 from .options import Processing, parse_pairs
 from .prepare import prepare_pairs
-from .prepared import FORMAT, MANIFEST, Pair, Prepared
+from .prepared import Pair, Prepared
 
 __all__ = ["LANGUAGES", "cldr_data", "draw_phrases"]
 
@@ -343,7 +343,7 @@ def cldr_data(
         raise DataError(f"the CLDR phrases need Babel and tokenizers: {error}") from error
     key = repr((_EDITION, FORMAT, made_by, list(languages), size, seed, vocabulary))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    folder = _cache() / f"cldr-{'+'.join(languages)}-{digest}"
+    folder = cache_folder() / f"cldr-{'+'.join(languages)}-{digest}"
     if not (folder / MANIFEST).is_file():
         _prepare(folder, languages, size=size, seed=seed, vocabulary=vocabulary)
     return Prepared(folder)
@@ -369,9 +369,3 @@ def _prepare(
         # Another process may have done it while this one waited.
         if not (folder / MANIFEST).is_file():
             raise
-
-
-def _cache() -> Path:
-    if place := os.environ.get("LABO_CACHE"):
-        return Path(place)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "labo"

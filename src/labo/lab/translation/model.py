@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._checks import Registry
-from .dropout import FastDropout
+from ..text.dropout import FastDropout
+from ..text.head import Head
 
 BOS, PAD, EOS, UNK = range(4)  # fairseq's order
 NUM_SPECIAL = 4
@@ -91,13 +91,6 @@ def marian_config(
     )
 
 
-class Head(NamedTuple):
-    """An output layer not yet applied: states (..., D), weight (V, D)."""
-
-    states: Tensor
-    weight: Tensor
-
-
 class TranslationModel(nn.Module):
     """A Marian model that stops before its output layer.
 
@@ -110,7 +103,7 @@ class TranslationModel(nn.Module):
         >>> config = marian_config((50, 50), width=8, ffn=16, heads=2, encoder_layers=1,
         ...                        decoder_layers=1)
         >>> model = fresh_translator(config)
-        >>> states, weight = model(torch.tensor([[7, 8, 2]]), None, torch.tensor([[2, 9]]))
+        >>> states, weight, *_ = model(torch.tensor([[7, 8, 2]]), None, torch.tensor([[2, 9]]))
         >>> states.shape, weight.shape
         (torch.Size([1, 2, 8]), torch.Size([50, 8]))
     """

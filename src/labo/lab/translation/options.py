@@ -11,8 +11,9 @@ from pydantic import Field, ValidationError, model_validator
 from ..._checks import unknown_name
 from ..config import Names, Section, explain
 from ..errors import RequestError
+from ..text.subwords import Size
 from .prepared import Pair
-from .text import Size, TextOptions
+from .text import TextOptions
 
 __all__ = ["PREPARE_PRESETS", "PrepareOptions", "Processing", "Tag", "choose", "parse_pairs"]
 

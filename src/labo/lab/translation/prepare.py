@@ -8,14 +8,12 @@ hidden folder is renamed at the very end, so a folder that is there is complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -25,29 +23,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from filelock import FileLock
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError, LabError, RequestError
-from ..run.files import flush, sha256, write_json, write_text
+from ..errors import DataError, LabError
+from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
-from .arrow import ArrowFile, read_batches
-from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
-from .options import PrepareOptions, Processing, parse_pairs
-from .parallel import ParallelText, find_parallel_text
-from .prepared import FORMAT, MANIFEST, SPLITS, Pair, Prepared, schema
-from .text import (
+from ..text.arrow import ArrowFile, read_batches
+from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.subwords import (
     SPECIAL_TOKENS,
     Lines,
     Merges,
     encode,
-    languages_without_moses_rules,
     learn_merges,
     make_tokenizer,
     read_codes,
     restrict,
 )
+from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
+from .options import PrepareOptions, Processing, parse_pairs
+from .parallel import ParallelText, find_parallel_text
+from .prepared import Pair, Prepared, schema
+from .text import languages_without_moses_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,7 +77,7 @@ def prepare(
         DataError: the files are missing, damaged or not aligned, or nothing of them is left.
         RequestError: ``out`` exists.
     """
-    out = _checked(Path(out), force)
+    out = check_free(Path(out), force)
     pairs = parse_pairs(options.pair, options.tag)
     texts = {
         split: [
@@ -161,11 +159,11 @@ def prepare_pairs(
     Returns:
         What is now in ``out``.
     """
-    out = _checked(Path(out), force)
+    out = check_free(Path(out), force)
     if processing.codes is not None:
         read_codes(Path(processing.codes).expanduser(), list)  # a wrong file is refused at once
     try:
-        with _building(out, force) as folder, ProgressBars() as bars:
+        with building(out, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars)
             work.clean(splits, sizes or {}, workers)
             work.write_splits(*work.learn_subwords())
@@ -320,9 +318,9 @@ class _Work:
             if split == "train":
                 frequencies = {side: c.tolist() for side, c in counts.items()}
                 write_text(self.folder / "frequencies.json", json.dumps(frequencies) + "\n")
-        _save_tokenizer(source, self.folder / "tokenizer")
+        save_tokenizer(source, self.folder / "tokenizer")
         if target is not source:
-            _save_tokenizer(target, self.folder / "target_tokenizer")
+            save_tokenizer(target, self.folder / "target_tokenizer")
         self.vocabulary = {
             "kind": "joint" if target is source else "separate",
             "source": len(source),
@@ -377,11 +375,7 @@ class _Work:
 
     def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
         """Say what the folder holds; written last."""
-        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        digests = {path.relative_to(self.folder).as_posix(): sha256(path) for path in files}
-        listing = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
         manifest = {
-            "format": FORMAT,
             "pairs": [asdict(pair) for pair in self.pairs],
             "text": self.processing.text.model_dump(),
             "processing": self._processing(),
@@ -392,12 +386,8 @@ class _Work:
             "tokens": self.tokens,
             "unknown": self.unknown,
             "inputs": list(inputs),
-            "sha256": digests,
-            "fingerprint": hashlib.sha256(listing.encode()).hexdigest(),
         }
-        for path in (*files, *{path.parent for path in files}):
-            flush(path)
-        write_json(self.folder / MANIFEST, manifest)
+        seal(self.folder, manifest)
 
     def _processing(self) -> dict[str, Any]:
         """What was done, without the places of files."""
@@ -425,55 +415,6 @@ def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | No
 def _text_schema(split: str) -> pa.Schema:
     """The columns of cleaned text: those of the split, with text in the place of token ids."""
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class that earlier ones do not have.
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("backend", None)
-    write_json(path, config)
-
-
-def _checked(out: Path, force: bool) -> Path:
-    """The absolute path of a folder that may be made."""
-    out = out.expanduser().absolute()
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return out
-    if not (out / MANIFEST).is_file():
-        raise RequestError(f"{out} exists, and is no prepared data")
-    if not force:
-        raise RequestError(f"{out} exists; --force replaces it")
-    return out
-
-
-@contextmanager
-def _building(out: Path, force: bool) -> Iterator[Path]:
-    """An empty folder that becomes ``out`` if all goes well.
-
-    Whoever wants to build the same waits here; what a killed process left is cleared away.
-    """
-    folder, old = (out.with_name(f".{out.name}.{name}") for name in ("preparing", "replaced"))
-    lock = out.with_name(f".{out.name}.lock")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock):
-        try:
-            _checked(out, force)
-            for leftover in (folder, old):
-                shutil.rmtree(leftover, ignore_errors=True)
-            folder.mkdir()
-            yield folder
-            if out.exists():
-                os.replace(out, old)
-            os.replace(folder, out)
-            flush(out.parent)
-        finally:
-            for leftover in (folder, old):
-                shutil.rmtree(leftover, ignore_errors=True)
-            with suppress(OSError):
-                lock.unlink()
 
 
 def summarize(prepared: Prepared) -> None:

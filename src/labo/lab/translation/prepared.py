@@ -19,16 +19,14 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from ..errors import DataError
+from ..text.arrow import flat_lists
+from ..text.folder import MANIFEST, load_tokenizer, read_manifest
 from .text import TextOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "schema"]
-
-FORMAT = 1
-MANIFEST = "prepared.json"
-SPLITS = ("train", "valid", "test")
+__all__ = ["Pair", "Prepared", "TextSplit", "schema"]
 
 Side = Literal["source", "target"]
 
@@ -68,11 +66,11 @@ class TextSplit:
 
     @cached_property
     def _source(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        return _flat(self._table["source"])
+        return flat_lists(self._table["source"])
 
     @cached_property
     def _target(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        return _flat(self._table["target"])
+        return flat_lists(self._table["target"])
 
     @property
     def source_values(self) -> npt.NDArray[np.int32]:
@@ -117,18 +115,6 @@ class TextSplit:
         return text
 
 
-def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Values and offsets of a column of lists; copied only if it has several chunks."""
-    values = [chunk.flatten().to_numpy() for chunk in column.chunks]
-    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
-    offsets = np.zeros(len(column) + 1, dtype=np.int64)
-    if lengths:
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    if len(values) == 1:
-        return values[0], offsets
-    return np.concatenate([np.empty(0, np.int32), *values]), offsets
-
-
 class Prepared:
     """A prepared folder.
 
@@ -148,7 +134,7 @@ class Prepared:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.manifest: dict[str, Any] = _read_manifest(self.path)
+        self.manifest: dict[str, Any] = read_manifest(self.path)
         try:
             self.fingerprint: str = self.manifest["fingerprint"]
             self.pairs = [Pair(**pair) for pair in self.manifest["pairs"]]
@@ -163,13 +149,13 @@ class Prepared:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Of the source, or of both."""
-        return _load_tokenizer(self.path / "tokenizer")
+        return load_tokenizer(self.path / "tokenizer")
 
     @cached_property
     def target_tokenizer(self) -> PreTrainedTokenizerFast:
         """Of the target; the same object as ``tokenizer`` if the vocabulary is joint."""
         folder = self.path / "target_tokenizer"
-        return _load_tokenizer(folder) if folder.is_dir() else self.tokenizer
+        return load_tokenizer(folder) if folder.is_dir() else self.tokenizer
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
@@ -191,25 +177,3 @@ class Prepared:
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
         return np.asarray(counts, dtype=np.int64)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{folder}: no prepared data here; `labo prepare` makes it") from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(f"{path}: not of format {FORMAT}, which this version reads")
-    return manifest
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: cannot be read ({error})") from error

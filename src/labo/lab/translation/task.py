@@ -8,7 +8,6 @@ another order in each epoch. The loss takes hidden states and output layer throu
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,20 +24,21 @@ from torch import Tensor, nn
 from transformers import MarianMTModel
 from transformers.utils import logging
 
-from ... import linear_loss
 from ..._checks import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Evaluation
-from . import bleu, forced
+from ..text import forced
+from ..text.batching import batches_by_length, in_order, rounded, text_digest
+from ..text.head import Head, head_loss
+from . import bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .model import (
     EOS,
     MODEL_PRESETS,
     NUM_SPECIAL,
     PAD,
-    Head,
     TranslationModel,
     fresh_translator,
     marian_config,
@@ -214,7 +214,7 @@ class TranslationTask:
         return {
             "task": self.recipe.task,
             "num_classes": self.num_classes,
-            "vocabulary": _digest(self.data.target_tokenizer.backend_tokenizer.to_str()),
+            "vocabulary": text_digest(self.data.target_tokenizer.backend_tokenizer.to_str()),
             "pairs": self.data.manifest["pairs"],
             "text": self.data.manifest["text"],
             "decode": self.recipe.decode.model_dump(mode="json"),
@@ -239,13 +239,12 @@ class TranslationTask:
     def outputs(self, model: nn.Module, batch: Batch) -> Head:
         """Hidden states and output layer for the target tokens of a batch, padding left out."""
         sentences: Sentences = batch.inputs
-        states, weight = model(sentences.source, sentences.mask, sentences.prefix)
-        return Head(states[sentences.prefix != PAD], weight)
+        head: Head = model(sentences.source, sentences.mask, sentences.prefix)
+        return head._replace(states=head.states[sentences.prefix != PAD])
 
     def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
         target = batch.target[batch.inputs.prefix != PAD]
-        teacher = second[0] if second else None
-        return linear_loss(outputs.states, outputs.weight, target, loss, second=teacher)
+        return head_loss(loss, outputs, target, *second)
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         real = batch.inputs.prefix != PAD
@@ -262,17 +261,7 @@ class TranslationTask:
         fits = longest <= min(limit, self.recipe.model.positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no sentence is as short as {limit} tokens")
-        # At random first, so that sentences of one length are not in the order of the corpus.
-        order = permutation(self.recipe.seed, 0, len(longest), stream="batches")
-        order = order[fits[order]]
-        order = order[longest[order].argsort(stable=True)]
-        batches, first = [], 0
-        sizes = longest[order].tolist()
-        for place, size in enumerate(sizes):  # ascending: the last one of a batch is its longest
-            if (place + 1 - first) * size > limit:
-                batches.append(order[first:place])
-                first = place
-        batches.append(order[first:])
+        batches = batches_by_length(longest, fits, limit, self.recipe.seed)
         missing = int((~fits).sum())
         notes = [f"{missing} training pairs are too long for a batch and left out"]
         return batches, notes if missing else []
@@ -417,7 +406,7 @@ class TranslationTask:
         mine = self._shares(split, accelerator)
         sources = [split.source(i).tolist() for i in mine]
         best = [found[0] for found in decode(model.plain(), sources, options)]
-        return _in_order(gather_object(list(zip(mine, best, strict=True))))
+        return in_order(gather_object(list(zip(mine, best, strict=True))))
 
     @torch.no_grad()
     def _heads(
@@ -451,7 +440,7 @@ class TranslationTask:
             for place, index in enumerate(part):
                 row = {name: pieces[place].cpu() for name, pieces in columns.items()}
                 found.append((index, row))
-        return _in_order(gather_object(found))
+        return in_order(gather_object(found))
 
     @torch.no_grad()
     def _temperature(self, model: nn.Module, accelerator: Accelerator) -> float | None:
@@ -491,23 +480,23 @@ class TranslationTask:
                 "hypothesis": text,
                 "source_tokens": names(source),
                 "tokens": target_names([*hypothesis.ids, *([EOS] if ended else [])]),
-                "probabilities": _rounded(hypothesis.probabilities),
+                "probabilities": rounded(hypothesis.probabilities),
                 "score": hypothesis.score,
                 "frequency": float(counts[source].mean()) if source else 0.0,
                 "forced": {
                     "tokens": target_names(reference),
-                    "probabilities": _rounded((-row["nll"]).exp().tolist()),
-                    "confidence": _rounded(row["confidence"].tolist()),
+                    "probabilities": rounded((-row["nll"]).exp().tolist()),
+                    "confidence": rounded(row["confidence"].tolist()),
                     "right": (row["right"] > 0).tolist(),
-                    "entropy": _rounded(row["entropy"].tolist()),
+                    "entropy": rounded(row["entropy"].tolist()),
                 },
                 "reference_length": len(reference),
             }
             if temperature is not None:
                 record["forced"]["tempered"] = {
                     "temperature": temperature,
-                    "probabilities": _rounded((-row["tempered_nll"]).exp().tolist()),
-                    "confidence": _rounded(row["tempered_confidence"].tolist()),
+                    "probabilities": rounded((-row["tempered_nll"]).exp().tolist()),
+                    "confidence": rounded(row["tempered_confidence"].tolist()),
                 }
             if by_beam:
                 record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
@@ -535,7 +524,7 @@ class TranslationTask:
             position = row - int(lengths[:sentence].sum())
             target = chosen.target(sentence)
             so_far = tokens.decode(target[:position].tolist(), skip_special_tokens=True)
-            logits = (head.states[row] @ head.weight.T).float()
+            logits = head.logits(head.states[row]).float()
             next_token = tokens.convert_ids_to_tokens(int(target[position]))
             examples.append(
                 {
@@ -563,18 +552,6 @@ def _load(options: TextData) -> Prepared:
         seed=options.data_seed,
         vocabulary=options.vocabulary,
     )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
-
-
-def _in_order(numbered: Sequence[tuple[int, Any]]) -> list[Any]:
-    return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _tokens(batch: Batch) -> Tensor:

@@ -7,32 +7,25 @@ reads and writes a few thousand lines at a time.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 from transformers import MarianMTModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from ..config import explain
 from ..errors import RequestError
+from ..text.stdio import Answer, Notice, answer_lines
+from ..text.subwords import encode
 from .decoding import Decode, Hypothesis, decode
 from .prepared import Pair
-from .text import Pipeline, TextOptions, encode
-
-_LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
-
-Notice = Callable[[str], object]
+from .text import Pipeline, TextOptions
 
 
 @dataclass(frozen=True)
@@ -265,54 +258,25 @@ def translate_stream(
         scores: write JSON, with the probability of each token.
         search: see :class:`Translator`.
     """
-    show = _show(target)
-    with Progress(
-        TextColumn("{task.completed} lines"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True, highlight=False, soft_wrap=True),
-        disable=not show,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("", total=None)
 
-        def notice(text: str) -> None:
-            progress.console.print(f"labo: {text}", markup=False)
-
+    def start(notice: Notice) -> Answer:
         translator = Translator(run, pair=pair, notice=notice, **search)
         if (nbest or 1) > translator.options.beam:
             raise RequestError(
                 f"--nbest {nbest} is more than the beam of {translator.options.beam}"
             )
-        lines = _lines(source, notice)
-        first = 1
-        while chunk := list(islice(lines, 1 if source.isatty() else _LINES_AT_ONCE)):
-            found = translator.nbest(
-                chunk, nbest or 1, first_line=first, advance=lambda n: progress.advance(task, n)
-            )
-            output = "".join(
+
+        def answer(lines: Sequence[str], first: int, advance: Callable[[int], object]) -> str:
+            found = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
+            return "".join(
                 _format(number, translation, nbest is not None, scores) + "\n"
                 for number, translations in enumerate(found, first)
                 for translation in translations
             )
-            try:
-                target.write(output.encode())
-                target.flush()
-            except BrokenPipeError:
-                _forget(target)
-                return
-            first += len(chunk)
 
+        return answer
 
-def _lines(source: BinaryIO, notice: Notice) -> Iterator[str]:
-    """The lines of a stream as they come, without their ends."""
-    for number, line in enumerate(iter(source.readline, b""), 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
-            text = line.decode(errors="replace")
-        yield text.removesuffix("\n").removesuffix("\r")
+    answer_lines(source, target, start)
 
 
 def _format(number: int, translation: Translation, numbered: bool, scores: bool) -> str:
@@ -328,15 +292,3 @@ def _format(number: int, translation: Translation, numbered: bool, scores: bool)
     if numbered:
         return f"{number}\t{translation.score:.4f}\t{translation.text}"
     return translation.text
-
-
-def _show(target: BinaryIO) -> bool:
-    """Whether progress is to be seen: on a terminal that the translations do not go to."""
-    return sys.stderr.isatty() and not target.isatty()
-
-
-def _forget(target: BinaryIO) -> None:
-    """Let Python flush a closed pipe at its end without complaint."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, target.fileno())
-    os.close(nowhere)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 _BATCH = 100_000  # rows in a record batch
@@ -56,3 +58,15 @@ def read_batches(path: Path, size: int) -> Iterator[pa.RecordBatch]:
         for batch in stream:
             for start in range(0, batch.num_rows, size):
                 yield batch.slice(start, size)
+
+
+def flat_lists(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Values and offsets of a column of lists; copied only if it has several chunks."""
+    values = [chunk.flatten().to_numpy() for chunk in column.chunks]
+    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
+    offsets = np.zeros(len(column) + 1, dtype=np.int64)
+    if lengths:
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+    if len(values) == 1:
+        return values[0], offsets
+    return np.concatenate([np.empty(0, np.int32), *values]), offsets

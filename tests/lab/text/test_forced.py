@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labo.lab.analysis.calibration import fit_temperature
-from labo.lab.translation import forced
-from labo.lab.translation.model import Head
+from labo.lab.text import forced
+from labo.lab.text.head import Head
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .model import Head
+from .head import Head
 
 _LOGITS_AT_ONCE = 1 << 24  # numbers
 # The inverse temperatures that are tried. They are multiples of the first: one exponential serves
@@ -118,7 +118,7 @@ def _blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Log-probabilities (n, V) and labels (n,)."""
     at_once = max(1, _LOGITS_AT_ONCE // len(head.weight))
     for states, labels in zip(head.states.split(at_once), target.split(at_once), strict=True):
-        yield (states @ head.weight.T).float().log_softmax(-1), labels
+        yield head.logits(states).float().log_softmax(-1), labels
 
 
 def _of(log_p: Tensor, labels: Tensor) -> Tensor:
