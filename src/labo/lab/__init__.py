@@ -25,6 +25,7 @@ analysis/          records -> analysis.json; which runs belong together; differe
 report/            analysis -> one HTML page
 images/            a task: data sources, augmentation, networks, scores, its analysis
 translation/       a task: prepare, subwords, model, beam search, BLEU, its analysis
+language_modeling/ a task: documents, packing, causal models, bits per byte, generation
 compare/           one recipe, several methods and seeds: plan, launch, execute, table
 reproduce/         the paper's tables and figures
 demo               ``labo demo``

@@ -8,6 +8,7 @@ on which task it is.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 TASKS = {
     "image_classification": "labo.lab.images.task:ImageTask",
     "translation": "labo.lab.translation.task:TranslationTask",
+    "language_modeling": "labo.lab.language_modeling.task:LanguageModelingTask",
 }
 
 
@@ -170,3 +172,30 @@ def load_model(run: RunDirectory) -> nn.Module:
         return find_task(facts["task"]).load_model(run.best)
     except (KeyError, RuntimeError) as error:
         raise RequestError(f"{run.best} holds no model this version can build") from error
+
+
+def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
+    """The model folder of a run, and the facts in it.
+
+    Args:
+        run: a run directory, or a model folder itself.
+        task: the task that it must be a model for.
+
+    Raises:
+        RequestError: there is none, or it is for another task.
+    """
+    run = Path(run)
+    found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
+    if not found:
+        raise RequestError(f"{run} is no run with best/config.json")
+    path = found[0] / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = config.get("labo", config)
+        theirs = facts.get("task")
+    except (OSError, ValueError, AttributeError) as error:
+        raise RequestError(f"{path} describes no model") from error
+    if theirs != task:
+        what = "no model of labo" if theirs is None else f"a model for {theirs}"
+        raise RequestError(f"{run} holds {what}: this command takes a run of the task {task}")
+    return found[0], facts

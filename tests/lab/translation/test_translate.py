@@ -272,7 +272,7 @@ def test_an_image_run_and_no_run_are_refused(tmp_path, monkeypatch, capsys):
         for run, line in [
             (
                 ".",
-                "labo: . holds a model for image_classification: what translates is a run of the "
+                "labo: . holds a model for image_classification: this command takes a run of the "
                 "task translation\n",
             ),
             ("nowhere", "labo: nowhere is no run with best/config.json\n"),

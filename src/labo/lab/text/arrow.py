@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 _BATCH = 100_000  # rows in a record batch
+_BATCH_BYTES = 1 << 26  # bytes in a record batch
 
 
 class ArrowFile:
@@ -21,6 +22,7 @@ class ArrowFile:
         self._schema = columns
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
+        self._waiting_bytes = 0
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, columns)
 
@@ -33,14 +35,15 @@ class ArrowFile:
         if arrays:
             self._waiting.append(pa.record_batch(arrays, schema=self._schema))
             self._waiting_rows += self._waiting[-1].num_rows
+            self._waiting_bytes += self._waiting[-1].nbytes
             self.rows += self._waiting[-1].num_rows
-        if self._waiting_rows >= _BATCH:
+        if self._waiting_rows >= _BATCH or self._waiting_bytes >= _BATCH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         if self._waiting_rows:
             self._stream.write_batch(pa.concat_batches(self._waiting))
-        self._waiting, self._waiting_rows = [], 0
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def __enter__(self) -> ArrowFile:
         return self

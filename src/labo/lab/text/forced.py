@@ -14,6 +14,7 @@ from torch import Tensor
 from .head import Head
 
 _LOGITS_AT_ONCE = 1 << 24  # numbers
+_BINS = 15
 # The inverse temperatures that are tried. They are multiples of the first: one exponential serves
 # all of them, by multiplication.
 BETAS = torch.arange(1, 65, dtype=torch.float64) / 8
@@ -61,6 +62,39 @@ def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         metric: math.fsum(float(row[name].double().sum()) for row in rows) / tokens
         for name, metric in names.items()
     }
+
+
+class ReliabilityBins:
+    """Sums of confidence and of right predictions over 15 bins of equal width.
+
+    Example:
+        >>> bins = ReliabilityBins()
+        >>> bins.add(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]))
+        >>> bins.calibration_error()
+        0.5
+    """
+
+    def __init__(self) -> None:
+        self.confidence = torch.zeros(_BINS, dtype=torch.float64)
+        self.right = torch.zeros(_BINS, dtype=torch.float64)
+        self.count = 0
+
+    def add(self, confidence: Tensor, right: Tensor) -> None:
+        """Take in predictions: (N,) their top probability, and 1 where they are right, else 0."""
+        bins = (confidence * _BINS).long().clamp(max=_BINS - 1)  # the last bin is closed
+        self.confidence.index_add_(0, bins, confidence.double())
+        self.right.index_add_(0, bins, right.double())
+        self.count += len(confidence)
+
+    def __iadd__(self, other: ReliabilityBins) -> ReliabilityBins:
+        self.confidence += other.confidence
+        self.right += other.right
+        self.count += other.count
+        return self
+
+    def calibration_error(self) -> float:
+        """The expected calibration error: how far confidence and accuracy lie apart."""
+        return float((self.confidence - self.right).abs().sum()) / self.count
 
 
 def losses_by_beta(head: Head, target: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import DataError
 from .lines import read_lines
@@ -237,11 +237,23 @@ def _avoid(merges: Merges, names: Collection[str]) -> Merges:
     return Merges(merges.words, merges.alphabet, tuple(kept))
 
 
-def make_tokenizer(merges: Merges, tags: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that ends each text with </s>.
+def make_tokenizer(
+    merges: Merges,
+    tags: Sequence[str],
+    *,
+    frame: Literal["end", "begin"] = "end",
+    split_special_tokens: bool = True,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that ends each text with </s>, or begins it with <s>.
 
-    Ids: the special tokens, the tags, the types. What looks like a special token in a text is
-    split like any other text; a tag at the head of a text is the tag.
+    Ids: the special tokens, the tags, the types. A tag at the head of a text is the tag.
+
+    Args:
+        merges: the byte-pair encoding.
+        tags: further tokens.
+        frame: what is put around a text: </s> at its end, or <s> at its beginning.
+        split_special_tokens: whether what looks like a special token in a text is split like any
+            other text. A chat template needs False.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -260,8 +272,10 @@ def make_tokenizer(merges: Merges, tags: Sequence[str]) -> PreTrainedTokenizerFa
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
+    added = eos if frame == "end" else bos
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {eos}", special_tokens=[(eos, vocabulary[eos])]
+        single=f"$A {eos}" if frame == "end" else f"{bos} $A",
+        special_tokens=[(added, vocabulary[added])],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -269,7 +283,7 @@ def make_tokenizer(merges: Merges, tags: Sequence[str]) -> PreTrainedTokenizerFa
         pad_token=pad,
         eos_token=eos,
         unk_token=unk,
-        split_special_tokens=True,
+        split_special_tokens=split_special_tokens,
         clean_up_tokenization_spaces=False,
         model_max_length=_LONGEST,
     )

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..config import explain
 from ..errors import RequestError
+from ..tasks import find_model
 from ..text.stdio import Answer, Notice, answer_lines
 from ..text.subwords import encode
 from .decoding import Decode, Hypothesis, decode
@@ -71,30 +72,16 @@ class ModelFolder:
         Raises:
             RequestError: there is none, or it is no translation model.
         """
-        run = Path(run)
-        found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
-        if not found:
-            raise RequestError(f"{run} is no run with best/config.json")
-        try:
-            config = json.loads((found[0] / "config.json").read_text(encoding="utf-8"))
-            facts: Mapping[str, Any] = config.get("labo", config)
-            task = facts.get("task")
-        except (ValueError, AttributeError) as error:
-            raise RequestError(f"{found[0] / 'config.json'} describes no model") from error
-        if task != "translation":
-            raise RequestError(
-                f"{run} holds {'no model of labo' if task is None else f'a model for {task}'}: "
-                "what translates is a run of the task translation"
-            )
+        path, facts = find_model(run, "translation")
         try:
             return cls(
-                found[0],
+                path,
                 tuple(Pair(**pair) for pair in facts["pairs"]),
                 TextOptions.model_validate(facts["text"]),
                 Decode.model_validate(facts["decode"]),
             )
         except (KeyError, TypeError, ValidationError) as error:
-            raise RequestError(f"{found[0]} holds no model this version can load") from error
+            raise RequestError(f"{path} holds no model this version can load") from error
 
     def load(self) -> MarianMTModel:
         """The model, on the CPU and in the mode of evaluation."""
