@@ -135,6 +135,8 @@ class Prepared:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self.manifest: dict[str, Any] = read_manifest(self.path)
+        if "task" in self.manifest:  # prepared for another one
+            raise DataError(f"{self.path}: not parallel text made by `labo prepare`")
         try:
             self.fingerprint: str = self.manifest["fingerprint"]
             self.pairs = [Pair(**pair) for pair in self.manifest["pairs"]]
