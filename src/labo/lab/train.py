@@ -95,7 +95,7 @@ class Trainer:
         steps = self.task.steps_per_epoch
         limits = (recipe.train.max_steps, recipe.train.epochs and recipe.train.epochs * steps)
         self.total = min(limit for limit in limits if limit)
-        every = recipe.train.eval_every * steps
+        every = recipe.train.eval_every_steps or recipe.train.eval_every * steps
         self.evaluated_steps = sorted({*range(every, self.total, every), self.total})
 
         torch.manual_seed(mix(recipe.seed, "model"))

@@ -29,6 +29,7 @@ from . import augment
 from .networks import CONVNETS
 from .scores import classification_scores
 from .sources import ImageSplit, load_images
+from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 
 _EVALUATED_AT_ONCE = 256
 _EXPLORED = 6  # examples with all their logits
@@ -51,16 +52,40 @@ class ImageData(config.Section):
 
 
 class ImageModel(config.Section):
-    """Which network."""
+    """Which network; all keys but the name are of vision transformers."""
 
     name: str
+    patch: int | None = Field(None, ge=1)
+    """Pixels of a patch, on each side."""
+    image_size: int | None = Field(None, ge=1)
+    """Pixels of the images that the transformer sees; other images are resized."""
+    width: int | None = Field(None, ge=1)
+    layers: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1)
+    ffn: int | None = Field(None, ge=1)
+    dropout: float | None = Field(None, ge=0, lt=1)
+    drop_path: float | None = Field(None, ge=0, lt=1)
+    """Stochastic depth: how often the last layer is left out; earlier ones less."""
+    pooling: Pooling | None = None
+    """What the classifier sees: the class token, the mean over patches, or a learned average."""
 
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in CONVNETS:
-            raise ValueError(unknown_name("model", name, CONVNETS))
+        if name not in CONVNETS and name not in TRANSFORMERS:
+            raise ValueError(unknown_name("model", name, [*CONVNETS, *TRANSFORMERS]))
         return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImageModel:
+        if self.options() and self.name not in TRANSFORMERS:
+            keys = ", ".join(self.options())
+            raise ValueError(f"{keys}: only vision transformers have it, {self.name} has not")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What differs from the defaults of the name."""
+        return self.model_dump(exclude={"name"}, exclude_none=True)
 
 
 class ImageTrain(config.Train):
@@ -132,14 +157,19 @@ class ImageTask:
 
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
-        model = _fresh_model(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model = _fresh_model(config.get("labo", config))
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
         return model
 
     def facts(self) -> dict[str, Any]:
+        options = self.recipe.model.options()
+        if self.recipe.model.name in TRANSFORMERS:
+            options.setdefault("image_size", self._image_size)
         return {
             "task": self.recipe.task,
             "model": self.recipe.model.name,
+            **({"options": options} if options else {}),
             "num_classes": self.num_classes,
             "in_channels": len(self.data.mean),
             "classes": list(self.data.classes),
@@ -150,7 +180,17 @@ class ImageTask:
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return dict(weights), {"config.json": json.dumps(self.facts(), indent=2) + "\n"}
+        config = self.facts()
+        if isinstance(model, VisionTransformer):
+            plain = plain_config(model, config["classes"])
+            config = config if plain is None else {**plain, "labo": config}
+        return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n"}
+
+    @property
+    def _image_size(self) -> int:
+        """The width of the images that the model is given."""
+        images = self.data.train.images
+        return int(images.shape[-1]) if isinstance(images, Tensor) else self.recipe.data.size
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(batch.inputs)
@@ -298,7 +338,10 @@ class ImageTask:
 
 
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
-    model: nn.Module = CONVNETS[facts["model"]](facts["num_classes"], facts["in_channels"])
+    name, sizes = facts["model"], (facts["num_classes"], facts["in_channels"])
+    if name in TRANSFORMERS:
+        return VisionTransformer(name, *sizes, **facts["options"])
+    model: nn.Module = CONVNETS[name](*sizes)
     return model
 
 
