@@ -14,6 +14,7 @@ errors             the two ways a command ends early, and wrong data
 config             sections of a recipe, YAML, messages for wrong keys
 run/               a run on disk: directory, checkpoint, files, seeds; processes; progress
 text/              what tasks on text share: lines, subwords, prepared folders, token statistics
+pretrained         a model folder to start from: loading, freezing, LoRA
 tables             a table as Markdown, LaTeX, CSV and JSON
 tasks              the protocol of a task, and the dict ``TASKS``
 teachers           where a second distribution comes from

@@ -11,10 +11,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .._checks import unknown_name
 from .errors import RequestError
@@ -96,6 +103,11 @@ class Train(Section):
     select: str  # the score on the validation split that selects the model; each task names its own
     average_last: int = Field(0, ge=0)  # select the mean of the last so many evaluated models
     workers: int = Field(0, ge=0)  # threads that prepare batches ahead of time
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _spelled(cls, value: object) -> object:
+        return "no" if value is False else value  # what YAML makes of an unquoted no
 
     @model_validator(mode="after")
     def _consistent(self) -> Train:
@@ -222,11 +234,19 @@ def _locate(
     for part in location:
         path.append(str(part))
         field = model.model_fields.get(str(part))
-        kind = None if field is None else field.annotation
-        if not (isinstance(kind, type) and issubclass(kind, Section)):
+        kind = None if field is None else _section(field.annotation)
+        if kind is None:
             break  # a value: what is inside it has no key
         model = kind
     return path, model
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section that an annotation such as ``Section | None`` stands for."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
 
 
 def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ..._checks import Registry
 from ..errors import RequestError
+from ..pretrained import load_folder, merged
 from ..text.dropout import FastDropout
 from ..text.head import Head
 
@@ -149,8 +150,15 @@ class LanguageModel(nn.Module):
             *(self.causal._keys_to_ignore_on_save or ()),
             *self.causal.all_tied_weights_keys,
         }
-        names = {name: name.removeprefix("causal.") for name in weights}
-        return {names[n]: tensor for n, tensor in weights.items() if names[n] not in left_out}
+        named = {name.removeprefix("causal."): tensor for name, tensor in weights.items()}
+        plain = merged(self.causal, named)
+        return {name: tensor for name, tensor in plain.items() if name not in left_out}
+
+    @property
+    def head_name(self) -> str:
+        """The name of the output layer in the causal model."""
+        layer = self.causal.get_output_embeddings()
+        return next(name for name, module in self.causal.named_modules() if module is layer)
 
 
 def fresh_model(config: PretrainedConfig) -> LanguageModel:
@@ -159,35 +167,8 @@ def fresh_model(config: PretrainedConfig) -> LanguageModel:
 
 
 def load_causal(folder: str | Path) -> PreTrainedModel:
-    """A causal model from a folder on this machine, in float32, on the CPU.
-
-    Only safetensors are read, and no code of the folder is run.
-
-    Raises:
-        RequestError: it holds no such model.
-    """
-    from transformers.utils import logging
-
-    folder = Path(folder).expanduser()
-    if not (folder / "config.json").is_file():
-        raise RequestError(f"{folder}: holds no model (there is no config.json)")
-    if not list(folder.glob("*.safetensors")):
-        raise RequestError(
-            f"{folder}: holds no *.safetensors; other formats can run code and are not read "
-            "(save_pretrained of a current transformers converts them)"
-        )
-    logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32,
-        )
-    except Exception as error:  # of many kinds, from several libraries
-        reason = str(error).strip().partition("\n")[0]
-        raise RequestError(f"{folder}: holds no causal language model: {reason}") from error
+    """A causal model from a folder on this machine, see :func:`labo.lab.pretrained.load_folder`."""
+    return load_folder(AutoModelForCausalLM, folder)
 
 
 # ------------------------------------------------------------------ what a model must be like

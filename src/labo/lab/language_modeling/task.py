@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from ..._checks import unknown_name
 from .. import config
+from ..config import Names
 from ..errors import RequestError
+from ..pretrained import Lora, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation
 from ..text import forced
@@ -43,6 +45,7 @@ from .model import (
 )
 from .packing import Packing, pack
 from .prepared import IGNORED, DocumentSplit, PreparedDocuments
+from .tokenizers import pretrained_tokenizer
 
 _EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
@@ -78,9 +81,15 @@ class DocumentData(config.Section):
 
 
 class CausalModel(config.Section):
-    """A preset, and what is to differ from it."""
+    """A preset and what is to differ from it, or a pre-trained folder."""
 
-    preset: str
+    preset: str | None = None
+    pretrained: str | None = None
+    """A Hugging Face folder with a causal language model, to start from."""
+    freeze: Names = ()
+    """Modules or parameters that are not trained, such as transformer.wte; * fits anything."""
+    lora: Lora | None = None
+    """Train low-rank adapters only; the saved model has them merged."""
     width: int | None = Field(None, ge=2)
     layers: int | None = Field(None, ge=1)
     heads: int | None = Field(None, ge=1)
@@ -91,13 +100,19 @@ class CausalModel(config.Section):
 
     @field_validator("preset")
     @classmethod
-    def _known(cls, preset: str) -> str:
-        if preset not in PRESETS:
+    def _known(cls, preset: str | None) -> str | None:
+        if preset is not None and preset not in PRESETS:
             raise ValueError(unknown_name("preset", preset, PRESETS))
         return preset
 
     @model_validator(mode="after")
     def _consistent(self) -> CausalModel:
+        if (self.preset is None) == (self.pretrained is None):
+            raise ValueError("give preset or pretrained, and not both")
+        if self.preset is None:
+            if self.dimensions() or self.config:
+                raise ValueError("the dimensions of a pretrained model are its own")
+            return self
         values = {**PRESETS[self.preset], **self.dimensions()}
         if values["width"] % (2 * values["heads"]):
             raise ValueError(
@@ -165,6 +180,9 @@ class LanguageModelingTask:
         self.data = _load(options)
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.num_classes = len(self.data.tokenizer)
+        if recipe.model.pretrained is not None:
+            self.num_classes = self._pretrained_vocabulary(recipe.model.pretrained)
+            self.fingerprint += f"+{folder_digest(recipe.model.pretrained)}"
         if options.block > recipe.train.batch_tokens:
             raise RequestError(
                 f"train.batch_tokens: {recipe.train.batch_tokens} is less than a block of "
@@ -189,24 +207,56 @@ class LanguageModelingTask:
     # ------------------------------------------------------------------ the model
 
     def build_model(self) -> LanguageModel:
-        model, tokenizer = self.recipe.model, self.data.tokenizer
-        made = fresh_model(
-            causal_config(
-                model.preset,
-                self.num_classes,
-                positions=self.recipe.data.block,
-                dropout=model.dropout,
-                begin=self.data.begin,
-                end=self.data.end,
-                pad=tokenizer.pad_token_id,
-                dimensions=model.dimensions(),
-                settings=model.config,
-            )
-        )
-        check_head(made)
+        options = self.recipe.model
+        model = self._start()
+        if options.freeze:
+            freeze(model.causal, options.freeze)
+        if options.lora is not None:
+            add_lora(model.causal, options.lora, [model.head_name], train_heads=False)
+        check_head(model)
         if self.recipe.data.packing:
-            check_packing(made)
-        return made
+            check_packing(model)
+        return model
+
+    def _start(self) -> LanguageModel:
+        """The model before any training."""
+        options, block = self.recipe.model, self.recipe.data.block
+        if options.preset is not None:
+            return fresh_model(
+                causal_config(
+                    options.preset,
+                    self.num_classes,
+                    positions=block,
+                    dropout=options.dropout,
+                    begin=self.data.begin,
+                    end=self.data.end,
+                    pad=self.data.tokenizer.pad_token_id,
+                    dimensions=options.dimensions(),
+                    settings=options.config,
+                )
+            )
+        assert options.pretrained is not None
+        causal = load_causal(options.pretrained)
+        positions = getattr(causal.config, "max_position_embeddings", block)
+        if block > positions:
+            raise RequestError(
+                f"data.block: {block} is more than the {positions} positions of "
+                f"{options.pretrained}"
+            )
+        return LanguageModel(causal)
+
+    def _pretrained_vocabulary(self, folder: str) -> int:
+        """Types of the output layer of a pre-trained model, whose tokenizer the data must have."""
+        theirs = pretrained_tokenizer(folder)
+        if vocabulary_digest(theirs) != vocabulary_digest(self.data.tokenizer):
+            raise RequestError(
+                f"{self.data.path} was not prepared with the tokenizer of {folder}: "
+                f"`labo prepare-text ... --tokenizer {folder}` does that"
+            )
+        size = int(load_config(folder).vocab_size)
+        if size < len(theirs):
+            raise RequestError(f"{folder}: its tokenizer has more types than its output layer")
+        return size
 
     @staticmethod
     def load_model(folder: Path) -> LanguageModel:
@@ -419,7 +469,11 @@ class LanguageModelingTask:
                 }
             )
         return {
-            "classes": tokens.convert_ids_to_tokens(list(range(self.num_classes))),
+            "classes": [
+                # An output layer may have more rows than the tokenizer has types.
+                tokens.convert_ids_to_tokens(i) if i < len(tokens) else f"unused {i}"
+                for i in range(self.num_classes)
+            ],
             "examples": examples,
         }
 
