@@ -19,7 +19,16 @@ from .config import Names, Section
 from .errors import RequestError
 from .run.files import sha256
 
-__all__ = ["Lora", "add_lora", "folder_digest", "freeze", "load_config", "load_folder", "merged"]
+__all__ = [
+    "Lora",
+    "add_lora",
+    "folder_digest",
+    "freeze",
+    "load_config",
+    "load_folder",
+    "merged",
+    "published",
+]
 
 _BASE = "base_layer."  # PEFT's name for the layer that an adapter belongs to
 
@@ -196,6 +205,18 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
             continue
         plain[name] = tensor
     return plain
+
+
+def published(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under the names that ``save_pretrained`` gives them.
+
+    In memory transformers may have other names, or several matrices as one.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # an older transformers, which has one set of names
+        return dict(weights)
+    return dict(revert_weight_conversion(model, dict(weights)))
 
 
 def _delta(module: Any, layer: str, weights: Mapping[str, Tensor]) -> Tensor:

@@ -21,11 +21,13 @@ from ..._checks import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
+from ..pretrained import Lora, add_lora, folder_digest, freeze
 from ..run import files as atomic
 from ..run.distributed import gather_rows
 from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation
 from . import augment
+from .finetuning import FolderClassifier, head_note, load_classifier, normalization
 from .networks import CONVNETS
 from .scores import classification_scores
 from .sources import ImageSplit, load_images
@@ -52,9 +54,15 @@ class ImageData(config.Section):
 
 
 class ImageModel(config.Section):
-    """Which network; all keys but the name are of vision transformers."""
+    """Which network, or a pre-trained folder. The keys from patch on are of vision transformers."""
 
-    name: str
+    name: str | None = None
+    pretrained: str | None = None
+    """A Hugging Face folder with an image classifier, to start from."""
+    freeze: config.Names = ()
+    """Modules or parameters that are not trained, such as vit.embeddings; * fits anything."""
+    lora: Lora | None = None
+    """Of a pre-trained model: train low-rank adapters and the output layer only."""
     patch: int | None = Field(None, ge=1)
     """Pixels of a patch, on each side."""
     image_size: int | None = Field(None, ge=1)
@@ -71,21 +79,28 @@ class ImageModel(config.Section):
 
     @field_validator("name")
     @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in CONVNETS and name not in TRANSFORMERS:
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in CONVNETS and name not in TRANSFORMERS:
             raise ValueError(unknown_name("model", name, [*CONVNETS, *TRANSFORMERS]))
         return name
 
     @model_validator(mode="after")
     def _consistent(self) -> ImageModel:
+        if (self.name is None) == (self.pretrained is None):
+            raise ValueError("give name or pretrained, and not both (name=null leaves it out)")
+        if self.lora is not None and self.pretrained is None:
+            raise ValueError("lora: adapters are for a pretrained model")
         if self.options() and self.name not in TRANSFORMERS:
             keys = ", ".join(self.options())
-            raise ValueError(f"{keys}: only vision transformers have it, {self.name} has not")
+            raise ValueError(
+                f"{keys}: only vision transformers have it, {self.name or 'pretrained'} has not"
+            )
         return self
 
     def options(self) -> dict[str, Any]:
         """What differs from the defaults of the name."""
-        return self.model_dump(exclude={"name"}, exclude_none=True)
+        start = {"name", "pretrained", "freeze", "lora"}
+        return self.model_dump(exclude=start, exclude_none=True)
 
 
 class ImageTrain(config.Train):
@@ -123,7 +138,6 @@ class ImageTask:
         # The authors' scale is kl_reduction=elementwise with a multiplier per model.
         "tf-kd-self": {"alpha": 0.95, "tau": 20.0},
     }
-    notes: ClassVar = ()
 
     def __init__(self, recipe: ImageRecipe) -> None:
         self.recipe = recipe
@@ -137,6 +151,10 @@ class ImageTask:
                 "select a model by"
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
+        self.mean, self.std = self.data.mean, self.data.std
+        self.notes: Sequence[str] = ()
+        if recipe.model.pretrained is not None:
+            self._take_up(recipe.model.pretrained)
         self.labels = self.data.train.labels
         self.size, self.num_classes = len(self.labels), len(self.data.classes)
         self.steps_per_epoch = -(-self.size // recipe.train.batch_size)
@@ -152,13 +170,40 @@ class ImageTask:
 
     # ------------------------------------------------------------------ the model
 
+    def _take_up(self, folder: str) -> None:
+        """What a pre-trained folder decides besides the weights."""
+        self.fingerprint += f"+{folder_digest(folder)}"
+        self.notes = head_note(folder, self.data.classes)
+        found = normalization(folder, len(self.mean))
+        if found is not None:
+            self.mean, self.std = tuple(found[0]), tuple(found[1])
+
     def build_model(self) -> nn.Module:
-        return _fresh_model(self.facts())
+        options = self.recipe.model
+        if options.pretrained is None:
+            model = _fresh_model(self.facts())
+            if options.freeze:
+                freeze(model, options.freeze)
+            return model
+        classifier = load_classifier(options.pretrained, self.num_classes)
+        if len(self.mean) not in (1, classifier.channels):
+            raise RequestError(
+                f"{options.pretrained} takes images of {classifier.channels} channels, the data "
+                f"has {len(self.mean)}"
+            )
+        if options.freeze:
+            freeze(classifier.network, options.freeze)
+        if options.lora is not None:
+            add_lora(classifier.network, options.lora, classifier.heads, train_heads=True)
+        return classifier
 
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        model = _fresh_model(config.get("labo", config))
+        facts = config.get("labo", config)
+        if facts["model"] is None:  # it was pre-trained
+            return load_classifier(folder)
+        model = _fresh_model(facts)
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
         return model
 
@@ -173,15 +218,18 @@ class ImageTask:
             "num_classes": self.num_classes,
             "in_channels": len(self.data.mean),
             "classes": list(self.data.classes),
-            "mean": list(self.data.mean),
-            "std": list(self.data.std),
+            "mean": list(self.mean),
+            "std": list(self.std),
         }
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         config = self.facts()
-        if isinstance(model, VisionTransformer):
+        if isinstance(model, FolderClassifier):
+            weights = model.plain_weights(weights)
+            config = {**model.plain_config(config["classes"]), "labo": config}
+        elif isinstance(model, VisionTransformer):
             plain = plain_config(model, config["classes"])
             config = config if plain is None else {**plain, "labo": config}
         return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n"}
@@ -251,7 +299,7 @@ class ImageTask:
             views = augment.random_flip(views, u[:, 0])
         if options.rotation:
             views = augment.random_rotation(views, u[:, 1], options.rotation)
-        return augment.normalize(views, self.data.mean, self.data.std)
+        return augment.normalize(views, self.mean, self.std)
 
     def _mixed(self, inputs: Tensor, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """mixup or CutMix within these samples, if the recipe asks for it."""
@@ -334,7 +382,7 @@ class ImageTask:
                 return augment.resize_center_crop(images[i], size * 256 // 224, size)
 
             views = torch.stack(list(self._map(view, index.tolist())))
-        return augment.normalize(views, self.data.mean, self.data.std)
+        return augment.normalize(views, self.mean, self.std)
 
 
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:

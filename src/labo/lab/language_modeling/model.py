@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ..._checks import Registry
 from ..errors import RequestError
-from ..pretrained import load_folder, merged
+from ..pretrained import load_folder, merged, published
 from ..text.dropout import FastDropout
 from ..text.head import Head
 
@@ -152,7 +152,8 @@ class LanguageModel(nn.Module):
         }
         named = {name.removeprefix("causal."): tensor for name, tensor in weights.items()}
         plain = merged(self.causal, named)
-        return {name: tensor for name, tensor in plain.items() if name not in left_out}
+        kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
+        return published(self.causal, kept)
 
     @property
     def head_name(self) -> str:

@@ -108,7 +108,7 @@ class CausalModel(config.Section):
     @model_validator(mode="after")
     def _consistent(self) -> CausalModel:
         if (self.preset is None) == (self.pretrained is None):
-            raise ValueError("give preset or pretrained, and not both")
+            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
         if self.preset is None:
             if self.dimensions() or self.config:
                 raise ValueError("the dimensions of a pretrained model are its own")
