@@ -61,7 +61,9 @@ class Optim(Section):
     nesterov: bool = False
     betas: Pair = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
-    decay_vectors: bool = True  # weight decay also of biases and of the scales of norms
+    decay_vectors: bool = Field(
+        True, description="Apply weight decay also to biases and to the scales of norms."
+    )
     schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     warmup_from: float = Field(0.0, ge=0)  # the learning rate of step 0
@@ -97,7 +99,9 @@ class Train(Section):
     sync_batchnorm: bool = False  # statistics over all processes; GPUs only
     log_every: int = Field(50, ge=1)  # steps
     eval_every: int = Field(1, ge=1)  # epochs; a run always ends with an evaluation
-    eval_every_steps: int | None = Field(None, ge=1)  # steps, instead
+    eval_every_steps: int | None = Field(
+        None, ge=1, description="Steps between two evaluations, instead of `eval_every`."
+    )
     save_every: int | None = Field(None, ge=1)  # steps, besides a save at each evaluation
     patience: int | None = Field(None, ge=1)  # evaluations without a better one before the end
     select: str  # the score on the validation split that selects the model; each task names its own

@@ -36,12 +36,16 @@ _BASE = "base_layer."  # PEFT's name for the layer that an adapter belongs to
 class Lora(Section):
     """Low-rank adapters (Hu et al. 2022), through PEFT."""
 
-    rank: int = Field(8, ge=1)
-    alpha: float | None = Field(None, gt=0)
-    """The adapters are scaled by alpha / rank; twice the rank by default."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: Names = ()
-    """Names of the layers that get one, such as q_proj; all linear layers by default."""
+    rank: int = Field(8, ge=1, description="Rank of the adapters.")
+    alpha: float | None = Field(
+        None, gt=0, description="The adapters are scaled by alpha / rank. By default 2 rank."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the input of the adapters.")
+    targets: Names = Field(
+        (),
+        description="Names of the layers that get an adapter, such as `q_proj`. By default all "
+        "linear layers except the output layer.",
+    )
 
 
 def load_folder(kind: Any, folder: str | Path, **options: Any) -> Any:

@@ -156,6 +156,15 @@ def test_two_processes_give_the_curve_of_one(tmp_path):
     torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("recipe", ["cifar10-vit", "imagenet-vit"])
+def test_the_recipes_for_gpus_run_narrowed(recipe, tmp_path):
+    out = tmp_path / "run"
+    settings = [*TINY, "data.name=digits", "train.max_steps=4", "train.batch_size=64"]
+    settings += ["train.precision=bf16", "train.workers=1"]
+    assert run(["train", recipe, *settings, "--out", str(out)], log_of(out)) == {0}
+    assert len(json.loads((out / "results.json").read_text())["valid"]) > 3
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -531,6 +531,17 @@ def test_examples_are_learned_and_two_processes_agree(examples, tmp_path):
     assert losses(one)[-1] < losses(one)[0]
 
 
+@pytest.mark.parametrize("preset", ["gpt2-124m", "llama-124m"])
+def test_the_recipe_for_gpus_runs_narrowed(preset, texts, tmp_path):
+    out = tmp_path / "run"
+    settings = [f"data.path={texts}", "data.block=24", "train.batch_tokens=192", *TINY[:-1]]
+    settings += [f"model.preset={preset}", "train.max_steps=6", "train.eval_every_steps=4"]
+    settings += ["train.precision=bf16", "method.warmup_steps=3"]
+    arguments = ["train", "lm-124m", *settings, "--out", str(out)]
+    assert run(arguments, log_of(out)) == {0}, log_of(out).read_text()
+    assert [line["step"] for line in metrics(out) if "valid" in line] == [4, 6]
+
+
 def test_the_selected_model_is_a_plain_folder(finished):
     """transformers loads it, with the same logits and its tokenizer."""
     model = load_model(RunDirectory(finished)).eval()

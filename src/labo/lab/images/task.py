@@ -56,26 +56,53 @@ class ImageData(config.Section):
 class ImageModel(config.Section):
     """Which network, or a pre-trained folder. The keys from patch on are of vision transformers."""
 
-    name: str | None = None
-    pretrained: str | None = None
-    """A Hugging Face folder with an image classifier, to start from."""
-    freeze: config.Names = ()
-    """Modules or parameters that are not trained, such as vit.embeddings; * fits anything."""
-    lora: Lora | None = None
-    """Of a pre-trained model: train low-rank adapters and the output layer only."""
-    patch: int | None = Field(None, ge=1)
-    """Pixels of a patch, on each side."""
-    image_size: int | None = Field(None, ge=1)
-    """Pixels of the images that the transformer sees; other images are resized."""
-    width: int | None = Field(None, ge=1)
-    layers: int | None = Field(None, ge=1)
-    heads: int | None = Field(None, ge=1)
-    ffn: int | None = Field(None, ge=1)
-    dropout: float | None = Field(None, ge=0, lt=1)
-    drop_path: float | None = Field(None, ge=0, lt=1)
-    """Stochastic depth: how often the last layer is left out; earlier ones less."""
-    pooling: Pooling | None = None
-    """What the classifier sees: the class token, the mean over patches, or a learned average."""
+    name: str | None = Field(
+        None,
+        description="The network: " + ", ".join(f"`{name}`" for name in [*CONVNETS, *TRANSFORMERS]),
+    )
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with an image classifier to start from. Only "
+        "safetensors are read.",
+    )
+    freeze: config.Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `vit.embeddings`; `*` "
+        "matches anything.",
+    )
+    lora: Lora | None = Field(
+        None,
+        description="With `pretrained`: train low-rank adapters and the output layer only. The "
+        "saved model has them merged.",
+    )
+    patch: int | None = Field(
+        None, ge=1, description="Vision transformers: width of a patch in pixels."
+    )
+    image_size: int | None = Field(
+        None,
+        ge=1,
+        description="Vision transformers: width of the images in pixels; others are resized. By "
+        "default that of the data.",
+    )
+    width: int | None = Field(None, ge=1, description="Vision transformers: hidden size.")
+    layers: int | None = Field(None, ge=1, description="Vision transformers: number of layers.")
+    heads: int | None = Field(None, ge=1, description="Vision transformers: attention heads.")
+    ffn: int | None = Field(
+        None, ge=1, description="Vision transformers: inner size of the feed-forward layers."
+    )
+    dropout: float | None = Field(None, ge=0, lt=1, description="Vision transformers: dropout.")
+    drop_path: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Vision transformers: stochastic depth, the probability to skip the last "
+        "layer. It grows linearly from 0 at the first layer.",
+    )
+    pooling: Pooling | None = Field(
+        None,
+        description="Vision transformers: what the classifier sees: the state of the class token, "
+        "the mean over the patches, or an average with learned weights (`sequence`).",
+    )
 
     @field_validator("name")
     @classmethod

@@ -35,15 +35,24 @@ __all__ = ["Continuation", "Generator", "Sampling", "generate_stream"]
 class Sampling(Section):
     """How tokens are chosen."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    """The most tokens of a continuation; 100 by default, or half of the model's positions."""
-    temperature: float = Field(0.0, ge=0)
-    """0 takes the most probable token; 1 draws from the model's own distribution."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Draw only from the most probable tokens that have this probability together."""
-    seed: int = Field(0, ge=0)
-    batch_tokens: int = Field(4096, ge=1)
-    """Prompts x (longest prompt and continuation) of a batch, at most."""
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a continuation. [default: 100, or half the positions]",
+    )
+    temperature: float = Field(
+        0.0, ge=0, description="0 takes the most probable token, 1 draws as the model says."
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Draw only from the most probable tokens with this share of the mass.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the random numbers.")
+    batch_tokens: int = Field(
+        4096, ge=1, description="Prompts times the longest prompt and continuation of a batch."
+    )
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,16 @@ DEFAULT_VOCABULARY = 10_000
 class Tokenization(Section):
     """What becomes of documents."""
 
-    vocabulary: int | None = Field(None, ge=1)
-    """Size of the learned byte-level vocabulary; 10,000 if neither it nor a tokenizer is given."""
-    tokenizer: str | None = None
-    """A Hugging Face folder whose tokenizer is used instead."""
-    holdout: int = Field(0, ge=0)
-    """Every so many-th document of the training inputs goes to the validation split."""
-    holdout_test: int = Field(0, ge=0)
-    """Every so many-th of the rest goes to the test split."""
+    vocabulary: int | None = Field(
+        None, ge=1, description="Learn a vocabulary of this size. [default: 10000]"
+    )
+    tokenizer: str | None = Field(
+        None, description="Use the tokenizer of this Hugging Face folder."
+    )
+    holdout: int = Field(
+        0, ge=0, description="Hold out every N-th training document for validation."
+    )
+    holdout_test: int = Field(0, ge=0, description="Hold out every N-th of the rest for the test.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Tokenization:
@@ -40,14 +42,16 @@ class Tokenization(Section):
 class DocumentOptions(Tokenization):
     """Files of documents, and what becomes of them."""
 
-    train: Names
-    """Files, tables and folders; see :mod:`labo.lab.language_modeling.documents`."""
-    valid: Names = ()
-    test: Names = ()
-    documents: Unit = "file"
-    """What a document of a text file is: file, paragraph or line."""
-    column: str = "text"
-    """The column of a table that holds text."""
+    train: Names = Field(
+        description="A text file, a table (.jsonl, .csv, .parquet, .arrow), a folder of such "
+        "files, or a folder saved by datasets. Repeat for several."
+    )
+    valid: Names = Field((), description="The same, for validation.")
+    test: Names = Field((), description="The same, for the test.")
+    documents: Unit = Field(
+        "file", description="A document of a text file: file, paragraph or line. [default: file]"
+    )
+    column: str = Field("text", description="Column of a table that holds text. [default: text]")
 
     @model_validator(mode="after")
     def _has_splits(self) -> DocumentOptions:

@@ -56,19 +56,28 @@ _EXAMPLE_TOKENS = 4096  # among which examples are looked for
 class DocumentData(config.Section):
     """Which documents: the built-in manual, or a folder made by ``labo prepare-text``."""
 
-    name: Literal["manual", "prepared"]
-    path: str | None = None
-    """The prepared folder."""
-    vocabulary: int = Field(2000, ge=300)
-    """Types of the vocabulary learned for the manual."""
-    data_seed: int = Field(0, ge=0)
-    """Which sections of the manual are held out."""
-    block: int = Field(256, ge=8)
-    """Tokens of a block: what the model sees at once."""
-    packing: bool = True
-    """Whether documents share blocks. Without it each has a row of its own, padded."""
-    recorded_tokens: int = Field(200_000, ge=0)
-    """``labo evaluate`` records the probabilities of so many tokens of a split."""
+    name: Literal["manual", "prepared"] = Field(
+        description="`manual` (the reference manual of Python, built in) or `prepared` (a folder)."
+    )
+    path: str | None = Field(None, description="The folder that `labo prepare-text` made.")
+    vocabulary: int = Field(2000, ge=300, description="Size of the vocabulary of the manual.")
+    data_seed: int = Field(
+        0, ge=0, description="Seed that selects the held-out sections of the manual."
+    )
+    block: int = Field(
+        256, ge=8, description="Tokens in a block, and positions of a model from a preset."
+    )
+    packing: bool = Field(
+        True,
+        description="Pack several documents into a block. If false, each document has a row of its "
+        "own, padded.",
+    )
+    recorded_tokens: int = Field(
+        200_000,
+        ge=0,
+        description="`labo evaluate` records the probability of each token for the first documents "
+        "of a split, up to this number of tokens.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> DocumentData:
@@ -83,20 +92,33 @@ class DocumentData(config.Section):
 class CausalModel(config.Section):
     """A preset and what is to differ from it, or a pre-trained folder."""
 
-    preset: str | None = None
-    pretrained: str | None = None
-    """A Hugging Face folder with a causal language model, to start from."""
-    freeze: Names = ()
-    """Modules or parameters that are not trained, such as transformer.wte; * fits anything."""
-    lora: Lora | None = None
-    """Train low-rank adapters only; the saved model has them merged."""
-    width: int | None = Field(None, ge=2)
-    layers: int | None = Field(None, ge=1)
-    heads: int | None = Field(None, ge=1)
-    ffn: int | None = Field(None, ge=1)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of the config of transformers, such as rope_theta."""
+    preset: str | None = Field(
+        None, description="Architecture and size: " + ", ".join(f"`{name}`" for name in PRESETS)
+    )
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with a causal language model to start from. Only "
+        "safetensors are read.",
+    )
+    freeze: Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `transformer.wte`; `*` "
+        "matches anything.",
+    )
+    lora: Lora | None = Field(
+        None, description="Train low-rank adapters only. The saved model has them merged."
+    )
+    width: int | None = Field(None, ge=2, description="Size of the hidden states.")
+    layers: int | None = Field(None, ge=1, description="Number of layers.")
+    heads: int | None = Field(None, ge=1, description="Attention heads.")
+    ffn: int | None = Field(None, ge=1, description="Inner size of the feed-forward layers.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout, wherever the architecture has it. For presets."
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keys of the transformers config, such as `rope_theta`. For presets.",
+    )
 
     @field_validator("preset")
     @classmethod
@@ -129,17 +151,22 @@ class CausalModel(config.Section):
 class DocumentTrain(config.Train):
     """The loop, and the score on the validation documents that selects the model."""
 
-    batch_tokens: int = Field(ge=16)
-    """Blocks x longest block, over all processes and micro-batches."""
-    select: Literal["nll", "token_accuracy"] = "nll"
+    batch_tokens: int = Field(
+        ge=16,
+        description="Blocks times the longest block of a batch, over all processes and "
+        "micro-batches.",
+    )
+    select: Literal["nll", "token_accuracy"] = Field(
+        "nll", description="The score on the validation split that selects the model."
+    )
 
 
 class DocumentRecipe(config.Recipe):
     """A recipe for language modelling."""
 
-    data: DocumentData
-    model: CausalModel
-    train: DocumentTrain
+    data: DocumentData = Field(description="The documents.")
+    model: CausalModel = Field(description="The model.")
+    train: DocumentTrain = Field(description="The training loop.")
 
 
 @dataclass(frozen=True)
