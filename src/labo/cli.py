@@ -420,6 +420,40 @@ def generate(
 
 
 @app.command()
+def score(
+    run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="What to score, as for prepare-text: text files, tables, folders. Without any, "
+            "each line of stdin is a text.",
+        ),
+    ] = None,
+    documents: Annotated[
+        str, typer.Option(help="A document of a text file: file, paragraph or line.")
+    ] = "file",
+    column: Annotated[str, typer.Option(help="Column of a table that holds text.")] = "text",
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also write each token and its log-probability.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the log-probability of given text, a line of JSON for each document."""
+    from .lab.errors import RequestError
+    from .lab.language_modeling import score as scoring
+
+    if documents not in ("file", "paragraph", "line"):
+        raise RequestError(f"--documents {documents}: choose file, paragraph or line")
+    if not files:
+        scoring.score_stream(run, sys.stdin.buffer, sys.stdout.buffer, tokens=tokens)
+        return
+    unit: Any = documents
+    found = scoring.score_files(run, files, documents=unit, column=column)
+    scoring.write_scores(found, sys.stdout.buffer, tokens=tokens)
+
+
+@app.command()
 def translate(
     run: Annotated[Path, typer.Argument(help="A run directory, or a model folder.")],
     pair: Annotated[
