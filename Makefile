@@ -21,7 +21,6 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 docs: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[docs]
 	$(BIN)/mkdocs build --strict
 
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.

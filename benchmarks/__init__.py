@@ -1,1 +1,1 @@
-"""What labo costs, beside what it replaces: ``python -m benchmarks`` (or ``make bench``)."""
+"""Time and memory of labo and its alternatives: ``python -m benchmarks`` or ``make bench``."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks``: one table of ratios, results.json, and two plots.
 
-Times are medians of turns taken in one run; a ratio compares two contenders of the same race.
-``--smoke`` runs everything once at tiny sizes: it shows that the benchmark works, nothing else.
+Times are medians over rounds in which all contenders run in turn. A ratio compares two contenders
+of the same race. ``--smoke`` runs everything once at tiny sizes, to test the benchmark itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: ours beside a rival, and the ratio to reach."""
+    """One row of the table: labo, a rival, and the target ratio."""
 
     work: str
     ours: str
@@ -130,7 +130,7 @@ def linear_memory(smoke: bool) -> list[Row]:
 
 
 def linear_growth(smoke: bool) -> list[Row]:
-    """From 4096 to 65536 tokens: memory constant, time linear (per token, against the first)."""
+    """From 4096 to 65536 tokens: memory, and time per token, relative to the first size."""
     d, v = (16, 256) if smoke else (128, 16384)
     sizes = (32, 64) if smoke else (4096, 8192, 16384, 32768, 65536)
     name = "labo.linear_loss LABO"
@@ -167,7 +167,7 @@ def training_steps(smoke: bool) -> list[Row]:
 
 
 def language_model(smoke: bool) -> list[Row]:
-    """A step of a causal model of transformers: its head fused with the loss, or not."""
+    """A training step of a causal model of transformers, with and without a fused head."""
     size = huggingface.SMOKE if smoke else huggingface.FULL
     names = list(huggingface.CONTENDERS)
     memory = {name: huggingface.in_fresh_process(name, size) / 2**20 for name in names}
@@ -186,7 +186,7 @@ def language_model(smoke: bool) -> list[Row]:
 
 
 def translating(smoke: bool) -> list[Row]:
-    """Training and decoding beside other toolkits, each contender in its own process."""
+    """Training and decoding compared with other toolkits, each in its own process."""
     found = translation.take_turns(smoke)
     rows = []
     training, decoding = found["training"], found["decoding"]
@@ -264,8 +264,8 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(title="labo beside what it replaces (forward + backward, float32)")
-    for column in ("work", "ours", "rival", "ours", "rival", "ratio", "to reach"):
+    table = Table(title="labo compared with alternatives (forward + backward, float32)")
+    for column in ("work", "labo", "rival", "labo", "rival", "ratio", "target"):
         table.add_column(column, justify="left" if column == "work" else "right")
     for row in rows:
         goal = "" if row.goal is None else f"{row.goal:.2f}"
@@ -289,7 +289,7 @@ def _machine() -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once")
+    parser.add_argument("--smoke", action="store_true", help="run everything once at tiny sizes")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--out", type=Path, default=HERE, help="folder for results and plots")
     options = parser.parse_args(arguments)
@@ -307,7 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
         with console.status("running the plots ..."):
             for name, svg in against_vocabulary(options.smoke).items():
                 (options.out / name).write_text(svg)
-    console.print(f"written: {options.out / 'results.json'}")
+    console.print(f"wrote {options.out / 'results.json'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The work that is timed and weighed: LABO and label smoothing beside their rivals."""
+"""The work that is measured: LABO and label smoothing, and their alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Work = Callable[[], object]
 
 
 def naive_labo(logits: Tensor, target: Tensor, tau: float = 1.25, rho: float = 0.5) -> Tensor:
-    """LABO as the paper writes it: build the smoothing distribution, then the smoothed label."""
+    """LABO as in the paper: compute the smoothing distribution, then the smoothed label."""
     log_p = logits.log_softmax(-1)
     with torch.no_grad():
         classes = logits.shape[-1]
@@ -47,8 +47,8 @@ def logits_losses(rows: int, classes: int, *, compiled: bool = True) -> dict[str
     """Losses on logits of shape (rows, classes)."""
     torch.manual_seed(0)
     logits = torch.randn(rows, classes, requires_grad=True)
-    # What a layer would give: not a leaf, so that it may be overwritten. Each turn finds in it what
-    # the turn before left, which costs the same to read.
+    # Like the output of a layer: not a leaf, so that it can be overwritten. Each round reads the
+    # values that the round before left, which takes the same time.
     output = logits.detach().clone().requires_grad_() * 1
     target = torch.randint(classes, (rows,))
     losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -78,7 +78,7 @@ def _linear_inputs(rows: int, width: int, classes: int) -> tuple[Tensor, Tensor,
 
 
 def three_products(x: Tensor, weight: Tensor) -> Work:
-    """The matrix products that any output layer must do: logits, and two gradients of them."""
+    """The matrix products of any output layer: logits, and two gradients."""
     x, weight = x.detach(), weight.detach()
     logits = torch.empty(len(x), len(weight))
     d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)

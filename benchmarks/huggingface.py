@@ -1,7 +1,7 @@
-"""A training step of a language model of transformers, its head fused or not.
+"""A training step of a language model of transformers, with and without a fused head.
 
-Extra memory is weighed in a fresh process, ``python -m benchmarks.huggingface``: what a step needs
-at its peak beyond the model, its gradients and what a step on two tokens has left behind.
+Extra memory is measured in a fresh process, ``python -m benchmarks.huggingface``: the peak of a
+step beyond the model, its gradients, and the memory that remains after a step on two tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 FULL = Size(batch=8, length=256, width=256, layers=4, vocabulary=32768)
 SMOKE = Size(batch=2, length=8, width=16, layers=1, vocabulary=512)
-# with the loss each one trains with; the first two store the logits
+# The loss of each contender. The first two store the logits.
 CONTENDERS = {
     "transformers CE": None,
     "LABO on logits": labo.LABOLoss,
@@ -42,7 +42,7 @@ CONTENDERS = {
 
 
 def step(name: str, size: Size) -> Callable[[int], None]:
-    """Forward and backward on so many of the tokens of each sequence."""
+    """Forward and backward pass on the first tokens of each sequence."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from labo.integrations.huggingface import fuse_head
@@ -78,7 +78,7 @@ def step(name: str, size: Size) -> Callable[[int], None]:
 
 
 def steps(names: Iterable[str], size: Size) -> dict[str, Callable[[], None]]:
-    """Whole steps, for a race."""
+    """Whole steps, for :func:`benchmarks.race.race`."""
     return {name: partial(step(name, size), size.length) for name in names}
 
 
@@ -94,7 +94,7 @@ def measure(name: str, size: Size) -> int:
 
 
 def in_fresh_process(name: str, size: Size) -> int:
-    """The same in a process of its own."""
+    """The same in a new process."""
     command = [sys.executable, "-m", "benchmarks.huggingface", name, *map(str, size)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(run.stdout)

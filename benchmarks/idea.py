@@ -1,9 +1,9 @@
-"""Draws docs/assets/idea.svg: one image, and the label it is trained with under three losses.
+"""Draws docs/assets/idea.svg: one image, and the label that three losses train it towards.
 
     python -m benchmarks.idea [IMAGE]
 
-A small network is trained on handwritten digits with LABO; then come, for one of its training
-images, its prediction and the labels of cross entropy, label smoothing and LABO.
+A small network is trained on handwritten digits with LABO. The picture shows, for one training
+image, its prediction and the labels of cross entropy, label smoothing and LABO.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from labo import smoothing
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "idea.svg"
 IMAGE = 821
-WIDTH, HEIGHT = 708, 296
-LEFT, TOP, CELL = 300, 16, 16  # of the bars; a pixel of the image
-ROW, BAR, TALL = 70, 40, 40  # height of a row, distance of two bars, height of a full one
+WIDTH, HEIGHT = 710, 306
+LEFT, TOP, CELL = 290, 20, 16  # left edge of the bars, top margin, size of a pixel of the image
+ROW, BAR, TALL = 70, 40, 40  # height of a row, distance between bars, height of a bar of 1.0
+# The background is part of the picture: it looks the same on light and dark pages.
 STYLE = (
     "<style>text{fill:#222}.soft{fill:#666}.axis{stroke:#bbb}.label{fill:#4477aa}"
-    ".guess{fill:#999}.true{font-weight:bold}.paper{fill:#fff;stroke:#bbb}"
-    "@media (prefers-color-scheme:dark){text{fill:#ddd}.soft{fill:#aaa}.axis{stroke:#666}"
-    ".label{fill:#6699cc}.guess{fill:#888}.paper{stroke:#666}}</style>"
+    ".guess{fill:#999}.true{font-weight:bold}.paper{fill:#fff;stroke:#bbb}</style>"
 )
 
 
@@ -48,7 +47,7 @@ def predict(x: Tensor, y: Tensor) -> Tensor:
 
 
 def bars(row: int, title: str, note: str, values: Tensor, kind: str, target: int) -> list[str]:
-    """A row of bars, one per class, with the values worth reading above them."""
+    """A row of bars, one per class, with values of 0.005 or more above them."""
     base = TOP + ROW * row + TALL + 4
     parts = [
         f'<text x="{LEFT - 12}" y="{base - 18}" text-anchor="end">{escape(title)}</text>',
@@ -77,17 +76,17 @@ def draw(image: Tensor, target: int, logits: Tensor) -> str:
     alpha = float(smoothing.adaptive_alpha(logits))
     tempered = smoothing.tempered(logits, 1.25)
     rows = [
-        ("prediction p", "what the model thinks", logits.softmax(-1), "guess"),
-        ("one-hot", "cross entropy", nn.functional.one_hot(label, 10), "label"),
+        ("prediction", "output p of the model", logits.softmax(-1), "guess"),
+        ("cross entropy", "one-hot label", nn.functional.one_hot(label, 10), "label"),
         (
             "label smoothing",
-            "0.1 spread evenly",
+            "mass 0.1, spread evenly",
             smoothing.smoothed_target(label, smoothing.uniform(logits), 0.1),
             "label",
         ),
         (
             "LABO",
-            f"α = {alpha:.2f} spread as p^(1/1.25)",
+            f"mass {alpha:.2f}, spread as softmax(z / 1.25)",
             smoothing.smoothed_target(label, tempered, alpha),
             "label",
         ),
@@ -98,16 +97,17 @@ def draw(image: Tensor, target: int, logits: Tensor) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{title}" font-family="sans-serif" font-size="13">',
         STYLE,
-        f'<rect class="paper" x="8" y="{TOP}" width="{side}" height="{side}"/>',
+        f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
+        f'<rect class="paper" x="20" y="{TOP}" width="{side}" height="{side}"/>',
     ]
-    for place, ink in enumerate(image.tolist()):
-        x, y = 8 + CELL * (place % 8), TOP + CELL * (place // 8)
+    for index, ink in enumerate(image.tolist()):
+        x, y = 20 + CELL * (index % 8), TOP + CELL * (index // 8)
         parts.append(
             f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="#222" '
             f'fill-opacity="{ink:.2f}"/>'
         )
-    caption = f"labelled {target}"
-    parts.append(f'<text class="soft" x="8" y="{TOP + side + 18}">{caption}</text>')
+    caption = f"image with label {target}"
+    parts.append(f'<text class="soft" x="20" y="{TOP + side + 18}">{caption}</text>')
     for k in range(10):
         weight = "true" if k == target else "soft"
         parts.append(

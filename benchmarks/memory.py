@@ -1,7 +1,7 @@
 """Extra peak memory of one contender, in a fresh process: ``python -m benchmarks.memory``.
 
-Extra is what the process needs at its peak beyond what it held before and the gradients that stay:
-the logits and all that is made of them.
+Extra memory is the peak of the process beyond the memory it held before and the gradients that
+remain: the logits and everything computed from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _status(key: str) -> int:
 
 def measure(name: str, rows: int, width: int, classes: int) -> int:
     """Extra bytes at the peak of one forward + backward, in this process."""
-    # Once at a tiny size: libraries, thread pools and compiled code are not what is weighed.
+    # Once at a tiny size: libraries, thread pools and compiled code are not measured.
     linear_losses(8, width, 64, names=(name,))[name]()
     work = linear_losses(rows, width, classes, names=(name,))[name]
     if "compiled" in name:
@@ -36,7 +36,7 @@ def measure(name: str, rows: int, width: int, classes: int) -> int:
 
 
 def in_fresh_process(name: str, rows: int, width: int, classes: int) -> int:
-    """The same in a process of its own."""
+    """The same in a new process."""
     command = [sys.executable, "-m", "benchmarks.memory", name, *map(str, (rows, width, classes))]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(run.stdout)

@@ -1,4 +1,4 @@
-"""A small line chart as SVG, readable in light and dark."""
+"""A small line chart as SVG, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 360, 64, 200, 40, 48
 def line_chart(
     title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]
 ) -> str:
-    """Both axes logarithmic; ``lines`` maps a name to its points."""
+    """A chart with two logarithmic axes; ``lines`` maps a name to its points."""
     points = [point for line in lines.values() for point in line]
     x_low, x_high = (pick(math.log10(x) for x, _ in points) for pick in (min, max))
     y_low, y_high = (pick(math.log10(y) for _, y in points) for pick in (min, max))

@@ -1,4 +1,4 @@
-"""Fair timing on a noisy machine: contenders take turns, and only ratios within a race count."""
+"""Timing on a noisy machine: contenders run in turn, and only ratios within a race count."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 def race(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each contender, over rounds in which each runs once, in turn.
 
-    Whatever disturbs the machine for a while disturbs them all. One round before the first counts
-    nothing: it compiles, allocates and warms up.
+    A temporary load on the machine affects all contenders. One round before the first is not
+    counted: it compiles, allocates and fills caches.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 1):

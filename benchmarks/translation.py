@@ -1,11 +1,11 @@
-"""Translation beside its rivals: training in target tokens per second, decoding in sentences.
+"""Translation compared with other toolkits: target tokens per second, sentences per second.
 
-Each contender runs in a process of its own, on the same sentences, dimensions, batch size in tokens
-and threads; they take turns, and medians are compared. ``python -m benchmarks.translation NAME``
-is one turn of one of them, and prints what it measured as JSON.
+Each contender runs in its own process, with the same sentences, dimensions, batch size in tokens
+and number of threads. They run in turn, and medians are compared. One turn of one contender is
+``python -m benchmarks.translation KIND NAME``, which prints its measurements as JSON.
 
-Hugging Face's Seq2SeqTrainer is given the very batches of labo. JoeyNMT makes up its own; it needs
-an environment of its own, whose Python is named by ``JOEYNMT_PYTHON``, and is left out without it.
+Seq2SeqTrainer of Hugging Face gets the batches of labo. JoeyNMT makes its own batches. It needs a
+separate environment, whose Python is named by ``JOEYNMT_PYTHON``, and is omitted without it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _peak() -> int:
 
 
 class _Clock:
-    """Target tokens per second, once the first steps are over."""
+    """Target tokens per second, without the first steps."""
 
     def __init__(self, warm: int) -> None:
         self.warm, self.steps, self.tokens, self.began = warm, 0, 0, 0.0
@@ -186,7 +186,7 @@ model:
 
 
 def _joey(folder: Path, smoke: bool, mode: str, steps: int) -> str:
-    """What ``python -m joeynmt MODE`` logs, run in ``folder`` on labo's pieces of words."""
+    """The log of ``python -m joeynmt MODE``, run in ``folder`` on the subwords of labo."""
     from labo.lab.translation.model import MODEL_PRESETS
     from labo.lab.translation.task import TranslationTask
 
@@ -214,7 +214,7 @@ def _child_peak() -> int:
 
 
 def train_joey(steps: int, smoke: bool) -> dict[str, float]:
-    """JoeyNMT's own loop; it logs its target tokens per second after every step."""
+    """The training loop of JoeyNMT, which logs target tokens per second after every step."""
     with tempfile.TemporaryDirectory() as folder:
         log = _joey(Path(folder), smoke, "train", steps + 2)
     rates = [float(rate) for rate in re.findall(r"Tokens per Sec:\s*(\d+)", log)]
@@ -243,7 +243,7 @@ def _model_steps(smoke: bool) -> int:
 
 
 def _model_folder(smoke: bool, folder: Path) -> Path:
-    """A model that has learnt a little, so that its sentences end."""
+    """A model after a short training, so that its sentences end."""
     from labo.lab.recipes import build_recipe
     from labo.lab.train import train
 
@@ -279,7 +279,7 @@ def decode_labo(best: Path, smoke: bool) -> dict[str, float]:
 
 
 def decode_huggingface(best: Path, smoke: bool) -> dict[str, float]:
-    """``generate`` on batches of 32 sentences in the order they come, as its examples do."""
+    """``generate`` on batches of 32 sentences in their original order."""
     import torch
     from transformers import MarianMTModel
 
@@ -320,7 +320,7 @@ def decode_ctranslate2(best: Path, smoke: bool) -> dict[str, float]:
 
 
 def decode_joey(best: Path, smoke: bool) -> dict[str, float]:
-    """JoeyNMT's beam search on a model of its own, trained for as many steps."""
+    """The beam search of JoeyNMT on its own model, trained for the same number of steps."""
     log = _joey(best.parent / "joey", smoke, "test", _model_steps(smoke))
     seconds = re.findall(r"Generation took ([\d.]+)\[sec\]", log)
     sentences = re.findall(r"Predicting (\d+) example", log)

@@ -6,9 +6,9 @@
     label smoothing 0.1               45.41    45.01       0.284
     LABO tau 1.05                     50.49    47.02       0.208
 
-The text is Python's own reference manual, which ships with Python. ``fuse_head`` puts the loss into
-the model, so that the (tokens x vocabulary) logits are never stored in training. Perplexity is
-that of plain cross entropy; "scaled" is after one temperature, fitted on other held-out text.
+The text is Python's own reference manual, which comes with Python. ``fuse_head`` gives the loss to
+the model, so the (tokens x vocabulary) logits are never stored in training. Perplexity is the
+exponential of plain cross entropy; "scaled" is after temperature scaling on other held-out text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def losses(steps: int) -> dict[str, nn.Module]:
 
 
 def blocks() -> tuple[Tensor, Tensor, Tensor]:
-    """The manual as blocks of tokens: training, validation and test."""
+    """The manual as blocks of tokens, for training, validation and test."""
     text = [topics[name] for name in sorted(topics)]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text, vocab_size=VOCABULARY, show_progress=False)
@@ -77,7 +77,7 @@ def train(loss: nn.Module, data: Tensor, steps: int, size: int) -> LlamaForCausa
 
 @torch.no_grad()
 def predictions(model: nn.Module, data: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and the tokens they are about."""
+    """Logits and the tokens that they predict."""
     logits = torch.cat([model(input_ids=part).logits[:, :-1] for part in data.split(16)])
     return logits.flatten(0, 1), data[:, 1:].flatten()
 

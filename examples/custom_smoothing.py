@@ -1,4 +1,4 @@
-"""A smoothing distribution of your own, through smoothed_cross_entropy.
+"""A custom smoothing distribution, with smoothed_cross_entropy.
 
     $ python examples/custom_smoothing.py
     an 8 looks most like [1, 9, 2]
@@ -7,9 +7,9 @@
     uniform               0.9363  0.3264
     by resemblance        0.9380  0.3416
 
-Label smoothing spreads its mass evenly. Here it goes to the digits that look like the true one:
-softmax of minus the squared distance between the mean images of two classes. One run each: these
-differences in accuracy may well be chance.
+Label smoothing distributes its mass evenly over the classes. Here the mass goes to digits that look
+like the true one: the softmax of minus the squared distance between the mean images of two classes.
+One run each; the differences in accuracy may be due to chance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Smoothing = Callable[[Tensor, Tensor], Tensor]
 
 
 def resemblance(x: Tensor, y: Tensor) -> Tensor:
-    """(K, K): row y says how much the other classes look like class y."""
+    """(K, K): row y is a distribution over the classes that look like class y."""
     means = torch.stack([x[y == k].mean(0) for k in range(10)])
     squared = (means.unsqueeze(0) - means.unsqueeze(1)).square().sum(-1)
     return torch.softmax((-squared).fill_diagonal_(-torch.inf), -1)

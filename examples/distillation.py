@@ -1,4 +1,4 @@
-"""Distillation: a student with 100 images learns from a teacher that has seen 1200.
+"""Distillation: a student trained on 100 images, with a teacher trained on 1200.
 
     $ python examples/distillation.py
     on the last 597 images              accuracy     NLL
@@ -6,8 +6,8 @@
     student, 100 images, labels only      0.8174  0.6465
     student, 100 images, distilled        0.9062  0.3094
 
-The student sees the same 100 images in both cases. When we gave it all 1200, it gained nothing from
-the teacher.
+The student is trained on the same 100 images in both cases. With all 1200 images the teacher did
+not improve it.
 """
 
 from __future__ import annotations

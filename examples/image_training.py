@@ -1,4 +1,4 @@
-"""Drop-in image training: a small network, and any loss of the library by its name.
+"""Image training with a small network and any loss of the library by name.
 
     $ python examples/image_training.py
     loss    accuracy     NLL  confidence   on the last 597 images
@@ -6,8 +6,8 @@
     ls        0.9698  0.2417      0.8269
     labo      0.9615  0.5695      0.5973
 
-One run each; with 597 images a difference of 1 % in accuracy may be chance. What the losses do
-change is the confidence: see examples/calibration.py.
+One run each; with 597 images a difference of 1 % in accuracy may be due to chance. The losses
+differ clearly in confidence: see examples/calibration.py.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A LightningModule with LABO after a warm-up, right under gradient accumulation.
+"""A LightningModule with LABO after a warm-up, exact under gradient accumulation.
 
     $ python examples/lightning_module.py
     50 optimizer steps, and the loss has counted 50
     now LABOLoss(tau=1.25, alpha='adaptive', rho=0.5, alpha_grad=False, reduction='sum')
     accuracy 0.8710  nll 0.6807
 
-Lightning takes the mean of the micro-batches' means: where their sizes differ (the last batch of an
-epoch, sentences of different lengths) some targets then count more than others. Here the loss is a
-sum, and the gradient is divided once, by all targets of the optimizer step.
+Lightning averages the means of the micro-batches. If their numbers of targets differ (the last
+batch of an epoch, sentences of different lengths), some targets count more than others. Here the
+loss is a sum, and the gradient is divided once by the number of targets in the optimizer step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Classifier(pl.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.loss = loss  # its reduction is "sum"
-        self.targets: Tensor | int = 0  # of this optimizer step, so far
+        self.targets: Tensor | int = 0  # in this optimizer step so far
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -38,7 +38,7 @@ class Classifier(pl.LightningModule):  # type: ignore[misc]
         return total
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # Lightning has divided each sum by the pieces of a step, and DDP by the processes.
+        # Lightning has divided by the number of micro-batches, and DDP by that of processes.
         divided = self.trainer.accumulate_grad_batches * self.trainer.world_size
         targets = self.trainer.strategy.reduce(self.targets, reduce_op="sum")
         for parameter in self.parameters():

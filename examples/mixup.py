@@ -1,4 +1,4 @@
-"""mixup + LABO: mixed labels are class probabilities, which LABO takes as they are.
+"""mixup with LABO: mixed labels are class probabilities, which the losses accept as targets.
 
     $ python examples/mixup.py
     on the last 597 images      accuracy     NLL  confidence
@@ -7,7 +7,7 @@
     labo, no mixup                0.9414  0.6110      0.5905
     labo, mixup 0.2               0.9296  0.6160      0.5919
 
-One run each. For this small network mixup did not help, with either loss.
+One run each. For this small network mixup did not help with either loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import labo
 
 
 def mix(x: Tensor, y: Tensor, strength: float) -> tuple[Tensor, Tensor]:
-    """Images and labels, each mixed with another of the batch by one share from Beta(s, s)."""
+    """Images and labels, each mixed with another one, with a weight from Beta(s, s)."""
     share = torch.distributions.Beta(strength, strength).sample()
     other = torch.randperm(len(y))
     labels = nn.functional.one_hot(y, 10).to(x.dtype)

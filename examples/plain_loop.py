@@ -1,10 +1,10 @@
-"""A plain PyTorch loop with label smoothing, then LABO; the lines marked + are new.
+"""A plain PyTorch loop with label smoothing and then LABO. The lines marked + are new.
 
     $ python examples/plain_loop.py
     accuracy 0.9280  mean confidence 0.5837  NLL 0.6367
 
-The loss that trained is not the measure: LABO's value contains a KL term. Its confidence is low on
-purpose; examples/calibration.py mends it.
+Evaluate with the NLL and not with the training loss: the value of LABO contains a KL term. Low
+confidence is intended; examples/calibration.py corrects it by temperature scaling.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         logits = model(x[1200:])
     accuracy = (logits.argmax(-1) == y[1200:]).float().mean()
     confidence = logits.softmax(-1).amax(-1).mean()
-    nll = nn.functional.cross_entropy(logits, y[1200:])  # + judge by this, not by loss_fn
+    nll = nn.functional.cross_entropy(logits, y[1200:])  # + and not loss_fn
     print(f"accuracy {accuracy:.4f}  mean confidence {confidence:.4f}  NLL {nll:.4f}")
 
 

@@ -4,8 +4,8 @@
     300 steps, NLL 0.221, 100 of 100 right
     nine hundred twenty one: neun hundert ein und zwanzig
 
-German says the ones before the tens, so the model must learn to swap them. The evaluation loss is
-the plain negative log-likelihood, whatever the training loss.
+German puts the ones before the tens, so the model must learn to swap them. The evaluation loss is
+the plain negative log-likelihood, whatever the training loss is.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from transformers import (
     MarianMTModel,
     PreTrainedTokenizerFast,
     PrinterCallback,
+    Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     set_seed,
 )
 
 import labo
-from labo.integrations.huggingface import RegularizedSeq2SeqTrainer
+from labo.integrations.huggingface import regularize
 
 ONES = "one=ein two=zwei three=drei four=vier five=fünf six=sechs seven=sieben eight=acht nine=neun"
 TENS = "twenty=zwanzig thirty=dreißig forty=vierzig fifty=fünfzig sixty=sechzig seventy=siebzig"
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     before, after = labo.LabelSmoothingLoss(alpha=0.1), labo.LABOLoss(tau=1.05)
     loss = labo.Warmup(before, after, steps=steps // 3)
     with tempfile.TemporaryDirectory() as out:
-        trainer = RegularizedSeq2SeqTrainer(
+        trainer = Seq2SeqTrainer(
             model=model,
             args=Seq2SeqTrainingArguments(
                 out,
@@ -91,8 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
             ),
             train_dataset=data[100:],
             data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-            loss=loss,
         )
+        regularize(trainer, loss)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         result: Any = trainer.predict(data[:100])

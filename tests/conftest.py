@@ -1,10 +1,12 @@
-"""What the whole suite shares: seeds, and LOSS_CASES, every loss with its arguments."""
+"""Shared by the whole suite: seeds, and LOSS_CASES, every loss with its arguments."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +21,41 @@ from torch import Tensor
 
 import labo
 from labo import functional as F
+from labo.fused import dispatch
 
 
 @dataclass(frozen=True)
 class LossCase:
     """A loss with what its tests need to know.
 
-    second: builds what the function takes after (logits, target), from the logits.
+    extra: builds the arguments after (logits, target) from the logits: a teacher, a table, a mask.
     off: hyper-parameters at which it is plain cross entropy, or None.
-    detached: parts of the value are held fixed, so finite differences do not see its gradient.
+    detached: parts of the value are held constant, so finite differences give another gradient.
     """
 
     name: str
     function: Callable[..., Tensor]
     hyper: dict[str, Any] = field(default_factory=dict)
-    second: Callable[[Tensor], tuple[Tensor, ...]] = lambda logits: ()
+    extra: Callable[[Tensor], tuple[Tensor, ...]] = lambda logits: ()
     off: dict[str, Any] | None = None
     linear: bool = True
     rowwise: bool = True
     detached: bool = False
+    worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
-        second = arguments.pop("second", None)
-        extra = self.second(logits) if second is None else second
+        extra = arguments.pop("extra", None)
+        if extra is None:
+            extra = self.extra(logits)
         return self.function(logits, target, *extra, **(self.hyper | arguments))
 
-    def take(self, second: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-        """The second arguments for some of the rows: a teacher has rows, a table has classes."""
-        return tuple(x[index] for x in second) if self.second is teacher else second
+    def take(self, extra: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
+        """The extra arguments for some of the rows: a teacher has rows, a table has classes."""
+        return tuple(x[index] for x in extra) if self.extra is teacher else extra
 
 
 def teacher(logits: Tensor) -> tuple[Tensor]:
-    """A second set of logits: a fixed function of each row, so that rows may be moved about."""
+    """Teacher logits: a fixed function of each row, so that rows may be permuted."""
     return ((logits.detach() * 0.5).sin(),)
 
 
@@ -82,8 +87,8 @@ def beta_smoothing(logits: Tensor, target: Tensor, ema: Tensor, **arguments: Any
 
 
 LOSS_CASES = [
-    LossCase("ce", F.cross_entropy_loss, off={}),
-    LossCase("ls", F.label_smoothing_loss, off={"alpha": 0.0}),
+    LossCase("ce", F.cross_entropy_loss, off={}, worked=0.449313),
+    LossCase("ls", F.label_smoothing_loss, off={"alpha": 0.0}, worked=0.596813),
     LossCase("ls-fairseq", F.label_smoothing_loss, {"convention": "fairseq"}, off={"alpha": 0.0}),
     LossCase(
         "ls-joeynmt",
@@ -106,45 +111,45 @@ LOSS_CASES = [
     LossCase("ger-euclidean", F.generalized_entropy_loss, {"generator": "euclidean"}),
     LossCase("tfreg", F.tf_reg_loss, off={"alpha": 0.0}, linear=False),
     LossCase("tfreg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
-    LossCase("kd", F.distillation_loss, second=teacher, off={"alpha": 0.0}),
+    LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
-    LossCase("cskd", F.cs_kd_loss, second=teacher, off={"lam": 0.0}),
-    LossCase("pskd", F.ps_kd_loss, second=teacher, off={"alpha": 0.0}),
+    LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
+    LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase(
         "betals",
         beta_smoothing,
-        second=teacher,
+        extra=teacher,
         off={"alpha": 0.0},
         linear=False,
         rowwise=False,
     ),
-    LossCase("ols", F.online_label_smoothing_loss, second=soft_table),
-    LossCase("krls", F.kr_ls_loss, second=table, off={"alpha": 0.0}, linear=False),
+    LossCase("ols", F.online_label_smoothing_loss, extra=soft_table),
+    LossCase("krls", F.kr_ls_loss, extra=table, off={"alpha": 0.0}, linear=False),
     LossCase("krls-qp", F.kr_ls_loss, {"order": "qp"}, table, off={"alpha": 0.0}, linear=False),
-    LossCase("mls", F.masked_label_smoothing_loss, second=class_mask, off={"alpha": 0.0}),
-    LossCase("wls", F.weighted_label_smoothing_loss, second=class_groups, off={"alpha": 0.0}),
+    LossCase("mls", F.masked_label_smoothing_loss, extra=class_mask, off={"alpha": 0.0}),
+    LossCase("wls", F.weighted_label_smoothing_loss, extra=class_groups, off={"alpha": 0.0}),
 ]
 
 each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
 
-# One Module of every entry of LOSSES, for K classes.
+# What Modules are built with, for K classes.
+_POSITIONAL: dict[str, Callable[[int], Any]] = {
+    "num_classes": lambda k: k,
+    "epochs": lambda k: 4,
+    "mask": lambda k: torch.arange(k) % 3 != 1,
+    "groups": lambda k: torch.arange(k) % 3,
+}
+
+
+def _build(module: type[torch.nn.Module], k: int) -> torch.nn.Module:
+    parameters = inspect.signature(module).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return module(*(_POSITIONAL[name](k) for name in names))
+
+
+# Every entry of LOSSES with its defaults, as a function of the number of classes.
 MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
-    "ce": lambda k: labo.CrossEntropyLoss(),
-    "ls": lambda k: labo.LabelSmoothingLoss(),
-    "cp": lambda k: labo.ConfidencePenaltyLoss(),
-    "fl": lambda k: labo.FocalLoss(),
-    "afl": lambda k: labo.AntiFocalLoss(),
-    "kd": lambda k: labo.DistillationLoss(),
-    "cskd": lambda k: labo.CSKDLoss(),
-    "tfreg": lambda k: labo.TFRegLoss(),
-    "betals": lambda k: labo.BetaSmoothingLoss(),
-    "krls": lambda k: labo.KRLSLoss(k),
-    "pskd": lambda k: labo.PSKDLoss(epochs=4),
-    "ols": lambda k: labo.OnlineLabelSmoothingLoss(k),
-    "ger": lambda k: labo.GeneralizedEntropyLoss(),
-    "mls": lambda k: labo.MaskedLabelSmoothingLoss(torch.arange(k) % 3 != 1),
-    "wls": lambda k: labo.WeightedLabelSmoothingLoss(torch.arange(k) % 3),
-    "labo": lambda k: labo.LABOLoss(),
+    name: partial(_build, module) for name, module in labo.LOSSES.items()
 }
 
 
@@ -158,3 +163,9 @@ def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     leaf = logits.detach().clone().requires_grad_()
     (result,) = torch.autograd.grad(loss(leaf), leaf)
     return result
+
+
+def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``impl="native"`` use the Triton kernels on the CPU, by the interpreter."""
+    monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
+    monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)

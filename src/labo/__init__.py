@@ -1,4 +1,4 @@
-"""labo: label regularization for PyTorch. LABO, and every method it competes with.
+"""labo: label regularization for PyTorch. LABO, and the methods it is compared with.
 
 >>> import torch, labo
 >>> loss = labo.LABOLoss(tau=1.25)
@@ -11,62 +11,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import functional, smoothing
-    from .fused.dispatch import backends
-    from .fused.linear import LinearLoss, LinearLossOptions, linear_loss
-    from .losses import (
-        LOSSES,
-        AntiFocalLoss,
-        BetaSmoothingLoss,
-        ConfidencePenaltyLoss,
-        CrossEntropyLoss,
-        CSKDLoss,
-        DistillationLoss,
-        FocalLoss,
-        GeneralizedEntropyLoss,
-        KRLSLoss,
-        LabelSmoothingLoss,
-        LABOLoss,
-        MaskedLabelSmoothingLoss,
-        OnlineLabelSmoothingLoss,
-        PSKDLoss,
-        TFRegLoss,
-        Warmup,
-        WeightedLabelSmoothingLoss,
-    )
+    from . import calibration as calibration
+    from . import functional as functional
+    from . import smoothing as smoothing
+    from .fused.dispatch import backends as backends
+    from .fused.linear import LinearLoss as LinearLoss
+    from .fused.linear import LinearLossOptions as LinearLossOptions
+    from .fused.linear import linear_loss as linear_loss
+    from .losses import *  # noqa: F403
 
-__all__ = [
-    "LOSSES",
-    "AntiFocalLoss",
-    "BetaSmoothingLoss",
-    "CSKDLoss",
-    "ConfidencePenaltyLoss",
-    "CrossEntropyLoss",
-    "DistillationLoss",
-    "FocalLoss",
-    "GeneralizedEntropyLoss",
-    "KRLSLoss",
-    "LABOLoss",
-    "LabelSmoothingLoss",
-    "LinearLoss",
-    "LinearLossOptions",
-    "MaskedLabelSmoothingLoss",
-    "OnlineLabelSmoothingLoss",
-    "PSKDLoss",
-    "TFRegLoss",
-    "Warmup",
-    "WeightedLabelSmoothingLoss",
-    "__version__",
-    "backends",
-    "functional",
-    "linear_loss",
-    "smoothing",
-]
-
-_MODULES = {"functional", "smoothing"}
+_MODULES = ("calibration", "functional", "smoothing")
 _HOMES = {
     "LinearLoss": "fused.linear",
     "LinearLossOptions": "fused.linear",
@@ -76,15 +33,27 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is first used: the report and ``labo --help`` need no PyTorch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a public name when it is first used: ``labo --help`` needs no PyTorch.
+
+    Public are the names above and those of :mod:`labo.losses`, which are capitalized.
+    """
+    if name == "__all__":
+        return sorted([*_MODULES, *_HOMES, *_losses().__all__, "__version__"])
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    home = importlib.import_module(f".{_HOMES.get(name, 'losses')}", __name__)
+    if name in _HOMES:
+        home = importlib.import_module(f".{_HOMES[name]}", __name__)
+    elif name[0].isupper() and name in _losses().__all__:
+        home = _losses()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(home, name)
     return value
 
 
+def _losses() -> Any:
+    return importlib.import_module(".losses", __name__)
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,52 +1,31 @@
-"""Argument checks: one clear sentence for each way a call can be wrong.
+"""Argument checks: one clear message for each kind of invalid call.
 
-Checks of plain Python values and of shapes always run. Checks that must look at the values of a
-tensor run at once for ordinary CPU tensors; on an accelerator and under ``torch.compile`` they
-become asynchronous asserts, so that they cost neither a synchronisation nor a graph break.
+Plain Python values and shapes are always checked. Checks that read the values of a tensor run at
+once for ordinary CPU tensors. On an accelerator and under ``torch.compile`` they become
+asynchronous asserts, which need neither a synchronisation nor a graph break.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# How far the sum of a probability target may stray from 1: rounding, not a missing class.
+from ._names import unknown_name
+
+# How far the sum of a probability target may be from 1: enough for rounding, not for a missing
+# class.
 _PROBABILITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class TargetError(IndexError, ValueError):
-    """A class index outside [0, K): an IndexError, as in ``F.cross_entropy``; a ValueError too."""
+    """A class index outside [0, K): an IndexError, as in ``F.cross_entropy``, and a ValueError."""
 
 
-class UnknownNameError(KeyError):
-    """A name that is in no registry; says which names are, and which one is nearest."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """The sentence for a name that is not known, with the nearest one that is."""
-    known = list(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})"
-
-
-class Registry(dict[str, Any]):
-    """A dict of names whose KeyError names the nearest right one."""
-
-    def __init__(self, kind: str, entries: dict[str, Any]) -> None:
-        super().__init__(entries)
-        self.kind = kind
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise UnknownNameError(unknown_name(self.kind, name, self))
+class TeacherError(TypeError, ValueError):
+    """A loss called without the teacher logits it needs, or with teacher logits it cannot use."""
 
 
 def _is_number(value: object) -> bool:
@@ -54,7 +33,7 @@ def _is_number(value: object) -> bool:
 
 
 def _positive(value: float) -> bool:
-    return value > 0
+    return 0 < value < math.inf
 
 
 def _not_negative(value: float) -> bool:
@@ -65,7 +44,7 @@ def _unit(value: float) -> bool:
     return 0 <= value <= 1
 
 
-_POSITIVE = (_positive, "a number above 0")
+_POSITIVE = (_positive, "a finite number above 0")
 _NOT_NEGATIVE = (_not_negative, "a finite number of 0 or more")
 _UNIT = (_unit, "a number in [0, 1]")
 
@@ -84,6 +63,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "hard_weight": _NOT_NEGATIVE,
     "soft_weight": _NOT_NEGATIVE,
     "a": _POSITIVE,
+    "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
+    "bins": (lambda value: isinstance(value, int) and value > 0, "a whole number of 1 or more"),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "reduction": ("none", "mean", "sum"),
@@ -98,7 +79,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_hyper(**values: object) -> None:
-    """Refuse a hyper-parameter outside its range or choices; None and tensors pass untouched."""
+    """Refuse a hyper-parameter outside its range or choices. None and tensors are not checked."""
     for name, value in values.items():
         if value is None or isinstance(value, Tensor) or (name == "alpha" and value == "adaptive"):
             continue
@@ -116,7 +97,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` can be read here: no tracing, no transform, no subclass."""
+    """Whether ``tensor`` is an ordinary tensor in eager mode: no tracing, transform or subclass."""
     return (
         type(tensor) in _PLAIN_TYPES
         and not torch.compiler.is_compiling()
@@ -124,18 +105,18 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def values_at_hand(tensor: Tensor) -> bool:
-    """Whether reading a value of ``tensor`` is free: an ordinary CPU tensor in eager mode."""
+def can_read(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` can be read without waiting: a plain tensor on the CPU."""
     return is_plain(tensor) and tensor.is_cpu
 
 
 def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) -> None:
-    """Raise ``failure()`` unless all of ``condition`` holds, without ever forcing a wait."""
+    """Raise ``failure()`` unless all of ``condition`` holds, without a synchronisation."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition.all(), message)
     elif torch._C._functorch.peek_interpreter_stack() is not None:
-        return  # inside vmap or grad a value cannot be looked at
-    elif values_at_hand(condition):
+        return  # values cannot be read inside vmap or grad
+    elif can_read(condition):
         if not bool(condition.all()):
             raise failure()
     else:
@@ -154,7 +135,7 @@ def check_logits(logits: Tensor, dim: int) -> None:
 
 
 def check_target(logits_shape: torch.Size, target: Tensor, dim: int) -> bool:
-    """Refuse a target that does not fit the logits; tell whether it holds class probabilities."""
+    """Refuse a target that does not fit the logits; return whether it has class probabilities."""
     rows = list(logits_shape)
     del rows[dim]
     if target.dtype == torch.int64 and list(target.shape) == rows:
@@ -189,6 +170,13 @@ def check_weight(weight: Tensor | None, num_classes: int) -> None:
         )
 
 
+def check_devices(logits: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors that are not on the device of the logits."""
+    for name, other in others.items():
+        if other is not None and other.device != logits.device:
+            raise ValueError(f"{name} is on {other.device}, the logits are on {logits.device}")
+
+
 def _range_sentence(num_classes: int, ignore_index: int | None) -> str:
     unless = "" if ignore_index is None else f" and is not ignore_index ({ignore_index})"
     return f"is outside [0, {num_classes}){unless}"
@@ -200,12 +188,13 @@ def out_of_range(target: Tensor, num_classes: int, ignore_index: int | None) -> 
     if ignore_index is not None:
         bad = bad & (target != ignore_index)
     where = tuple(bad.nonzero()[0].tolist())
-    place = f" at position {where[0] if len(where) == 1 else where}" if where else ""
+    index = f" at position {where[0] if len(where) == 1 else where}" if where else ""
     sentence = _range_sentence(num_classes, ignore_index)
-    return TargetError(f"target {target[where].item()}{place} {sentence}")
+    return TargetError(f"target {target[where].item()}{index} {sentence}")
 
 
 def check_range(target: Tensor, num_classes: int, ignore_index: int | None = None) -> None:
+    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``."""
     good = (target >= 0) & (target < num_classes)
     if ignore_index is not None:
         good = good | (target == ignore_index)
@@ -217,7 +206,10 @@ def check_range(target: Tensor, num_classes: int, ignore_index: int | None = Non
 
 
 def check_distribution(name: str, probabilities: Tensor) -> None:
-    """Refuse rows that are not distributions (NaN passes: it must show in the loss)."""
+    """Refuse rows that are not distributions. NaN passes, so that it shows in the loss.
+
+    ``probabilities`` in the dtype in which they were given: it says how precise a sum can be.
+    """
     off = (probabilities.sum(-1) - 1).abs()
     tolerance = _PROBABILITY_TOLERANCE.get(probabilities.dtype, 1e-2)
     message = f"{name} must be probabilities: 0 or more, and sum to 1 over the classes"

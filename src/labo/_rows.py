@@ -1,7 +1,7 @@
-"""The rules every loss shares: precision, class layout, ignored rows, class weights, reduction.
+"""What every loss shares: precision, class layout, ignored rows, class weights, reduction.
 
-A loss turns its arguments into a :class:`Rows`, computes one value per row, and hands the values
-to :meth:`Rows.reduce`. Nothing else in the library knows about shapes or reductions.
+A loss builds a :class:`Rows` from its arguments, computes one value per row, and passes the values
+to :meth:`Rows.reduce`. No loss handles shapes or reductions itself.
 """
 
 from __future__ import annotations
@@ -14,28 +14,61 @@ from torch import Tensor
 from . import _checks
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half types, otherwise the same. The precision rule of the library."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def upcast(x: Tensor) -> Tensor:
-    """Half types to float32; float32 and float64 stay. The one precision rule of the library."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """Half types to float32; float32 and float64 stay."""
+    return x.to(wide(x.dtype))
 
 
-_SPLIT = 1 << 15  # PyTorch's grain size: shorter sums stay in one thread
+_SPLIT = 1 << 15  # PyTorch's grain size: shorter sums are computed by one thread
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension; the bits of a row depend on nothing but that row.
+    """Sum over the last dimension. The bits of a row depend on that row alone.
 
-    PyTorch splits a long sum with a single result over threads, so that its bits change with their
-    number. Two results are never split within a row: a lone row is summed twice, at the cost of
-    one.
+    PyTorch splits a long sum with a single result over threads, so its bits depend on the number
+    of threads. A sum with two results is split between them instead, so a single row is summed
+    twice, in the time of one.
     """
-    if x.numel() == x.shape[-1] >= _SPLIT and not torch.compiler.is_compiling():
+    # Under torch.compile the order of a sum is the compiler's, and a test of the length would
+    # compile once more for lengths on the other side of it.
+    if not torch.compiler.is_compiling() and x.numel() == x.shape[-1] >= _SPLIT:
         return x.expand(2, *x.shape).sum(-1)[0]
     return x.sum(-1)
 
 
+def times(factor: float | Tensor, x: Tensor) -> Tensor:
+    """``factor * x`` with 0 * inf = 0, in value and in gradient. 0 * NaN is NaN."""
+    if isinstance(factor, Tensor):
+        return factor * x.masked_fill((factor == 0) & x.isinf(), 0.0)
+    return factor * (x if factor != 0 else x.masked_fill(x.isinf(), 0.0))
+
+
+def shifted(logits: Tensor) -> Tensor:
+    """Logits whose differences are finite where the logits are: for softmax near the limits.
+
+    softmax does not change when a number is subtracted from all logits. Where a difference to the
+    maximum overflows, the result has the maximum subtracted, and the lowest finite number for a
+    finite logit that is further below. -inf stays reserved for masked classes.
+    """
+    if logits.numel() == 0:
+        return logits
+    limits = torch.finfo(logits.dtype)
+    # No finite number overflows when so small a one is subtracted.
+    if _checks.can_read(logits) and bool(logits.amax() <= limits.max * limits.eps / 4):
+        return logits
+    u = logits - logits.detach().amax(-1, keepdim=True)
+    overflown = (u == -math.inf) & (logits != -math.inf)
+    # The second term is 0 and has the gradient 1.
+    return torch.where(overflown, limits.min + (logits - logits.detach()), u)
+
+
 def zero_log(log_p: Tensor) -> Tensor:
-    """log p with 0 for masked classes, so that p log p is 0 there, and its gradient too."""
+    """log p with 0 for masked classes, so that p log p and its gradient are 0 there."""
     return log_p.masked_fill(log_p == -math.inf, 0.0)
 
 
@@ -49,8 +82,9 @@ class Rows:
 
     Attributes:
         logits: (M, K), at least float32.
+        shifted: the logits as softmax takes them, see :func:`shifted`.
         target: (M,) class indices with ignored rows set to 0, or (M, K) class probabilities.
-        soft: whether the target holds probabilities.
+        soft: whether the target has class probabilities.
         valid: (M,) False for ignored rows, or None if there cannot be any.
         weight: (K,) class weights, or None.
     """
@@ -66,7 +100,7 @@ class Rows:
         *,
         linear: bool = True,
     ) -> None:
-        """Check the arguments and lay them out.
+        """Check the arguments and bring them into rows.
 
         Args:
             logits: (..., K), or classes in ``dim``.
@@ -75,39 +109,43 @@ class Rows:
             ignore_index: rows with this target do not count.
             reduction: "none", "mean" or "sum".
             dim: the dimension of the classes.
-            linear: whether the loss is linear in the label, so that probabilities make sense.
+            linear: whether the loss is linear in the label, and so accepts class probabilities.
         """
         _checks.check_hyper(reduction=reduction)
         _checks.check_logits(logits, dim)
-        soft = _checks.check_target(logits.shape, target, dim)
-        if soft and not linear:
+        self.soft = _checks.check_target(logits.shape, target, dim)
+        if self.soft and not linear:
             raise ValueError(
-                "this loss is not linear in the label: give class indices; for mixed labels, "
-                "weight the losses of the two labels"
+                "this loss is not linear in the label and takes class indices only; for mixed "
+                "labels, add up the losses of the two labels with their weights"
             )
-        if soft and ignore_index >= 0:
+        if self.soft and ignore_index >= 0:
             raise ValueError("ignore_index needs class-index targets, got class probabilities")
         num_classes = logits.shape[dim]
         _checks.check_weight(weight, num_classes)
+        _checks.check_devices(logits, target=target, weight=weight)
         self.reduction = reduction
         self.dim = dim
-        self.logits = self.flatten(upcast(logits))
         self.shape = logits.movedim(dim, -1).shape[:-1]
+        self.logits = self.flatten(upcast(logits))
         self.weight = None if weight is None else weight.to(self.logits.dtype)
         self.valid: Tensor | None = None
-        self.soft = soft
-        if soft:
-            self.target = self.flatten(upcast(target)).to(self.logits.dtype)
-            _checks.check_distribution("probability targets", self.target)
-            return
+        if self.soft:
+            _checks.check_distribution("probability targets", self.flatten(target))
+            self.target = self.flatten(target).to(self.logits.dtype)
+        else:
+            self._set_indices(target.long(), num_classes, ignore_index)
+        self.shifted = shifted(self.logits)
+
+    def _set_indices(self, target: Tensor, num_classes: int, ignore_index: int) -> None:
         _checks.check_range(target, num_classes, ignore_index)
-        self.target = target.reshape(-1).long()
+        self.target = target.reshape(-1)
         valid = self.target != ignore_index
-        if _checks.values_at_hand(valid) and bool(valid.all()):
+        if _checks.can_read(valid) and bool(valid.all()):
             return
         self.valid = valid
         self.target = self.target.masked_fill(~valid, 0)
-        # What an ignored row holds, NaN included, must reach neither values nor gradients.
+        # Nothing in an ignored row, NaN included, may reach values or gradients.
         self.logits = self.logits.masked_fill(~valid.unsqueeze(-1), 0.0)
 
     @property
@@ -119,17 +157,23 @@ class Rows:
         x = x.movedim(self.dim, -1)
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
-    def second(self, name: str, logits: Tensor) -> Tensor:
-        """A second set of logits as constant rows, masked where the first is.
+    def teacher(self, name: str, logits: Tensor | None) -> Tensor:
+        """Teacher logits as rows without a graph, (M, K).
 
-        A class that is not there for the student (logit -inf) is not there for the teacher
-        either; ignored rows become uniform.
+        A class that is masked for the student (logit -inf) is masked for the teacher too. Ignored
+        rows become uniform.
         """
-        if logits.movedim(self.dim, -1).shape != (*self.shape, self.num_classes):
-            raise ValueError(
+        if not isinstance(logits, Tensor):
+            raise _checks.TeacherError(
+                f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
+            )
+        shape = (*self.shape, self.num_classes)
+        if logits.dim() != len(shape) or logits.movedim(self.dim, -1).shape != shape:
+            raise _checks.TeacherError(
                 f"{name} must have the shape of the logits, got {tuple(logits.shape)} "
                 f"for {self.num_classes} classes and targets of shape {tuple(self.shape)}"
             )
+        _checks.check_devices(self.logits, **{name: logits})
         rows = self.flatten(upcast(logits.detach())).to(self.logits.dtype)
         if self.valid is not None:
             rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0.0)
@@ -137,7 +181,7 @@ class Rows:
 
     def log_probabilities(self, tau: float = 1.0) -> Tensor:
         """log softmax(z / tau), (M, K)."""
-        return torch.log_softmax(self.logits if tau == 1 else self.logits / tau, -1)
+        return torch.log_softmax(self.shifted if tau == 1 else self.shifted / tau, -1)
 
     def label(self) -> Tensor:
         """The label as a distribution, (M, K): the probabilities, or one-hot."""
@@ -149,28 +193,28 @@ class Rows:
     def pick(self, x: Tensor) -> Tensor:
         """sum_j label_j x_j, (M,), for x of shape (M, K) or (K,)."""
         if self.soft:
-            return row_sum(_product(self.target, x))
+            return row_sum(times(self.target, x))
         if x.dim() == 1:
             return x[self.target]
         return x.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)
 
     def nll(self, log_p: Tensor) -> Tensor:
         """Cross entropy with the label, (M,): -sum_j w_j label_j log p_j."""
-        return -self.pick(log_p if self.weight is None else _product(self.weight, log_p))
+        return -self.pick(log_p if self.weight is None else times(self.weight, log_p))
 
     def cross_entropy(self, q: Tensor, log_p: Tensor) -> Tensor:
         """Cross entropy with a distribution q, (M,): -sum_j w_j q_j log p_j, with 0 log 0 = 0."""
-        return -row_sum(_product(q if self.weight is None else q * self.weight, log_p))
+        return -row_sum(times(q if self.weight is None else q * self.weight, log_p))
 
     def weigh(self, penalty: Tensor) -> Tensor:
-        """A term that is no sum over a label takes the weight of the label, (M,).
+        """A term that is not a sum over the label, times the weight of the label, (M,).
 
-        So equal weights cancel in the mean, as they do for the cross entropy.
+        Equal class weights then cancel in the mean, as they do for the cross entropy.
         """
-        return penalty if self.weight is None else penalty * self.pick(self.weight)
+        return penalty if self.weight is None else times(self.pick(self.weight), penalty)
 
     def denominator(self) -> Tensor:
-        """What the mean divides by, as F.cross_entropy: weights of the labels that count."""
+        """What the mean divides by, as in ``F.cross_entropy``: the weights of the labels."""
         rows = self.logits.shape[0]
         if self.soft:
             return self.logits.new_full((), rows)
@@ -180,7 +224,10 @@ class Rows:
         return row_sum(counts)
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Per-row values (M,) to the result; ignored rows count nothing, no rows give 0."""
+        """Per-row values (M,) to the result. Ignored rows do not count.
+
+        The mean is 0 if no row counts or all labels have weight 0.
+        """
         if self.valid is not None:
             values = values.masked_fill(~self.valid, 0.0)
         if self.reduction == "none":
@@ -189,9 +236,4 @@ class Rows:
         if self.reduction == "sum":
             return total
         denominator = self.denominator()
-        return total / denominator.masked_fill(denominator == 0, 1.0)
-
-
-def _product(q: Tensor, x: Tensor) -> Tensor:
-    """q_j x_j with 0 * -inf = 0, in value and in gradient; q_j > 0 keeps an infinite x_j."""
-    return q * x.masked_fill((q == 0) & (x == -math.inf), 0.0)
+        return total / denominator.masked_fill(denominator == 0, math.inf)

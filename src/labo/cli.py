@@ -1,10 +1,12 @@
-"""The command line. Heavy imports stand inside the commands, so that ``labo --help`` is instant."""
+"""The command line. Commands import what they need, so that ``labo --help`` is fast."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,112 +15,173 @@ from typer.core import TyperGroup
 
 
 class _Commands(TyperGroup):
-    """Ctrl-C ends a command with a line, where Typer would say nothing."""
+    """Prints a line when Ctrl-C ends a command. Typer alone prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
+        from .lab.run.interrupt import terminated_as_interrupted
+
         try:
-            return super().invoke(ctx)
+            with terminated_as_interrupted():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             if _is_main_process():
-                what = _RESUMED.get(ctx.invoked_subcommand)
-                hint = f"; the same command continues the {what}" if what else ""
+                noun = _RESUMABLE.get(ctx.invoked_subcommand)
+                hint = f"; the same command continues the {noun}" if noun else ""
                 print(f"labo: interrupted{hint}", file=sys.stderr)
             raise
 
 
-_RESUMED = {"train": "run", "compare": "runs", "reproduce": "runs", "demo": "runs"}
+# Commands that continue where they were stopped, and the word for their runs.
+_RESUMABLE = {"train": "run", "compare": "runs", "reproduce": "runs", "demo": "runs"}
 app = typer.Typer(
     name="labo",
     cls=_Commands,
-    help="Label regularization: train, compare and analyse.",
+    help="Label regularization: train, compare and analyze.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+RecipeName = Annotated[str, typer.Argument(help="Recipe file, or the name of a built-in recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Recipe keys to change, such as train.epochs=10."
+    ),
+]
+Jobs = Annotated[
+    int | None, typer.Option(help="Runs at the same time. Default: one per GPU, or per core.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+AcceptData = Annotated[
+    bool, typer.Option("--accept-data", help="Continue although the data of a run have changed.")
+]
+
+
+def _verify(value: bool) -> bool:
+    if value:
+        os.environ["LABO_VERIFY"] = "1"  # for the processes that a command starts, too
+    return value
+
+
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", callback=_verify, help="Read all data again to compare their checksums."
+    ),
+]
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or a name such as digits.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in method=ls seed=1.")
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run directory. [default: runs/RECIPE-METHOD-sSEED]")
+        Path | None, typer.Option(help="Run directory. Default: runs/RECIPE-METHOD-sSEED.")
     ] = None,
     no_test: Annotated[
-        bool, typer.Option("--no-test", help="Leave the test split for `labo evaluate`.")
+        bool, typer.Option("--no-test", help="Do not score the test split at the end.")
     ] = False,
+    accept_data: AcceptData = False,
+    verify: Verify = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model; the same command again continues a run that was stopped."""
-    from .lab import recipes
-    from .lab import train as trainer
+    """Train a model. The same command continues a run that was stopped."""
+    from .lab.recipes import load_recipe
+    from .lab.train import train as run_training
 
-    plan = recipes.load_recipe(recipe, overrides or ())
-    stem = Path(recipe).stem
-    out = out or Path("runs") / f"{stem}-{plan.method['name']}-s{plan.seed}"
+    checked = load_recipe(recipe, overrides or ())
+    name = f"{Path(recipe).stem}-{checked.method['name']}-s{checked.seed}"
+    out = out or Path("runs") / name
     finished = (out / "results.json").exists()
-    results = trainer.train(plan, out, test=not no_test)
+    results = run_training(checked, out, test=not no_test, accept_data=accept_data)
     if _is_main_process():
-        print(f"{out} {'was finished before' if finished else 'is finished'}")
+        print(f"{out} {'was already finished' if finished else 'is finished'}")
         _print_scores({name: results[name] for name in ("valid", "test") if name in results})
 
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    split: Annotated[
-        list[str] | None, typer.Option(help="valid or test; both if not given.")
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Options of the task, such as beams=1,5,20."),
     ] = None,
-    beams: Annotated[
-        str, typer.Option(help="Translation: beam sizes to compare output lengths at, as 1,5,20.")
-    ] = "",
+    split: Annotated[
+        list[str] | None, typer.Option(help="Split to score: valid or test. Default: both.")
+    ] = None,
+    accept_data: AcceptData = False,
+    verify: Verify = False,
     debug: Debug = False,
 ) -> None:
-    """Score the selected model of a run and write one record per example."""
+    """Score the selected model of a run, and write one record per example."""
+    from .lab.analysis.task import read_options
     from .lab.errors import RequestError
     from .lab.evaluate import evaluate_run
+    from .lab.recipes import recipe_of
+    from .lab.run.directory import RunDirectory
 
     for name in split or ():
         if name not in ("valid", "test"):
-            raise RequestError(f"--split {name}: there are valid and test")
-    if not all(size.isdecimal() and int(size) for size in beams.split(",") if beams):
-        raise RequestError(f"--beams {beams}: give whole numbers, as 1,5,20")
-    sizes = [int(size) for size in beams.split(",") if beams]
-    scores = evaluate_run(run, split or ("valid", "test"), sizes)
+            raise RequestError(f"--split {name}: must be valid or test")
+    settings = read_options("evaluate", options or (), [recipe_of(RunDirectory(run)).task])
+    scores = evaluate_run(run, split or ("valid", "test"), settings, accept_data=accept_data)
     if _is_main_process():
         _print_scores(scores)
 
 
 @app.command()
-def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or a name such as digits.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in train.epochs=10.")
-    ] = None,
-    methods: Annotated[
-        str, typer.Option(help="Rows of the table, as in base,ls,labo,labo:tau=1.05.")
-    ] = "base,ls,labo",
-    seeds: Annotated[int, typer.Option(help="Runs of each method: seeds 0, 1, ...")] = 3,
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(help="Values to select from on the validation split, as in tau=1.15,1.25."),
-    ] = None,
-    teacher: Annotated[
-        Path | None, typer.Option(help="Run that kd learns from. [default: base, same seed]")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Runs at once. [default: one per GPU, or per core]")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs. [default: runs/compare-RECIPE]")
-    ] = None,
+def calibrate(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    fold: Annotated[
+        bool, typer.Option("--fold", help="Divide the logits of the saved model for good.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a recipe with several methods and seeds, and print the table; runs what is missing."""
+    """Fit a temperature to the model of a run on validation, and store it with the model."""
+    from .lab.calibrate import calibrate_run
+
+    found = calibrate_run(run, fold=fold)
+    if _is_main_process():
+        print(
+            f"T = {found.temperature:.4f}, fitted on {found.targets} targets of {found.split}: "
+            f"NLL {found.nll_before:.4f} -> {found.nll_after:.4f}"
+        )
+        if fold:
+            print(f"{run / 'best'} has it folded in; scores and records are of the model before")
+
+
+@app.command()
+def compare(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    methods: Annotated[
+        str, typer.Option(help="Rows of the table, such as base,ls,labo,labo:tau=1.05.")
+    ] = "base,ls,labo",
+    seeds: Annotated[int, typer.Option(help="Runs per method. They use seeds 0, 1, 2, ...")] = 3,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Values of a hyper-parameter, such as labo.tau=1.15,1.25. The best one on the "
+            "validation split is reported. Can be repeated."
+        ),
+    ] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(help="Run directory of the teacher of kd. Default: base with the same seed."),
+    ] = None,
+    jobs: Jobs = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-RECIPE.")
+    ] = None,
+    accept_data: AcceptData = False,
+    verify: Verify = False,
+    debug: Debug = False,
+) -> None:
+    """Train several methods with several seeds, and print a table.
+
+    Finished runs are reused, interrupted runs are continued, missing runs are started.
+    """
     from .lab.compare.execute import compare as run_comparison
     from .lab.compare.plan import plan
     from .lab.tables import to_markdown
@@ -132,40 +195,44 @@ def compare(
         grid=grid or (),
         teacher=None if teacher is None else str(teacher),
     )
-    table, failures = run_comparison(comparison, jobs)
+    table, failures = run_comparison(comparison, jobs, accept_data=accept_data)
     _conclude(to_markdown(table), failures)
 
 
 @app.command()
 def analyze(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    split: Annotated[str, typer.Option(help="Whose records are compared: valid or test.")] = "test",
-    part_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sentences of a part by frequency; the paper: 2400. [default: a third]"
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... [KEY=VALUE]...",
+            help="Run directories, and options of the task, such as part_size=2400.",
         ),
-    ] = None,
+    ],
+    split: Annotated[str, typer.Option(help="Split to compare: valid or test.")] = "test",
     debug: Debug = False,
 ) -> None:
-    """Write RUN/analysis.json of evaluated runs, and compare them."""
+    """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""
     from .lab.analysis import run as analysis
     from .lab.analysis.printing import as_text
     from .lab.errors import RequestError
 
     if split not in ("valid", "test"):
-        raise RequestError(f"--split {split}: there are valid and test")
-    documents = [analysis.write_analysis(run, part_size=part_size) for run in runs]
-    print(as_text(documents, analysis.analyze_runs(runs, split, part_size=part_size)), end="")
+        raise RequestError(f"--split {split}: must be valid or test")
+    options = [text for text in runs if "=" in text and not Path(text).exists()]
+    paths = [text for text in runs if text not in options]
+    settings = analysis.read_settings(paths, options)
+    documents, left_out = analysis.write_analyses(paths, **settings)
+    comparison = analysis.analyze_runs(paths, split, **settings)
+    print(as_text(documents, comparison, left_out), end="")
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
     debug: Debug = False,
 ) -> None:
-    """Write one self-contained page about runs: tables, figures, sentences, a label explorer."""
+    """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
     from .lab.report import write_report
 
     for listing in write_report(runs, out):
@@ -179,108 +246,181 @@ def reproduce(
     exhibit: Annotated[
         str, typer.Argument(help="table1, table2, table3, table4, figure1, figure2 or imagenet.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in train.epochs=10.")
-    ] = None,
+    overrides: Overrides = None,
     scale: Annotated[
-        str, typer.Option(help="demo: built-in data, minutes. small: few epochs. paper: all of it.")
+        str,
+        typer.Option(
+            help="demo (built-in data, minutes), small (the paper's data, few epochs) or paper "
+            "(the full experiment)."
+        ),
     ] = "demo",
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Folder that holds the data sets by their names, or NAME=FOLDER."),
+        typer.Option(
+            help="Folder with one subfolder per data set, or NAME=FOLDER for one data set. "
+            "Can be repeated."
+        ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="Runs of each method. [default: the paper's, or fewer]")
+        int | None, typer.Option(help="Runs per method. Default: as in the paper, or fewer.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Runs at once. [default: one per GPU, or per core]")
-    ] = None,
+    jobs: Jobs = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs. [default: runs/reproduce-SCALE]")
+        Path | None, typer.Option(help="Folder of the runs. Default: runs/reproduce-SCALE.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the runs and what they need; start none.")
+        bool, typer.Option("--dry-run", help="List the runs and the data they need, and stop.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Make a table or figure of the paper again, ours beside the paper's."""
-    from .lab.reproduce import command as reproducing
+    """Reproduce a table or figure of the paper, next to the published numbers."""
+    from .lab.reproduce import command
     from .lab.tables import to_markdown
 
-    plan = reproducing.plan(
-        exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out
-    )
+    plan = command.plan(exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out)
     if dry_run:
-        print(reproducing.describe(plan))
-    reproducing.require(plan)
+        print(command.describe(plan))
+    command.require(plan)
     if not dry_run:
-        table, failures = reproducing.reproduce(exhibit, plan, jobs)
-        _conclude(to_markdown(table), failures)
+        tables, failures = command.reproduce(exhibit, plan, jobs)
+        _conclude("\n".join(map(to_markdown, tables)), failures)
 
 
 @app.command()
 def demo(
-    jobs: Annotated[
-        int | None, typer.Option(help="Runs at once. [default: one per GPU, or per core]")
-    ] = None,
+    jobs: Jobs = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
         "runs/demo"
     ),
     debug: Debug = False,
 ) -> None:
-    """Train base, LS and LABO on built-in digits and phrases; minutes to a report."""
-    from .lab import demo as showing
+    """Train base, LS and LABO on built-in images and phrases, and write a report."""
+    from .lab.demo import demo as run_demo
 
-    _conclude(*showing.demo(out, jobs))
+    _conclude(*run_demo(out, jobs))
+
+
+# Groups of options in the help of ``labo prepare``.
+_files = partial(typer.Option, rich_help_panel="Files")
+_cleaning = partial(typer.Option, rich_help_panel="Cleaning")
+_limits = partial(typer.Option, rich_help_panel="Limits")
+_subwords = partial(typer.Option, rich_help_panel="Subwords")
 
 
 @app.command()
 def prepare(
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    pair: Annotated[list[str], typer.Option(help="Languages, as in de-en; several: repeat.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    pair: Annotated[
+        list[str],
+        _files(help="Source and target language, such as de-en. Can be repeated."),
+    ],
     train: Annotated[
         list[str],
-        typer.Option(
-            help="PREFIX for PREFIX.de and PREFIX.en (also .gz, .xml), SOURCE,TARGET, or one file "
-            "with tabs; {pair}, {source} and {target} are filled in; several: repeat."
+        _files(
+            help="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET for "
+            "two files, or one tab-separated file. Plain text, .gz, .xml and .sgm are read. "
+            "{pair}, {source} and {target} stand for the languages. Can be repeated."
         ),
     ],
-    valid: Annotated[list[str] | None, typer.Option(help="As --train.")] = None,
-    test: Annotated[list[str] | None, typer.Option(help="As --train.")] = None,
+    valid: Annotated[list[str] | None, _files(help="Validation text, given like --train.")] = None,
+    test: Annotated[list[str] | None, _files(help="Test text, given like --train.")] = None,
     preset: Annotated[
-        str | None, typer.Option(help="iwslt14, iwslt17, wmt14 or multi30k; other options go over.")
+        str | None,
+        _files(
+            help="Options of a public recipe: iwslt14, iwslt17, wmt14 or multi30k. Options given "
+            "on the command line take precedence."
+        ),
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(help="Of files with tabs; source,target if not given.")
+        str | None,
+        _files(help="Columns of a tab-separated file. Default: source,target."),
     ] = None,
     tag: Annotated[
-        str | None, typer.Option(help="Language named before each source: source, target or none.")
+        str | None,
+        _files(
+            help="Language that a tag before each source sentence names: source, target or none. "
+            "Default: the target if there are several, else the source if there are several."
+        ),
     ] = None,
-    holdout: Annotated[int | None, typer.Option(help="Every N-th training pair: valid.")] = None,
-    holdout_test: Annotated[int | None, typer.Option(help="Every N-th of the rest: test.")] = None,
-    moses: Annotated[bool | None, typer.Option(help="Moses tokenization.")] = None,
-    tokenized: Annotated[bool | None, typer.Option(help="The text is tokenized.")] = None,
-    aggressive_hyphens: Annotated[bool | None, typer.Option(help="Moses splits at them.")] = None,
-    normalize_punctuation: Annotated[bool | None, typer.Option(help="As Moses does.")] = None,
-    remove_nonprinting: Annotated[bool | None, typer.Option(help="Control characters.")] = None,
+    holdout: Annotated[
+        int | None,
+        _files(help="Use every N-th cleaned training pair for validation; 0 holds out none."),
+    ] = None,
+    holdout_test: Annotated[
+        int | None,
+        _files(
+            help="Use every N-th of the remaining training pairs for testing; 0 holds out none."
+        ),
+    ] = None,
+    moses: Annotated[bool | None, _cleaning(help="Tokenize with the Moses tokenizer.")] = None,
+    tokenized: Annotated[
+        bool | None, _cleaning(help="The text is Moses-tokenized already.")
+    ] = None,
+    aggressive_hyphens: Annotated[
+        bool | None, _cleaning(help="Let the Moses tokenizer split at hyphens: a @-@ b.")
+    ] = None,
+    normalize_punctuation: Annotated[
+        bool | None, _cleaning(help="Normalize punctuation as the Moses script does.")
+    ] = None,
+    remove_nonprinting: Annotated[
+        bool | None, _cleaning(help="Replace control characters by spaces.")
+    ] = None,
     straight_apostrophes: Annotated[
-        bool | None, typer.Option(help="Everywhere but in training text.")
+        bool | None,
+        _cleaning(
+            help="Replace typographic apostrophes by straight ones in validation and test text."
+        ),
     ] = None,
-    lowercase: Annotated[bool | None, typer.Option()] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Words in training; 0: any.")] = None,
-    max_ratio: Annotated[float | None, typer.Option(help="Of lengths in words.")] = None,
-    max_pieces: Annotated[int | None, typer.Option(help="Subwords in training; 0: any.")] = None,
-    max_piece_ratio: Annotated[float | None, typer.Option(help="Of lengths in subwords.")] = None,
+    lowercase: Annotated[bool | None, _cleaning(help="Convert all text to lower case.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        _limits(help="Drop training pairs with more words than this on either side; 0 keeps all."),
+    ] = None,
+    max_ratio: Annotated[
+        float | None,
+        _limits(
+            help="Drop training pairs in which one side has more than this many times the words "
+            "of the other; 0 keeps all."
+        ),
+    ] = None,
+    max_pieces: Annotated[
+        int | None,
+        _limits(
+            help="Drop training and held-out pairs with more subwords than this on either side; "
+            "0 keeps all."
+        ),
+    ] = None,
+    max_piece_ratio: Annotated[
+        float | None,
+        _limits(
+            help="Drop training and held-out pairs in which one side has more than this many "
+            "times the subwords of the other; 0 keeps all."
+        ),
+    ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Types in all; 10000 if not given.")
+        int | None,
+        _subwords(help="Size of the vocabulary, special tokens included. Default: 10000."),
     ] = None,
-    merges: Annotated[int | None, typer.Option(help="Byte-pair merges, instead.")] = None,
-    codes: Annotated[str | None, typer.Option(help="Merges of subword-nmt, instead.")] = None,
+    merges: Annotated[
+        int | None, _subwords(help="Number of byte-pair merges, instead of --vocabulary.")
+    ] = None,
+    codes: Annotated[
+        str | None, _subwords(help="File of merges from subword-nmt, instead of --vocabulary.")
+    ] = None,
     share: Annotated[
-        str | None, typer.Option(help="What the two sides share: all, merges or nothing.")
+        str | None,
+        _subwords(
+            help="What the two languages share: all (one vocabulary, the default), merges (one "
+            "set of merges, two vocabularies) or nothing."
+        ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that clean text.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that clean text. Default: one per core for large files."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     debug: Debug = False,
 ) -> None:
     """Prepare parallel text for training: clean it, learn subwords, write token ids."""
@@ -455,29 +595,45 @@ def score(
 
 @app.command()
 def translate(
-    run: Annotated[Path, typer.Argument(help="A run directory, or a model folder.")],
+    run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
     pair: Annotated[
-        str | None, typer.Option(help="Of a run with several: de-en, or only de if that will do.")
+        str | None,
+        typer.Option(
+            help="Language pair of a model with several, such as de-en. One language is enough if "
+            "it identifies the pair."
+        ),
     ] = None,
-    beam: Annotated[int | None, typer.Option(min=1, help="[default: as the recipe]")] = None,
+    beam: Annotated[
+        int | None, typer.Option(min=1, help="Beam size. Default: as in the recipe.")
+    ] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(min=0, help="The larger, the longer. [default: as the recipe]")
+        float | None,
+        typer.Option(min=0, help="Larger values favor longer outputs. Default: as in the recipe."),
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a batch, padded, times the beam.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Largest batch: sentences times longest source times beam. "
+            "Default: as in the recipe.",
+        ),
     ] = None,
     nbest: Annotated[
-        int | None, typer.Option(min=1, help="So many lines for each: NUMBER<tab>SCORE<tab>TEXT.")
+        int | None,
+        typer.Option(
+            min=1, help="Write this many lines per input line: NUMBER<tab>SCORE<tab>TEXT."
+        ),
     ] = None,
     scores: Annotated[
         bool,
         typer.Option(
-            "--scores", help="JSON lines: line, text, score, tokens and their probabilities."
+            "--scores",
+            help="Write JSON lines with line, text, score, tokens and token probabilities.",
         ),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Translate stdin to stdout: raw text, one line for each line."""
+    """Translate standard input to standard output, line by line."""
     from .lab.translation.translate import translate_stream
 
     translate_stream(
@@ -495,39 +651,42 @@ def translate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run directory, or a model folder.")],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
-    to: Annotated[str, typer.Option(help="The format: ctranslate2.")] = "ctranslate2",
+    run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="Format. Only ctranslate2 is supported.")] = "ctranslate2",
     quantization: Annotated[
-        str | None, typer.Option(help="Such as int8 or float16. [default: as trained]")
+        str | None,
+        typer.Option(help="Type of the weights, such as int8 or float16. Default: as trained."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a translation model for CTranslate2, and print the lines that use it."""
+    """Export a translation model to CTranslate2, and print the code that loads it."""
     from .lab.errors import RequestError
     from .lab.translation.export import export as export_model
 
     if to != "ctranslate2":
-        raise RequestError(f"--to {to}: there is ctranslate2")
+        raise RequestError(f"--to {to}: must be ctranslate2")
     print(export_model(run, out, quantization))
 
 
 @app.command()
 def methods(
     task: Annotated[
-        str, typer.Option(help="The task whose defaults are shown.")
-    ] = "image_classification",
+        str | None,
+        typer.Option(help="Task whose methods and defaults are listed. Default: the first task."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """List the methods of a task, their hyper-parameters with defaults, and their papers."""
+    """List the methods of a task, with their hyper-parameters, defaults and papers."""
     from rich.console import Console
     from rich.table import Table
 
-    from ._checks import unknown_name
+    from ._names import unknown_name
     from .lab.errors import RequestError
     from .lab.methods import METHODS, hyper_parameters, methods_for
     from .lab.tasks import TASKS
 
+    task = next(iter(TASKS)) if task is None else task
     if task not in TASKS:
         raise RequestError(f"--task: {unknown_name('task', task, TASKS)}")
 
@@ -536,13 +695,21 @@ def methods(
     table.add_column("reference")
     for name in methods_for(task):
         method, fields = METHODS[name], hyper_parameters(name, task).model_fields
-        hyper = (f"{key}={'...' if f.is_required() else f.default}" for key, f in fields.items())
+        hyper = [
+            f"{key}={'...' if field.is_required() else _as_yaml(field.default)}"
+            for key, field in fields.items()
+        ]
         table.add_row(name, method.summary, " ".join(hyper), method.reference)
     Console().print(table)
 
 
+def _as_yaml(value: Any) -> str:
+    """A value as it is written in a recipe."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _conclude(text: str, failures: Sequence[object]) -> None:
-    """Print what many runs gave; if some of them failed, fail with a line for each."""
+    """Print the result of several runs. If some failed, raise an error with one line for each."""
     from .lab.errors import LabError
 
     print(text)
@@ -565,29 +732,27 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run a command: status 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C."""
+    """Run a command. Exit status: 0 success, 1 failure, 2 wrong request, 130 Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return app(arguments)
     except Exception as error:
         if "--debug" in arguments:
             raise
-        status, message = _verdict(error)
+        status, message = _status_and_message(error)
         if _is_main_process() or status == 1:
             for line in message.splitlines():
                 print(f"labo: {line}", file=sys.stderr)
         sys.exit(status)
 
 
-def _verdict(error: Exception) -> tuple[int, str]:
-    """Exit status and line for an error."""
-    from .lab.errors import DataError, LabError
+def _status_and_message(error: Exception) -> tuple[int, str]:
+    """Exit status and message for an error."""
+    from .lab.errors import LabError
 
     if isinstance(error, LabError):
         return error.status, str(error)
-    if isinstance(error, DataError):
-        return 2, str(error)
     if isinstance(error, ModuleNotFoundError):
         return 2, f"{error.name} is not installed: pip install 'torch-labo[lab]'"
     first_line = str(error).partition("\n")[0]
-    return 1, f"{type(error).__name__}: {first_line} (--debug shows where)"
+    return 1, f"{type(error).__name__}: {first_line} (--debug shows the traceback)"

@@ -1,11 +1,11 @@
-"""One Module per method: hyper-parameters, state, and a ``forward`` that is one call.
+"""The losses as Modules, with hyper-parameters and state.
 
-Each has the stem of its function in :mod:`labo.functional`, which documents the equation and the
-arguments. ``LOSSES`` names them all.
+Each has the name stem of its function in :mod:`labo.functional`, which documents the equation and
+the arguments. ``LOSSES`` lists them by short name.
 
-Losses with state follow the training loop through two calls: ``step()`` after each optimizer step
+Losses with state need two calls from the training loop: ``step()`` after each optimizer step
 (:class:`Warmup`) and ``end_epoch()`` after each epoch (:class:`OnlineLabelSmoothingLoss`,
-:class:`PSKDLoss`). Their state is in ``state_dict()``, so that a resumed run goes on where it was.
+:class:`PSKDLoss`). Their state is in ``state_dict()``, so that a run can be resumed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from ._checks import Registry, check_hyper
+from ._checks import TeacherError, check_hyper
+from ._names import Registry
 from ._rows import Rows
-from .fused import spec
+from .fused import linear, spec
 from .fused.spec import RowSpec
 
 __all__ = [
@@ -48,10 +49,10 @@ _SHARED = ("weight", "ignore_index", "reduction", "dim")
 
 
 class _Loss(nn.Module):
-    """What the Modules share: the arguments of ``F.cross_entropy``, checks, a telling repr.
+    """The base of the Modules: the arguments of ``F.cross_entropy``, checks, and a repr.
 
-    A subclass names its function and passes its hyper-parameters, which become attributes (tensors
-    become buffers).
+    A subclass sets ``function`` and passes its hyper-parameters to ``__init__``. They become
+    attributes; tensors become buffers.
     """
 
     function: Callable[..., Tensor]
@@ -59,8 +60,17 @@ class _Loss(nn.Module):
     ignore_index: int
     reduction: str
     dim: int
-    # Whether the value of a row depends on that row alone, and nothing but the model learns.
+    # Whether the value of a row depends on that row alone and the loss has no parameters.
     rowwise = True
+    # The name of the function's argument for teacher logits, if it has one.
+    teacher_argument: str | None = None
+    teacher_optional = False
+    _function_name: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "function"):
+            cls._function_name = linear.register(cls.function)
 
     def __init__(
         self, weight: Tensor | None, ignore_index: int, reduction: str, dim: int, **hyper: Any
@@ -81,21 +91,39 @@ class _Loss(nn.Module):
                 setattr(self, name, value)
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments for the function, as they are now."""
+        """The keyword arguments for the function, with their current values."""
         return {name: getattr(self, name) for name in (*self._hyper, *_SHARED)}
 
-    def forward(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
-        return type(self).function(logits, target, *second, **self.arguments())
+    def forward(
+        self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
+    ) -> Tensor:
+        self.check_teacher(teacher_logits is not None)
+        arguments = self.arguments()
+        if teacher_logits is None:
+            return type(self).function(logits, target, **arguments)
+        return type(self).function(logits, target, teacher_logits, **arguments)
 
-    def values(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
-        """One value per row, whatever the reduction, by the plain formula."""
+    def check_teacher(self, given: bool) -> None:
+        """Refuse missing teacher logits, and teacher logits that the loss does not take."""
+        name = type(self).__name__
+        if given and self.teacher_argument is None:
+            raise TeacherError(f"{name} takes no teacher logits")
+        if not given and self.teacher_argument is not None and not self.teacher_optional:
+            raise TeacherError(
+                f"{name} needs teacher_logits: the logits of a teacher, of the shape of the logits"
+            )
+
+    def row_function(self) -> tuple[str, dict[str, Any]]:
+        """For :func:`labo.linear_loss`: the name of the function, and its arguments for one value
+        per row by the reference.
+        """
         arguments = self.arguments() | {"reduction": "none"}
         if "impl" in arguments:
             arguments |= {"impl": "reference", "inplace": False}
-        return type(self).function(logits, target, *second, **arguments)
+        return self._function_name, arguments
 
     def spec(self) -> RowSpec | None:
-        """The loss as the fused kernels know it, or None if they do not."""
+        """The loss as the fused backends know it, or None if they do not compute it."""
         return None
 
     def extra_repr(self) -> str:
@@ -334,7 +362,7 @@ class GeneralizedEntropyLoss(_Loss):
 
 
 class TFRegLoss(_Loss):
-    """TF-reg: distillation from a hand-made teacher.
+    """TF-reg: distillation from a virtual teacher.
 
     See :func:`labo.functional.tf_reg_loss`.
 
@@ -387,6 +415,7 @@ class DistillationLoss(_Loss):
     """
 
     function = staticmethod(F.distillation_loss)
+    teacher_argument = "teacher_logits"
 
     def __init__(
         self,
@@ -413,7 +442,7 @@ class DistillationLoss(_Loss):
 
 
 class CSKDLoss(_Loss):
-    """CS-KD; called as ``loss(logits, target, peer_logits)``.
+    """CS-KD; called as ``loss(logits, target, teacher_logits)`` with the logits of the peers.
 
     See :func:`labo.functional.cs_kd_loss`.
 
@@ -425,6 +454,7 @@ class CSKDLoss(_Loss):
     """
 
     function = staticmethod(F.cs_kd_loss)
+    teacher_argument = "peer_logits"
 
     def __init__(
         self,
@@ -440,10 +470,10 @@ class CSKDLoss(_Loss):
 
 
 class BetaSmoothingLoss(_Loss):
-    """Beta smoothing; called as ``loss(logits, target, ema_logits, draws=None)``.
+    """Beta smoothing; called as ``loss(logits, target, teacher_logits, draws=None)``.
 
-    See :func:`labo.functional.beta_smoothing_loss`. Without ``draws`` they come from PyTorch's
-    default generator.
+    The teacher is the averaged model. Draws that are not given come from the default generator of
+    PyTorch. See :func:`labo.functional.beta_smoothing_loss`.
 
     Example:
         >>> loss = BetaSmoothingLoss(alpha=0.6)
@@ -453,6 +483,7 @@ class BetaSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.beta_smoothing_loss)
+    teacher_argument = "ema_logits"
     rowwise = False
 
     def __init__(
@@ -467,17 +498,30 @@ class BetaSmoothingLoss(_Loss):
     ) -> None:
         super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, a=a)
 
-    def forward(  # type: ignore[override]
-        self, logits: Tensor, target: Tensor, ema_logits: Tensor, draws: Tensor | None = None
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        teacher_logits: Tensor | None = None,
+        draws: Tensor | None = None,
     ) -> Tensor:
-        return F.beta_smoothing_loss(logits, target, ema_logits, draws=draws, **self.arguments())
+        self.check_teacher(teacher_logits is not None)
+        arguments = self.arguments()
+        return F.beta_smoothing_loss(logits, target, teacher_logits, draws=draws, **arguments)
 
 
 class PSKDLoss(_Loss):
-    """PS-KD with its growing alpha; called as ``loss(logits, target, past_logits)``.
+    """PS-KD with its growing alpha; called as ``loss(logits, target, teacher_logits)``.
 
-    alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ...; call ``end_epoch()`` after each epoch.
+    The teacher logits are the logits or log-probabilities of the past prediction. In the first
+    epoch they may be left out.
+
+    alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ... Call ``end_epoch()`` after each epoch.
     See :func:`labo.functional.ps_kd_loss`.
+
+    Args:
+        epochs: epochs of the whole training.
+        alpha: weight of the past prediction in the last epoch; it grows linearly.
 
     Example:
         >>> loss = PSKDLoss(alpha=0.8, epochs=2)  # alpha_t is 0.4 in the first epoch
@@ -487,6 +531,8 @@ class PSKDLoss(_Loss):
     """
 
     function = staticmethod(F.ps_kd_loss)
+    teacher_argument = "past_logits"
+    teacher_optional = True
     alpha: float
     epoch: Tensor
 
@@ -507,7 +553,10 @@ class PSKDLoss(_Loss):
         self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
 
     def arguments(self) -> dict[str, Any]:
-        progress = (self.epoch + 1).clamp(max=self.epochs).to(torch.get_default_dtype())
+        # A tensor, so that torch.compile does not compile again for each epoch; in float64, so
+        # that it does not limit the precision of the loss (MPS has no float64).
+        dtype = torch.float32 if self.epoch.device.type == "mps" else torch.float64
+        progress = (self.epoch + 1).clamp(max=self.epochs).to(dtype)
         return super().arguments() | {"alpha": self.alpha * progress / self.epochs}
 
     def end_epoch(self) -> None:
@@ -573,21 +622,23 @@ class WeightedLabelSmoothingLoss(_Loss):
 
 
 class OnlineLabelSmoothingLoss(_Loss):
-    """Online label smoothing, with the table it gathers from correct predictions.
+    """Online label smoothing, with the table that it collects from correct predictions.
 
-    In training mode each call adds the predictions that are right to the row of their class;
-    ``end_epoch()`` turns them into the table of the next epoch. A class without a right prediction
-    gets a uniform row. Mixed labels (probabilities) use the table and leave it alone. Under
-    ``torch.distributed`` the gathered sums are added up over the processes.
+    In training mode each call adds the correct predictions to the row of their class. After each
+    epoch, ``end_epoch()`` makes their means the table of the next epoch. A class without a correct
+    prediction gets a uniform row. Mixed labels (probabilities) use the table and do not change it.
+    Under ``torch.distributed`` the sums are added up over the processes.
     See :func:`labo.functional.online_label_smoothing_loss`.
 
     Args:
         num_classes: K; the table has K x K entries, so this is for images rather than vocabularies.
-        hard_weight, soft_weight: 0.5 each in the authors' CIFAR code, 1 each in their fine-grained.
+        hard_weight, soft_weight: weights of the label and of the soft label: 0.5 each in the
+            authors' CIFAR code, 1 each in their fine-grained code.
         first_table: "zeros" (their CIFAR code: the first epoch is half the cross entropy) or
-            "uniform" (their fine-grained code).
-        freeze_above: keep a row for good once its largest entry reaches this (0.88 in their
-            fine-grained code).
+            "uniform" (their code for fine-grained data).
+        freeze_above: keep a row once its largest entry reaches this (0.88 in their code for
+            fine-grained data), until an epoch without a correct prediction of its class, which
+            makes it uniform again.
 
     Example:
         >>> loss = OnlineLabelSmoothingLoss(4)
@@ -599,6 +650,7 @@ class OnlineLabelSmoothingLoss(_Loss):
         tensor([0.6381, 0.2347, 0.0954, 0.0318])
     """
 
+    function = staticmethod(F.online_label_smoothing_loss)
     table: Tensor
     sums: Tensor
     counts: Tensor
@@ -626,15 +678,20 @@ class OnlineLabelSmoothingLoss(_Loss):
         self.register_buffer("sums", torch.zeros(num_classes, num_classes))
         self.register_buffer("counts", torch.zeros(num_classes))
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        # The table of this epoch is fixed: a copy for the graph, as the buffer changes in place.
-        loss = F.online_label_smoothing_loss(logits, target, self.table.clone(), **self.arguments())
+    def arguments(self) -> dict[str, Any]:
+        # A copy for the graph: end_epoch() changes the table in place.
+        return super().arguments() | {"table": self.table.clone()}
+
+    def forward(
+        self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
+    ) -> Tensor:
+        loss = super().forward(logits, target, teacher_logits)
         if self.training and not target.is_floating_point():
-            self._gather(logits.detach(), target)
+            self._collect(logits.detach(), target)
         return loss
 
     @torch.no_grad()
-    def _gather(self, logits: Tensor, target: Tensor) -> None:
+    def _collect(self, logits: Tensor, target: Tensor) -> None:
         rows = Rows(logits, target, ignore_index=self.ignore_index, dim=self.dim)
         right = rows.logits.argmax(-1) == rows.target
         if rows.valid is not None:
@@ -650,11 +707,12 @@ class OnlineLabelSmoothingLoss(_Loss):
             torch.distributed.all_reduce(self.sums)
             torch.distributed.all_reduce(self.counts)
         seen = self.counts.unsqueeze(-1)
-        fresh = torch.where(seen > 0, self.sums / seen.clamp(min=1), 1 / len(self.table))
+        means = self.sums / seen.clamp(min=1)
         if self.freeze_above is not None:
             frozen = self.table.amax(-1, keepdim=True) >= self.freeze_above
-            fresh = torch.where(frozen, self.table, fresh)
-        self.table.copy_(fresh)
+            means = torch.where(frozen, self.table, means)
+        # Frozen rows too: the authors make any row without a correct prediction uniform.
+        self.table.copy_(means.masked_fill(seen == 0, 1 / len(self.table)))
         self.sums.zero_()
         self.counts.zero_()
 
@@ -663,9 +721,9 @@ class OnlineLabelSmoothingLoss(_Loss):
 
 
 class KRLSLoss(_Loss):
-    """KR-LS, with the table it learns by gradient: give ``table`` to the optimizer.
+    """KR-LS, with the table that it learns: pass ``table`` to the optimizer.
 
-    Its own parameter group without weight decay is the sensible choice; the authors do not say.
+    We suggest a parameter group of its own without weight decay; the authors do not say.
     See :func:`labo.functional.kr_ls_loss`.
 
     Example:
@@ -674,6 +732,7 @@ class KRLSLoss(_Loss):
         tensor(0.5757)
     """
 
+    function = staticmethod(F.kr_ls_loss)
     rowwise = False
 
     def __init__(
@@ -690,23 +749,25 @@ class KRLSLoss(_Loss):
         super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, order=order)
         self.table = nn.Parameter(torch.zeros(num_classes, num_classes))
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        return F.kr_ls_loss(logits, target, self.table, **self.arguments())
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"table": self.table}
 
     def extra_repr(self) -> str:
         return f"num_classes={len(self.table)}, {super().extra_repr()}"
 
 
 class Warmup(nn.Module):
-    """Algorithm 1's switch: ``before`` while the step i < ``steps``, then ``after``.
+    """The warm-up of Algorithm 1: ``before`` while the step i < ``steps``, then ``after``.
 
-    Steps are counted from 1, so steps 1 .. steps - 1 use ``before``. Call ``step()`` after each
-    optimizer step, as with a learning-rate scheduler (not after each micro-batch). The count is in
-    ``state_dict()``.
+    Steps are counted from 1, so steps 1 .. steps - 1 use ``before``, and ``steps=1`` is no warm-up.
+    Call ``step()`` after each optimizer step (not after each micro-batch), as with a learning-rate
+    scheduler. The count is in ``state_dict()``.
+
+    Teacher logits are passed on to the loss of the step, if it takes any.
 
     Args:
-        before: the loss to start with; the paper uses label smoothing with alpha = 0.1.
-        after: the loss to go on with.
+        before: the first loss; the paper uses label smoothing with alpha = 0.1.
+        after: the loss after the warm-up.
         steps: T_w; 5000 (IWSLT) and 10000 (WMT) in the paper.
 
     Example:
@@ -731,7 +792,7 @@ class Warmup(nn.Module):
 
     def _set(self, steps_done: int) -> None:
         self.steps_done = steps_done
-        # forward reads this flag, not the count, so that a compiled step is compiled twice at most
+        # forward reads this flag, not the count: torch.compile then compiles at most twice.
         self._warming = steps_done + 1 < self.steps
 
     @property
@@ -743,9 +804,17 @@ class Warmup(nn.Module):
         """Count one optimizer step."""
         self._set(self.steps_done + 1)
 
-    def forward(self, logits: Tensor, target: Tensor, *second: Tensor) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        teacher_logits: Tensor | None = None,
+        *draws: Tensor,
+    ) -> Tensor:
         loss = self.before if self._warming else self.after
-        result: Tensor = loss(logits, target, *second)
+        unused = getattr(loss, "teacher_argument", "") is None
+        extra = () if teacher_logits is None or unused else (teacher_logits, *draws)
+        result: Tensor = loss(logits, target, *extra)
         return result
 
     def get_extra_state(self) -> Tensor:

@@ -1,10 +1,10 @@
-r"""Smoothing distributions, alphas, and what they do to the confidence of a trained model.
+r"""Smoothing distributions and strengths, and the confidence that they lead a model to.
 
 A smoothed label is :math:`\hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P_{ls}`. This module
-has the distributions :math:`P_{ls}` and the alphas as plain functions; any of them, or one of your
-own, goes into :func:`labo.functional.smoothed_cross_entropy`.
+has the distributions :math:`P_{ls}` and the strengths alpha as plain functions. Any of them, or one
+of your own, can be passed to :func:`labo.functional.smoothed_cross_entropy`.
 
-A class whose logit is -inf is masked: it is not there, and no distribution puts mass on it.
+A class whose logit is -inf is masked: no distribution gives it any mass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._rows import entropy, row_sum, upcast
+from ._rows import entropy, row_sum, shifted, upcast
 
 __all__ = [
     "adaptive_alpha",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _restrict(distribution: Tensor, logits: Tensor) -> Tensor:
-    """A distribution over the classes that are there, summing to 1 (to 0 if it was all zero)."""
+    """A distribution over the classes that are not masked: sums to 1, or to 0 if it is all 0."""
     kept = distribution.masked_fill(logits == -math.inf, 0.0)
     total = row_sum(kept).unsqueeze(-1)
     return kept / total.masked_fill(total == 0, 1.0)
@@ -45,7 +45,7 @@ def uniform(logits: Tensor) -> Tensor:
         logits: (..., K).
 
     Returns:
-        (..., K), 1/K for each class; masked classes get 0 and the others share evenly.
+        (..., K): 1/K for each class, or, with masked classes, 1 over the number of the others.
 
     Example:
         >>> uniform(torch.tensor([2.0, 1.0, -math.inf, 0.0]))
@@ -56,13 +56,13 @@ def uniform(logits: Tensor) -> Tensor:
 
 
 def others(logits: Tensor, target: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    """Uniform over the classes other than the label's: the smoothing of fairseq and JoeyNMT.
+    """Uniform over all classes but the label: the smoothing of fairseq and JoeyNMT.
 
     Args:
         logits: (..., K).
-        target: (...) class indices in [0, K), or (..., K) class probabilities (the label-weighted
-            mean over the classes).
-        padding_idx: a class that gets no mass either, as in JoeyNMT.
+        target: (...) class indices in [0, K), or (..., K) class probabilities, for the mean over
+            the classes weighted by the label.
+        padding_idx: a class that gets no mass, as in JoeyNMT.
 
     Returns:
         (..., K); the label itself if there is no other class.
@@ -83,7 +83,7 @@ def others(logits: Tensor, target: Tensor, *, padding_idx: int | None = None) ->
     inside = label * allowed
     mass = row_sum(inside).unsqueeze(-1)
     count = row_sum(allowed).unsqueeze(-1)
-    # Mass of the label on a class that is not allowed (padding) is shared by all that are.
+    # Mass of the label on a class that is not allowed (padding) goes to all that are.
     shared = allowed * (
         (mass - inside) / (count - 1).clamp(min=1) + (1 - mass) / count.clamp(min=1)
     )
@@ -102,14 +102,14 @@ def tempered(logits: Tensor, tau: float = 1.25) -> Tensor:
         tau: temperature, above 0.
 
     Returns:
-        (..., K), in the graph of ``logits``; detach it to hold it fixed.
+        (..., K), in the graph of ``logits``; detach it to hold it constant.
 
     Example:
         >>> tempered(torch.tensor([2.0, 1.0, 0.1, -1.0]), tau=1.25)
         tensor([0.5686, 0.2555, 0.1244, 0.0516])
     """
     _checks.check_hyper(tau=tau)
-    return torch.softmax(upcast(logits) / tau, -1)
+    return torch.softmax(shifted(upcast(logits)) / tau, -1)
 
 
 def adaptive_alpha(logits: Tensor, rho: float = 0.5) -> Tensor:
@@ -117,15 +117,15 @@ def adaptive_alpha(logits: Tensor, rho: float = 0.5) -> Tensor:
 
     .. math:: \alpha = 1 - \rho\, H(p) / \log K
 
-    It runs from 1 - rho (uniform prediction) to 1 (certain prediction): the surer the model, the
-    less weight is left for the label itself.
+    It ranges from 1 - rho (uniform prediction) to 1 (certain prediction): the more confident the
+    model, the less weight is left for the label itself.
 
     Args:
         logits: (..., K).
         rho: in [0, 1]; the paper uses 0.5.
 
     Returns:
-        (...), in the graph of ``logits``; LABO takes it as a constant (detached).
+        (...), in the graph of ``logits``; LABO detaches it.
 
     Example:
         >>> adaptive_alpha(torch.tensor([2.0, 1.0, 0.1, -1.0]))
@@ -134,16 +134,16 @@ def adaptive_alpha(logits: Tensor, rho: float = 0.5) -> Tensor:
     _checks.check_hyper(rho=rho)
     num_classes = logits.shape[-1]
     uniform_entropy = math.log(num_classes) if num_classes > 1 else 1.0
-    return 1 - rho * entropy(torch.log_softmax(upcast(logits), -1)) / uniform_entropy
+    return 1 - rho * entropy(torch.log_softmax(shifted(upcast(logits)), -1)) / uniform_entropy
 
 
 def virtual_teacher(
     logits: Tensor, target: Tensor, *, confidence: float = 0.99, tau: float = 20.0
 ) -> Tensor:
-    """TF-reg's hand-made teacher, softmax(v / tau) with v_y = confidence, the rest shared.
+    """TF-reg's virtual teacher, softmax(v / tau) with v_y = confidence and the rest shared evenly.
 
-    As in the authors' code the vector v of probabilities is used as *logits*: at tau = 20 and
-    K = 100 the teacher is uniform to within 5 %.
+    As in the authors' code the vector v of probabilities is used as logits: at tau = 20 and K = 100
+    the teacher is uniform to within 5 %.
 
     Args:
         logits: (..., K), for the number of classes and the mask.
@@ -162,21 +162,17 @@ def virtual_teacher(
     num_classes = logits.shape[-1]
     is_label = target.unsqueeze(-1) == torch.arange(num_classes, device=logits.device)
     rest = (1 - confidence) / max(num_classes - 1, 1)
-    dtype = upcast(logits).dtype
-    virtual = (
-        torch.where(is_label, confidence, rest)
-        .to(dtype)
-        .masked_fill(logits == -math.inf, -math.inf)
-    )
-    return torch.softmax(virtual / tau, -1)
+    # new_full, because torch.where of two numbers has the default dtype.
+    virtual = upcast(logits).detach().new_full(logits.shape, rest).masked_fill(is_label, confidence)
+    return torch.softmax(virtual.masked_fill(logits == -math.inf, -math.inf) / tau, -1)
 
 
 def class_table(table: Tensor, target: Tensor, logits: Tensor) -> Tensor:
-    """The row of a class-wise table of soft labels (OLS), restricted to the classes there.
+    """The row of a table of soft labels (OLS), restricted to the classes that are not masked.
 
     Args:
         table: (K, K), row y is the soft label of class y; a row of zeros stays zero.
-        target: (...) class indices in [0, K), or (..., K) class probabilities, which mix rows.
+        target: (...) class indices in [0, K), or (..., K) class probabilities, to mix rows.
         logits: (..., K), for the mask.
 
     Returns:
@@ -192,21 +188,22 @@ def class_table(table: Tensor, target: Tensor, logits: Tensor) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):
             rows = target.to(table.dtype) @ table
     else:
-        rows = table[target]
+        rows = table[target.long()]  # uint8 would be read as a mask
     return _restrict(rows, logits)
 
 
 def beta_alpha(confidence: Tensor, draws: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Beta smoothing's instance-specific strength 1 - b: the i-th least confident gets the i-th
-    smallest draw b.
+    """Beta smoothing's instance-specific strength 1 - b.
+
+    The i-th smallest draw b goes to the sample with the i-th smallest confidence.
 
     Args:
         confidence: (N,) probability that the averaged model gives to the label.
         draws: (N,) draws from Beta(a, 1), one per row.
-        valid: (N,) rows that count; the others, with their draws, take no part in the ranking.
+        valid: (N,) rows that count. The others, and their draws, are not ranked.
 
     Returns:
-        (N,), the mass that leaves the label of each row.
+        (N,), the mass that is moved away from the label of each row.
 
     Example:
         >>> beta_alpha(torch.tensor([0.9, 0.3]), torch.tensor([0.55, 0.95]))
@@ -223,7 +220,7 @@ def beta_alpha(confidence: Tensor, draws: Tensor, valid: Tensor | None = None) -
 
 
 def smoothed_target(target: Tensor, smoothing: Tensor, alpha: float | Tensor) -> Tensor:
-    r"""The smoothed label itself, to look at.
+    r"""The smoothed label itself, for inspection.
 
     .. math:: \hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P_{ls}
 
@@ -245,8 +242,11 @@ def smoothed_target(target: Tensor, smoothing: Tensor, alpha: float | Tensor) ->
     if target.is_floating_point():
         label = target
     else:
+        target = target.long()
         _checks.check_range(target, num_classes)
         label = target.unsqueeze(-1) == torch.arange(num_classes, device=target.device)
+        # A bool times a number would have the default dtype.
+        label = label.to(smoothing.dtype)
     if isinstance(alpha, Tensor):
         _checks.check_alpha_tensor(alpha)
         alpha = alpha.unsqueeze(-1)
@@ -258,7 +258,7 @@ def _log_sigmoid(x: float) -> float:
 
 
 def _alpha_at(log_odds: float, num_classes: int, alpha: float | str, rho: float) -> float:
-    """alpha for a prediction with these log-odds of the label, the rest spread evenly."""
+    """alpha for a prediction with these log-odds of the label and the rest spread evenly."""
     if not isinstance(alpha, str):
         return alpha
     log_p, log_rest = _log_sigmoid(log_odds), _log_sigmoid(-log_odds)
@@ -276,7 +276,7 @@ def _check_setting(num_classes: int, alpha: float | str, rho: float) -> None:
 def stationary_confidence(
     num_classes: int, *, tau: float = 1.25, alpha: float | str = "adaptive", rho: float = 0.5
 ) -> float:
-    r"""The confidence LABO drives a fitted sample to: what a choice of tau really does.
+    r"""The confidence that LABO leads a fitted sample to.
 
     The gradient p - P_hat vanishes where :math:`p = (1-\alpha) + \alpha P^*_y(p)`, with the rest
     of the mass spread evenly over the other classes.
@@ -288,7 +288,7 @@ def stationary_confidence(
         rho: for adaptive alpha.
 
     Returns:
-        p_y. It is 1 when nothing holds the model back (tau <= 1, or alpha = 0).
+        p_y. It is 1 if the confidence is not limited (tau <= 1, or alpha = 0).
 
     Example:
         >>> round(stationary_confidence(10_000, tau=1.25), 3)
@@ -297,13 +297,14 @@ def stationary_confidence(
         0.91
     """
     _check_setting(num_classes, alpha, rho)
-    _checks.check_hyper(tau=tau)
+    if tau != math.inf:
+        _checks.check_hyper(tau=tau)
     if num_classes == 1 or tau <= 1 or alpha == 0:
         return 1.0
     base = math.log(num_classes - 1)
 
     def pull(log_odds: float) -> float:
-        """Above 0 while the label still asks for more confidence: log (1-p) - log alpha (1-P*)."""
+        """log (1-p) - log alpha (1-P*): above 0 where the gradient increases the confidence."""
         strength = _alpha_at(log_odds, num_classes, alpha, rho)
         if strength == 0:
             return math.inf
@@ -320,12 +321,12 @@ def stationary_confidence(
 def tau_for_confidence(
     p: float, num_classes: int, *, alpha: float | str = "adaptive", rho: float = 0.5
 ) -> float:
-    """The tau that drives a fitted sample to confidence ``p``: choose tau by what it does.
+    """The tau that leads a fitted sample to confidence ``p``.
 
-    The inverse of :func:`stationary_confidence`.
+    The inverse of :func:`stationary_confidence`, to choose tau by its effect.
 
     Args:
-        p: wanted confidence, in (1/K, 1].
+        p: the confidence, in (1/K, 1].
         num_classes: K.
         alpha: "adaptive", or a number in [0, 1].
         rho: for adaptive alpha.
@@ -334,7 +335,7 @@ def tau_for_confidence(
         tau, 1 or more.
 
     Raises:
-        ValueError: if no tau leads there; the message says what can be reached.
+        ValueError: if no tau leads to it. The message says which confidences can be reached.
 
     Example:
         >>> tau = tau_for_confidence(0.9, num_classes=100)

@@ -43,17 +43,17 @@ def test_no_leading_dimension(case):
 def test_classes_in_dimension_1(case):
     logits, target = sample(3, 2, 4, 6)
     channels = logits.movedim(-1, 1)
-    second = case.second(logits)
-    moved = tuple(x.movedim(-1, 1) if x.shape == logits.shape else x for x in second)
+    extra = case.extra(logits)
+    moved = tuple(x.movedim(-1, 1) if x.shape == logits.shape else x for x in extra)
     torch.testing.assert_close(
-        case(channels, target, dim=1, reduction="none", second=moved),
-        case(logits, target, reduction="none", second=second),
+        case(channels, target, dim=1, reduction="none", extra=moved),
+        case(logits, target, reduction="none", extra=extra),
     )
     if case.linear:
         soft = torch.rand_like(logits).softmax(-1)
         torch.testing.assert_close(
-            case(channels, soft.movedim(-1, 1), dim=1, second=moved),
-            case(logits, soft, second=second),
+            case(channels, soft.movedim(-1, 1), dim=1, extra=moved),
+            case(logits, soft, extra=extra),
         )
 
 
@@ -84,19 +84,19 @@ def test_all_ignored_is_zero_with_a_graph(case):
 def test_one_class(case):
     """With one class there is nothing to learn: no gradient, and no loss but that of penalties."""
     logits, target = sample(3, 1)
-    second = case.second(logits)
-    slope = gradient(lambda z: case(z, target, second=second), logits)
+    extra = case.extra(logits)
+    slope = gradient(lambda z: case(z, target, extra=extra), logits)
     torch.testing.assert_close(slope, torch.zeros_like(slope))
     if case.name != "cp-hinge":
-        assert case(logits, target, second=second).item() == pytest.approx(0, abs=1e-12)
+        assert case(logits, target, extra=extra).item() == pytest.approx(0, abs=1e-12)
 
 
 @each_loss
 def test_two_classes(case):
     logits, target = sample(4, 2)
-    second = case.second(logits)
-    assert case(logits, target, second=second).isfinite()
-    assert gradient(lambda z: case(z, target, second=second), logits).isfinite().all()
+    extra = case.extra(logits)
+    assert case(logits, target, extra=extra).isfinite()
+    assert gradient(lambda z: case(z, target, extra=extra), logits).isfinite().all()
 
 
 @each_loss
@@ -114,13 +114,11 @@ def test_not_contiguous(case):
     wide[:, ::2] = logits.T
     view = wide[:, ::2].T
     assert not view.is_contiguous()
-    second = case.second(logits)
+    extra = case.extra(logits)
+    torch.testing.assert_close(case(view, target, extra=extra), case(logits, target, extra=extra))
     torch.testing.assert_close(
-        case(view, target, second=second), case(logits, target, second=second)
-    )
-    torch.testing.assert_close(
-        gradient(lambda z: case(z.T, target, second=second), logits.T.contiguous()).T,
-        gradient(lambda z: case(z, target, second=second), logits),
+        gradient(lambda z: case(z.T, target, extra=extra), logits.T.contiguous()).T,
+        gradient(lambda z: case(z, target, extra=extra), logits),
     )
 
 
@@ -131,9 +129,9 @@ class Tagged(torch.Tensor):
 @each_loss
 def test_subclass(case):
     logits, target = sample(4, 5)
-    second = case.second(logits)
-    value = case(logits.as_subclass(Tagged), target, second=second)
-    torch.testing.assert_close(value.as_subclass(torch.Tensor), case(logits, target, second=second))
+    extra = case.extra(logits)
+    value = case(logits.as_subclass(Tagged), target, extra=extra)
+    torch.testing.assert_close(value.as_subclass(torch.Tensor), case(logits, target, extra=extra))
 
 
 # ------------------------------------------------------------------ precision
@@ -144,13 +142,13 @@ def test_subclass(case):
 def test_half_types_are_computed_in_float32(case, dtype):
     logits, target = sample(4, 50, dtype=torch.float32)
     half = logits.to(dtype)
-    second = case.second(half.float())
-    value = case(half, target, second=second)
+    extra = case.extra(half.float())
+    value = case(half, target, extra=extra)
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value, case(half.float(), target, second=second))
-    slope = gradient(lambda z: case(z, target, second=second), half)
+    torch.testing.assert_close(value, case(half.float(), target, extra=extra))
+    slope = gradient(lambda z: case(z, target, extra=extra), half)
     assert slope.dtype == dtype
-    exact = gradient(lambda z: case(z, target, second=second), half.float())
+    exact = gradient(lambda z: case(z, target, extra=extra), half.float())
     torch.testing.assert_close(slope, exact.to(dtype))
 
 
@@ -163,11 +161,11 @@ def test_float64_stays(case):
 @each_loss
 def test_float32_is_accurate(case):
     logits, target = sample(16, 1000)
-    second = case.second(logits)
-    single = tuple(x.float() if x.is_floating_point() else x for x in second)
+    extra = case.extra(logits)
+    single = tuple(x.float() if x.is_floating_point() else x for x in extra)
     torch.testing.assert_close(
-        case(logits.float(), target, second=single).double(),
-        case(logits.float().double(), target, second=second),
+        case(logits.float(), target, extra=single).double(),
+        case(logits.float().double(), target, extra=extra),
         rtol=2e-5,
         atol=1e-6,
     )
@@ -178,10 +176,10 @@ def test_autocast(case):
     logits, target = sample(4, 50, dtype=torch.float32)
     if case.linear and case.name != "ls-joeynmt":
         target = torch.rand(4, 50).softmax(-1)
-    second = case.second(logits)
-    plain = case(logits, target, second=second)
+    extra = case.extra(logits)
+    plain = case(logits, target, extra=extra)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(case(logits, target, second=second), plain)
+        torch.testing.assert_close(case(logits, target, extra=extra), plain)
 
 
 @each_loss
@@ -190,23 +188,23 @@ def test_large_logits(case, size):
     logits, target = sample(6, 5, dtype=torch.float32)
     logits = logits.clone()
     logits[:, 1] = size
-    second = case.second(logits)
-    exact = case(logits.double(), target, reduction="none", second=second)
-    value = case(logits, target, reduction="none", second=second)
+    extra = case.extra(logits)
+    exact = case(logits.double(), target, reduction="none", extra=extra)
+    value = case(logits, target, reduction="none", extra=extra)
     assert value.isfinite().all()
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
-    assert gradient(lambda z: case(z, target, second=second), logits).isfinite().all()
+    assert gradient(lambda z: case(z, target, extra=extra), logits).isfinite().all()
 
 
 @each_loss
 def test_nan_stays_nan(case):
     logits, target = sample(3, 5)
     logits[1, 2] = math.nan
-    second = case.second(torch.nan_to_num(logits))
-    value = case(logits, target, reduction="none", second=second)
+    extra = case.extra(torch.nan_to_num(logits))
+    value = case(logits, target, reduction="none", extra=extra)
     if case.rowwise:
         assert value.isnan().tolist() == [False, True, False]
-    assert case(logits, target, second=second).isnan()
+    assert case(logits, target, extra=extra).isnan()
 
 
 # ------------------------------------------------------------------ determinism
@@ -215,14 +213,14 @@ def test_nan_stays_nan(case):
 @pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
 def test_bits_depend_on_the_row_alone(case):
     """Neither the number of threads nor the other rows change a bit of value or gradient."""
-    classes = 200 if "table" in case.second.__name__ else 40_000
+    classes = 200 if "table" in case.extra.__name__ else 40_000
     logits, target = sample(3, classes, dtype=torch.float32)
-    second = case.second(logits)
+    extra = case.extra(logits)
 
     def value_and_slope(rows):
-        part = case.take(second, rows)
+        part = case.take(extra, rows)
         leaf = logits[rows].clone().requires_grad_()
-        value = case(leaf, target[rows], reduction="none", second=part)
+        value = case(leaf, target[rows], reduction="none", extra=part)
         (slope,) = torch.autograd.grad(value.sum(), leaf)
         return value.detach(), slope
 
@@ -248,16 +246,14 @@ def test_compiles_whole(case):
     """No graph break, and the same result, ignored rows included."""
     logits, target = sample(5, 6, dtype=torch.float32)
     target[2] = -100
-    second = case.second(logits)
-    eager = gradient(lambda z: case(z, target, second=second), logits)
+    extra = case.extra(logits)
+    eager = gradient(lambda z: case(z, target, extra=extra), logits)
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda z, t, s: case(z, t, second=s), fullgraph=True, backend="aot_eager"
+        lambda z, t, s: case(z, t, extra=s), fullgraph=True, backend="aot_eager"
     )
-    torch.testing.assert_close(
-        compiled(logits, target, second), case(logits, target, second=second)
-    )
-    slope = gradient(lambda z: compiled(z, target, second), logits)
+    torch.testing.assert_close(compiled(logits, target, extra), case(logits, target, extra=extra))
+    slope = gradient(lambda z: compiled(z, target, extra), logits)
     torch.testing.assert_close(slope, eager)
 
 
@@ -279,14 +275,14 @@ def test_compiles_with_inductor(name):
 @pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
 def test_func_transforms(case):
     logits, target = sample(4, 5)
-    second = case.second(logits)
+    extra = case.extra(logits)
 
     def one(z, t, *teacher):
-        return case(z, t, second=teacher or second)
+        return case(z, t, extra=teacher or extra)
 
-    teachers = second if second and second[0].shape == logits.shape else ()
+    teachers = extra if extra and extra[0].shape == logits.shape else ()
     each = torch.func.vmap(torch.func.grad(one))(logits, target, *teachers)
-    whole = gradient(lambda z: case(z, target, reduction="sum", second=second), logits)
+    whole = gradient(lambda z: case(z, target, reduction="sum", extra=extra), logits)
     torch.testing.assert_close(each, whole)
 
 
@@ -296,26 +292,26 @@ def test_func_transforms(case):
 @each_loss
 def test_refuses_wrong_shapes(case):
     logits, target = sample(4, 5)
-    second = case.second(logits)
+    extra = case.extra(logits)
     with pytest.raises(ValueError, match=r"shape \(4,\).*got \(3,\)"):
-        case(logits, target[:3], second=second)
+        case(logits, target[:3], extra=extra)
     image, _ = sample(2, 5, 3)
     with pytest.raises(ValueError, match=r"dimension 1: pass dim=1"):
-        case(image, torch.zeros(2, 3, dtype=torch.long), second=case.second(image))
+        case(image, torch.zeros(2, 3, dtype=torch.long), extra=case.extra(image))
     with pytest.raises(ValueError, match=r"last dimension: pass dim=-1"):
-        case(image, torch.zeros(2, 5, dtype=torch.long), dim=1, second=case.second(image))
+        case(image, torch.zeros(2, 5, dtype=torch.long), dim=1, extra=case.extra(image))
 
 
 @each_loss
 def test_refuses_wrong_values(case):
     logits, target = sample(4, 5)
-    second = case.second(logits)
+    extra = case.extra(logits)
     with pytest.raises(TypeError, match=r"logits must be floating point, got torch\.int64"):
-        case(logits.long(), target, second=second)
+        case(logits.long(), target, extra=extra)
     with pytest.raises(TypeError, match=r"got torch\.bool"):
-        case(logits, target > 2, second=second)
+        case(logits, target > 2, extra=extra)
     with pytest.raises(ValueError, match="class indices must be integers"):
-        case(logits, target.double(), second=second)
+        case(logits, target.double(), extra=extra)
     for bad in (5, -1):
         wrong = target.clone()
         wrong[2] = bad
@@ -323,15 +319,15 @@ def test_refuses_wrong_values(case):
             rf"target {bad} at position 2 is outside \[0, 5\) and is not ignore_index \(-100\)"
         )
         with pytest.raises(IndexError, match=sentence):
-            case(logits, wrong, second=second)
+            case(logits, wrong, extra=extra)
     with pytest.raises(ValueError, match=r"unknown reduction 'meen'; did you mean 'mean'\?"):
-        case(logits, target, reduction="meen", second=second)
+        case(logits, target, reduction="meen", extra=extra)
     with pytest.raises(ValueError, match=r"weight must have shape \(5,\)"):
-        case(logits, target, weight=torch.ones(4), second=second)
+        case(logits, target, weight=torch.ones(4), extra=extra)
     with pytest.raises(ValueError, match="dim=3 is not a dimension"):
-        case(logits, target, dim=3, second=second)
+        case(logits, target, dim=3, extra=extra)
     with pytest.raises(ValueError, match="without dimensions"):
-        case(logits[0, 0], target, second=second)
+        case(logits[0, 0], target, extra=extra)
 
 
 def test_position_of_a_bad_target_in_several_dimensions():
@@ -344,23 +340,23 @@ def test_position_of_a_bad_target_in_several_dimensions():
 @pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.linear], ids=lambda c: c.name)
 def test_refuses_targets_that_are_no_probabilities(case):
     logits, _ = sample(4, 5)
-    second = case.second(logits)
+    extra = case.extra(logits)
     probabilities = torch.rand_like(logits).softmax(-1)
     with pytest.raises(ValueError, match="sum to 1"):
-        case(logits, 1.1 * probabilities, second=second)
+        case(logits, 1.1 * probabilities, extra=extra)
     negative = probabilities.clone()
     negative[0, 0] -= 1
     negative[0, 1] += 1
     with pytest.raises(ValueError, match="0 or more"):
-        case(logits, negative, second=second)
+        case(logits, negative, extra=extra)
     with pytest.raises(ValueError, match="ignore_index needs class-index targets"):
-        case(logits, probabilities, ignore_index=1, second=second)
+        case(logits, probabilities, ignore_index=1, extra=extra)
 
 
 WRONG = [
-    (F.labo_loss, {"tau": 0.0}, "tau must be a number above 0"),
-    (F.labo_loss, {"tau": -1.0}, "tau must be a number above 0"),
-    (F.labo_loss, {"tau": math.nan}, "tau must be a number above 0"),
+    (F.labo_loss, {"tau": 0.0}, "tau must be a finite number above 0"),
+    (F.labo_loss, {"tau": -1.0}, "tau must be a finite number above 0"),
+    (F.labo_loss, {"tau": math.nan}, "tau must be a finite number above 0"),
     (F.labo_loss, {"rho": 1.5}, r"rho must be a number in \[0, 1\]"),
     (F.labo_loss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\]"),
     (F.labo_loss, {"alpha": "adaptiv"}, 'or "adaptive", got'),

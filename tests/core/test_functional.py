@@ -147,9 +147,9 @@ def test_soft_label_losses_are_cross_entropy_with_their_label(weight):
         value = loss(logits, target, weight=weight, reduction="none")
         expected = -(w * q * logits.log_softmax(-1)).sum(-1) + w[target] * penalty
         torch.testing.assert_close(value, expected, msg=name)
-        second = loss.second(logits)
+        extra = loss.extra(logits)
         slope = gradient(
-            lambda z, c=loss, s=second: c(z, target, weight=weight, reduction="sum", second=s),
+            lambda z, c=loss, s=extra: c(z, target, weight=weight, reduction="sum", extra=s),
             logits,
         )
         expected = (w * q).sum(-1, keepdim=True) * logits.softmax(-1) - w * q
@@ -165,11 +165,11 @@ def test_gradcheck(case):
     """Finite differences agree."""
     logits, target = batch(5, 4, 5, spread=1.5)
     target[2] = -100
-    second = case.second(logits)
+    extra = case.extra(logits)
     leaf = logits.requires_grad_()
     for reduction in ("none", "mean"):
         assert torch.autograd.gradcheck(
-            lambda z, r=reduction: case(z, target, reduction=r, second=second), (leaf,)
+            lambda z, r=reduction: case(z, target, reduction=r, extra=extra), (leaf,)
         )
 
 
@@ -197,14 +197,14 @@ def test_none_under_any_upstream_gradient(case):
     """reduction="none" is right for unequal upstream gradients, zeros (the first!) included."""
     logits, target = batch(7, 5, 6)
     target[3] = -100
-    second = case.second(logits)
+    extra = case.extra(logits)
     upstream = torch.tensor([0.0, 2.0, -1.5, 3.0, 0.5], dtype=torch.float64)
     slope = gradient(
-        lambda z: (case(z, target, reduction="none", second=second) * upstream).sum(), logits
+        lambda z: (case(z, target, reduction="none", extra=extra) * upstream).sum(), logits
     )
     each = torch.stack(
         [
-            gradient(lambda z, i=i: case(z, target, reduction="none", second=second)[i], logits)
+            gradient(lambda z, i=i: case(z, target, reduction="none", extra=extra)[i], logits)
             for i in range(5)
         ]
     )
@@ -218,14 +218,14 @@ def test_micro_batches_add_up(case):
     """Sums over unequal micro-batches divided by the token count are the mean of the batch."""
     logits, target = batch(8, 9, 6)
     target[[1, 4, 5]] = -100
-    second = case.second(logits)
-    whole = gradient(lambda z: case(z, target, second=second), logits)
+    extra = case.extra(logits)
+    whole = gradient(lambda z: case(z, target, extra=extra), logits)
 
     def accumulated(z):
         total = 0.0
         for part in (slice(0, 2), slice(2, 3), slice(3, 9)):
-            rows = case.take(second, part)
-            total = total + case(z[part], target[part], reduction="sum", second=rows)
+            rows = case.take(extra, part)
+            total = total + case(z[part], target[part], reduction="sum", extra=rows)
         return total / (target != -100).sum()
 
     torch.testing.assert_close(gradient(accumulated, logits), whole)
@@ -239,10 +239,10 @@ def test_micro_batches_add_up(case):
 @given(shapes, st.floats(-50, 50))
 def test_shift_invariance(case, shape, shift):
     logits, target = batch(*shape)
-    second = case.second(logits)
+    extra = case.extra(logits)
     torch.testing.assert_close(
-        case(logits + shift, target, second=second),
-        case(logits, target, second=second),
+        case(logits + shift, target, extra=extra),
+        case(logits, target, extra=extra),
         atol=1e-9,
         rtol=1e-9,
     )
@@ -270,12 +270,12 @@ def test_ignoring_a_row_is_dropping_it(case, shape, data):
     )
     ignored = target.masked_fill(~keep, -100)
     poisoned = logits.masked_fill(~keep[:, None], math.nan)
-    second = case.second(logits)
-    kept = case.take(second, keep)
+    extra = case.extra(logits)
+    kept = case.take(extra, keep)
     torch.testing.assert_close(
-        case(poisoned, ignored, second=second), case(logits[keep], target[keep], second=kept)
+        case(poisoned, ignored, extra=extra), case(logits[keep], target[keep], extra=kept)
     )
-    slope = gradient(lambda z: case(z, ignored, second=second), poisoned)
+    slope = gradient(lambda z: case(z, ignored, extra=extra), poisoned)
     assert slope[~keep].count_nonzero() == 0
     assert slope.isfinite().all()
 
@@ -334,12 +334,12 @@ def test_linear_in_the_label(case, shape, mix):
     """A mixed label gives the mixed loss; a one-hot label gives that of the index."""
     logits, target = batch(*shape)
     other = target.roll(1)
-    second = case.second(logits)
+    extra = case.extra(logits)
     k = logits.shape[-1]
     one, two = (torch.nn.functional.one_hot(t, k).double() for t in (target, other))
 
     def value(t):
-        return case(logits, t, reduction="none", second=second)
+        return case(logits, t, reduction="none", extra=extra)
 
     torch.testing.assert_close(value(one), value(target))
     torch.testing.assert_close(
@@ -375,8 +375,8 @@ def test_masked_class_is_not_there(case):
     logits, target = batch(2, 6, 7)
     target = target.masked_fill(target == 3, 4)
     with_mask, without, fewer = masked(case, logits, target, column=3)
-    value = case(with_mask, target, second=case.second(logits))
-    expected = case(without, fewer, second=case.second(without))
+    value = case(with_mask, target, extra=case.extra(logits))
+    expected = case(without, fewer, extra=case.extra(without))
     torch.testing.assert_close(value, expected)
 
 
@@ -385,9 +385,9 @@ def test_masked_classes_are_finite_and_get_no_gradient(case):
     logits, target = batch(2, 6, 7)
     target = target.masked_fill((target == 3) | (target == 5), 4)
     logits[:, [3, 5]] = -math.inf
-    second = case.second(torch.nan_to_num(logits, neginf=0.0))
-    value = case(logits, target, second=second, reduction="none")
-    slope = gradient(lambda z: case(z, target, second=second), logits)
+    extra = case.extra(torch.nan_to_num(logits, neginf=0.0))
+    value = case(logits, target, extra=extra, reduction="none")
+    slope = gradient(lambda z: case(z, target, extra=extra), logits)
     assert value.isfinite().all()
     assert slope.isfinite().all()
     assert slope[:, [3, 5]].count_nonzero() == 0

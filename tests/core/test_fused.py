@@ -1,4 +1,4 @@
-"""The fast layers on logits: the same values and gradients as the reference, and as autograd."""
+"""The fused backends on logits: the values and gradients of the reference, and autograd."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOSSES = {
     "labo": (F.labo_loss, {"tau": 1.3}),
     "labo-fixed": (F.labo_loss, {"alpha": 0.4, "tau": 0.8}),
 }
-LAYERS = ["blocked", "native"]
+BACKENDS = ["blocked", "native"]
 ISAS = ["avx512", "avx2", "portable"]
 
 each_loss = pytest.mark.parametrize("name", LOSSES)
-each_layer = pytest.mark.parametrize("impl", LAYERS)
+each_backend = pytest.mark.parametrize("impl", BACKENDS)
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0):
@@ -60,14 +60,14 @@ def isa(request):
 
 
 def test_native_kernel_is_there():
-    """Built by the install of this checkout: without it the rest would test nothing."""
+    """It is built when this checkout is installed. Without it the rest would test nothing."""
     assert native.unavailable() is None
     assert labo.backends()["native (CPU)"].startswith("available (")
     assert set(labo.backends()) == {"reference", "blocked", "native (CPU)", "native (CUDA)"}
 
 
 def assert_no_worse_than_naive(name, logits, target, impl, **arguments):
-    """Error against float64, at most that of the reference in the same dtype, and some rounding."""
+    """The error against float64 is that of the reference in the same dtype, plus some rounding."""
     exact, exact_slope = both(name, logits.double(), target, impl="reference", **arguments)
     naive, naive_slope = both(name, logits, target, impl="reference", **arguments)
     value, slope = both(name, logits, target, impl=impl, **arguments)
@@ -82,7 +82,7 @@ def assert_no_worse_than_naive(name, logits, target, impl, **arguments):
 
 
 @each_loss
-@each_layer
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(5, 1), (3, 2), (4, 7), (2, 16), (6, 17), (3, 130), (5, 1000), (2, 33_000)], ids=str
@@ -116,7 +116,7 @@ def test_every_instruction_set(name, isa, dtype):
 
 
 @each_loss
-@each_layer
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_class_weights(name, impl, dtype):
     logits, target = sample(6, 50, dtype=dtype)
@@ -128,7 +128,7 @@ def test_class_weights(name, impl, dtype):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_masked_large_and_nan(name, impl):
     logits, target = sample(6, 40)
     target[:] = torch.tensor([1, 2, 3, 4, -100, 6])
@@ -151,7 +151,7 @@ def test_masked_large_and_nan(name, impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_masked_target_is_infinite(name, impl):
     logits, target = sample(1, 8)
     logits[0, target[0]] = -math.inf
@@ -159,7 +159,7 @@ def test_masked_target_is_infinite(name, impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 5), st.integers(1, 40), st.booleans())
 def test_any_small_shape(name, impl, seed, rows, classes, transposed):
@@ -172,7 +172,7 @@ def test_any_small_shape(name, impl, seed, rows, classes, transposed):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_leading_dimensions_and_layout(name, impl):
     logits, target = sample(2, 3, 4, 11)
     target[0, 1] = -100
@@ -190,7 +190,7 @@ def test_leading_dimensions_and_layout(name, impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_all_ignored_and_no_rows(name, impl):
     for rows in (0, 3):
         logits, target = sample(rows, 5)
@@ -200,7 +200,7 @@ def test_all_ignored_and_no_rows(name, impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_none_under_any_upstream_gradient(name, impl):
     logits, target = sample(5, 9)
     upstream = torch.tensor([0.0, 2.0, -1.5, 3.0, 0.5])
@@ -212,7 +212,7 @@ def test_none_under_any_upstream_gradient(name, impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_scaled_loss(name, impl):
     logits, target = sample(4, 9)
     slope = gradient(lambda z: 7 * call(name, z, target, impl=impl) / 2, logits)
@@ -221,7 +221,7 @@ def test_scaled_loss(name, impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_in_place_is_the_same_and_needs_no_buffer(name, impl):
     logits, target = sample(40, 3000)
     expected, expected_slope = both(name, logits, target, impl=impl)
@@ -234,7 +234,7 @@ def test_in_place_is_the_same_and_needs_no_buffer(name, impl):
     assert torch.equal(output.detach(), expected_slope)
 
 
-@each_layer
+@each_backend
 def test_in_place_tells_those_who_saved_the_logits(impl):
     """tanh keeps its output for the backward pass: overwriting it must raise, not corrupt."""
     logits, target = sample(4, 9)
@@ -257,7 +257,7 @@ def test_in_place_refuses():
         F.labo_loss(logits, logits.softmax(-1), inplace=True)
 
 
-@each_layer
+@each_backend
 def test_second_backward_is_refused(impl):
     logits, target = sample(4, 9)
     loss = F.labo_loss(logits.requires_grad_(), target, impl=impl)
@@ -266,7 +266,7 @@ def test_second_backward_is_refused(impl):
         loss.backward()
 
 
-@each_layer
+@each_backend
 def test_gradient_is_handed_out_not_copied(impl, monkeypatch):
     """Autograd copies a gradient that someone else still holds: a worker thread, say."""
     logits, target = sample(64, 20_000)  # enough for several threads
@@ -283,7 +283,7 @@ def test_gradient_is_handed_out_not_copied(impl, monkeypatch):
     assert leaf.grad.data_ptr() == made[0]
 
 
-@each_layer
+@each_backend
 def test_gradient_of_the_gradient_is_refused(impl):
     logits, target = sample(4, 9)
     leaf = logits.requires_grad_()
@@ -295,7 +295,7 @@ def test_gradient_of_the_gradient_is_refused(impl):
     assert slope.requires_grad
 
 
-@each_layer
+@each_backend
 def test_no_gradient_wanted_none_made(impl):
     logits, target = sample(4, 9)
     loss = F.labo_loss(logits, target, impl=impl)
@@ -305,9 +305,9 @@ def test_no_gradient_wanted_none_made(impl):
 
 
 @each_loss
-@each_layer
+@each_backend
 def test_bits_depend_on_the_row_alone(name, impl):
-    """Whatever the threads, the neighbours, or the place in a batch."""
+    """Not on the threads, the neighbours, or the index in the batch."""
     logits, target = sample(5, 70_000)
     threads = torch.get_num_threads()
     ones = torch.ones(5)
@@ -331,7 +331,7 @@ def test_bits_depend_on_the_row_alone(name, impl):
         torch.set_num_threads(threads)
 
 
-# ------------------------------------------------------------------ choosing a layer
+# ------------------------------------------------------------------ choosing a backend
 
 
 def test_auto_takes_what_fits():
@@ -362,11 +362,11 @@ def test_without_the_kernel_blocks_serve(monkeypatch):
     ("arguments", "sentence"),
     [
         ({"impl": "fast"}, "unknown impl 'fast'"),
-        ({"impl": "native", "alpha_grad": True}, "cannot serve this call: alpha_grad=True"),
-        ({"impl": "blocked", "alpha_grad": True}, "cannot serve this call: alpha_grad=True"),
+        ({"impl": "native", "alpha_grad": True}, "does not support alpha_grad=True"),
+        ({"impl": "blocked", "alpha_grad": True}, "does not support alpha_grad=True"),
     ],
 )
-def test_refuses_what_a_layer_cannot_do(arguments, sentence):
+def test_refuses_what_a_backend_does_not_support(arguments, sentence):
     logits, target = sample(4, 9)
     with pytest.raises(ValueError, match=sentence):
         F.labo_loss(logits, target, **arguments)
@@ -382,7 +382,7 @@ def test_refuses_what_the_kernel_cannot_take():
         F.label_smoothing_loss(logits, target, convention="fairseq", impl="native")
 
 
-@each_layer
+@each_backend
 def test_out_of_range_targets_raise(impl):
     logits, target = sample(4, 9)
     for bad in (9, -1, 2**62, -(2**62)):
@@ -392,21 +392,36 @@ def test_out_of_range_targets_raise(impl):
 
 
 def test_kernel_checks_its_arguments():
-    """What would hand a wrong pointer to C is refused in Python."""
+    """A pointer that C would misread is refused in Python."""
     logits, target = sample(4, 9)
     spec = labo.fused.spec.cross_entropy()
+    storage = torch.empty(60)
     for wrong, sentence in (
-        ({"target": target[:3]}, "target must be int64"),
-        ({"target": target.int()}, "target must be int64"),
-        ({"weight": torch.ones(8)}, "weight must have shape"),
-        ({"factor": torch.ones(3)}, "factor must be"),
-        ({"factor": 1.0, "out": torch.empty(4, 8)}, "out must have the shape"),
+        ({"target": target[:3]}, r"target must be torch.int64 of shape \(4,\)"),
+        ({"target": target.int()}, r"target must be torch.int64 .*, got torch.int32"),
+        ({"target": target.to("meta")}, "target must be .* on the CPU, got .* on meta"),
+        ({"weight": torch.ones(8)}, r"weight must be torch.float32 of shape \(9,\)"),
+        ({"factor": torch.ones(3)}, r"factor must be torch.float32 of shape \(4,\)"),
+        ({"factor": 1.0, "out": torch.empty(4, 8)}, "out must be"),
         ({"factor": 1.0, "out": torch.empty(9, 4).T}, "out must be contiguous"),
-        ({"factor": 1.0, "out": torch.empty(4, 9).bfloat16()}, "out must have the shape"),
+        ({"factor": 1.0, "out": torch.empty(4, 9).bfloat16()}, "out must be torch.float32"),
+        ({"factor": 1.0, "out": torch.empty(1, 9).expand(4, 9)}, "rows that overlap"),
+        (
+            {"logits": storage[:36].view(4, 9), "factor": 1.0, "out": storage[3:39].view(4, 9)},
+            "must be the logits themselves or not overlap",
+        ),
     ):
-        arguments = {"target": target} | wrong
+        arguments = {"logits": logits, "target": target} | wrong
         with pytest.raises(ValueError, match=sentence):
-            native.rows(logits, spec=spec, **arguments)
+            native.rows(spec=spec, **arguments)
+
+
+def test_kernel_refuses_a_tensor_whose_memory_was_freed():
+    """As sharded training does with the parameters that are not in use."""
+    logits, target = sample(4, 9)
+    logits.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="logits has no memory"):
+        native.rows(logits, target, labo.fused.spec.cross_entropy())
 
 
 def test_forked_child_has_threads_of_its_own():
@@ -440,10 +455,12 @@ def test_operator_check(name, dtype, with_grad):
     logits, target = sample(4, 9, dtype=dtype)
     target[1] = -100
     mode = list(LOSSES).index(name)
-    arguments = (target, None, with_grad, mode, 0.3, 1.25, 0.5, -100, "native")
-    torch.library.opcheck(dispatch.rows_op, (logits, *arguments))
-    if with_grad:
-        torch.library.opcheck(dispatch.rows_op, (logits.requires_grad_(), *arguments))
+    loss = dispatch.RowLoss(None, -100, "native", mode, 0.3, 1.25, 0.5)
+    torch.library.opcheck(dispatch.rows_op, (logits, target, with_grad, *loss))
+    torch.library.opcheck(dispatch.rows_op, (logits.requires_grad_(), target, with_grad, *loss))
+    torch.library.opcheck(
+        dispatch.rows_backward_op, (logits.detach(), target, torch.rand(4), *loss)
+    )
 
 
 @each_loss

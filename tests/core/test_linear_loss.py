@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
 from conftest import MODULES, gradient
 from labo.fused import linear
+from labo.fused.dispatch import RowLoss
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
-SECOND = {"kd", "cskd", "pskd"}
+WITH_TEACHER = {"kd", "cskd", "pskd"}
 ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 each_loss = pytest.mark.parametrize("name", ROWWISE)
 SMALL = labo.LinearLossOptions(batch_chunk_size=4)
@@ -37,13 +40,13 @@ def build(name: str, **settings):
 
 
 def teacher(name: str) -> torch.Tensor | None:
-    if name not in SECOND:
+    if name not in WITH_TEACHER:
         return None
     return torch.randn(N, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-def apart(loss, x, weight, bias, target, second=None):
-    extra = () if second is None else (second,)
+def apart(loss, x, weight, bias, target, teacher_logits=None):
+    extra = () if teacher_logits is None else (teacher_logits,)
     return loss(torch.nn.functional.linear(x, weight, bias), target, *extra)
 
 
@@ -57,15 +60,19 @@ def gradients(function, *tensors, upstream=None):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_equals_layer_then_loss(name, reduction):
     x, weight, bias, target = problem()
-    loss, second = build(name, reduction=reduction), teacher(name)
+    loss, teacher_logits = build(name, reduction=reduction), teacher(name)
     upstream = None if reduction != "none" else torch.linspace(0, 2, N, dtype=torch.float64)
     expected = gradients(
-        lambda x, w, b: apart(loss, x, w, b, target, second), x, weight, bias, upstream=upstream
+        lambda x, w, b: apart(loss, x, w, b, target, teacher_logits),
+        x,
+        weight,
+        bias,
+        upstream=upstream,
     )
     for options in (None, SMALL, labo.LinearLossOptions(batch_chunk_size=1)):
         result = gradients(
             lambda x, w, b, o=options: labo.linear_loss(
-                x, w, target, loss, linear_bias=b, second=second, options=o
+                x, w, target, loss, linear_bias=b, teacher_logits=teacher_logits, options=o
             ),
             x,
             weight,
@@ -109,35 +116,65 @@ def test_true_class_entry_is_exact_in_bfloat16():
     torch.testing.assert_close(slope.double(), exact, rtol=1e-2, atol=0)
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", ["labo", "ls", "ce", "cp", "kd"])
-def test_partial_gradients_skip_their_work(name, monkeypatch):
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_only_the_gradients_that_are_needed_are_computed(name, wanted):
     x, weight, bias, target = problem()
-    loss, second = build(name), teacher(name)
-    expected = gradients(lambda x, w, b: apart(loss, x, w, b, target, second), x, weight, bias)[1:]
-    seen = []
-    run = linear._run
+    loss, teacher_logits = build(name), teacher(name)
+    expected = gradients(
+        lambda x, w, b: apart(loss, x, w, b, target, teacher_logits), x, weight, bias
+    )[1:]
+    tensors = [t.clone().requires_grad_(w) for t, w in zip((x, weight, bias), wanted, strict=True)]
 
-    def spy(*arguments):
-        seen.append(arguments[-1])
-        return run(*arguments)
+    def value():
+        x, w, b = tensors
+        return labo.linear_loss(x, w, target, loss, linear_bias=b, teacher_logits=teacher_logits)
 
-    monkeypatch.setattr(linear, "_run", spy)
-    for wanted in ((True, False, False), (False, True, False), (False, False, True)):
-        tensors = [
-            t.clone().requires_grad_(w) for t, w in zip((x, weight, bias), wanted, strict=True)
-        ]
+    with Products() as products:
+        result = value()
+        if any(wanted):
+            result.backward()
+    assert products.count == 1 + wanted[0] + wanted[1]
+    for tensor, w, truth in zip(tensors, wanted, expected, strict=True):
+        assert (tensor.grad is not None) == w
+        if w:
+            torch.testing.assert_close(tensor.grad, truth)
+
+
+@pytest.mark.parametrize("name", ["labo", "ls", "ce", "cp", "kd"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_gradient_is_computed_without_grad_mode(name, mode, reduction):
+    """Although the weight requires one, as in every evaluation."""
+    x, weight, bias, target = problem()
+    loss, teacher_logits = build(name, reduction=reduction), teacher(name)
+    weight.requires_grad_()
+    expected = apart(loss, x, weight, bias, target, teacher_logits)
+    with mode(), Products() as products, LargestTensor() as seen:
         value = labo.linear_loss(
-            tensors[0], tensors[1], target, loss, linear_bias=tensors[2], second=second
+            x,
+            weight,
+            target,
+            loss,
+            linear_bias=bias,
+            teacher_logits=teacher_logits,
+            options=labo.LinearLossOptions(batch_chunk_size=4),
         )
-        value.backward()
-        assert seen[-1] == wanted
-        for tensor, w, truth in zip(tensors, wanted, expected, strict=True):
-            assert (tensor.grad is not None) == w
-            if w:
-                torch.testing.assert_close(tensor.grad, truth)
-    with torch.no_grad():
-        labo.linear_loss(x, weight, target, loss, linear_bias=bias, second=second)
-    assert seen[-1] == (False, False, False)
+    assert products.count == 4
+    assert seen.largest < weight.numel()  # nothing of the size of its gradient
+    torch.testing.assert_close(value, expected)
 
 
 @each_loss
@@ -151,14 +188,14 @@ def test_no_tensor_of_the_size_of_the_logits(name, reduction):
     target = torch.randint(classes, (rows,))
     loss = MODULES[name](classes)
     loss.reduction = reduction
-    second = (x.detach().sin(), weight.detach().cos()) if name in SECOND else None
+    teacher_logits = (x.detach().sin(), weight.detach().cos()) if name in WITH_TEACHER else None
     with LargestTensor() as seen:
         value = labo.linear_loss(
             x,
             weight,
             target,
             loss,
-            second=second,
+            teacher_logits=teacher_logits,
             options=labo.LinearLossOptions(batch_chunk_size=16),
         )
         value.sum().backward()
@@ -167,23 +204,29 @@ def test_no_tensor_of_the_size_of_the_logits(name, reduction):
     assert seen.largest < rows * classes / 4
 
 
-@pytest.mark.parametrize("name", sorted(SECOND))
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
 def test_teacher_as_an_output_layer(name):
     x, weight, bias, target = problem()
     hidden, other, _, _ = problem(seed=5)
     loss = build(name)
     whole = labo.linear_loss(
-        x, weight, target, loss, linear_bias=bias, second=hidden @ other.T + bias
+        x, weight, target, loss, linear_bias=bias, teacher_logits=hidden @ other.T + bias
     )
     by_layer = labo.linear_loss(
-        x, weight, target, loss, linear_bias=bias, second=(hidden, other, bias), options=SMALL
+        x,
+        weight,
+        target,
+        loss,
+        linear_bias=bias,
+        teacher_logits=(hidden, other, bias),
+        options=SMALL,
     )
     torch.testing.assert_close(by_layer, whole)
 
 
-def capped(loss, x, weight, bias, target, second=None):
+def capped(loss, x, weight, bias, target, teacher_logits=None):
     """The output layer of Gemma 2, then the loss."""
-    extra = () if second is None else (second,)
+    extra = () if teacher_logits is None else (teacher_logits,)
     logits = torch.nn.functional.linear(x, weight, bias)
     return loss(torch.tanh(logits / 1.5) * 1.5, target, *extra)
 
@@ -192,14 +235,25 @@ def capped(loss, x, weight, bias, target, second=None):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_softcap_equals_layer_cap_then_loss(name, reduction):
     x, weight, bias, target = problem()
-    loss, second = build(name, reduction=reduction), teacher(name)
+    loss, teacher_logits = build(name, reduction=reduction), teacher(name)
     upstream = None if reduction != "none" else torch.linspace(0, 2, N, dtype=torch.float64)
     expected = gradients(
-        lambda x, w, b: capped(loss, x, w, b, target, second), x, weight, bias, upstream=upstream
+        lambda x, w, b: capped(loss, x, w, b, target, teacher_logits),
+        x,
+        weight,
+        bias,
+        upstream=upstream,
     )
     result = gradients(
         lambda x, w, b: labo.linear_loss(
-            x, w, target, loss, linear_bias=b, softcap=1.5, second=second, options=SMALL
+            x,
+            w,
+            target,
+            loss,
+            linear_bias=b,
+            softcap=1.5,
+            teacher_logits=teacher_logits,
+            options=SMALL,
         ),
         x,
         weight,
@@ -211,7 +265,7 @@ def test_softcap_equals_layer_cap_then_loss(name, reduction):
 
 
 @pytest.mark.parametrize("name", ["labo", "ls", "ce"])
-def test_softcap_in_the_fast_layers(name):
+def test_softcap_on_the_fused_backends(name):
     x, weight, bias, target = problem(torch.float32)
     expected = gradients(lambda x, w, b: capped(build(name), x, w, b, target), x, weight, bias)
     for impl in ("native", "blocked"):
@@ -278,12 +332,12 @@ def test_class_weights_and_other_ignore_index(name):
 @each_loss
 def test_nothing_to_count(name):
     x, weight, _, _ = problem()
-    loss, second = build(name), teacher(name)
+    loss, teacher_logits = build(name), teacher(name)
     for rows in (0, N):
-        part = None if second is None else second[:rows]
+        part = None if teacher_logits is None else teacher_logits[:rows]
         value, d_x, d_weight = gradients(
             lambda x, w, n=rows, s=part: labo.linear_loss(
-                x, w, torch.full((n,), -100), loss, second=s
+                x, w, torch.full((n,), -100), loss, teacher_logits=s
             ),
             x[:rows],
             weight,
@@ -318,16 +372,25 @@ def test_autocast_is_that_of_the_layer():
 
 @pytest.mark.parametrize("name", ["labo", "cp"])
 def test_bits_do_not_depend_on_threads(name):
+    """With a weight whose matrix products are exact: those of PyTorch depend on the threads."""
     torch.manual_seed(0)
-    x, weight = torch.randn(300, 64), torch.randn(4000, 64) * 0.1
-    target = torch.randint(4000, (300,))
+    x, bias, target = torch.randn(300, 64), torch.randn(4000), torch.randint(4000, (300,))
+    weight = torch.zeros(4000, 64)
+    weight[torch.randperm(4000)[:64], torch.arange(64)] = torch.randn(64)
     loss = MODULES[name](4000)
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append(gradients(lambda x, w: labo.linear_loss(x, w, target, loss), x, weight))
+            results.append(
+                gradients(
+                    lambda x, w, b: labo.linear_loss(x, w, target, loss, linear_bias=b),
+                    x,
+                    weight,
+                    bias,
+                )
+            )
     finally:
         torch.set_num_threads(threads)
     for one, two in zip(*results, strict=True):
@@ -343,15 +406,18 @@ def test_second_backward():
         loss.backward()
     rows = labo.linear_loss(x, weight, target, labo.LABOLoss(reduction="none"))
     (first,) = torch.autograd.grad(rows.sum(), x, retain_graph=True)
-    (second,) = torch.autograd.grad(rows.sum(), x)
-    assert torch.equal(first, second)
+    (again,) = torch.autograd.grad(rows.sum(), x)
+    assert torch.equal(first, again)
 
 
 def test_chunks_are_even():
     options = labo.LinearLossOptions(memory_budget=1000)
-    assert options.chunk_rows(rows=101, bytes_per_row=10) == 51
-    assert options.chunk_rows(rows=5, bytes_per_row=10_000) == 1
-    assert labo.LinearLossOptions(batch_chunk_size=7).chunk_rows(101, 10) == 7
+    assert options.most_rows(bytes_per_row=10) == 100
+    assert options.most_rows(bytes_per_row=10_000) == 1
+    assert labo.LinearLossOptions(batch_chunk_size=7).most_rows(10) == 7
+    assert linear._chunks(101, 100) == [slice(0, 51), slice(51, 101)]
+    assert linear._chunks(5, 1) == [slice(i, i + 1) for i in range(5)]
+    assert linear._chunks(0, 7) == []
 
 
 # ------------------------------------------------------------------ torch.compile
@@ -378,12 +444,14 @@ def test_softcap_compiles_whole(name, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_compiles_whole(name, reduction):
     x, weight, bias, target = problem(torch.float32)
-    second = teacher(name)
-    second = None if second is None else second.float()
+    teacher_logits = teacher(name)
+    teacher_logits = None if teacher_logits is None else teacher_logits.float()
     loss = build(name, reduction=reduction)
 
     def step(x, w, b):
-        value = labo.linear_loss(x, w, target, loss, linear_bias=b, second=second, options=SMALL)
+        value = labo.linear_loss(
+            x, w, target, loss, linear_bias=b, teacher_logits=teacher_logits, options=SMALL
+        )
         return (value * torch.linspace(1, 2, N)).sum() if reduction == "none" else 3 * value
 
     expected = gradients(step, x, weight, bias)
@@ -399,18 +467,33 @@ def test_compiles_whole(name, reduction):
 )
 def test_operator_check(dtype, mode, softcap):
     x, weight, bias, target = problem(dtype)
-    fixed = (softcap, mode, 0.3, 1.25, 0.5, -100, "native", 4)
+    loss = RowLoss(None, -100, "native", mode, 0.3, 1.25, 0.5)
+    fixed = (softcap, target, 4, *loss)
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
         needs = [grad] * 3
-        torch.library.opcheck(
-            linear.linear_loss_op, (*tensors, target, None, *fixed, torch.tensor(12.0), needs)
-        )
-        torch.library.opcheck(linear.linear_rows_op, (*tensors, target, None, *fixed))
+        torch.library.opcheck(linear.linear_loss_op, (*tensors, *fixed, torch.tensor(12.0), needs))
+        torch.library.opcheck(linear.linear_rows_op, (*tensors, *fixed))
     upstream = torch.rand(N)
     torch.library.opcheck(
         linear.linear_rows_backward_op,
-        (x, weight, bias, target, None, *fixed, upstream, [True, False, True]),
+        (x, weight, bias, *fixed, upstream, [True, False, True]),
+    )
+
+
+@pytest.mark.parametrize("name", ["cp", "kd", "mls"])
+def test_operator_check_of_any_loss(name):
+    x, weight, bias, target = problem(torch.float32)
+    teacher_logits = teacher(name)
+    given = () if teacher_logits is None else (teacher_logits,)
+    loss = linear._AutogradLoss(*build(name).row_function(), given)
+    fixed = (None, target, 4, *loss.described())
+    for grad in (False, True):
+        tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
+        torch.library.opcheck(linear.linear_autograd_op, (*tensors, *fixed))
+    torch.library.opcheck(
+        linear.linear_autograd_backward_op,
+        (x, weight, bias, *fixed, torch.rand(N), [True, False, True]),
     )
 
 
@@ -449,12 +532,12 @@ def test_module_with_a_cap():
         ({"loss": labo.LABOLoss(weight=torch.ones(3))}, ValueError, "weight must have shape"),
         ({"input": torch.randn(N, D + 1)}, ValueError, r"linear_weight must have shape \(V, D\)"),
         ({"linear_bias": torch.randn(3)}, ValueError, "linear_bias must have shape"),
-        ({"input": torch.randn(N, D).double()}, ValueError, "must have one dtype"),
+        ({"input": torch.randn(N, D).double()}, ValueError, "must have the same dtype"),
         ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"got \(3,\)"),
         ({"target": torch.full((N,), V)}, IndexError, r"target 11 at position 0 is outside"),
         ({"impl": "nativ"}, ValueError, "did you mean 'native'"),
         ({"softcap": 0.0}, ValueError, "softcap must be a number above 0"),
-        ({"loss": labo.FocalLoss(), "impl": "native"}, ValueError, "cannot serve this call"),
+        ({"loss": labo.FocalLoss(), "impl": "native"}, ValueError, "does not support this loss"),
     ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])

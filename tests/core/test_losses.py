@@ -14,7 +14,7 @@ from conftest import MODULES, gradient
 from labo import functional as F
 
 K = 6
-SECOND = {"kd", "cskd", "betals", "pskd"}
+WITH_TEACHER = {"kd", "cskd", "betals", "pskd"}
 
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
 
@@ -25,8 +25,8 @@ def build(name: str) -> torch.nn.Module:
 
 def call(name: str, loss: torch.nn.Module, logits: torch.Tensor, target: torch.Tensor):
     torch.manual_seed(0)
-    second = (logits.detach().sin(),) if name in SECOND else ()
-    return loss(logits, target, *second)
+    teacher = (logits.detach().sin(),) if name in WITH_TEACHER else ()
+    return loss(logits, target, *teacher)
 
 
 def batch():

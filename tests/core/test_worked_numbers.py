@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import labo
-from conftest import gradient
+from conftest import LOSS_CASES, LossCase, gradient
 from labo import functional as F
 from labo import smoothing
 
@@ -29,6 +29,14 @@ def near(value: torch.Tensor | float | list, expected: float | list) -> None:
         atol=6e-7,
         rtol=0,
     )
+
+
+WORKED = [case for case in LOSS_CASES if case.worked is not None]
+
+
+@pytest.mark.parametrize("case", WORKED, ids=lambda case: case.name)
+def test_the_worked_number_of_a_case(case: LossCase):
+    near(case(A, Y0), case.worked)
 
 
 def test_basics():

@@ -1,4 +1,4 @@
-"""Lightning: optimizer steps counted, epochs ended, teachers out of sight, resume exact."""
+"""Lightning: optimizer steps and epochs are counted, teachers are hidden, resuming is exact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    # inside Lightning, of torch 2.13
+    # raised inside Lightning by torch 2.13
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
 ]
 
@@ -53,8 +53,8 @@ class Module(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.seen.append(type(getattr(self.loss, "active", self.loss)).__name__)
-        second = () if self.teacher is None else (self.teacher(x),)
-        return self.loss(self.model(x), y, *second)
+        teacher_logits = () if self.teacher is None else (self.teacher(x),)
+        return self.loss(self.model(x), y, *teacher_logits)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05)
@@ -75,7 +75,7 @@ def test_warm_up_counts_optimizer_steps_not_micro_batches(tmp_path):
     module = Module(warmup(3))
     run = trainer(tmp_path, max_epochs=3, accumulate_grad_batches=3, enable_checkpointing=False)
     run.fit(module, data())
-    # Five micro-batches in steps of 3 and 2: two optimizer steps an epoch, LABO from the third on.
+    # Five micro-batches are steps of 3 and 2: two optimizer steps per epoch. LABO from step 3 on.
     assert run.global_step == module.loss.steps_done == 6
     assert module.seen == ["LabelSmoothingLoss"] * 5 + ["LABOLoss"] * 10
 
@@ -114,11 +114,11 @@ def test_doctests():
     assert result.failed == 0
 
 
-def test_a_loss_that_is_not_there_is_named(tmp_path):
+def test_a_missing_loss_is_named(tmp_path):
     module = Module(warmup(3))
     module.criterion = module.loss
     del module.loss
-    with pytest.raises(ValueError, match=r"Module\.loss is no loss Module.*loss_attr"):
+    with pytest.raises(ValueError, match=r"Module\.loss is not a loss Module.*loss_attr"):
         trainer(tmp_path, enable_checkpointing=False).fit(module, data())
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_saved_twice_and_no_teacher_is_needed_to_load(tmp_path):
 # ------------------------------------------------------------------ teachers
 
 
-def test_a_frozen_teacher_is_out_of_sight(tmp_path):
+def test_a_frozen_teacher_is_hidden(tmp_path):
     model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5))
     before = copy.deepcopy(model.state_dict())
     module = Module(labo.DistillationLoss(), FrozenTeacher(model))
@@ -210,7 +210,7 @@ def test_the_average_is_the_mean_until_its_decay():
         nn.init.constant_(model.weight, value)
         teacher.step()
         means.append(teacher.model.weight.item())
-    # the means of 0 1, 0 1 2 and 0 1 2 3; then a quarter of the way each time
+    # the means of 0 1, of 0 1 2 and of 0 1 2 3; then a quarter of the difference each time
     assert means == pytest.approx([0.5, 1.0, 1.5, 3.125, 4.34375])
     with pytest.raises(ValueError, match="decay must lie in"):
         EMATeacher(model, decay=1.0)
@@ -219,22 +219,22 @@ def test_the_average_is_the_mean_until_its_decay():
 # ------------------------------------------------------------------ the example's normalisation
 
 
-@pytest.mark.parametrize("pieces", [[40], [8, 8, 8, 8, 8], [19, 1, 20], [40, 0]])
-def test_the_example_module_has_the_mean_over_all_targets(pieces):
-    """One optimizer step over micro-batches of any sizes is the step on all of them at once."""
+@pytest.mark.parametrize("sizes", [[40], [8, 8, 8, 8, 8], [19, 1, 20], [40, 0]])
+def test_the_example_module_has_the_mean_over_all_targets(sizes):
+    """One optimizer step over micro-batches of any sizes equals the step on the whole batch."""
     loss = labo.LABOLoss(reduction="sum")
     torch.manual_seed(0)
     module = load_example("lightning_module").Classifier(loss)
     model = copy.deepcopy(module.model)
     x, y = torch.randn(40, 64), torch.randint(10, (40,))
     y[::7] = -100
-    parts = list(zip(x.split(pieces), y.split(pieces), strict=True))
-    # One piece more than there are: Lightning still divides by accumulate_grad_batches.
+    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    # One more than there are micro-batches: Lightning still divides by accumulate_grad_batches.
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     run = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        accumulate_grad_batches=len(pieces) + 1,
+        accumulate_grad_batches=len(sizes) + 1,
         enable_checkpointing=False,
         **quiet,
     )

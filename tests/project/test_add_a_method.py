@@ -1,4 +1,4 @@
-"""docs/add_a_method.md, followed to the letter in a copy of the project, works."""
+"""The steps of docs/add_a_method.md, applied to a copy of the project, work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from scripts import ROOT
 
 PAGE = ROOT / "docs" / "add_a_method.md"
 STEP = re.compile(r"<!-- (\S+?)(?: before: (.*?))? -->\n```(\w+)\n(.*?)\n```\n", re.DOTALL)
-COPIED = ["src", "tests", "docs", "README.md", "pyproject.toml", "benchmarks", "examples"]
+COPIED = ["src", "tests", "docs", "README.md", "pyproject.toml", "benchmarks", "examples", "tools"]
 
 
 def follow(project: Path) -> list[str]:
-    """Make the changes of the page; the files changed."""
+    """Apply the changes of the page; return the names of the changed files."""
     changed = []
     for name, mark, kind, block in STEP.findall(PAGE.read_text()):
         if kind == "diff":
@@ -28,7 +28,7 @@ def follow(project: Path) -> list[str]:
             block = block.rstrip("\n") + ("\n\n" if kind == "md" else "\n\n\n")
         path = project / name
         text = path.read_text()
-        assert text.count(mark) == 1, f"{name}: {mark!r} stands there {text.count(mark)} times"
+        assert text.count(mark) == 1, f"{name}: {mark!r} occurs {text.count(mark)} times"
         path.write_text(text.replace(mark, block + mark))
         changed.append(name)
     return changed
@@ -41,18 +41,23 @@ def test_the_page_leads_to_a_method_that_passes_the_tests(tmp_path):
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy)
-    changed = follow(tmp_path)
-    assert {"src/labo/functional.py", "src/labo/losses.py", "tests/conftest.py"} < {*changed}
-    assert {"docs/methods.md", "README.md", "src/labo/lab/methods.py"} < {*changed}
+    changed = {*follow(tmp_path)}
+    assert "you edit **five files**" in PAGE.read_text()
+    assert len(changed) == 5
+    assert {"src/labo/functional.py", "src/labo/losses.py", "tests/conftest.py"} < changed
+    assert {"docs/methods.md", "src/labo/lab/methods.py"} < changed
     files = ["functional", "behaviour", "losses", "linear_loss", "worked_numbers"]
     paths = [f"tests/core/test_{name}.py" for name in files]
     paths += ["tests/project/test_docs.py", "tests/lab/test_methods.py"]
+    paths += ["tests/project/test_recipe_page.py"]
     command = [sys.executable, "-m", "pytest", *paths]
-    names = "maxsup or max_supp or tables or is_a_method or five_things or doctests"
+    names = "maxsup or max_supp or table or is_a_method or five_things or doctests or recipe_page"
     # compilation and a recorded training run pass too, but take longer than all the others
     command += ["-k", f"({names}) and not compile and not golden"]
     variables = {"PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    for run in ([sys.executable, "tools/recipe_page.py"], command):
+        done = subprocess.run(
+            run, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "### `maxsup`" in (tmp_path / "docs" / "recipe.md").read_text()

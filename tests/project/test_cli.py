@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from labo.cli import _verdict
-from labo.lab.methods import METHODS
+from labo.cli import _status_and_message, app
+from labo.lab.methods import METHODS, methods_for
+from labo.lab.tasks import TASKS
 
 
 def labo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -28,10 +31,40 @@ def test_help_loads_nothing_heavy():
     assert not {"accelerate", "pydantic", "yaml", "sklearn"} & set(done.stderr.split())
 
 
-def test_methods_are_listed():
-    done = labo("methods")
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in METHODS)
+def test_methods_of_a_task_are_listed_with_its_defaults():
+    listed = {task: labo("methods", "--task", task) for task in TASKS}
+    for task, done in listed.items():
+        assert done.returncode == 0
+        names = {line.split()[0] for line in done.stdout.splitlines()[1:] if line[1] != " "}
+        assert names == set(methods_for(task))
+    assert set().union(*map(methods_for, TASKS)) == set(METHODS)
+    assert "threshold=null" in listed["translation"].stdout  # as in a recipe
+    assert "warmup_steps=0" in listed["image_classification"].stdout
+    assert "warmup_steps=5000" in listed["translation"].stdout
+
+
+def test_an_unknown_task_is_refused():
+    done = labo("methods", "--task", "translate")
+    assert done.returncode == 2
+    assert done.stderr.startswith("labo: --task: unknown task 'translate'; did you mean")
+
+
+def parameters(command):
+    hints = get_type_hints(command.callback, include_extras=True)
+    return {
+        name: hints[name].__metadata__[0] for name in inspect.signature(command.callback).parameters
+    }
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
+def test_help_is_in_whole_sentences(command):
+    assert command.callback.__doc__.splitlines()[0].endswith((".", ","))
+    for name, about in parameters(command).items():
+        sentence = about.help
+        assert "[" not in sentence, f"{name}: Rich takes [...] for markup and drops it"
+        assert sentence[0].isupper() or sentence.startswith(("demo", "table1")), name
+        assert sentence.endswith("."), name
+        assert len(sentence.split()) > 1, name
 
 
 @pytest.mark.parametrize(
@@ -45,7 +78,8 @@ def test_methods_are_listed():
 def test_a_wrong_request_is_one_line_and_status_2(arguments, line, tmp_path):
     done = labo(*arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [line]
+    (printed,) = done.stderr.splitlines()
+    assert printed.startswith(line)
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
 
@@ -61,7 +95,8 @@ def test_debug_shows_the_traceback():
 
 
 def test_what_is_not_installed_is_named():
-    status, line = _verdict(ModuleNotFoundError("No module named 'babel'", name="babel"))
+    error = ModuleNotFoundError("No module named 'babel'", name="babel")
+    status, line = _status_and_message(error)
     assert status == 2
     assert line == "babel is not installed: pip install 'torch-labo[lab]'"
 

@@ -1,4 +1,4 @@
-"""What people read is true: doctests, code blocks and their output, tables, examples."""
+"""The documentation is correct: doctests, code blocks and their output, tables, links."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ import pytest
 import torch
 
 import labo
+from labo.lab.methods import METHODS
 from scripts import EXAMPLES, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A block of Python, and after it the block with what it prints.
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", re.DOTALL)
-# Python that is not run as it stands: the line before says what it needs, or where it goes.
+# Python that is not run here: the comment before it says what it needs, or where it belongs.
 FOREIGN = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```py\n(.*?)```", re.DOTALL)
-METHODS_SECTIONS = (ROOT / "docs/methods.md").read_text().split("\n## ")[1:]
+METHODS_SECTIONS = (
+    (ROOT / "docs/methods.md").read_text().split("\n## ")[2:]
+)  # after the conventions
 SOURCE = ROOT / "src"
 MODULES = [
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
@@ -68,10 +71,10 @@ def test_code_blocks_run_and_print_what_they_show(page):
 @each_page
 def test_code_for_other_libraries_is_marked_and_run_where_they_are(page):
     for mark, code in FOREIGN.findall(page.read_text()):
-        assert mark, f"say before this block what it needs, or that it is not run:\n{code}"
+        assert mark, f"a comment must say what this block needs, or that it is not run:\n{code}"
         library = mark.removeprefix("needs ")
         if library != mark and importlib.util.find_spec(library):
-            # in a process of its own: the library may change what others see
+            # in a separate process: the library may change global state
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
         else:
@@ -89,6 +92,16 @@ def test_the_diff_of_the_first_page_is_that_of_its_example():
     assert len(new) == sum(line[0] == "+" for line in diff.splitlines()) <= 10
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_prose_is_wrapped_at_100_columns(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for line in text.splitlines():
+        if not line.lstrip().startswith(("|", "<!--")):
+            assert len(line) <= 100, line
+
+
 @each_page
 def test_links_lead_somewhere(page):
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -97,23 +110,28 @@ def test_links_lead_somewhere(page):
             assert (page.parent / link).exists(), link
 
 
-def test_every_method_is_in_the_tables():
-    readme, methods = (ROOT / "README.md").read_text(), (ROOT / "docs/methods.md").read_text()
-    for name, module in labo.LOSSES.items():
-        assert f"| `{name}` | `{module.__name__}` |" in readme
-        assert f"`{name}`" in methods
-        assert f"`{module.__name__}(" in methods or name == "ce"
+def test_every_method_is_in_the_table():
+    methods = (ROOT / "docs/methods.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (`.*?`) \| `(\w+)` \|", methods, re.MULTILINE)
+    assert {name: module for name, _, module in rows} == {
+        name: module.__name__ for name, module in labo.LOSSES.items()
+    }
+    in_recipes = [name.strip("`") for _, names, _ in rows for name in names.split(", ")]
+    assert sorted(in_recipes) == sorted(METHODS)
+    for module in labo.LOSSES.values():
+        assert f"`{module.__name__}(" in methods
 
 
 @pytest.mark.parametrize("section", METHODS_SECTIONS, ids=lambda section: section.split("\n")[0])
 def test_every_method_says_all_five_things(section):
-    assert re.search(r"^> .", section, re.MULTILINE), "no equation"
-    for part in ("Held fixed", "State", "Options", "Departs"):
+    assert re.search(r"^\$\$\n.+\n(?:.+\n)*\$\$$", section, re.MULTILINE), "no equation"
+    for part in ("Held fixed", "State", "Options", "Differences"):
         assert section.count(f"- **{part}:** ") == 1, part
 
 
-def test_readme_confidence_table():
-    rows = re.findall(r"^\| (.*α.*) \|((?: 0\.\d+ \|){5})$", (ROOT / "README.md").read_text(), re.M)
+def test_confidence_table():
+    page = (ROOT / "docs/choosing.md").read_text()
+    rows = re.findall(r"^\| (.*α.*) \|((?: 0\.\d+ \|){5})$", page, re.M)
     assert len(rows) == 5
     for setting, cells in rows:
         tau = float(re.search(r"τ ([\d.]+)", setting)[1])
@@ -127,7 +145,7 @@ def test_readme_confidence_table():
 
 
 def test_benchmark_smoke(tmp_path, monkeypatch):
-    """The benchmark runs as it stands, at tiny sizes."""
+    """The benchmark runs, at tiny sizes."""
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))
     threads = torch.get_num_threads()
@@ -156,11 +174,28 @@ def test_the_picture_of_the_idea_has_the_labels_of_the_losses(monkeypatch):
     assert kept.attrib["role"] == "img"
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_api_page_shows_links_formulas_and_examples(site):
+    page = (site / "api" / "index.html").read_text()
+    assert not re.findall(r":(?:func|class|mod|math):|\.\. math::|&gt;&gt;&gt; &gt;&gt;&gt;", page)
+    assert re.search(r'<a class="autorefs [^>]*href="#labo.functional.labo_loss"', page)
+    assert page.count("<math") > 30
+    assert "\\(" not in page
+    assert page.count('<span class="gp">&gt;&gt;&gt; </span>') > 50
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())
+        assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], page
 
 
 def test_plot_is_a_picture(monkeypatch):

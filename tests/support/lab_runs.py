@@ -74,8 +74,10 @@ def command(arguments: list[str], log: Path, env: dict[str, str], kill: Kill | N
 def arm(moment: str, number: int) -> None:
     """Have this process killed: at the n-th call of something, or after so many milliseconds.
 
-    Or give it a full disk: no file of more than so many bytes.
+    Or send it SIGTERM in the middle of an evaluation, or give it a full disk: no file of more than
+    so many bytes.
     """
+    from labo.lab.images.task import ImageTask
     from labo.lab.train import Trainer
 
     if moment == "full disk":
@@ -91,13 +93,16 @@ def arm(moment: str, number: int) -> None:
         "flush": (os, "fsync"),
         "rename": (os, "replace"),
         "remove": (shutil, "rmtree"),
+        "terminate in validate": (ImageTask, "validate"),
+        "terminate in score": (Trainer, "_select"),
     }
     owner, name = places[moment]
-    setattr(owner, name, deadly(getattr(owner, name), number))
+    last = signal.SIGTERM if moment.startswith("terminate") else signal.SIGKILL
+    setattr(owner, name, deadly(getattr(owner, name), number, last))
 
 
-def deadly(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """The function, whose n-th call is the last thing the process does."""
+def deadly(function: Callable[..., Any], number: int, last: signal.Signals) -> Callable[..., Any]:
+    """The function, whose n-th call ends in a signal to the process."""
     calls = 0
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -105,7 +110,7 @@ def deadly(function: Callable[..., Any], number: int) -> Callable[..., Any]:
         calls += 1
         result = function(*arguments, **named)
         if calls == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), last)
         return result
 
     return call
@@ -121,12 +126,14 @@ def run(
     arguments: list[str],
     log: Path,
     world: int = 1,
-    kill: Kill | None = None,
+    kill: Kill | dict[int, Kill] | None = None,
     environment: dict[str, str] | None = None,
+    patience: float | None = None,
 ) -> set[int]:
     """``labo ARGUMENTS`` in as many processes, as torchrun starts them; their exit codes.
 
-    When one of them dies the others are ended, as torchrun does.
+    ``kill`` is for all processes, or by rank. When one of them dies the others are ended, as
+    torchrun does; after ``patience`` seconds, if that is given.
     """
     group = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -135,7 +142,8 @@ def run(
         env = dict(environment or {})
         if world > 1:
             env |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        child = _server.Process(target=command, args=(arguments, log, env, kill))
+        death = kill.get(rank) if isinstance(kill, dict) else kill
+        child = _server.Process(target=command, args=(arguments, log, env, death))
         child.start()
         children.append(child)
     alive = list(children)
@@ -143,6 +151,7 @@ def run(
         wait([child.sentinel for child in alive])
         alive = [child for child in alive if child.exitcode is None]
         if any(child.exitcode for child in children):
+            wait([child.sentinel for child in alive], patience or 0)
             for child in alive:
                 child.kill()
     return {child.exitcode or 0 for child in children}
@@ -175,7 +184,7 @@ def outcome(out: Path) -> dict[str, Any]:
     }
     for entries in found.values():
         for entry in entries:
-            for measured in ("seconds", "peak_memory"):
+            for measured in ("seconds", "peak_memory", "checksum"):
                 entry.pop(measured, None)
     found["results"][0]["signature"] = re.sub(r"git:\S*?\|", "", found["results"][0]["signature"])
     tensors = {

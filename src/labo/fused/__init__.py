@@ -1,1 +1,1 @@
-"""The fast layers: losses on logits in one pass, and output layer + loss without the logits."""
+"""Fused backends: losses on logits in one pass, and output layer and loss without the logits."""

@@ -1,53 +1,32 @@
-"""Pure PyTorch: rows in blocks that stay in the cache, the gradient computed with the value.
+r"""The blocked backend: pure PyTorch, in blocks of rows that fit into the cache.
 
-Any device, any floating dtype. One (N, K) buffer at most, for the gradient; none in place.
+Any device, any floating dtype. The gradient is computed together with the value. It takes one
+buffer of the size of the logits, or none in place.
+
+With u = z - max z, e = exp(u) and unnormalised smoothing masses q (1 for label smoothing,
+exp(u / tau) for LABO), a row has the value
+
+.. math::
+    \Big(\sum_k w_k \hat P_k\Big) \log \sum_j e_j - \sum_j w_j \hat P_j u_j
+    + w_y \alpha \tau\, \mathrm{KL}(P \Vert U), \qquad P_j = q_j / \sum_k q_k
+
+with the KL term for LABO only, and the gradient :math:`(\sum_k w_k \hat P_k)\, p - w \hat P`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .._rows import row_sum, upcast
+from .._rows import row_sum, times, wide
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
-# Bytes of one block of float32 rows, of which three are alive at a time. On two cores with 1 MB of
-# second-level cache each, 2 to 4 MB measured best, 1 MB a tenth slower. A GPU must be filled.
+# Bytes of one buffer of a block, of which three or four are in use at a time. On two cores with
+# 1 MB of L2 cache each, 2 to 4 MB were fastest and 1 MB a tenth slower. A GPU needs larger blocks.
 _BLOCK_BYTES = {"cpu": 2 << 20}
 _BLOCK_BYTES_ELSEWHERE = 64 << 20
-
-# Stands for -inf where it meets 0: exp(_LOWEST) is 0, and so is _LOWEST * 0.
-_LOWEST = -1e30
-
-
-def by_autograd(
-    loss: Callable[[Tensor, Tensor], Tensor],
-    logits: Tensor,
-    target: Tensor,
-    factor: float | Tensor | None,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Values and gradients of any row-wise loss, for a block that is small enough to spare copies.
-
-    Args:
-        loss: (logits, target) to values (N,).
-        logits: (N, K).
-        target: (N,) or (N, K).
-        factor: as in :mod:`labo.fused.spec`.
-        out: likewise.
-    """
-    if factor is None:
-        with torch.no_grad():
-            return loss(logits, target), None
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        values = loss(leaf, target)
-        upstream = factor if isinstance(factor, Tensor) else torch.full_like(values, factor)
-        (grad,) = torch.autograd.grad(values, leaf, upstream.to(values.dtype))
-    return values.detach(), grad if out is None else out.copy_(grad)
 
 
 def rows(
@@ -60,97 +39,145 @@ def rows(
     factor: float | Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Values and gradients of rows; see :mod:`labo.fused.spec` for the contract."""
+    """Values and gradients of rows; the contract is in :mod:`labo.fused.spec`."""
     count, classes = logits.shape
-    dtype = upcast(logits[:0]).dtype
+    dtype = wide(logits.dtype)
     values = torch.empty(count, dtype=dtype, device=logits.device)
     if factor is not None and out is None:
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     grad = None if factor is None else out
+    if weight is not None:
+        weight = weight.detach().to(dtype)
     budget = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES_ELSEWHERE)
     size = min(count, max(1, budget // (4 * classes)))
-    scratch = torch.empty(3, size, classes, dtype=dtype, device=logits.device)
+    buffers = 3 if weight is None else 4
+    scratch = torch.empty(buffers, size, classes, dtype=dtype, device=logits.device)
     for start in range(0, count, size or 1):
         part = slice(start, start + size)
-        z, y, to = logits[part], target[part], None if grad is None else grad[part]
-        f = factor[part] if isinstance(factor, Tensor) else factor
-        if weight is not None:
-            values[part], _ = by_autograd(
-                lambda z, y: spec.reference(z, y, weight, ignore_index), z, y, f, to
-            )
-            continue
-        block = _Block(z, y, spec, ignore_index, scratch)
+        block = _Block(logits[part], target[part], spec, weight, ignore_index, scratch)
         values[part] = block.values
-        if to is not None and f is not None:
-            block.write_gradient(to, f)
+        if grad is not None and factor is not None:
+            block.write_gradient(grad[part], factor[part] if isinstance(factor, Tensor) else factor)
     return values, grad
 
 
 class _Block:
-    """One block of rows: e = exp(u) and the smoothing mass q = exp(u / tau), with u = z - max z."""
+    """One block of rows.
+
+    Attributes:
+        values: (N,), the values.
+        e: (N, K), exp(u), and its sums ``s``, (N,).
+        q: (N, K), exp(u / tau) times the class weights, for LABO.
+        q_sum: (N,), the sums of q without the class weights.
+        alpha: the weight of P in the label.
+        hit: w_y (1 - alpha), what the label gives to class y beyond its share of P.
+        label_weight: sum_k w_k P_hat_k.
+    """
 
     def __init__(
-        self, logits: Tensor, target: Tensor, spec: RowSpec, ignore_index: int, scratch: Tensor
+        self,
+        logits: Tensor,
+        target: Tensor,
+        spec: RowSpec,
+        weight: Tensor | None,
+        ignore_index: int,
+        scratch: Tensor,
     ) -> None:
-        u, e, product = scratch[:, : len(logits)]
-        classes = logits.shape[1]
+        u, self.e, *self.buffers = scratch[:, : len(logits)]
         self.mode = spec.mode
+        self.weight = weight
+        self.classes = logits.shape[1]
+        self.lowest = torch.finfo(u.dtype).min
         self.valid = target != ignore_index
-        # On the CPU looking is free; elsewhere it would wait for the device.
+        # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
         self.all_valid = logits.device.type == "cpu" and bool(self.valid.all())
-        self.y = target.masked_fill(~self.valid, 0).unsqueeze(1)
-        # The maximum in the wide type makes the subtraction wide, with no copy of half logits.
+        y = target.masked_fill(~self.valid, 0)
+        self.y = y.unsqueeze(1)
+        # With the maximum in the wide type the difference is wide, without a copy of half logits.
         torch.sub(logits, logits.amax(1, keepdim=True).to(u.dtype), out=u)
-        u_y = u.gather(1, self.y).squeeze(1)
-        if spec.mode == LABO_ADAPTIVE:
-            u.clamp_(min=_LOWEST)
-        self.e = torch.exp(u, out=e)
+        masked_y = logits.gather(1, self.y).squeeze(1) == -math.inf
+        u_y = u.gather(1, self.y).squeeze(1).clamp(min=self.lowest).masked_fill(masked_y, -math.inf)
+        torch.exp(u, out=self.e)
         self.s = row_sum(self.e)
         log_s = self.s.log()
+
         self.alpha: float | Tensor = spec.alpha
+        w_y: float | Tensor = 1.0 if weight is None else weight[y]
+        mean_w: float | Tensor = 1.0  # sum_j w_j P_j
+        rest: float | Tensor = 0.0  # sum_j w_j P_j u_j, minus tau KL(P || U) w_y for LABO
         if spec.mode == CROSS_ENTROPY:
-            values = log_s - u_y
+            self.alpha = 0.0
         elif spec.mode == LABEL_SMOOTHING:
-            self.count, mean = self._uniform(u, product)
-            values = log_s - (1 - spec.alpha) * u_y - spec.alpha * mean
+            mean_w, rest = self._uniform(logits, u)
         else:
             if spec.mode == LABO_ADAPTIVE:
-                entropy = log_s - row_sum(torch.mul(u, self.e, out=product)) / self.s
-                self.alpha = 1 - spec.rho * entropy / (math.log(classes) if classes > 1 else 1.0)
-            self.q = u.mul_(1 / spec.tau).exp_()
-            self.q_sum = row_sum(self.q)
-            optimum = spec.tau * (self.q_sum.log() - math.log(classes))
-            values = log_s - (1 - self.alpha) * u_y - self.alpha * optimum
+                entropy = log_s - self._sum_times_u(self.e, u) / self.s
+                largest = math.log(self.classes) if self.classes > 1 else 1.0
+                self.alpha = 1 - spec.rho * entropy / largest
+            mean_w, rest = self._tempered(u, spec.tau, w_y)
+        self.hit = w_y * (1 - self.alpha)
+        self.label_weight = 1.0 if weight is None else self.hit + self.alpha * mean_w
+        values = self.label_weight * log_s - times(self.hit, u_y) - self.alpha * rest
         self.values = values.masked_fill(~self.valid, 0.0)
 
-    def _uniform(self, u: Tensor, buffer: Tensor) -> tuple[int | Tensor, Tensor]:
-        """How many classes there are (K, or per row what is not masked), and their mean u."""
-        classes = u.shape[1]
-        total = row_sum(u)
+    def _sum_times_u(self, x: Tensor, u: Tensor) -> Tensor:
+        """sum_j x_j u_j, (N,), for x that is 0 where u is -inf. The products stay in a buffer."""
+        return row_sum(torch.clamp(u, min=self.lowest, out=self.buffers[0]).mul_(x))
+
+    def _uniform(self, logits: Tensor, u: Tensor) -> tuple[float | Tensor, Tensor]:
+        """P over the classes that are not masked: sum_j w_j P_j and sum_j w_j P_j u_j."""
         self.masked: Tensor | None = None
+        self.count: int | Tensor = self.classes
+        total = row_sum(u)
         if u.device.type == "cpu" and not bool(total.isneginf().any()):
-            return classes, total / classes
-        self.masked = u == -math.inf
-        count = classes - row_sum(self.masked.to(u.dtype))
-        return count, row_sum(buffer.copy_(u).masked_fill_(self.masked, 0.0)) / count
+            if self.weight is None:
+                return 1.0, total / self.classes
+            products = torch.mul(u, self.weight, out=self.buffers[0])
+            return row_sum(self.weight) / self.classes, row_sum(products) / self.classes
+        self.masked = logits == -math.inf
+        self.count = self.classes - row_sum(self.masked.to(u.dtype))
+        p = (~self.masked).to(u.dtype) / self.count.unsqueeze(1)
+        if self.weight is not None:
+            p.mul_(self.weight)
+        # P is a factor of each term, not of the sum: the sum alone could overflow.
+        rest = self._sum_times_u(p, u)
+        return (1.0 if self.weight is None else row_sum(p)), rest
+
+    def _tempered(
+        self, u: Tensor, tau: float, w_y: float | Tensor
+    ) -> tuple[float | Tensor, Tensor]:
+        """P = softmax(z / tau): sum_j w_j P_j, and sum_j w_j P_j u_j minus the KL term."""
+        out = u if self.weight is None else self.buffers[1]
+        self.q = torch.mul(u, 1 / tau, out=out).exp_()
+        self.q_sum = row_sum(self.q)
+        optimum = tau * (self.q_sum.log() - math.log(self.classes))
+        if self.weight is None:
+            return 1.0, optimum  # sum_j P_j u_j cancels
+        mean_u = self._sum_times_u(self.q, u) / self.q_sum
+        mean_wu = row_sum(self.buffers[0].mul_(self.weight)) / self.q_sum
+        mean_w = row_sum(self.q.mul_(self.weight)) / self.q_sum
+        return mean_w, mean_wu - w_y * (mean_u - optimum)
 
     def write_gradient(self, grad: Tensor, factor: float | Tensor) -> None:
-        """factor * (p - P_hat) into ``grad``; the entry of the label before any rounding."""
+        """Write factor ((sum_k w_k P_hat_k) p - w P_hat) to ``grad``, rounded once."""
         f = factor * self.valid.to(self.e.dtype)
         g = grad if grad.dtype == self.e.dtype else self.e
-        self.e.mul_((f / self.s).unsqueeze(1))
+        self.e.mul_((f * self.label_weight / self.s).unsqueeze(1))
         if self.mode == CROSS_ENTROPY:
             if g is grad:
                 grad.copy_(self.e)
         elif self.mode == LABEL_SMOOTHING:
             share = (f * self.alpha / self.count).unsqueeze(1)
-            torch.sub(self.e, share, out=g)
+            if self.weight is None:
+                torch.sub(self.e, share, out=g)
+            else:
+                torch.addcmul(self.e, self.weight, share, value=-1, out=g)
             if self.masked is not None:
                 g.masked_fill_(self.masked, 0.0)
         else:
             share = (f * self.alpha / self.q_sum).unsqueeze(1)
             torch.addcmul(self.e, self.q, share, value=-1, out=g)
-        g.scatter_add_(1, self.y, (-f * (1 - self.alpha)).unsqueeze(1))
+        g.scatter_add_(1, self.y, (-f * self.hit).unsqueeze(1))
         if not self.all_valid:
             g.masked_fill_(~self.valid.unsqueeze(1), 0.0)
         if g is not grad:

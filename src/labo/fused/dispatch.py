@@ -1,8 +1,9 @@
-"""Which layer computes a loss on logits, and how it meets autograd and ``torch.compile``."""
+"""Chooses the backend for a loss on logits and connects it to autograd and ``torch.compile``."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._rows import row_sum
+from .._rows import row_sum, wide
 from . import blocked, native
 from .spec import RowSpec
 
 
 def backends() -> dict[str, str]:
-    """Which layers are available here, and why not.
+    """The backends that are available here, or the reason why one is not.
 
     Returns:
         A sentence for each of "reference", "blocked", "native (CPU)" and "native (CUDA)".
@@ -57,13 +58,15 @@ def _native_refuses(logits: Tensor) -> str | None:
     return f"there is no native kernel for {logits.device.type} tensors"
 
 
-def _fused_refuses(logits: Tensor, target: Tensor) -> str | None:
-    """Why only the reference can do this, or None."""
+def _fused_refuses(logits: Tensor, target: Tensor, weight: Tensor | None) -> str | None:
+    """Why the reference must serve this call, or None."""
     if target.is_floating_point():
         return "class probabilities as targets"
+    if weight is not None and weight.requires_grad:
+        return "class weights that require a gradient"
     if torch.compiler.is_compiling():
         return None
-    if not _checks.is_plain(logits):
+    if not (_checks.is_plain(logits) and _checks.is_plain(target)):
         return "tensor subclasses and torch.func transforms"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
@@ -71,35 +74,40 @@ def _fused_refuses(logits: Tensor, target: Tensor) -> str | None:
 
 
 def choose(
-    impl: str, logits: Tensor, target: Tensor, inplace: bool = False, unless: str | None = None
+    impl: str,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    inplace: bool = False,
+    reference_only: str | None = None,
 ) -> str:
-    """The layer that serves a call: "reference", "blocked" or "native".
+    """The backend that serves a call: "reference", "blocked" or "native".
 
-    "auto" takes the fastest that fits. float64 goes to the reference, which alone can be
-    differentiated twice; so do probability targets, tensor subclasses and ``torch.func``.
+    "auto" takes the fastest one that supports the call. float64 goes to the reference, which alone
+    can be differentiated twice. So do probability targets, tensor subclasses and ``torch.func``.
 
     Args:
-        impl: what the caller asked for, checked.
+        impl: the backend that the caller asked for, checked.
         logits: its logits.
         target: its target.
-        inplace: whether the gradient shall go over the logits.
-        unless: an option of the loss that only the reference has.
+        weight: its class weights.
+        inplace: whether the gradient is to be written over the logits.
+        reference_only: an option of the loss that only the reference supports.
     """
-    reason = unless or _fused_refuses(logits, target)
+    reason = reference_only or _fused_refuses(logits, target, weight)
     if impl == "auto":
-        layer = "reference" if reason else _fastest(logits, inplace)
-    elif impl == "native":
-        layer = impl
-        reason = reason or _native_refuses(logits)
+        backend = "reference" if reason else _fastest(logits, inplace)
     else:
-        layer = impl
-    if layer == "reference":
+        backend = impl
+        if impl == "native":
+            reason = reason or _native_refuses(logits)
+    if backend == "reference":
         if inplace:
             why = f" ({reason})" if reason else ""
             raise ValueError(f"inplace=True is not possible with the reference{why}")
     elif reason:
-        raise ValueError(f'impl="{impl}" cannot serve this call: {reason}; use impl="auto"')
-    return layer
+        raise ValueError(f'impl="{impl}" does not support {reason}; use impl="auto"')
+    return backend
 
 
 def _fastest(logits: Tensor, inplace: bool) -> str:
@@ -110,23 +118,54 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     return "reference" if plain and not inplace else "blocked"
 
 
-def run_rows(
-    impl: str,
-    logits: Tensor,
-    target: Tensor,
-    spec: RowSpec,
-    weight: Tensor | None,
-    ignore_index: int,
-    factor: float | Tensor | None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The contract of :mod:`labo.fused.spec`, by the named layer."""
-    rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
-    if impl == "native":
-        rows = native.rows if logits.is_cpu else _triton_rows
-    return rows(
-        logits, target, spec, weight=weight, ignore_index=ignore_index, factor=factor, out=out
-    )
+ROW_LOSS_SCHEMA = (
+    "Tensor? class_weight, int ignore_index, str backend, "
+    "int mode, float alpha, float tau, float rho"
+)
+
+
+class RowLoss(NamedTuple):
+    """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target.
+
+    Operators take the fields as arguments, in this order, as ``ROW_LOSS_SCHEMA`` declares them.
+    """
+
+    weight: Tensor | None
+    ignore_index: int
+    backend: str
+    mode: int
+    alpha: float
+    tau: float
+    rho: float
+
+    def rows(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        factor: float | Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values and gradients; the contract is in :mod:`labo.fused.spec`."""
+        rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
+        if self.backend == "native":
+            rows = native.rows if logits.is_cpu else _triton_rows
+        return rows(
+            logits,
+            target,
+            RowSpec(self.mode, self.alpha, self.tau, self.rho),
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            factor=factor,
+            out=out,
+        )
+
+    def reduce(self, values: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
+        """Values (N,) to the result, without a graph."""
+        if reduction == "none":
+            return values
+        if self.backend == "native" and isinstance(divisor, float) and values.is_cpu:
+            return native.total(values, divisor)
+        return row_sum(values) / divisor
 
 
 def _triton_rows(
@@ -134,10 +173,10 @@ def _triton_rows(
     target: Tensor,
     spec: RowSpec,
     *,
-    weight: Tensor | None,
-    ignore_index: int,
-    factor: float | Tensor | None,
-    out: Tensor | None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    factor: float | Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     from . import kernels
 
@@ -158,130 +197,109 @@ def _triton_rows(
 
 
 def denominator(
-    target: Tensor, classes: int, ignore_index: int, weight: Tensor | None
+    dtype: torch.dtype, target: Tensor, classes: int, ignore_index: int, weight: Tensor | None
 ) -> float | Tensor:
-    """Check the targets, (N,), and give what a mean divides by; 1 if nothing counts.
+    """Check the targets, (N,) int64, and return what a mean divides by; inf if that would be 0.
 
-    A number on the CPU, where it is free to know; a tensor elsewhere, so that nothing waits.
+    It is a number on the CPU, where it can be read at no cost. Elsewhere it is a tensor of
+    ``dtype``, so that nothing waits.
     """
-    if _checks.values_at_hand(target) and native.unavailable() is None:
-        return native.denominator(target, classes, ignore_index, weight) or 1.0
+    if weight is not None:
+        weight = weight.detach().to(dtype)
+    if _checks.can_read(target) and native.unavailable() is None:
+        return native.denominator(target, classes, ignore_index, weight) or math.inf
     _checks.check_range(target, classes, ignore_index)
     valid = target != ignore_index
     if weight is None:
-        counts = valid.to(torch.float32)
+        counts = valid.to(dtype)
     else:
         counts = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0)
     total = row_sum(counts)
-    total = total.masked_fill(total == 0, 1.0)
-    return float(total) if _checks.values_at_hand(total) else total
+    total = total.masked_fill(total == 0, math.inf)
+    return float(total) if _checks.can_read(total) else total
 
 
 # ------------------------------------------------------------------ autograd
 
 
+# A factor that comes with the backward pass, such as that of a GradScaler, must be in the gradient
+# before it is rounded to float16, whose range is small. The gradient of these types is therefore
+# computed in the backward pass.
+LATE_GRADIENT = (torch.float16,)
+
+
 class _Call(NamedTuple):
-    """What is constant in a call: one argument for autograd to look at instead of eight."""
+    """What is constant in a call: one argument for autograd to look at instead of many."""
 
     target: Tensor
-    weight: Tensor | None
-    spec: RowSpec
-    ignore_index: int
+    loss: RowLoss
     divisor: float | Tensor
     reduction: str
-    impl: str
     inplace: bool
 
 
-class _RowLoss(torch.autograd.Function):
-    """Eager mode: value and gradient in the forward pass, times what comes from above in backward.
+_SECOND_BACKWARD = (
+    "a second backward pass through this loss: its gradient was handed out by the first one. "
+    'Compute the loss again, or use impl="reference"'
+)
 
-    The gradient is made with the factor of the mean in it, so that as a rule nothing is left to do.
+
+class _GradientWithValue(torch.autograd.Function):
+    """Value and gradient in the forward pass, times the upstream gradient in the backward pass.
+
+    The gradient includes the factor of the mean, so that usually nothing is left to do.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
-        factor = None
-        if ctx.needs_input_grad[0]:
-            factor = 1 / call.divisor
-            if isinstance(factor, Tensor):
-                factor = factor.expand(len(call.target))
-        values, ctx.grad = run_rows(
-            call.impl,
-            logits,
-            call.target,
-            call.spec,
-            call.weight,
-            call.ignore_index,
-            factor,
-            logits if call.inplace else None,
-        )
-        if call.reduction == "none":
-            return values
-        if call.impl == "native" and isinstance(call.divisor, float) and values.is_cpu:
-            return native.total(values, call.divisor)
-        return row_sum(values) / call.divisor
+        factor = 1 / call.divisor
+        if isinstance(factor, Tensor):
+            factor = factor.expand(len(call.target))
+        out = logits if call.inplace else None
+        values, ctx.grad = call.loss.rows(logits, call.target, factor, out)
+        return call.loss.reduce(values, call.reduction, call.divisor)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the fused losses are differentiable once: for a gradient of their gradient "
-                '(create_graph=True) use impl="reference"'
-            )
+        _refuse_second_derivative()
         grad, ctx.grad = ctx.grad, None
         if grad is None:
-            raise RuntimeError(
-                "a second backward pass through this loss: its gradient was handed out by the "
-                'first one. Compute the loss again, or use impl="reference"'
-            )
+            raise RuntimeError(_SECOND_BACKWARD)
         return times_upstream(grad, upstream), None
 
 
-@torch.library.custom_op("labo::rows", mutates_args=())
-def rows_op(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    with_grad: bool,
-    mode: int,
-    alpha: float,
-    tau: float,
-    rho: float,
-    ignore_index: int,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """Under ``torch.compile``: values (N,) and gradient (N, K), or (0, K), as one operator."""
-    spec = RowSpec(mode, alpha, tau, rho)
-    factor = 1.0 if with_grad else None
-    values, grad = run_rows(impl, logits, target, spec, weight, ignore_index, factor)
-    return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
+class _GradientLater(torch.autograd.Function):
+    """Values of the rows in the forward pass, their gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
+        # Saved, so that autograd notices if they are changed before the backward pass.
+        ctx.save_for_backward(logits, call.target, call.loss.weight)
+        ctx.call = call
+        return call.loss.rows(logits, call.target)[0]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
+        _refuse_second_derivative()
+        call = ctx.call
+        if call is None:
+            raise RuntimeError(_SECOND_BACKWARD)
+        logits, target, _ = ctx.saved_tensors
+        if call.inplace:
+            ctx.call = None  # the logits are gone
+        return call.loss.rows(logits, target, upstream, logits if call.inplace else None)[1], None
 
 
-@rows_op.register_fake
-def _(
-    logits: Tensor, target: Tensor, weight: Tensor | None, with_grad: bool, *spec: float | str
-) -> tuple[Tensor, Tensor]:
-    count, classes = logits.shape
-    accurate = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    values = logits.new_empty(count, dtype=accurate)
-    return values, logits.new_empty(count if with_grad else 0, classes)
-
-
-def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-
-
-def _give_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    (grad,) = ctx.saved_tensors
-    return ((grad * upstream.unsqueeze(-1)).to(grad.dtype), *(None,) * 9)
-
-
-rows_op.register_autograd(_give_gradient, setup_context=_keep_gradient)
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the fused losses are differentiable once: for a gradient of their gradient "
+            '(create_graph=True) use impl="reference"'
+        )
 
 
 def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
-    """A gradient that is ours to change, times the gradient from above (per row, or one number)."""
+    """A gradient that may be changed, times the upstream gradient (per row, or one number)."""
     if upstream.dim() == 0 and upstream.is_cpu and upstream.item() == 1:
         return grad
     if upstream.dim() == 1:
@@ -299,43 +317,141 @@ def row_loss(
     dim: int,
     impl: str,
     inplace: bool,
-) -> Tensor:
-    """A loss of the family by a fused layer; arguments as in ``functional``, where they are checked
-    as far as they are plain values.
+    *,
+    reference_only: str | None = None,
+) -> Tensor | None:
+    """The loss by a fused backend, or None if the reference has to compute it.
+
+    Arguments as in :mod:`labo.functional`, where the plain values are checked, and
+    ``reference_only`` as in :func:`choose`.
     """
+    backend = choose(impl, logits, target, weight, inplace, reference_only)
+    if backend == "reference":
+        return None
     _checks.check_logits(logits, dim)
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]
     _checks.check_weight(weight, classes)
-    if inplace:
-        _check_inplace(logits)
-    # Every view is a node in the graph, and at small sizes nodes are what costs.
+    _checks.check_devices(logits, target=target, weight=weight)
+    # Every view is a node in the graph, and at small sizes the time goes into nodes.
     flat, labels = logits, target
     if logits.dim() != 2 or dim == 0 or dim == -2:
         flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
     if labels.dtype != torch.int64:
         labels = labels.long()
-    total = denominator(labels, classes, ignore_index, weight)
+    total = denominator(wide(logits.dtype), labels, classes, ignore_index, weight)
     divisor = total if reduction == "mean" else 1.0
-    if torch.compiler.is_compiling():
-        values, _ = rows_op(flat, labels, weight, flat.requires_grad, *spec, ignore_index, impl)
-        value = values if reduction == "none" else row_sum(values) / divisor
-    else:
-        call = _Call(labels, weight, spec, ignore_index, divisor, reduction, impl, inplace)
-        value = _RowLoss.apply(flat, call)
+    loss = RowLoss(weight, ignore_index, backend, *spec)
+    with_grad = logits.requires_grad and torch.is_grad_enabled()
+    late = logits.dtype in LATE_GRADIENT
     if inplace:
-        # The kernel wrote behind autograd's back: whoever saved these logits must be told.
-        logits.detach()[:0].zero_()
+        _check_inplace(logits)
+    if torch.compiler.is_compiling():
+        values, _ = rows_op(flat, labels, with_grad and not late, *loss)
+        value = values if reduction == "none" else row_sum(values) / divisor
+    elif not with_grad:
+        value = loss.reduce(loss.rows(flat, labels)[0], reduction, divisor)
+    else:
+        call = _Call(labels, loss, divisor, reduction, inplace)
+        if inplace:
+            # The kernels write behind autograd's back. This counts as a change of the logits, so
+            # that the backward pass of an operation that saved them raises.
+            logits.detach()[:0].zero_()
+        if late:
+            values = _GradientLater.apply(flat, call)
+            value = values if reduction == "none" else row_sum(values) / divisor
+        else:
+            value = _GradientWithValue.apply(flat, call)
     return value.reshape(target.shape) if reduction == "none" else value
 
 
 def _check_inplace(logits: Tensor) -> None:
     if torch.compiler.is_compiling():
         raise ValueError("inplace=True is for eager mode; torch.compile plans buffers itself")
-    if logits.is_leaf and logits.requires_grad:
+    if _shares_memory_with_leaf(logits):
         raise ValueError(
             "inplace=True writes the gradient over the logits: they must be the output of a layer, "
-            "not a leaf that requires a gradient"
+            "not a leaf that requires a gradient, nor a view of one"
         )
     if not logits.is_contiguous():
         raise ValueError("inplace=True needs contiguous logits with the classes last")
+
+
+def _shares_memory_with_leaf(logits: Tensor) -> bool:
+    """Whether the logits are in the memory of a leaf that requires a gradient.
+
+    A view has one input, and so has each view before it: only such a chain can end in the same
+    memory.
+    """
+    base = logits if logits._base is None else logits._base
+    if base.is_leaf and base.requires_grad:
+        return True
+    node: Any = logits.grad_fn
+    while node is not None:
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            memory: int = leaf.untyped_storage().data_ptr()
+            return memory == logits.untyped_storage().data_ptr()
+        inputs = [before for before, _ in node.next_functions if before is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    return False
+
+
+# ------------------------------------------------------------------ torch.compile
+
+
+@torch.library.custom_op(
+    "labo::rows",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, bool with_grad, {ROW_LOSS_SCHEMA}) -> (Tensor, Tensor)",
+)
+def rows_op(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
+    """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K)."""
+    values, grad = RowLoss(*loss).rows(logits, target, 1.0 if with_grad else None)
+    return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
+
+
+@rows_op.register_fake
+def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
+    count, classes = logits.shape
+    values = logits.new_empty(count, dtype=wide(logits.dtype))
+    return values, logits.new_empty(count if with_grad else 0, classes)
+
+
+@torch.library.custom_op(
+    "labo::rows_backward",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor target, Tensor upstream, {ROW_LOSS_SCHEMA}) -> Tensor",
+)
+def rows_backward_op(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
+    """The gradient of sum_i upstream_i value_i, (N, K)."""
+    _, grad = RowLoss(*loss).rows(logits, target, upstream)
+    assert grad is not None
+    return grad
+
+
+@rows_backward_op.register_fake
+def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, ctx.with_grad, *loss = inputs
+    ctx.loss = RowLoss(*loss)._replace(weight=None)
+    if ctx.with_grad:
+        ctx.save_for_backward(output[1])
+    else:
+        ctx.save_for_backward(logits, target, loss[0])
+
+
+def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.with_grad:
+        (grad,) = ctx.saved_tensors
+        grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
+    else:
+        logits, target, weight = ctx.saved_tensors
+        grad = rows_backward_op(logits, target, upstream, *ctx.loss._replace(weight=weight))
+    return (grad, None, None, *(None for _ in RowLoss._fields))
+
+
+rows_op.register_autograd(_rows_gradient, setup_context=_save_for_rows)

@@ -1,4 +1,4 @@
-"""Triton kernels for the fused label-regularized cross entropy.
+"""The native backend on GPUs: Triton kernels.
 
 Write ``u = z - max z`` for a row of logits, ``l = log softmax(z)`` and ``p = exp(l)``. Every mode
 is a cross entropy with the label ``P_hat = (1 - alpha) onehot(y) + alpha P``, where ``P = q / Q``
@@ -8,7 +8,7 @@ comes from unnormalized masses ``q`` and their sum ``Q``:
     mode  method          q_j                    alpha
     ====  ==============  =====================  ==========================
     0     cross entropy   none                   0
-    1     LS              1 if z_j > -inf        given
+    1     LS              constant if z_j > -inf given
     2     LABO            exp(u_j / tau)         given
     3     LABO, adaptive  exp(u_j / tau)         1 - rho H(p) / log K
     ====  ==============  =====================  ==========================
@@ -18,12 +18,15 @@ With class weights ``w`` (all one when there are none), and the KL term in modes
     value    = -sum_j w_j P_hat_j l_j + w_y alpha tau KL(P || U)
     gradient = (sum_k w_k P_hat_k) p - w * P_hat,    P and alpha held fixed.
 
-The forward kernel reads a row once, carrying the sums from block to block under a running maximum,
-and leaves five numbers per row; from these the backward kernel rebuilds any block of the gradient
-on its own. Neither stores anything else of size K, and neither uses atomics.
+The forward kernel reads a row once. It keeps the sums from block to block under a running maximum
+and stores five numbers per row. From these the backward kernel computes any block of the gradient
+independently. Neither stores anything else of size K, and neither uses atomics.
+
+As in every backend, 0 * inf = 0, and u is finite where z is: a difference that overflows is the
+lowest finite number.
 """
 
-# The arguments of a kernel have no Python types, nor has triton.jit or torch.cuda.device_of.
+# The arguments of a kernel have no Python types, and triton.jit and torch.cuda.device_of have none.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
 ADAPTIVE = tl.constexpr(3)
 
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+# The q of label smoothing: with this constant the sum of q u over a row does not overflow.
+LS_MASS = tl.constexpr(2.0**-24)
+
 # Columns of the statistics: max z, 1 / sum exp(u), alpha, 1 / Q, sum_k w_k P_hat_k.
 STATISTICS = 5
 
@@ -47,6 +54,12 @@ STATISTICS = 5
 # need 512 threads, begin to spill there.
 MAX_BLOCK = 4096
 ELEMENTS_PER_THREAD = 16
+
+
+@triton.jit
+def _finite(u):
+    """The lowest finite number for -inf. NaN stays, which a maximum need not ensure."""
+    return tl.where(u < LOWEST, LOWEST, u)
 
 
 @triton.jit
@@ -94,15 +107,15 @@ def _statistics_kernel(
         z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
         masked = z == -float("inf")
 
-        # Raising the maximum from `top` by -d shifts every u seen so far by d. Nothing has been
-        # summed while `top` is -inf, so there any finite d serves, and -inf - -inf must not arise.
+        # A maximum that grows from `top` by -d shifts every u so far by d. While `top` is -inf
+        # nothing has been summed, and any finite d will do; -inf - -inf must not occur.
         new_top = tl.maximum(top, tl.max(z, axis=0))
         origin = tl.where(new_top == -float("inf"), 0.0, new_top)
-        d = tl.where(top == -float("inf"), 0.0, top - origin)
+        d = tl.where(top == -float("inf"), 0.0, _finite(top - origin))
         top = new_top
 
-        u = z - origin
-        finite_u = tl.where(masked, 0.0, u)  # makes 0 * -inf zero in the sums below
+        u = _finite(z - origin)
+        finite_u = tl.where(masked, 0.0, u)
         e = tl.exp(u)
         shrink = tl.exp(d)
         if MODE == ADAPTIVE:
@@ -111,13 +124,13 @@ def _statistics_kernel(
 
         if MODE >= LS:
             if MODE == LS:
-                q = tl.where(masked, 0.0, 1.0)
+                q = tl.where(masked, 0.0, LS_MASS)
                 q_shrink = 1.0
             else:
                 q = tl.exp(u * inv_tau)
                 q_shrink = tl.exp(d * inv_tau)
             uq = finite_u * q
-            # Only plain LS and the KL of weighted LABO take sum u q: weighted LS takes sum w u q,
+            # Only plain LS and the KL of weighted LABO need sum u q: weighted LS needs sum w u q,
             # and in plain LABO it cancels between the cross entropy and the KL.
             if (MODE == LS) != HAS_WEIGHT:
                 uq_sum = q_shrink * (uq_sum + d * q_sum) + tl.sum(uq, axis=0)
@@ -127,16 +140,17 @@ def _statistics_kernel(
                 wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
 
-    # A target outside [0, K) is read as NaN, never from memory, and makes the whole row NaN.
+    # A target outside [0, K) is taken as NaN, not read from memory, and makes the whole row NaN.
     known = (y >= 0) & (y < K)
-    u_y = tl.load(logits + y, mask=known, other=float("nan")).to(tl.float32) - top
+    z_y = tl.load(logits + y, mask=known, other=float("nan")).to(tl.float32)
+    u_y = tl.where(z_y == -float("inf"), z_y, _finite(z_y - top))
     w_y = 1.0
     if HAS_WEIGHT:
         w_y = tl.load(weight + y, mask=known, other=0.0).to(tl.float32)
 
     log_s1 = tl.log(s1)
     if MODE == ADAPTIVE:
-        # s1 >= 1 (it counts the maximum) and ue <= 0, so that no rounding makes H(p) negative.
+        # s1 >= 1 (it includes the maximum) and ue <= 0, so that rounding cannot make H(p) negative.
         alpha = 1.0 - entropy_scale * (log_s1 - ue / s1)
 
     # value = label_weight log s1 - sum_j w_j P_hat_j u_j + w_y alpha tau KL(P || U)
@@ -157,7 +171,7 @@ def _statistics_kernel(
             rest = -tau * tl.log(q_sum / K)
     if not HAS_WEIGHT:
         label_weight = 1.0
-    # A masked target costs +inf, unless its share of the label is zero: 0 * -inf = 0.
+    # A masked target costs +inf, unless its share of the label is 0: 0 * -inf = 0.
     hit_u = tl.where((hit == 0.0) & (u_y == -float("inf")), 0.0, hit * u_y)
 
     tl.store(values, label_weight * log_s1 - hit_u + alpha * rest)
@@ -202,7 +216,7 @@ def _gradient_kernel(
     top = tl.load(statistics)
     inv_s1 = tl.load(statistics + 1)
     alpha = tl.load(statistics + 2)
-    # An unknown target has no gradient to give; NaN says so, as its value does.
+    # The gradient of an unknown target is NaN, as its value is.
     known = (y >= 0) & (y < K)
     factor = tl.where(known, tl.load(row_factor + row), float("nan"))
 
@@ -216,7 +230,7 @@ def _gradient_kernel(
     else:
         g -= hit
     if MODE >= LS:
-        q = tl.where(z == -float("inf"), 0.0, 1.0) if MODE == LS else tl.exp(u * inv_tau)
+        q = tl.where(z == -float("inf"), 0.0, LS_MASS) if MODE == LS else tl.exp(u * inv_tau)
         share = alpha * (q * tl.load(statistics + 3))
         if HAS_WEIGHT:
             share *= w
@@ -237,8 +251,8 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Value of every row, and what its gradient needs, in one pass over the logits.
 
-    One program walks one row, so the order of summation is fixed and the rows do not affect each
-    other. A target that is neither ``ignore_index`` nor in ``[0, K)`` gives NaN.
+    One program processes one row, so the order of summation is fixed and the rows do not affect
+    each other. A target that is neither ``ignore_index`` nor in ``[0, K)`` gives NaN.
 
     Args:
         logits: ``(N, K)`` of float32, bfloat16 or float16, unit stride along ``K >= 1``.
@@ -247,7 +261,7 @@ def row_statistics(
         alpha: Weight of ``P`` in the label; modes 1 and 2.
         tau: Temperature of ``P = softmax(z / tau)``, positive; modes 2 and 3.
         rho: Slope of ``alpha = 1 - rho H(p) / log K``; mode 3.
-        ignore_index: Target of the rows that count for nothing and are not read.
+        ignore_index: Target of the rows that do not count and are not read.
         weight: ``(K,)`` class weights, or None.
 
     Returns:
@@ -256,6 +270,8 @@ def row_statistics(
     """
     _check(logits)
     rows, classes = logits.shape
+    target = _ready("target", target, logits, (rows,), torch.int64)
+    weight = None if weight is None else _ready("weight", weight, logits, (classes,))
     values = logits.new_empty(rows, dtype=torch.float32)
     statistics = logits.new_empty((rows, STATISTICS), dtype=torch.float32)
     if rows == 0:
@@ -264,8 +280,8 @@ def row_statistics(
     with torch.cuda.device_of(logits):
         _statistics_kernel[(rows,)](
             logits,
-            target.contiguous(),
-            None if weight is None else weight.contiguous(),
+            target,
+            weight,
             values,
             statistics,
             logits.stride(0),
@@ -298,9 +314,9 @@ def row_gradient(
 ) -> Tensor:
     """Gradient of ``sum_i row_factor_i value_i`` with respect to the logits.
 
-    Given the statistics the gradient is elementwise, so every block of columns is a program of its
-    own: few long rows still fill the device, and writing over the logits is safe because a program
-    reads only the logits it overwrites. Ignored rows are exactly zero.
+    Given the statistics the gradient is elementwise, so every block of columns is a program: few
+    long rows still fill the device, and writing over the logits is safe because a program reads
+    only the logits that it overwrites. Ignored rows are exactly zero.
 
     Args:
         logits: ``(N, K)``, as given to `row_statistics`.
@@ -324,19 +340,23 @@ def row_gradient(
         if out.shape != logits.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, logits {tuple(logits.shape)}")
     rows, classes = logits.shape
+    target = _ready("target", target, logits, (rows,), torch.int64)
+    weight = None if weight is None else _ready("weight", weight, logits, (classes,))
+    statistics = _ready("statistics", statistics, logits, (rows, STATISTICS), torch.float32)
+    row_factor = _ready("row_factor", row_factor, logits, (rows,), torch.float32)
     if rows == 0:
         return out
     block, warps = _tile(classes)
     blocks = triton.cdiv(classes, block)
     with torch.cuda.device_of(logits):
-        # One flat axis: the second axis of a grid ends at 65535, and programs then run through
-        # memory in order.
+        # One axis: the second axis of a grid ends at 65535, and with one axis the programs go
+        # through memory in order.
         _gradient_kernel[(rows * blocks,)](
             logits,
-            target.contiguous(),
-            None if weight is None else weight.contiguous(),
+            target,
+            weight,
             statistics,
-            row_factor.contiguous(),
+            row_factor,
             out,
             logits.stride(0),
             out.stride(0),
@@ -354,11 +374,23 @@ def row_gradient(
 
 
 def _check(matrix: Tensor) -> None:
-    """Refuse what the kernels would silently misread."""
+    """Refuse logits that the kernels would misread."""
     if matrix.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"expected float32, bfloat16 or float16, got {matrix.dtype}")
     if matrix.shape[1] > 1 and matrix.stride(1) != 1:
         raise ValueError(f"expected unit stride along the classes, got {matrix.stride(1)}")
+
+
+def _ready(
+    name: str, x: Tensor, logits: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype
+) -> Tensor:
+    """A contiguous tensor, once it is known to be what the kernels take it for."""
+    if x.shape != shape or x.device != logits.device or (dtypes and x.dtype not in dtypes):
+        raise ValueError(
+            f"{name} must be {dtypes or 'a tensor'} of shape {shape} on {logits.device}, "
+            f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+        )
+    return x.contiguous()
 
 
 def _tile(classes: int) -> tuple[int, int]:

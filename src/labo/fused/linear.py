@@ -1,42 +1,79 @@
-"""Output layer and loss in one: the (N, V) logits never exist.
+"""Output layer and loss in one, without ever storing the (N, V) logits.
 
-The rows go through in chunks. A chunk's logits are computed into one small buffer, turned into
-their gradient in place, multiplied into the gradients of hidden states, weight and bias, and
-forgotten. With LABO, label smoothing and cross entropy a chunk goes through the fastest layer there
-is; any other row-wise loss of the library goes through autograd, a chunk at a time.
+The rows are processed in chunks. The logits of a chunk are computed into one small buffer, replaced
+by their gradient, multiplied into the gradients of hidden states, weight and bias, and discarded.
+LABO, label smoothing and cross entropy use the fastest backend for a chunk. Every other row-wise
+loss of the library is differentiated by autograd, chunk by chunk.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _checks
-from .._rows import row_sum, upcast
-from ..losses import Warmup, _Loss
-from .blocked import by_autograd
-from .dispatch import choose, denominator, run_rows, times_upstream
+from .._rows import row_sum, wide
+from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
 from .spec import RowSpec
 
-# About how many buffers of the size of a chunk of logits autograd keeps at once.
+# About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
+
+
+class RowwiseLoss(Protocol):
+    """What :func:`linear_loss` needs of a loss. The loss Modules of the library have it.
+
+    ``rowwise``: whether the value of a row depends on that row alone.
+    ``teacher_argument``: the name of its argument for teacher logits, or None.
+    """
+
+    rowwise: bool
+    weight: Tensor | None
+    ignore_index: int
+    reduction: str
+    dim: int
+
+    teacher_argument: str | None
+
+    def spec(self) -> RowSpec | None:
+        """The loss as the fused backends know it, or None."""
+
+    def row_function(self) -> tuple[str, dict[str, Any]]:
+        """The registered name of the loss function, and its arguments for one value per row."""
+
+    def check_teacher(self, given: bool) -> None:
+        """Refuse missing teacher logits, and teacher logits that the loss does not take."""
+
+
+# The functions of the losses by name. Operators of torch.compile take strings, not functions.
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
+
+
+def register(function: Callable[..., Tensor]) -> str:
+    """Make a loss function known to the operators. Returns its name for them."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    while _FUNCTIONS.setdefault(name, function) is not function:
+        name += "'"
+    return name
 
 
 @dataclass(frozen=True)
 class LinearLossOptions:
-    """How :func:`linear_loss` cuts its rows.
+    """How :func:`linear_loss` divides its rows into chunks.
 
     Attributes:
-        batch_chunk_size: rows per chunk; None derives them from the budget.
-        memory_budget: bytes for the logits of one chunk and what is made of them. Each chunk reads
-            and writes the whole gradient of the weight, so few large chunks are faster.
+        batch_chunk_size: the largest number of rows of a chunk; None derives it from the budget.
+        memory_budget: bytes for the logits of one chunk and what is computed from them. Each chunk
+            reads and writes the whole gradient of the weight, so few large chunks are faster.
     """
 
     batch_chunk_size: int | None = None
@@ -48,17 +85,22 @@ class LinearLossOptions:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value!r}")
 
-    def chunk_rows(self, rows: int, bytes_per_row: int) -> int:
-        """Rows per chunk, evened out so that the last chunk is not a small one."""
+    def most_rows(self, bytes_per_row: int) -> int:
+        """The largest number of rows of a chunk."""
         if self.batch_chunk_size is not None:
             return self.batch_chunk_size
-        most = max(1, self.memory_budget // bytes_per_row)
-        return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
+        return max(1, self.memory_budget // bytes_per_row)
+
+
+def _chunks(rows: int, most: int) -> list[slice]:
+    """Chunks of at most ``most`` rows, of about equal size, so that the last one is not small."""
+    size = math.ceil(rows / max(1, math.ceil(rows / most)))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size or 1)]
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The output layer: hidden states (N, D), weight (V, D), bias (V,), and a cap or none."""
+    """The output layer: hidden states (N, D), weight (V, D), bias (V,), and a cap or None."""
 
     input: Tensor
     weight: Tensor
@@ -82,42 +124,126 @@ def _cap(logits: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
 
 
 def _cap_slope(capped: Tensor, softcap: float, out: Tensor) -> Tensor:
-    """The derivative of the cap, 1 - tanh^2, from what it returned."""
+    """The derivative of the cap, 1 - tanh^2, from the capped logits."""
     torch.div(capped, softcap, out=out)
     return out.square_().neg_().add_(1)
 
 
-# (logits, chunk, factor, out) -> (values, gradient): a loss as the chunk loop sees it.
-_Rows = Callable[[Tensor, slice, "float | Tensor | None", Tensor], tuple[Tensor, "Tensor | None"]]
+def _autograd() -> AbstractContextManager[None]:
+    """Make autograd work inside an operator of torch.compile, where PyTorch switches it off."""
+    off = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(),
+        off.remove(torch._C.DispatchKey.AutogradFunctionality),
+    )
+
+
+class _AutogradLoss(NamedTuple):
+    """A loss that is differentiated by autograd, one chunk at a time.
+
+    Attributes:
+        name: the registered name of its function.
+        arguments: the arguments of the function, for one value per row.
+        teacher: the teacher logits, (N, V), or hidden states (N, E), weight and perhaps bias of
+            the teacher's output layer; empty for a loss without a teacher.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    teacher: tuple[Tensor, ...] = ()
+
+    def for_chunk(self, part: slice) -> _AutogradLoss:
+        """The loss for the rows of a chunk: with their teacher logits, if there is a teacher."""
+        if not self.teacher:
+            return self
+        first, *layer = self.teacher
+        if layer:
+            head = _Head(first, layer[0], layer[1] if len(layer) > 1 else None)
+            return self._replace(teacher=(head.logits(part),))
+        return self._replace(teacher=(first[part],))
+
+    def rows(
+        self, logits: Tensor, target: Tensor, factor: float | Tensor | None, out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`RowLoss.rows`, for one chunk."""
+        function = _FUNCTIONS[self.name]
+        if factor is None:
+            with torch.no_grad():
+                return function(logits, target, *self.teacher, **self.arguments), None
+        with _autograd(), torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            values = function(leaf, target, *self.teacher, **self.arguments)
+            upstream = factor if isinstance(factor, Tensor) else torch.full_like(values, factor)
+            (grad,) = torch.autograd.grad(values, leaf, upstream.to(values.dtype))
+        return values.detach(), out.copy_(grad)
+
+    def described(self) -> tuple[str, list[Tensor]]:
+        """Name, arguments and teacher as a text and tensors, for an operator.
+
+        Each line of the text is an argument; tensors are replaced by their index.
+        """
+        tensors = list(self.teacher)
+        lines = [self.name, f"{len(tensors)}"]
+        for name, value in self.arguments.items():
+            if isinstance(value, Tensor):
+                lines.append(f"{name}=tensor {len(tensors)}")
+                tensors.append(value)
+            else:
+                # float, because repr of a float of another library has its type in it
+                plain = float(value) if isinstance(value, float) else value
+                lines.append(f"{name}={plain!r}")
+        return "\n".join(lines), tensors
+
+    @classmethod
+    def from_description(cls, text: str, tensors: Sequence[Tensor]) -> _AutogradLoss:
+        """The inverse of :meth:`described`."""
+        name, teachers, *lines = text.split("\n")
+        arguments: dict[str, Any] = {}
+        for line in lines:
+            key, _, value = line.partition("=")
+            if value.startswith("tensor "):
+                arguments[key] = tensors[int(value.removeprefix("tensor "))]
+            elif value in ("inf", "-inf", "nan"):
+                arguments[key] = float(value)
+            else:
+                arguments[key] = ast.literal_eval(value)
+        return cls(name, arguments, tuple(tensors[: int(teachers)]))
+
+
+_Loss = RowLoss | _AutogradLoss
+_NOTHING = (False, False, False)
 
 
 def _run(
     head: _Head,
-    rows: _Rows,
-    chunk: int,
-    factor: float | Tensor | None,
-    needs: Sequence[bool],
+    target: Tensor,
+    loss: _Loss,
+    most: int,
+    factor: float | Tensor | None = None,
+    needs: Sequence[bool] = _NOTHING,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Values (N,), and the gradients asked for of sum_i factor_i value_i, chunk by chunk."""
+    """Values (N,), and the gradients of sum_i factor_i value_i that are needed, chunk by chunk."""
     count, classes = len(head.input), len(head.weight)
-    accurate = upcast(head.input[:0]).dtype
+    accurate = wide(head.input.dtype)
     values = head.input.new_empty(count, dtype=accurate)
     d_input = torch.empty_like(head.input) if needs[0] else None
     d_weight = None
-    if needs[1]:  # the first chunk writes it, the others add to it
+    if needs[1]:  # written by the first chunk; the others add to it
         make = torch.empty_like if count else torch.zeros_like
         d_weight = make(head.weight, dtype=accurate, memory_format=torch.contiguous_format)
     d_bias = head.weight.new_zeros(classes, dtype=accurate) if needs[2] else None
-    buffer = head.input.new_empty(min(chunk, count), classes)
+    chunks = _chunks(count, most)
+    longest = max((part.stop - part.start for part in chunks), default=0)
+    buffer = head.input.new_empty(longest, classes)
     slopes = None if head.softcap is None or factor is None else torch.empty_like(buffer)
-    for start in range(0, count, chunk):
-        part = slice(start, min(start + chunk, count))
+    for part in chunks:
         length = part.stop - part.start
         logits = head.logits(part, out=buffer[:length])
         if slopes is not None and head.softcap is not None:
             _cap_slope(logits, head.softcap, out=slopes[:length])
         part_factor = factor[part] if isinstance(factor, Tensor) else factor
-        values[part], grad = rows(logits, part, part_factor, logits)
+        chunk = loss if isinstance(loss, RowLoss) else loss.for_chunk(part)
+        values[part], grad = chunk.rows(logits, target[part], part_factor, logits)
         if grad is None:
             continue
         if slopes is not None:
@@ -125,7 +251,7 @@ def _run(
         if d_input is not None:
             torch.mm(grad, head.weight, out=d_input[part])
         if d_weight is not None:
-            _add_product(d_weight, grad, head.input[part], first=start == 0)
+            _add_product(d_weight, grad, head.input[part], first=part.start == 0)
         if d_bias is not None:
             d_bias += grad.sum(0, dtype=accurate)
     if d_weight is not None:
@@ -136,7 +262,7 @@ def _run(
 
 
 def _add_product(total: Tensor, grad: Tensor, rows: Tensor, *, first: bool) -> None:
-    """total += grad^T rows; for half types the sum over chunks stays in float32."""
+    """total += grad^T rows. For half types the sum over chunks is in float32."""
     if total.dtype != grad.dtype:
         product = grad.T @ rows
         total.copy_(product) if first else total.add_(product)
@@ -146,10 +272,8 @@ def _add_product(total: Tensor, grad: Tensor, rows: Tensor, *, first: bool) -> N
         total.addmm_(grad.T, rows)
 
 
-class _LinearLoss(torch.autograd.Function):
-    """Eager mode. Mean and sum: gradients in the forward pass. None: computed again in backward,
-    when the gradient from above is known.
-    """
+class _GradientsWithValue(torch.autograd.Function):
+    """Mean or sum. The gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -158,34 +282,21 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         softcap: float | None,
-        rows: _Rows,
-        chunk: int,
+        target: Tensor,
+        loss: _Loss,
+        most: int,
         divisor: float | Tensor,
-        reduction: str,
     ) -> Tensor:
+        factor = 1 / divisor
+        if isinstance(factor, Tensor):
+            factor = factor.expand(len(input))
         head = _Head(input, weight, bias, softcap)
-        needs = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
-        if reduction == "none":
-            ctx.save_for_backward(input, weight, bias)
-            ctx.again = (softcap, rows, chunk, needs)
-            return _run(head, rows, chunk, None, (False, False, False))[0]
-        factor = None
-        if any(needs):
-            factor = 1 / divisor
-            if isinstance(factor, Tensor):
-                factor = factor.expand(len(input))
-        values, *ctx.grads = _run(head, rows, chunk, factor, needs)
+        values, *ctx.grads = _run(head, target, loss, most, factor, ctx.needs_input_grad[:3])
         return row_sum(values) / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if upstream.dim() == 1:
-            softcap, rows, chunk, needs = ctx.again
-            input, weight, bias = ctx.saved_tensors
-            head = _Head(input, weight, bias, softcap)
-            grads = _run(head, rows, chunk, upstream, needs)[1:]
-            return (*grads, *(None,) * 5)
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError(
@@ -196,6 +307,34 @@ class _LinearLoss(torch.autograd.Function):
         return (*scaled, *(None,) * 5)
 
 
+class _GradientsLater(torch.autograd.Function):
+    """The values of the rows. Logits and gradients are computed in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        target: Tensor,
+        loss: _Loss,
+        most: int,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, bias, target)
+        ctx.fixed = (softcap, loss, most)
+        return _run(_Head(input, weight, bias, softcap), target, loss, most)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        softcap, loss, most = ctx.fixed
+        input, weight, bias, target = ctx.saved_tensors
+        head = _Head(input, weight, bias, softcap)
+        grads = _run(head, target, loss, most, upstream, ctx.needs_input_grad[:3])[1:]
+        return (*grads, *(None,) * 4)
+
+
 def linear_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -204,15 +343,16 @@ def linear_loss(
     *,
     linear_bias: Tensor | None = None,
     softcap: float | None = None,
-    second: Tensor | tuple[Tensor, ...] | None = None,
+    teacher_logits: Tensor | tuple[Tensor, ...] | None = None,
     impl: str = "auto",
     options: LinearLossOptions | None = None,
 ) -> Tensor:
     """``loss(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
 
-    Memory grows with N + V instead of N V. Gradients for the hidden states, the weight and the bias
-    are computed in the forward pass, and only for those that require one. The loss's own
-    ``reduction``, ``ignore_index`` and ``weight`` hold. Names follow ``F.linear_cross_entropy``.
+    Memory grows with N + V instead of N V. Gradients of the hidden states, the weight and the bias
+    are computed in the forward pass, and only those that are required. (In float16, and for
+    ``reduction="none"``, they are computed in the backward pass.) The ``reduction``,
+    ``ignore_index`` and ``weight`` of the loss apply. Names follow ``F.linear_cross_entropy``.
 
     Args:
         input: (..., D) hidden states.
@@ -221,10 +361,11 @@ def linear_loss(
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         linear_bias: (V,).
         softcap: if given, the logits are softcap tanh(z / softcap), as in Gemma 2.
-        second: for a loss with a second set of logits (distillation): those logits, (..., V), or
-            the hidden states and output layer (input, weight[, bias]) of the teacher, whose logits
-            are then computed by chunks too, without a cap; held fixed.
-        impl: the layer for LABO, label smoothing and cross entropy, as for the losses.
+        teacher_logits: for a loss with teacher logits (``labo.DistillationLoss``, ``CSKDLoss``,
+            ``PSKDLoss``): those logits, (..., V), or hidden states (..., E), weight (V, E) and
+            optionally bias (V,) of the teacher's output layer, whose logits are then computed by
+            chunks too, without a cap. Held constant.
+        impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
         options: chunk size or memory budget.
 
     Returns:
@@ -238,44 +379,38 @@ def linear_loss(
     """
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
-    while isinstance(loss, Warmup):
-        loss = loss.active
-    if not isinstance(loss, _Loss) or not loss.rowwise:
+    active: Any = loss
+    while hasattr(active, "active"):  # Warmup
+        active = active.active
+    if not getattr(active, "rowwise", False):
         raise ValueError(
-            f"linear_loss takes a row-wise loss of labo, not {type(loss).__name__}: its value for "
-            "a row must depend on that row alone"
+            f"linear_loss takes a row-wise loss of labo, not {type(active).__name__}: its value "
+            "for a row must depend on that row alone"
         )
-    head, labels = _check(input, linear_weight, linear_bias, softcap, target, loss)
+    if active is not loss and active.teacher_argument is None:
+        teacher_logits = None  # as in Warmup.forward
+    head, labels = _check(input, linear_weight, linear_bias, softcap, target, active)
+    teacher = _check_teacher(teacher_logits, active, input.shape[:-1], len(head.weight))
+    rows = _choose(active, head, labels, teacher, impl)
     classes = len(head.weight)
-    spec = None if second is not None or target.is_floating_point() else loss.spec()
-    layer = choose(
-        impl, head.input.new_empty(0, classes), labels[:0], unless=None if spec else "this loss"
-    )
-    rows = _fast_rows(labels, loss.weight, spec, loss.ignore_index, layer) if spec else None
-    if rows is None or layer == "reference":
-        spec, rows = None, _generic_rows(loss, labels, second)
     if target.is_floating_point():
-        total: float | Tensor = float(max(1, len(labels)))
+        total: float | Tensor = max(1, len(labels))
     else:
-        total = denominator(labels, classes, loss.ignore_index, loss.weight)
-    divisor = total if loss.reduction == "mean" else 1.0
-    copies = (1 if spec else _AUTOGRAD_COPIES) + (softcap is not None)
+        total = denominator(
+            wide(head.input.dtype), labels, classes, active.ignore_index, active.weight
+        )
+    divisor = total if active.reduction == "mean" else 1.0
+    copies = (1 if isinstance(rows, RowLoss) else _AUTOGRAD_COPIES) + (softcap is not None)
     row_bytes = classes * head.input.element_size() * copies
-    chunk = (options or LinearLossOptions()).chunk_rows(len(head.input), row_bytes)
+    most = (options or LinearLossOptions()).most_rows(row_bytes)
+    compute = _compiled if torch.compiler.is_compiling() else _eager
     with torch.autocast(input.device.type, enabled=False):
-        if not torch.compiler.is_compiling():
-            value = _LinearLoss.apply(
-                head.input, head.weight, head.bias, softcap, rows, chunk, divisor, loss.reduction
-            )
-        elif spec is None:
-            value = _checkpointed(head, labels, loss, chunk, divisor, second)
-        else:
-            value = _operator(head, labels, loss, spec, layer, chunk, divisor)
-    return value.reshape(input.shape[:-1]) if loss.reduction == "none" else value
+        value = compute(head, labels, rows, most, divisor, active.reduction)
+    return value.reshape(input.shape[:-1]) if active.reduction == "none" else value
 
 
 class LinearLoss(nn.Module):
-    """An output layer that ends in its loss: ``nn.Linear`` and any row-wise loss, by chunks.
+    """An output layer together with its loss: ``nn.Linear`` and any row-wise loss, by chunks.
 
     The parameters are those of ``nn.Linear``. See :func:`linear_loss`.
 
@@ -318,7 +453,10 @@ class LinearLoss(nn.Module):
         self.options = options
 
     def forward(
-        self, input: Tensor, target: Tensor, second: Tensor | tuple[Tensor, ...] | None = None
+        self,
+        input: Tensor,
+        target: Tensor,
+        teacher_logits: Tensor | tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         return linear_loss(
             input,
@@ -327,13 +465,13 @@ class LinearLoss(nn.Module):
             self.loss,
             linear_bias=self.linear.bias,
             softcap=self.softcap,
-            second=second,
+            teacher_logits=teacher_logits,
             impl=self.impl,
             options=self.options,
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """The logits, (..., V), for when they are wanted: evaluation, decoding."""
+        """The logits, (..., V), for evaluation and decoding."""
         result: Tensor = self.linear(input)
         return result if self.softcap is None else _cap(result, self.softcap)
 
@@ -343,260 +481,281 @@ def _check_softcap(softcap: float | None) -> None:
         raise ValueError(f"softcap must be a number above 0 or None, got {softcap!r}")
 
 
+def _in_autocast_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in the dtype that autocast has for ``F.linear``, if it is on."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [None if x is None else x.to(dtype) for x in tensors]
+
+
+def _check_layer(
+    names: Sequence[str], input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Refuse tensors that are not input, weight and bias of a linear layer; autocast them."""
+    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{names[1]} must have shape (V, D) for {names[0]} of shape (..., D), got "
+            f"{tuple(weight.shape)} and {tuple(input.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{names[2]} must have shape ({len(weight)},), got {tuple(bias.shape)}")
+    input_, weight_, bias = _in_autocast_dtype(input, weight, bias)
+    assert input_ is not None
+    assert weight_ is not None
+    if len({x.dtype for x in (input_, weight_, bias) if x is not None}) > 1:
+        raise ValueError(
+            f"{names[0]} ({input_.dtype}), {names[1]} ({weight_.dtype}) and {names[2]} must have "
+            "the same dtype, unless autocast is on"
+        )
+    return input_, weight_, bias
+
+
 def _check(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     softcap: float | None,
     target: Tensor,
-    loss: _Loss,
+    loss: RowwiseLoss,
 ) -> tuple[_Head, Tensor]:
-    """The head with its rows laid out, in autocast's dtype if that is on, and the flat targets."""
-    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "linear_weight must have shape (V, D) for input of shape (..., D), got "
-            f"{tuple(weight.shape)} and {tuple(input.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear_bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+    """The output layer with its rows, (N, D), and the targets, (N,) or (N, V)."""
     if loss.dim != -1:
         raise ValueError(
-            f"linear_loss puts the classes last: the loss must have dim=-1, not {loss.dim}"
+            f"linear_loss has the classes last: the loss must have dim=-1, not {loss.dim}"
         )
-    device = input.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    if len({x.dtype for x in (input, weight, bias) if x is not None}) > 1:
-        raise ValueError(
-            f"input ({input.dtype}), linear_weight ({weight.dtype}) and linear_bias must have one "
-            "dtype, unless autocast is on"
-        )
+    rows = input.shape[:-1]
+    input, weight, bias = _check_layer(_LAYER, input, weight, bias)
     _checks.check_logits(input, -1)
     _checks.check_weight(loss.weight, len(weight))
-    _checks.check_target(torch.Size((*input.shape[:-1], len(weight))), target, -1)
+    _checks.check_target(torch.Size((*rows, len(weight))), target, -1)
+    _checks.check_devices(input, target=target, weight=loss.weight)
+    if loss.weight is not None and loss.weight.requires_grad:
+        raise ValueError("linear_loss computes no gradient for class weights: detach them")
     head = _Head(input.reshape(-1, input.shape[-1]), weight, bias, softcap)
     if target.is_floating_point():
         return head, target.reshape(-1, len(weight))
     return head, target.reshape(-1).long()
 
 
-def _fast_rows(
-    target: Tensor, weight: Tensor | None, spec: RowSpec, ignore_index: int, layer: str
-) -> _Rows:
-    """LABO, label smoothing or cross entropy as the chunk loop sees it."""
-    return lambda logits, part, factor, out: run_rows(
-        layer, logits, target[part], spec, weight, ignore_index, factor, out
-    )
+_LAYER = ("input", "linear_weight", "linear_bias")
+_TEACHER_LAYER = ("the teacher's hidden states", "weight", "bias")
 
 
-def _generic_rows(loss: _Loss, target: Tensor, second: Tensor | tuple[Tensor, ...] | None) -> _Rows:
-    """Any other loss as the chunk loop sees it."""
-
-    def rows(
-        logits: Tensor, part: slice, factor: float | Tensor | None, out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        extra = _second_rows(second, part)
-        return by_autograd(
-            lambda z, y: loss.values(z, y, *extra), logits, target[part], factor, out
-        )
-
-    return rows
-
-
-def _second_rows(second: Tensor | tuple[Tensor, ...] | None, part: slice) -> tuple[Tensor, ...]:
-    """The second set of logits for a chunk: cut out, or computed by the teacher's output layer."""
-    if second is None:
+def _check_teacher(
+    teacher: Tensor | tuple[Tensor, ...] | None,
+    loss: RowwiseLoss,
+    rows: torch.Size,
+    classes: int,
+) -> tuple[Tensor, ...]:
+    """The teacher's logits, (N, V), or its output layer, with the rows of the input; or ()."""
+    loss.check_teacher(teacher is not None)
+    if teacher is None:
         return ()
-    if isinstance(second, Tensor):
-        return (second.reshape(-1, second.shape[-1])[part],)
-    hidden, weight, *bias = (x.detach() for x in second)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    return (_Head(rows, weight, bias[0] if bias else None).logits(part),)
+    want = f"for input of shape {(*rows, 'D')} and {classes} classes"
+    if isinstance(teacher, Tensor):
+        if teacher.shape != (*rows, classes):
+            raise _checks.TeacherError(
+                f"teacher_logits must have shape {(*rows, classes)} {want}, "
+                f"got {tuple(teacher.shape)}"
+            )
+        return (teacher.detach().reshape(-1, classes),)
+    if not 2 <= len(teacher) <= 3:
+        raise _checks.TeacherError(
+            "teacher_logits must be logits, or hidden states, weight and perhaps bias of the "
+            f"teacher's output layer, got {len(teacher)} tensors"
+        )
+    hidden, weight, *bias = (x.detach() for x in teacher)
+    if hidden.shape[:-1] != rows or len(weight) != classes:
+        raise _checks.TeacherError(
+            f"the teacher's hidden states must have shape {(*rows, 'E')} and its weight "
+            f"{(classes, 'E')} {want}, got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    layer = _check_layer(_TEACHER_LAYER, hidden, weight, bias[0] if bias else None)
+    hidden, weight = layer[0].reshape(-1, layer[0].shape[-1]), layer[1]
+    return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
+
+
+def _choose(
+    loss: RowwiseLoss, head: _Head, target: Tensor, teacher: tuple[Tensor, ...], impl: str
+) -> _Loss:
+    """The loss on the backend that serves the call."""
+    spec = None if teacher or target.is_floating_point() else loss.spec()
+    logits = head.input.new_empty(0, len(head.weight))
+    only = None if spec else "this loss"
+    backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
+    if spec and backend != "reference":
+        return RowLoss(loss.weight, loss.ignore_index, backend, *spec)
+    return _AutogradLoss(*loss.row_function(), teacher)
+
+
+def _eager(
+    head: _Head,
+    target: Tensor,
+    loss: _Loss,
+    most: int,
+    divisor: float | Tensor,
+    reduction: str,
+) -> Tensor:
+    tensors = (head.input, head.weight, head.bias)
+    fixed = (head.softcap, target, loss, most)
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
+        values = _run(head, target, loss, most)[0]
+    elif reduction == "none" or head.input.dtype in LATE_GRADIENT:
+        values = _GradientsLater.apply(*tensors, *fixed)
+    else:
+        return _GradientsWithValue.apply(*tensors, *fixed, divisor)
+    return values if reduction == "none" else row_sum(values) / divisor
 
 
 # ------------------------------------------------------------------ torch.compile
 
 
-def _checkpointed(
+def _compiled(
     head: _Head,
     target: Tensor,
     loss: _Loss,
-    chunk: int,
+    most: int,
     divisor: float | Tensor,
-    second: Tensor | tuple[Tensor, ...] | None,
+    reduction: str,
 ) -> Tensor:
-    """Any loss in a graph: chunks whose logits are computed again in the backward pass."""
+    """One operator, which runs the chunks: the graph does not depend on their number."""
+    tensors = (head.input, head.weight, head.bias)
+    fixed = (head.softcap, target, most)
+    if isinstance(loss, _AutogradLoss):
+        values = linear_autograd_op(*tensors, *fixed, *loss.described())
+    elif reduction == "none" or head.input.dtype in LATE_GRADIENT:
+        values = linear_rows_op(*tensors, *fixed, *loss)
+    else:
+        if not isinstance(divisor, Tensor):
+            divisor = torch.full((), divisor, dtype=wide(head.input.dtype), device=target.device)
+        grad = torch.is_grad_enabled()
+        needs = [grad and x is not None and x.requires_grad for x in tensors]
+        return linear_loss_op(*tensors, *fixed, *loss, divisor, needs)[0]
+    return values if reduction == "none" else row_sum(values) / divisor
 
-    def values(rows: Tensor, labels: Tensor, *extra: Tensor) -> Tensor:
-        logits = nn.functional.linear(rows, head.weight, head.bias)
-        if head.softcap is not None:
-            logits = _cap(logits, head.softcap)
-        return loss.values(logits, labels, *extra)
 
-    parts = []
-    for start in range(0, len(head.input), chunk):
-        part = slice(start, start + chunk)
-        tensors = (head.input[part], target[part], *_second_rows(second, part))
-        parts.append(checkpoint(values, *tensors, use_reentrant=False))
-    joined = torch.cat(parts)
-    return joined if loss.reduction == "none" else row_sum(joined) / divisor
+# The arguments that all operators begin with, and how they are used.
+_HEAD_SCHEMA = (
+    "Tensor input, Tensor weight, Tensor? bias, float? softcap, Tensor target, int most_rows"
+)
 
 
-def _operator(
-    head: _Head,
-    target: Tensor,
+def _run_operator(
+    head: Sequence[Any],
     loss: _Loss,
-    spec: RowSpec,
-    layer: str,
-    chunk: int,
-    divisor: float | Tensor,
-) -> Tensor:
-    """LABO, label smoothing or cross entropy in a graph: one operator."""
-    tensors = (head.input, head.weight, head.bias, target, loss.weight)
-    fixed = (head.softcap, *spec, loss.ignore_index, layer, chunk)
-    if loss.reduction == "none":
-        return linear_rows_op(*tensors, *fixed)
-    if not isinstance(divisor, Tensor):
-        divisor = torch.full((), divisor, device=head.input.device)
-    needs = [x is not None and x.requires_grad for x in tensors[:3]]
-    return linear_loss_op(*tensors, *fixed, divisor, needs)[0]
+    factor: Tensor | None = None,
+    needs: Sequence[bool] = _NOTHING,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    input, weight, bias, softcap, target, most = head
+    return _run(_Head(input, weight, bias, softcap), target, loss, most, factor, needs)
 
 
-@torch.library.custom_op("labo::linear_loss", mutates_args=())
-def linear_loss_op(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    softcap: float | None,
-    mode: int,
-    alpha: float,
-    tau: float,
-    rho: float,
-    ignore_index: int,
-    layer: str,
-    chunk: int,
-    divisor: Tensor,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reduced loss with its gradients for input, weight and bias; empty if not needed."""
-    rows = _fast_rows(target, class_weight, RowSpec(mode, alpha, tau, rho), ignore_index, layer)
-    factor = (1 / divisor).expand(len(input)) if any(needs) else None
-    values, *grads = _run(_Head(input, weight, bias, softcap), rows, chunk, factor, needs)
-    return row_sum(values) / divisor, *_all_there(input, grads)
-
-
-def _all_there(like: Tensor, grads: Iterable[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+def _present(like: Tensor, grads: Iterable[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """An operator returns tensors only: an empty one for a gradient that is not needed."""
     d_input, d_weight, d_bias = (like.new_empty(0) if grad is None else grad for grad in grads)
     return d_input, d_weight, d_bias
 
 
-def _gradients_like(
+def _empty_gradients(
     input: Tensor, weight: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (input.shape, weight.shape, weight.shape[:1])
     kept = zip(shapes, needs, strict=True)
-    return _all_there(input, (input.new_empty(shape) if need else None for shape, need in kept))
+    return _present(input, (input.new_empty(shape) if need else None for shape, need in kept))
+
+
+def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any:
+    """An operator for the value of each row, (N,), whose backward pass computes them again.
+
+    Args:
+        name: of the operator.
+        schema: of the arguments that describe the loss.
+        build: from those arguments to the loss.
+    """
+
+    @torch.library.custom_op(
+        f"labo::{name}", mutates_args=(), schema=f"({_HEAD_SCHEMA}, {schema}) -> Tensor"
+    )
+    def values_op(*arguments: Any) -> Tensor:
+        return _run_operator(arguments[:6], build(*arguments[6:]))[0]
+
+    @values_op.register_fake
+    def _(input: Tensor, *_: Any) -> Tensor:
+        return input.new_empty(input.shape[0], dtype=wide(input.dtype))
+
+    @torch.library.custom_op(
+        f"labo::{name}_backward",
+        mutates_args=(),
+        schema=(
+            f"({_HEAD_SCHEMA}, {schema}, Tensor upstream, bool[] needs) -> (Tensor, Tensor, Tensor)"
+        ),
+    )
+    def backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *described, upstream, needs = arguments
+        head, loss = described[:6], build(*described[6:])
+        return _present(head[0], _run_operator(head, loss, upstream, needs)[1:])
+
+    @backward_op.register_fake
+    def _(input: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _empty_gradients(input, weight, needs=rest[-1])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        leaves, ctx.tree = tree_flatten(inputs)
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves))
+        ctx.plain = [None if isinstance(x, Tensor) else x for x in leaves]
+
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        both = zip(ctx.saved_tensors, ctx.plain, strict=True)
+        inputs = tree_unflatten([x if y is None else y for x, y in both], ctx.tree)
+        needs = list(ctx.needs_input_grad[:3])
+        grads = zip(backward_op(*inputs, upstream, needs), needs, strict=True)
+        others = tree_map(lambda _: None, tuple(inputs[3:]))
+        return (*(x if needed else None for x, needed in grads), *others)
+
+    values_op.register_autograd(backward, setup_context=save)
+    return values_op, backward_op
+
+
+linear_rows_op, linear_rows_backward_op = _values_operator("linear_rows", ROW_LOSS_SCHEMA, RowLoss)
+linear_autograd_op, linear_autograd_backward_op = _values_operator(
+    "linear_autograd", "str loss, Tensor[] tensors", _AutogradLoss.from_description
+)
+
+
+@torch.library.custom_op(
+    "labo::linear_loss",
+    mutates_args=(),
+    schema=(
+        f"({_HEAD_SCHEMA}, {ROW_LOSS_SCHEMA}, Tensor divisor, bool[] needs)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def linear_loss_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reduced loss, and its gradients for input, weight and bias; empty if not needed."""
+    *described, divisor, needs = arguments
+    head, loss = described[:6], RowLoss(*described[6:])
+    factor = (1 / divisor).expand(len(head[0])) if any(needs) else None
+    values, *grads = _run_operator(head, loss, factor, needs)
+    return row_sum(values) / divisor, *_present(head[0], grads)
 
 
 @linear_loss_op.register_fake
-def _(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    value = input.new_empty((), dtype=_accurate(input))
-    return value, *_gradients_like(input, weight, needs=rest[-1])
+def _(input: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    value = input.new_empty((), dtype=wide(input.dtype))
+    return value, *_empty_gradients(input, weight, needs=rest[-1])
 
 
-def _accurate(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needs = inputs[-1]
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.needs, ctx.inputs = inputs[-1], len(inputs)
     ctx.save_for_backward(*output[1:])
 
 
-def _give_gradients(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _return_gradients(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     kept = zip(ctx.saved_tensors, ctx.needs, strict=True)
     grads = ((grad * upstream).to(grad.dtype) if needed else None for grad, needed in kept)
-    return (*grads, *(None,) * 12)
+    return (*grads, *(None,) * (ctx.inputs - 3))
 
 
-linear_loss_op.register_autograd(_give_gradients, setup_context=_keep_gradients)
-
-
-@torch.library.custom_op("labo::linear_rows", mutates_args=())
-def linear_rows_op(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    softcap: float | None,
-    mode: int,
-    alpha: float,
-    tau: float,
-    rho: float,
-    ignore_index: int,
-    layer: str,
-    chunk: int,
-) -> Tensor:
-    """The value of each row, (N,)."""
-    rows = _fast_rows(target, class_weight, RowSpec(mode, alpha, tau, rho), ignore_index, layer)
-    head = _Head(input, weight, bias, softcap)
-    return _run(head, rows, chunk, None, (False, False, False))[0]
-
-
-@linear_rows_op.register_fake
-def _(input: Tensor, *rest: Any) -> Tensor:
-    return input.new_empty(len(input), dtype=_accurate(input))
-
-
-@torch.library.custom_op("labo::linear_rows_backward", mutates_args=())
-def linear_rows_backward_op(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    softcap: float | None,
-    mode: int,
-    alpha: float,
-    tau: float,
-    rho: float,
-    ignore_index: int,
-    layer: str,
-    chunk: int,
-    upstream: Tensor,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum_i upstream_i value_i for input, weight and bias; empty if not needed."""
-    rows = _fast_rows(target, class_weight, RowSpec(mode, alpha, tau, rho), ignore_index, layer)
-    _, *grads = _run(_Head(input, weight, bias, softcap), rows, chunk, upstream, needs)
-    return _all_there(input, grads)
-
-
-@linear_rows_backward_op.register_fake
-def _(
-    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients_like(input, weight, needs=rest[-1])
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.fixed = inputs[5:]
-
-
-def _compute_again(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    grads = linear_rows_backward_op(*ctx.saved_tensors, *ctx.fixed, upstream, needs)
-    kept = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return (*kept, *(None,) * 10)
-
-
-linear_rows_op.register_autograd(_compute_again, setup_context=_keep_inputs)
+linear_loss_op.register_autograd(_return_gradients, setup_context=_save_gradients)

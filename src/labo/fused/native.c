@@ -5,20 +5,24 @@
  *
  *     P_hat = (1 - alpha) onehot(y) + alpha P,        P_j = q_j / sum(q),
  *
- * where q is 1 for every class that is not masked (label smoothing) or exp(u / tau) (LABO). A
- * masked class has the logit -inf; it gets q = 0, p = 0 and, unless it is the target, a gradient
- * of exactly 0. Per class weights w are 1 if not given:
+ * where q is constant for every class that is not masked (label smoothing) or exp(u / tau) (LABO).
+ * A masked class has the logit -inf; it gets q = 0, p = 0 and, unless it is the target, a gradient
+ * of exactly 0. The class weights w are 1 if not given:
  *
  *     value    = -sum_j w_j P_hat_j log p_j  (+ w_y alpha tau KL(P || uniform) for LABO)
  *     gradient = (sum_k w_k P_hat_k) p - w P_hat
  *
+ * Two rules hold in every backend. 0 * inf = 0: a masked target costs nothing if its share of the
+ * label or its weight is 0, and infinity otherwise. And u is finite where z is: a difference that
+ * overflows is the lowest finite number.
+ *
  * A row is read three times: for its maximum, for the sums, for the gradient. Only the first
  * reading comes from memory, the others find the row in the cache. The bits of a row depend on
- * nothing but that row: not on its neighbours, nor on whether and where its gradient is written.
+ * that row alone: not on its neighbours, nor on whether and where its gradient is written.
  *
- * The file is plain C11 and knows neither Python nor PyTorch. Its row loops are written once,
+ * The file is plain C11 and uses neither Python nor PyTorch. Its row loops are written once,
  * over a vector type `vec` of LANES floats and eleven operations on it. The file includes itself to
- * compile those loops for each instruction set, and picks one when it is loaded.
+ * compile those loops for each instruction set, and selects one when it is loaded.
  */
 #ifndef LANES
 
@@ -122,6 +126,12 @@ typedef struct {
  */
 enum { KEPT = 4096 };
 
+/*
+ * The error of a float sum grows with its length: after this many vectors the sums of a row are
+ * moved to double. A power of two.
+ */
+enum { STRETCH = 64 };
+
 static float bf16_to_float(uint16_t x)
 {
     const uint32_t bits = (uint32_t)x << 16;
@@ -177,9 +187,10 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
         mean_wu = b->weight ? s->wqu * per_q : mean_u;
     }
 
-    /* A masked target costs infinity whatever its share, even one that has come down to 0. */
+    const double onehot_part = w_target * onehot_share;
     const bool masked = y->u == -INFINITY;
-    double value = masked ? INFINITY : w_target * onehot_share * (log_e - y->u);
+    const bool no_share = w_target == 0.0 || (float)alpha == 1.0f; /* 0 in float, as elsewhere */
+    double value = masked && no_share ? 0.0 : onehot_part * (log_e - y->u);
     value += alpha * (mean_w * log_e - mean_wu);
     if (labo)
         value += w_target * alpha * (b->tau * (b->log_classes - log(s->q)) + mean_u);
@@ -189,7 +200,6 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
 
     const double factor = b->scale * (b->row_scale ? b->row_scale[i] : 1.0);
     const double p_target = y->e * per_e;
-    const double onehot_part = w_target * onehot_share;
     double at_target = onehot_part * (p_target - 1.0);
     if (b->mode != CROSS_ENTROPY) {
         at_target += alpha * (mean_w * p_target - w_target * y->q * per_q);
@@ -222,6 +232,7 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
 #define highest JOIN(highest, ISA)
 #define total JOIN(total, ISA)
 #define first JOIN(first, ISA)
+#define finite JOIN(finite, ISA)
 #define add_totals JOIN(add_totals, ISA)
 #define row_max JOIN(row_max, ISA)
 #define exp_of JOIN(exp_of, ISA)
@@ -522,7 +533,7 @@ __attribute__((constructor)) static void choose(void)
 /* The instruction set in use. */
 EXPORT const char *labo_native_isa(void) { return active->name; }
 
-/* For tests, while no other thread calls: use this instruction set. 0 if that is not possible. */
+/* For tests, while no other thread calls: select an instruction set. 0 if that is not possible. */
 EXPORT int labo_native_select(const char *isa)
 {
     const instruction_set *wanted = NULL;
@@ -540,9 +551,9 @@ EXPORT int labo_native_select(const char *isa)
     return 1;
 }
 
-/* The first row whose target is neither a class nor ignored, or -1; the weight of all others. */
+/* The first row whose target is neither a class nor ignored, or -1; the sum of the weights. */
 EXPORT int64_t labo_check_targets(const int64_t *target, int64_t rows, int64_t classes,
-                                  int64_t ignore_index, const float *weight, double *denominator)
+                                  int64_t ignore_index, const double *weight, double *denominator)
 {
     *denominator = 0.0;
     for (int64_t i = 0; i < rows; i++) {
@@ -555,7 +566,7 @@ EXPORT int64_t labo_check_targets(const int64_t *target, int64_t rows, int64_t c
     return -1;
 }
 
-/* In double and in order: the bits do not depend on how the rows were shared out. */
+/* In double and in order: the bits do not depend on how the rows were split over threads. */
 EXPORT double labo_sum(const float *values, int64_t rows)
 {
     double sum = 0.0;
@@ -608,6 +619,9 @@ INLINE void add_totals(row_sums *all, const vec_sums *s)
     all->wqu += total(s->wqu);
 }
 
+/* The lowest finite number for -inf; NaN for NaN. */
+INLINE vec finite(vec u) { return maximum(splat(-FLT_MAX), u); }
+
 INLINE float first(vec x)
 {
     float lanes[LANES];
@@ -645,11 +659,14 @@ INLINE vec exp_of(vec u, rate r)
     return zero_below(exponent, -126.0f, scale_by_power(power, n));
 }
 
-/* The q of the comment at the top of this file. */
+/*
+ * The q of the comment at the top of this file. For label smoothing any constant will do: with this
+ * one, a sum of q u over a stretch of a row does not overflow.
+ */
 INLINE vec q_of(vec z, vec u, rate over_tau, variant v)
 {
     if (v.mode == LABEL_SMOOTHING)
-        return zero_below(z, -FLT_MAX, splat(1.0f));
+        return zero_below(z, -FLT_MAX, splat(1.0f / (2 * STRETCH)));
     return exp_of(u, over_tau);
 }
 
@@ -661,8 +678,8 @@ INLINE vec_sums sum_stretch(vec_sums sums, const row_view *row, span s, int64_t 
     const rate over_one = row->over_one, over_tau = row->over_tau;
     for (; at < end; at += LANES) {
         const vec z = load(s.logits, at, v.bf16);
-        /* Finite, so that 0 * u is 0 for a masked class. */
-        const vec u = maximum(splat(-FLT_MAX), z - top);
+        /* Finite for a masked class too, so that 0 * u is 0. */
+        const vec u = finite(z - top);
         const vec e = exp_of(u, over_one);
         sums.e += e;
         if (s.kept_e)
@@ -688,8 +705,7 @@ INLINE vec_sums sum_stretch(vec_sums sums, const row_view *row, span s, int64_t 
 
 INLINE row_sums sum_row(const row_view *row, variant v)
 {
-    /* The error of a float sum grows with its length: only short stretches are left to float. */
-    const int64_t stretch = 64 * LANES;
+    const int64_t stretch = STRETCH * LANES;
     const vec none = splat(0.0f);
     const vec_sums start = {none, none, none, none, none, none};
     const span whole = row->parts[0], tail = row->parts[1];
@@ -732,8 +748,9 @@ INLINE target_entry find_target(const batch *b, int64_t i, const row_view *row, 
 {
     const int64_t y = b->target[i];
     const span s = row->parts[0]; /* what is kept of both parts is in one piece */
-    const vec z = splat(get(s.logits, y, v.bf16)), u = z - splat(row->top);
-    target_entry entry = {.u = first(u)};
+    const float z_y = get(s.logits, y, v.bf16);
+    const vec z = splat(z_y), u = z - splat(row->top);
+    target_entry entry = {.u = z_y == -INFINITY ? -INFINITY : first(finite(u))};
     if (!b->grad)
         return entry;
     entry.e = s.kept_e ? s.kept_e[y] : first(exp_of(u, row->over_one));
@@ -752,7 +769,7 @@ INLINE row_result run_variant(const batch *b, int64_t i, const row_view *row, va
     return result;
 }
 
-/* Run-time choices turn into constants here. The cross entropy sums no weights. */
+/* Run-time choices become constants here. The cross entropy sums no weights. */
 INLINE row_result choose_weighted(const batch *b, int64_t i, const row_view *row, int mode,
                                   bool bf16)
 {

@@ -1,8 +1,9 @@
-"""The C kernel on the CPU: float32 and bfloat16 rows, split over Python threads.
+"""The native backend on the CPU: a C kernel for float32 and bfloat16, split over Python threads.
 
-``native.c`` has no Python in it and is opened with ctypes, which releases the GIL during a call.
-The rows are therefore shared out by plain threads: a second OpenMP runtime beside PyTorch's would
-fight with it for the cores. Everything is checked here before a pointer is handed over.
+``native.c`` does not use Python and is loaded with ctypes, which releases the GIL during a call.
+The rows are split over Python threads, because a second OpenMP runtime would compete with that of
+PyTorch for the cores. C cannot check what a pointer points to: every pointer comes from
+:func:`_pointer`, which checks it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from .._checks import out_of_range
 from .spec import RowSpec
 
-# Below this many logits a second thread costs more than it brings.
+# With fewer logits per thread another thread costs more time than it saves.
 _PER_THREAD = 1 << 18
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -36,7 +37,7 @@ _ROWS_ARGUMENTS: list[Any] = [
 
 
 class _Library:
-    """The opened library: its functions with their types, or why there is none."""
+    """The loaded library: its functions with their types."""
 
     def __init__(self) -> None:
         built = sorted(Path(__file__).parent.glob("_native*.so"))
@@ -70,7 +71,7 @@ def _load() -> tuple[_Library | None, str | None]:
         return None, str(problem)
 
 
-# At import: it costs a millisecond, and torch.compile can then read the outcome as a constant.
+# At import: it takes a millisecond, and torch.compile can read the result as a constant.
 _LIBRARY, _PROBLEM = _load()
 
 
@@ -87,12 +88,12 @@ def refuses(logits: Tensor) -> str | None:
 
 
 def instruction_set() -> str:
-    """What the kernel runs on: "avx512", "avx2" or "portable"."""
+    """The instruction set of the kernel: "avx512", "avx2" or "portable"."""
     return _open().isa().decode()
 
 
 def select_instruction_set(name: str) -> bool:
-    """Force an instruction set, for tests; False if this machine or build has it not."""
+    """Select an instruction set, for tests; False if this machine or build does not have it."""
     return bool(_open().select(name.encode()))
 
 
@@ -103,10 +104,10 @@ def _open() -> _Library:
 
 
 class _Workers:
-    """Threads that wait for work; made when first needed, and again in a forked child.
+    """Threads that wait for jobs. They are started when needed, and again in a forked child.
 
-    Plain queues: at a hundred microseconds of work a thread pool's futures would cost what the
-    second core brings.
+    They use plain queues: for a hundred microseconds of work the futures of a thread pool would
+    take as long as the second core saves.
     """
 
     def __init__(self) -> None:
@@ -118,8 +119,8 @@ class _Workers:
         self.jobs = SimpleQueue()
         self.lock = threading.Lock()
 
-    def share_out(self, jobs: list[Callable[[], None]]) -> None:
-        """Run the jobs side by side, the first one here."""
+    def run(self, jobs: list[Callable[[], None]]) -> None:
+        """Run the jobs in parallel, the first one in this thread."""
         with self.lock:
             while self.size < len(jobs) - 1:
                 threading.Thread(target=self._work, name="labo", daemon=True).start()
@@ -141,8 +142,8 @@ class _Workers:
                 job()
             except BaseException as raised:
                 problem = raised
-            # Before the caller goes on: a job holds its tensors, and a gradient that is held
-            # elsewhere too would be copied by autograd.
+            # Before the caller goes on: a job refers to its tensors, and autograd copies a
+            # gradient that something else refers to.
             del job
             done.put(problem)
 
@@ -152,16 +153,34 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_workers.forget)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """The address of a tensor, once it is known to be what C takes it for.
+
+    C reads ``shape`` elements of ``dtype``. The last dimension must be contiguous; C is told the
+    stride of the rows of a matrix.
+    """
+    if x.dtype != dtype or x.shape != shape or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be {dtype} of shape {shape} on the CPU, "
+            f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+        )
+    if (shape[-1] > 1 and x.stride(-1) != 1) or x.is_neg():
+        raise ValueError(f"{name} must be contiguous in its last dimension")
+    address = x.data_ptr()
+    if address == 0 and x.numel() > 0:
+        raise ValueError(f"{name} has no memory")
+    return address
 
 
-def _as_float(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().to("cpu", torch.float32).contiguous()
+def _contiguous(x: Tensor) -> Tensor:
+    """The tensor, or a copy whose last dimension is contiguous."""
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor | None) -> float:
-    """Check the targets, and count those that count (or add up their weights).
+    """Check the targets and count those that are not ignored, or add up their weights.
 
     Args:
         target: (N,) int64 on the CPU.
@@ -169,14 +188,18 @@ def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor 
         ignore_index: target of rows that do not count.
         weight: (K,) class weights.
     """
-    weight = _as_float(weight)
+    target = _contiguous(target)
+    weight_address = None
+    if weight is not None:
+        weight = _contiguous(weight.to(torch.float64))
+        weight_address = _pointer("weight", weight, torch.float64, classes)
     total = ctypes.c_double()
     bad = _open().check_targets(
-        target.data_ptr(),
+        _pointer("target", target, torch.int64, len(target)),
         len(target),
         classes,
         ignore_index,
-        _pointer(weight),
+        weight_address,
         ctypes.byref(total),
     )
     if bad >= 0:
@@ -185,22 +208,13 @@ def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor 
 
 
 def total(values: Tensor, divisor: float) -> Tensor:
-    """The sum of ``values``, (N,) float32 as :func:`rows` gives them, over ``divisor``.
+    """The sum of ``values``, (N,) float32, over ``divisor``.
 
-    At a hundred rows PyTorch's sum and division cost as much as the rows themselves.
+    For a hundred rows, the sum and division of PyTorch would take as long as the rows themselves.
     """
-    quotient = _open().sum(values.data_ptr(), len(values)) / divisor
+    address = _pointer("values", values, torch.float32, len(values))
+    quotient = _open().sum(address, len(values)) / divisor
     return torch.full((), quotient, dtype=torch.float32)
-
-
-def _gradient_buffer(logits: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if out.shape != logits.shape or out.dtype != logits.dtype or out.device != logits.device:
-        raise ValueError("out must have the shape, dtype and device of the logits")
-    if out.stride(1) != 1 and out.shape[1] > 1:
-        raise ValueError("out must be contiguous along the classes")
-    return out
 
 
 def rows(
@@ -213,51 +227,56 @@ def rows(
     factor: float | Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Values and gradients of rows; see :mod:`labo.fused.spec` for the contract."""
+    """Values and gradients of rows; the contract is in :mod:`labo.fused.spec`."""
     if problem := refuses(logits):
         raise ValueError(problem)
-    if not (logits.is_cpu and target.is_cpu):
-        raise ValueError(f"the C kernel runs on the CPU, got {logits.device} and {target.device}")
     count, classes = logits.shape
-    if target.shape != (count,) or target.dtype != torch.int64:
-        raise ValueError(f"target must be int64 of shape ({count},)")
-    if logits.stride(1) != 1 and classes > 1:
-        logits = logits.contiguous()
-    target = target.contiguous()
-    weight = _as_float(weight)
-    if weight is not None and weight.shape != (classes,):
-        raise ValueError(f"weight must have shape ({classes},), got {tuple(weight.shape)}")
+    dtype, size = logits.dtype, logits.element_size()
+    logits, target = _contiguous(logits), _contiguous(target)
+    z = _pointer("logits", logits, dtype, count, classes)
+    y = _pointer("target", target, torch.int64, count)
+    z_stride = logits.stride(0)
     values = torch.empty(count, dtype=torch.float32)
-    grad, row_factor, scale = None, None, 1.0
+    v = _pointer("values", values, torch.float32, count)
+    w = None
+    if weight is not None:
+        weight = _contiguous(weight.detach().float())
+        w = _pointer("weight", weight, torch.float32, classes)
+    grad, g, g_stride, f, scale = None, None, 0, None, 1.0
     if factor is not None:
-        grad = _gradient_buffer(logits, out)
+        if out is None:
+            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        else:
+            grad = out
+        g = _pointer("out", grad, dtype, count, classes)
+        if out is not None:
+            _check_overlap(out, logits)
+        g_stride = grad.stride(0)
         if isinstance(factor, Tensor):
-            row_factor = _as_float(factor)
-            if row_factor is None or row_factor.shape != (count,):
-                raise ValueError(f"factor must be a number or have shape ({count},)")
+            factor = _contiguous(factor.detach().float())
+            f = _pointer("factor", factor, torch.float32, count)
         else:
             scale = factor
-    function = _open().rows[logits.dtype]
+    function = _open().rows[dtype]
 
     def run(start: int, stop: int) -> None:
-        item = logits.element_size()
         function(
-            logits.data_ptr() + start * logits.stride(0) * item,
+            z + start * z_stride * size,
             stop - start,
             classes,
-            logits.stride(0),
-            target.data_ptr() + start * 8,
+            z_stride,
+            y + start * 8,
             ignore_index,
-            _pointer(weight),
+            w,
             spec.mode,
             spec.alpha,
             spec.tau,
             spec.rho,
             scale,
-            None if row_factor is None else row_factor.data_ptr() + start * 4,
-            values.data_ptr() + start * 4,
-            None if grad is None else grad.data_ptr() + start * grad.stride(0) * item,
-            0 if grad is None else grad.stride(0),
+            None if f is None else f + start * 4,
+            v + start * 4,
+            None if g is None else g + start * g_stride * size,
+            g_stride,
         )
 
     threads = min(torch.get_num_threads(), count, count * classes // _PER_THREAD)
@@ -265,5 +284,17 @@ def rows(
         run(0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
-        _workers.share_out([partial(run, *part) for part in pairwise(edges)])
+        _workers.run([partial(run, *part) for part in pairwise(edges)])
     return values, grad
+
+
+def _check_overlap(out: Tensor, logits: Tensor) -> None:
+    """Refuse rows that overlap each other, or the logits other than row by row."""
+    if len(out) > 1 and out.stride(0) < out.shape[-1]:
+        raise ValueError("out must not have rows that overlap")
+    if out is logits:
+        return
+    same_memory = out.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+    same_rows = out.data_ptr() == logits.data_ptr() and out.stride() == logits.stride()
+    if same_memory and not same_rows:
+        raise ValueError("out must be the logits themselves or not overlap with them")

@@ -1,1 +1,1 @@
-"""labo inside other people's training loops; each module needs its library, the package none."""
+"""Adapters for other training frameworks. Each one needs its library, this package needs none."""

@@ -1,13 +1,13 @@
-"""Lightning: a callback for losses with state, and teachers that Lightning does not see.
+"""Lightning: a callback for losses with state, and teachers that are not part of the module.
 
-For most losses ``self.loss = labo.LABOLoss()`` in a LightningModule is all. The rest is here.
-:class:`RegularizationCallback` counts optimizer steps for :class:`labo.Warmup` and
-ends epochs for OLS and PS-KD. :class:`FrozenTeacher` and :class:`EMATeacher` hold a second model
-that is in no optimizer, no ``state_dict()`` and no data-parallel wrapper: the checkpoint of a
-student can be loaded without its teacher.
+Most losses need nothing but ``self.loss = labo.LABOLoss()`` in a LightningModule.
+:class:`RegularizationCallback` counts optimizer steps for :class:`labo.Warmup` and ends epochs for
+OLS and PS-KD. :class:`FrozenTeacher` and :class:`EMATeacher` hold a second model that is not
+optimized, not saved in ``state_dict()`` and not wrapped by DDP, so the checkpoint of a student can
+be loaded without its teacher.
 
-The state of the loss is in the checkpoint already, as part of the LightningModule; the callback
-adds that of an averaged teacher, and has none of its own.
+The state of the loss is saved in checkpoints as part of the LightningModule. The callback saves the
+state of an averaged teacher in addition, and has no state of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _CHECKPOINT_KEY = "labo.teacher"
 
 
 class FrozenTeacher:
-    """A finished model to learn from, in eval mode and without gradients (KD).
+    """A trained model as a teacher, in eval mode and without gradients (KD).
 
-    Not a Module on purpose: as an attribute of a LightningModule it is passed over by
-    ``parameters()``, ``state_dict()``, ``train()`` and DDP. The callback moves it to the device.
+    It is not a Module: as an attribute of a LightningModule it is left out of ``parameters()``,
+    ``state_dict()``, ``train()`` and DDP. The callback moves it to the device.
 
     Args:
         model: the teacher; its parameters are frozen.
@@ -51,26 +51,26 @@ class FrozenTeacher:
         return self.model(*args, **kwargs)
 
     def step(self) -> None:
-        """Follow an optimizer step: a frozen model stays as it is."""
+        """Called after each optimizer step. A frozen model does not change."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: nothing, as the model is given again."""
+        """The state for a checkpoint: empty, since the model is passed to the constructor."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of ``state_dict()``."""
+        """Restore the state returned by ``state_dict()``."""
 
 
 class EMATeacher(FrozenTeacher):
     """The running average of a model's own weights (Beta smoothing).
 
-    A plain mean of the weights at first (decay 1 - 1/(t+1) after step t), an exponential average
-    once ``decay`` is reached. As in the Beta smoothing authors' code the average leaves the buffers
-    alone and is run in train mode; theirs starts from an initialisation of its own, this one from
-    the model's.
+    The decay after step t is min(decay, 1 - 1/(t+1)): a mean of all weights so far at first, then
+    an exponential moving average. As in the code of the Beta smoothing authors, buffers are not
+    averaged and the average is used in train mode. Their average starts from another
+    initialization, this one from the model's.
 
     Args:
-        model: the model that learns.
+        model: the model that is trained.
         decay: in [0, 1).
 
     Example:
@@ -92,36 +92,36 @@ class EMATeacher(FrozenTeacher):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the average towards the weights of now."""
+        """Update the average with the current weights."""
         self.steps += 1
         share = max(1 / (self.steps + 1), 1 - self.decay)
         for mean, new in zip(self.model.parameters(), self.learner.parameters(), strict=True):
             mean.lerp_(new, share)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and the number of steps in it."""
+        """The average and its number of steps."""
         return {"model": self.model.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of ``state_dict()``."""
+        """Restore the state returned by ``state_dict()``."""
         self.model.load_state_dict(state["model"])
         self.steps = state["steps"]
 
 
 class RegularizationCallback(Callback):  # type: ignore[misc]
-    """Tells the loss and the teacher of a LightningModule how training goes on.
+    """Counts steps and epochs for the loss and the teacher of a LightningModule.
 
     After each optimizer step (not after each micro-batch of ``accumulate_grad_batches``) it calls
-    ``step()`` of the loss and of the teacher, after each epoch ``end_epoch()`` of the loss, as far
-    as they have them; losses inside a loss, as in :class:`labo.Warmup`, are told as well. It moves
-    the teacher to the device and keeps the state of an :class:`EMATeacher` in the checkpoint.
+    ``step()`` of the loss and of the teacher, and after each epoch ``end_epoch()`` of the loss, if
+    they have these methods. This includes losses inside a loss, as in :class:`labo.Warmup`. It
+    moves the teacher to the device and saves the state of an :class:`EMATeacher` in checkpoints.
 
-    Under DDP it takes the buffers of the loss out of the broadcast from the first process before
-    each forward pass, which would overwrite what OLS gathers on the others.
+    DDP copies the buffers of the first process to all others before each forward pass. The callback
+    excludes the buffers of the loss, because OLS collects different statistics in each process.
 
     Args:
-        loss_attr: where the loss is in the LightningModule; dots lead inside.
-        teacher_attr: where the teacher is, if there is one.
+        loss_attr: the attribute of the LightningModule that is the loss; may be a dotted path.
+        teacher_attr: the attribute that is the teacher, if there is one.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[RegularizationCallback()], logger=False)
@@ -129,15 +129,15 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, loss_attr: str = "loss", teacher_attr: str = "teacher") -> None:
         self.loss_attr, self.teacher_attr = loss_attr, teacher_attr
-        self._steps_told = 0
+        self._steps_seen = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the loss, before any work is done."""
+        """Check that the loss is there, and exclude its buffers from DDP's broadcast."""
         loss = _find(pl_module, self.loss_attr)
         if not isinstance(loss, nn.Module):
             raise ValueError(
-                f"{type(pl_module).__name__}.{self.loss_attr} is no loss Module: "
-                "say where it is with RegularizationCallback(loss_attr=...)"
+                f"{type(pl_module).__name__}.{self.loss_attr} is not a loss Module: pass the name "
+                "of the attribute to RegularizationCallback(loss_attr=...)"
             )
         names = {f"{self.loss_attr}.{name}" for name, _ in loss.named_buffers()}
         ignored = names.union(getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -146,13 +146,13 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
         )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Move the teacher to where the model is."""
+        """Move the teacher to the device of the model."""
         for teacher in self._teachers(pl_module):
             teacher.model.to(pl_module.device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on from the steps of the checkpoint."""
-        self._steps_told = trainer.global_step
+        """Continue from the number of steps in the checkpoint."""
+        self._steps_seen = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -162,22 +162,22 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Tell of an optimizer step, if this batch made one."""
-        if trainer.global_step == self._steps_told:
+        """Count an optimizer step, if this batch was the last of one."""
+        if trainer.global_step == self._steps_seen:
             return
-        self._steps_told = trainer.global_step
-        self._tell(pl_module, "step")
+        self._steps_seen = trainer.global_step
+        self._notify(pl_module, "step")
         for teacher in self._teachers(pl_module):
             teacher.step()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell of the end of an epoch."""
-        self._tell(pl_module, "end_epoch")
+        """End the epoch of the loss."""
+        self._notify(pl_module, "end_epoch")
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the state of the teacher, if it has one."""
+        """Save the state of the teacher, if it has one."""
         for teacher in self._teachers(pl_module):
             if state := teacher.state_dict():
                 checkpoint[_CHECKPOINT_KEY] = state
@@ -185,18 +185,19 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take up the state of the teacher."""
+        """Restore the state of the teacher."""
         for teacher in self._teachers(pl_module):
             if _CHECKPOINT_KEY in checkpoint:
                 teacher.load_state_dict(checkpoint[_CHECKPOINT_KEY])
 
-    def _tell(self, pl_module: pl.LightningModule, event: str) -> None:
+    def _notify(self, pl_module: pl.LightningModule, method: str) -> None:
+        """Call a method of the loss and of the losses inside it."""
         for part in _find(pl_module, self.loss_attr).modules():
-            if callable(hook := getattr(part, event, None)):
-                hook()
+            if callable(function := getattr(part, method, None)):
+                function()
 
     def _teachers(self, pl_module: pl.LightningModule) -> Iterator[FrozenTeacher]:
-        """The teacher, or none."""
+        """The teacher, if there is one."""
         teacher = _find(pl_module, self.teacher_attr)
         if isinstance(teacher, FrozenTeacher):
             yield teacher

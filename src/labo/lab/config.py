@@ -1,17 +1,18 @@
 """The sections of a recipe that all tasks share, and how YAML files are read and checked.
 
-A recipe file is found by its path or, for those that come with the package, by its bare name.
-:mod:`labo.lab.recipes` turns one into a complete :class:`Recipe`.
+A recipe file is given by its path or, if it is part of the package, by its name.
+:mod:`labo.lab.recipes` turns it into a complete :class:`Recipe`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -23,12 +24,12 @@ from pydantic import (
     model_validator,
 )
 
-from .._checks import unknown_name
+from .._names import unknown_name
 from .errors import RequestError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
-# Where, in the run directory's copy of a recipe, stands what is no part of the recipe.
+# The key under which the copy of a recipe in a run directory records versions and commands.
 PROVENANCE = "made_with"
 
 
@@ -41,12 +42,12 @@ class RecipeError(RequestError):
 
 
 class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversions, no change once made."""
+    """Base of all sections: unknown keys and silent conversions are errors; values are frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# YAML has lists only; pydantic, being strict, would ask for tuples.
+# YAML has lists only; strict mode would reject them where a tuple is declared.
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Epochs = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -55,21 +56,36 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]
 class Optim(Section):
     """The optimizer and its learning rate, which is a pure function of the step."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    nesterov: bool = False
-    betas: Pair = (0.9, 0.999)
-    weight_decay: float = Field(0.0, ge=0)
+    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="The optimizer.")
+    lr: float = Field(gt=0, description="The learning rate, at its highest.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd`.")
+    nesterov: bool = Field(False, description="Use Nesterov momentum with `sgd`.")
+    betas: Pair = Field((0.9, 0.999), description="Decay rates of `adam` and `adamw`.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Weight decay: an L2 penalty for `sgd` and `adam`, decoupled for `adamw`.",
+    )
     decay_vectors: bool = Field(
         True, description="Apply weight decay also to biases and to the scales of norms."
     )
-    schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    warmup_from: float = Field(0.0, ge=0)  # the learning rate of step 0
-    milestones: Epochs = ()  # for "step": the epochs at which lr is multiplied by gamma
-    gamma: float = Field(0.1, gt=0)
-    clip_norm: float | None = Field(None, gt=0)
+    schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = Field(
+        "constant",
+        description="The learning rate after the warm-up: constant, lowered at `milestones`, a "
+        "cosine to 0, or falling with the inverse square root of the step.",
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps in which the learning rate rises linearly to `lr`."
+    )
+    warmup_from: float = Field(0.0, ge=0, description="The learning rate of the first step.")
+    milestones: Epochs = Field(
+        (),
+        description="With `step`: epochs after which the learning rate is multiplied by `gamma`.",
+    )
+    gamma: float = Field(0.1, gt=0, description="The factor applied at each milestone.")
+    clip_norm: float | None = Field(
+        None, gt=0, description="The largest norm of the gradient; larger ones are scaled down."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Optim:
@@ -90,23 +106,42 @@ class Optim(Section):
 
 
 class Train(Section):
-    """The loop. With both ``epochs`` and ``max_steps`` the run ends with whichever comes first."""
+    """The training loop. With both ``epochs`` and ``max_steps`` the earlier one ends the run."""
 
-    epochs: int | None = Field(None, ge=1)
-    max_steps: int | None = Field(None, ge=1)
-    accumulate: int = Field(1, ge=1)  # pieces a batch is worked off in, to save memory
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    sync_batchnorm: bool = False  # statistics over all processes; GPUs only
-    log_every: int = Field(50, ge=1)  # steps
-    eval_every: int = Field(1, ge=1)  # epochs; a run always ends with an evaluation
+    epochs: int | None = Field(None, ge=1, description="Epochs to train for.")
+    max_steps: int | None = Field(None, ge=1, description="Optimizer steps to train for.")
+    accumulate: int = Field(
+        1, ge=1, description="Micro-batches that each batch is split into, to save memory."
+    )
+    precision: Literal["no", "bf16", "fp16"] = Field(
+        "no", description="Mixed precision: none, bfloat16 or float16."
+    )
+    sync_batchnorm: bool = Field(
+        False, description="Batch-norm statistics over all processes. Needs GPUs."
+    )
+    log_every: int = Field(50, ge=1, description="Steps between two logged losses.")
+    eval_every: int = Field(
+        1,
+        ge=1,
+        description="Epochs between two evaluations on the validation split. The end of a run is "
+        "always evaluated.",
+    )
     eval_every_steps: int | None = Field(
         None, ge=1, description="Steps between two evaluations, instead of `eval_every`."
     )
-    save_every: int | None = Field(None, ge=1)  # steps, besides a save at each evaluation
-    patience: int | None = Field(None, ge=1)  # evaluations without a better one before the end
-    select: str  # the score on the validation split that selects the model; each task names its own
-    average_last: int = Field(0, ge=0)  # select the mean of the last so many evaluated models
-    workers: int = Field(0, ge=0)  # threads that prepare batches ahead of time
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between two checkpoints. Each evaluation saves one as well."
+    )
+    patience: int | None = Field(
+        None, ge=1, description="Stop after this many evaluations without a better score."
+    )
+    select: str = Field(description="The score on the validation split that selects the model.")
+    average_last: int = Field(
+        0,
+        ge=0,
+        description="Select the average of the last N evaluated models; 0 selects the best.",
+    )
+    workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -123,11 +158,15 @@ class Train(Section):
 
 
 class Recipe(Section):
-    """What all tasks share; each task adds its ``data`` and ``model`` sections."""
+    """The part of a recipe that all tasks share. Each task adds ``data`` and ``model`` sections."""
 
-    task: str
-    seed: int = Field(0, ge=0)
-    method: dict[str, Any]  # name and hyper-parameters, resolved by methods.resolve
+    task: str = Field(description="The kind of data and model, as listed below.")
+    seed: int = Field(
+        0, ge=0, description="The seed of initialization, sample order, augmentation and dropout."
+    )
+    method: dict[str, Any] = Field(
+        description="The method: its name, or its name and hyper-parameters."
+    )
     optim: Optim
     train: Train
 
@@ -137,21 +176,45 @@ class Recipe(Section):
         return document
 
     def digest(self) -> str:
-        """A name for exactly this recipe."""
+        """A hash of all values of the recipe."""
         text = json.dumps(self.as_document(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------ reading
 
+MAX_BYTES = 1 << 20  # of a recipe
+_MAX_VALUES = 100_000  # of a recipe, with its aliases written out
+_MAX_DIGITS = 100  # of an integer, in any base
+_SHOWN = 100  # characters of a wrong value in a message
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-4 is a number, and a key may be given only once."""
+    """YAML with three rules of its own.
+
+    1e-4 is a number. A key may be given only once, where keys merged by ``<<`` do not count. An
+    integer must fit in 64 bits.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _values_in(node) > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"with its aliases written out it has more than {_MAX_VALUES} values",
+                problem_mark=node.start_mark,
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be a plain value", problem_mark=key_node.start_mark
+                )
             if key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
@@ -159,12 +222,42 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) <= _MAX_DIGITS:
+            value: int = super().construct_yaml_int(node)
+            if -(2**63) <= value < 2**63:
+                return value
+        raise yaml.MarkedYAMLError(
+            problem="an integer of more than 64 bits", problem_mark=node.start_mark
+        )
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+
+
+def _values_in(root: yaml.Node) -> float:
+    """How many values a document has with its aliases written out; infinite if it holds itself."""
+    sizes: dict[int, float] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting[-1]
+        if isinstance(node, yaml.MappingNode):
+            inside = [part for pair in node.value for part in pair]
+        else:
+            inside = node.value if isinstance(node, yaml.SequenceNode) else []
+        if id(node) not in sizes:  # on the way down; what is met again before its end holds itself
+            sizes[id(node)] = math.inf
+            waiting += [part for part in inside if id(part) not in sizes]
+        else:
+            waiting.pop()
+            if sizes[id(node)] == math.inf:
+                sizes[id(node)] = 1 + sum(sizes[id(part)] for part in inside)
+    return sizes[id(root)]
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -175,15 +268,20 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise RecipeError([f"{where}{line}: {problem}"]) from error
+    except RecursionError as error:
+        raise RecipeError([f"{where}: nested too deeply"]) from error
+    # A date such as 2020-13-01, or a tag that does not fit its value, as in !!bool x.
+    except (ValueError, LookupError, AttributeError) as error:
+        raise RecipeError([f"{where}: a value that does not fit its type ({error})"]) from error
 
 
 def known_recipes() -> list[str]:
-    """The bare names of the recipes that come with the package."""
+    """The names of the recipes of the package."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given by path or by bare name."""
+    """The file of a recipe, given by its path or, for recipes of the package, by its name."""
     path = Path(name)
     if path.is_file():
         return path
@@ -196,18 +294,35 @@ def find_recipe(name: str) -> Path:
 
 def read_document(path: Path) -> dict[str, Any]:
     """A YAML file as a dict, without the run directory's provenance."""
+    document = _read_mapping(path)
+    document.pop(PROVENANCE, None)
+    return document
+
+
+def read_provenance(path: Path) -> dict[str, str | None]:
+    """The provenance in a run directory's copy of a recipe; empty if it has none."""
+    provenance = _read_mapping(path).get(PROVENANCE, {})
+    if not isinstance(provenance, dict) or not all(
+        isinstance(key, str) and isinstance(value, str | None) for key, value in provenance.items()
+    ):
+        raise RecipeError([f"{path}: {PROVENANCE} must be a mapping of names to versions"])
+    return provenance
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError([f"{path}: a recipe has at most {MAX_BYTES} bytes"])
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([f"cannot read {path}: {error}"]) from error
     document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise RecipeError([f"{path}: a recipe is a mapping of sections"])
-    document.pop(PROVENANCE, None)
     return document
 
 
-# ------------------------------------------------------------------ saying what is wrong
+# ------------------------------------------------------------------ error messages
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -225,23 +340,32 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             message = problem["msg"].removeprefix("Value error, ")
             line = f"{key}: {message}" if key else message
         else:
-            line = f"{key}: {problem['msg'].removeprefix('Input ')}, got {problem['input']!r}"
+            wanted = problem["msg"].removeprefix("Input ")
+            line = f"{key}: {wanted}, got {_shortened(problem['input'])}"
         lines.setdefault(key, line)  # each member of a union complains for itself
     return list(lines.values())
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _locate(
     model: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[list[str], type[BaseModel]]:
-    """The key that an error is about, and the section it stands in."""
+    """The key that an error is about, and the section it belongs to."""
     path = []
     for part in location:
         path.append(str(part))
         field = model.model_fields.get(str(part))
-        kind = None if field is None else _section(field.annotation)
-        if kind is None:
-            break  # a value: what is inside it has no key
-        model = kind
+        kind = None if field is None else field.annotation
+        if (section := _section(kind)) is not None:
+            model = section
+            continue
+        if get_origin(kind) is dict and len(location) > len(path):
+            path.append(str(location[len(path)]))
+        break  # a value: what is inside it has no key
     return path, model
 
 

@@ -1,7 +1,7 @@
-"""``labo demo``: base, label smoothing and LABO on digits and on phrases, from nothing to a report.
+"""``labo demo``: train base, label smoothing and LABO on digits and on phrases, and report.
 
-Both data sets come with the packages that are installed; nothing is downloaded. What is finished is
-not run again, so a demo that was stopped goes on where it was.
+Both data sets come with the installed packages; nothing is downloaded. Finished runs are not run
+again, so the same command continues a demo that was stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .report import write_report
 from .tables import to_markdown, write_table
 
 METHODS = ("base", "ls", "labo")
-# Recipe -> seeds and overrides. The longest runs come first: no core is left with one at the end.
+# Recipe -> seeds and overrides. The longest runs are started first, so that all cores end together.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cldr": (1, ("train.epochs=2",)),
     "digits": (2, ()),
@@ -24,7 +24,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def comparisons(out: Path) -> list[Comparison]:
-    """What the demo runs."""
+    """The runs of the demo."""
     return [
         plan(name, METHODS, seeds, out / name, overrides=overrides)
         for name, (seeds, overrides) in PARTS.items()
@@ -32,14 +32,15 @@ def comparisons(out: Path) -> list[Comparison]:
 
 
 def demo(out: Path, jobs: int | None = None) -> tuple[str, list[launch.Failure]]:
-    """PlannedRun it.
+    """Run the demo.
 
     Args:
         out: the folder of the runs, the tables and ``report.html``.
         jobs: how many runs at once.
 
     Returns:
-        What to print (the tables, where the report is, what to try next), and the runs that failed.
+        What to print (the tables, the path of the report, what to try next), and the runs that
+        failed.
     """
     planned = comparisons(out)
     failures = carry_out(planned, out, jobs)

@@ -3,49 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
+from .calibrate import stored_or_fitted
 from .recipes import recipe_of
-from .run import files as atomic
 from .run.directory import RunDirectory
+from .run.progress import notice
 from .tasks import find_task, load_model
-from .train import on_cpu
+from .train import on_cpu, owned, repair_best
 
 
 def evaluate_run(
-    path: str | Path, splits: Iterable[str], beams: Sequence[int] = ()
+    path: str | Path,
+    splits: Iterable[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    accept_data: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Score the selected model of a run and write ``records/SPLIT.jsonl``.
 
     ``records/examples.json`` has a few samples of the last split with all their logits. If the
-    results of the run lack a split (``labo train --no-test``), its scores are added.
+    results of the run lack a split (``labo train --no-test``), its scores are added. A damaged
+    ``best`` is written again from a checkpoint if one has the selected weights.
+
+    Scores and records are those of the model as it is saved. Beside them stands what a temperature
+    makes of them (``calibrated_nll``, and in the records ``tempered``): that of ``labo calibrate``
+    if the run has one, else the one that fits the validation split.
 
     Args:
         path: the run directory.
         splits: "valid", "test".
-        beams: for translation, further beam sizes to measure the length of the output at.
+        options: values of the ``evaluate_options`` of the task.
+        accept_data: evaluate although the data of the run have changed.
 
     Returns:
         split -> metric -> value.
+
+    Raises:
+        RequestError: the run is in use or damaged, or its data have changed.
     """
     run = RunDirectory(path)
-    recipe, model = recipe_of(run), load_model(run)
+    recipe = recipe_of(run)
     accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
     task = find_task(recipe.task)(recipe)
-    model.to(accelerator.device)
+    if not accept_data:
+        run.check_data(task.fingerprint)
     scores = {}
-    for split in splits:
-        evaluation = task.evaluate(model, split, accelerator, beams=beams)
-        scores[split] = evaluation.metrics
+    with owned(run, accelerator):
         if accelerator.is_main_process:
-            run.records.mkdir(exist_ok=True)
-            lines = (json.dumps(record) + "\n" for record in evaluation.records)
-            atomic.write_text(run.records / f"{split}.jsonl", "".join(lines))
-            examples = task.examples(model, split, accelerator)
-            atomic.write_text(run.records / "examples.json", json.dumps(examples) + "\n")
-    if accelerator.is_main_process and run.finished:
-        run.complete(scores)
+            if accept_data:
+                run.accept_data(task.fingerprint)
+            repair_best(run, recipe, task, task.build_model, notice)
+        accelerator.wait_for_everyone()
+        model = load_model(run).to(accelerator.device)
+        given = dict(options or {})
+        if (temperature := stored_or_fitted(run, task, model, accelerator)) is not None:
+            given["temperature"] = temperature
+        for split in splits:
+            evaluation = task.evaluate(model, split, accelerator, **given)
+            scores[split] = evaluation.metrics
+            if accelerator.is_main_process:
+                lines = (json.dumps(record) + "\n" for record in evaluation.records)
+                run.write_records(f"{split}.jsonl", lines)
+                if (examples := task.examples(model, split, accelerator)) is not None:
+                    run.write_records("examples.json", [json.dumps(examples) + "\n"])
+        if accelerator.is_main_process and run.finished:
+            run.complete(scores)
     return scores

@@ -2,17 +2,18 @@
 
 A method is a loss and, for some, a teacher. Its hyper-parameters are the keyword-only parameters of
 the two. Their positional parameters are supplied by the run (the number of classes, the number of
-epochs, the model, ...). A new method is a class and an entry here; the recipe's ``method`` section,
-its checks, the command line and ``labo methods`` follow from it. A task may have defaults of its
-own for a method (``method_defaults`` of the task).
+epochs, the model, ...). A new method is a class and an entry here. The ``method`` section of a
+recipe, its checks, ``labo methods`` and the page of recipe keys follow from them. A task may
+override the defaults of a method (``method_defaults`` of the task).
 
-Where a paper does not give a value, or the authors' code differs from the paper, the choice made
-here is the default and the alternative is a hyper-parameter.
+Where a paper does not give a value, or the authors' code differs from the paper, one choice is the
+default and the alternative is a hyper-parameter.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
@@ -21,26 +22,27 @@ from pydantic import Field, ValidationError, create_model
 from torch import Tensor, nn
 
 from .. import losses
-from .._checks import check_hyper, unknown_name
+from .._checks import check_hyper
+from .._names import unknown_name
 from .config import RecipeError, Section, explain
 from .tasks import find_task
 from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self
 
-# Parameters of a loss that are no choice of a recipe.
+# Parameters of a loss that a recipe cannot set.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to regularize labels.
+    """A label regularization method.
 
     Attributes:
-        summary: what it does, in a line.
-        reference: who proposed it.
+        summary: one line on what it does.
+        reference: the authors and the year of its paper.
         loss: builds the loss.
         teacher: builds the teacher.
         needs: what the task must provide, see :attr:`labo.lab.tasks.Task.provides`.
-        mixes: whether labels may be mixed (mixup, CutMix).
+        mixes: whether it accepts mixed labels (mixup, CutMix).
     """
 
     summary: str
@@ -53,19 +55,21 @@ class Method:
     def build(
         self, hyper: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> tuple[nn.Module, Teacher]:
-        """The loss, which sums over its samples, and the teacher."""
+        """The loss, with reduction "sum", and the teacher."""
         loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
         teacher = _call(self.teacher, hyper, facts)
         return loss, teacher
 
 
 def hyper_parameters(method: str, task: str) -> type[Section]:
-    """The recipe section of a method for a task: names, types and defaults."""
+    """The recipe section of a method for a task: names, types, defaults and descriptions."""
     defaults = find_task(task).method_defaults.get(method, {})
     fields: dict[str, Any] = {}
     for builder in (METHODS[method].loss, METHODS[method].teacher):
+        described = _descriptions(builder)
         for name, (kind, default) in _keywords(builder).items():
-            fields[name] = (kind, defaults.get(name, default))
+            about = Field(defaults.get(name, default), description=described.get(name))
+            fields[name] = (kind, about)
     return create_model("MethodSection", __base__=Section, **fields)
 
 
@@ -93,8 +97,23 @@ def _keywords(builder: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     }
 
 
+_ARGUMENTS = re.compile(r"^( *)Args:\n((?:\1 +.*\n|\n)+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+
+
+def _descriptions(builder: Callable[..., Any]) -> dict[str, str]:
+    """Name -> text, from the ``Args`` of the docstring of a loss and of its function."""
+    found: dict[str, str] = {}
+    for documented in (getattr(builder, "function", None), builder):
+        for section in _ARGUMENTS.findall(f"{inspect.getdoc(documented)}\n"):
+            for names, text in _ARGUMENT.findall(section[1]):
+                for name in names.split(", "):
+                    found[name] = " ".join(text.split())
+    return found
+
+
 def _call(builder: Callable[..., Any], hyper: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
-    """Call a builder with the facts and hyper-parameters it asks for."""
+    """Call a builder with those facts and hyper-parameters that it has parameters for."""
     signature = _signature(builder)
     asked = {
         name: facts[name]
@@ -113,7 +132,16 @@ def warmed_up_labo(
     warmup_alpha: Annotated[float, Field(ge=0, le=1)] = 0.1,
     reduction: str = "mean",
 ) -> losses.Warmup:
-    """Algorithm 1 of the paper: label smoothing until step ``warmup_steps``, LABO from there."""
+    """LABO after a warm-up with label smoothing (Algorithm 1 of the paper).
+
+    Args:
+        tau: temperature of the smoothing distribution; the paper searches {1.15, 1.25}.
+        alpha: "adaptive", or a number in [0, 1].
+        rho: how far the entropy of a prediction lowers adaptive alpha.
+        warmup_steps: T_w. Optimizer steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no
+            warm-up.
+        warmup_alpha: alpha of label smoothing during the warm-up.
+    """
     before = losses.LabelSmoothingLoss(alpha=warmup_alpha, reduction=reduction)
     after = losses.LABOLoss(tau=tau, alpha=alpha, rho=rho, reduction=reduction)
     return losses.Warmup(before, after, warmup_steps)
@@ -122,7 +150,11 @@ def warmed_up_labo(
 def masked_smoothing(
     task: Any, *, alpha: float = 0.1, reduction: str = "mean"
 ) -> losses.MaskedLabelSmoothingLoss:
-    """Label smoothing over the tokens of the target language."""
+    """Label smoothing over the tokens of the target language.
+
+    Args:
+        alpha: mass moved away from the label, in [0, 1].
+    """
     mask = task.vocabulary_groups() < 2
     return losses.MaskedLabelSmoothingLoss(mask, alpha=alpha, reduction=reduction)
 
@@ -135,7 +167,13 @@ def weighted_smoothing(
     normalize: bool = True,
     reduction: str = "mean",
 ) -> losses.WeightedLabelSmoothingLoss:
-    """Label smoothing with shares for target-only, common and source-only tokens."""
+    """Label smoothing with shares for target-only, common and source-only tokens.
+
+    Args:
+        alpha: mass moved away from the label, in [0, 1].
+        shares: shares of target-only, common and source-only tokens in the smoothing mass.
+        normalize: make the label sum to 1; False is the authors' code.
+    """
     return losses.WeightedLabelSmoothingLoss(
         task.vocabulary_groups(),
         alpha=alpha,
@@ -165,12 +203,12 @@ METHODS: dict[str, Method] = {
         mixes=True,
     ),
     "fl": Method(
-        "focal loss: less weight on well-fitted samples",
+        "focal loss: less weight on samples with a high probability",
         "Lin et al. 2017",
         losses.FocalLoss,
     ),
     "afl": Method(
-        "anti-focal loss: more weight on well-fitted samples",
+        "anti-focal loss: more weight on samples with a high probability",
         "Raunak et al. 2020",
         losses.AntiFocalLoss,
     ),
@@ -189,14 +227,14 @@ METHODS: dict[str, Method] = {
         mixes=True,
     ),
     "cs-kd": Method(
-        "agree with the prediction for another sample of the same class",
+        "match the prediction for another sample of the same class",
         "Yun et al. 2020",
         losses.CSKDLoss,
         SameClassPeer,
         needs=frozenset({"peers"}),
     ),
     "tf-reg": Method(
-        "distillation from a hand-made teacher",
+        "distillation from a hand-designed teacher",
         "Yuan et al. 2020",
         losses.TFRegLoss,
     ),
@@ -208,19 +246,19 @@ METHODS: dict[str, Method] = {
         needs=frozenset({"one_target_per_sample"}),
     ),
     "kr-ls": Method(
-        "a learned table of how the other classes resemble each class",
+        "a learned table of how similar classes are",
         "Ding et al. 2021",
         losses.KRLSLoss,
         needs=frozenset({"class_table"}),
     ),
     "ps-kd": Method(
-        "labels softened by the model's predictions of the epoch before",
+        "labels softened by the predictions of the previous epoch",
         "Kim et al. 2021",
         losses.PSKDLoss,
         past_self,
     ),
     "ols": Method(
-        "a table of soft labels gathered from correct predictions, epoch by epoch",
+        "soft labels averaged over the correct predictions of the previous epoch",
         "Zhang et al. 2021",
         losses.OnlineLabelSmoothingLoss,
         needs=frozenset({"class_table"}),
@@ -247,7 +285,6 @@ METHODS: dict[str, Method] = {
         "optimal instance-specific smoothing in closed form, after a warm-up with ls",
         "Lu et al. 2023",
         warmed_up_labo,
-        # labo.smoothing.tau_for_confidence chooses a tau by the confidence it leads to.
         mixes=True,
     ),
 }
@@ -269,7 +306,7 @@ def resolve(section: object, task: str) -> dict[str, Any]:
     """A recipe's ``method`` with every hyper-parameter of the method filled in and checked."""
     given = {"name": section} if isinstance(section, str) else section
     if not isinstance(given, dict) or "name" not in given:
-        raise RecipeError([f"method: give method=NAME (known: {', '.join(METHODS)})"])
+        raise RecipeError([f"method: missing; set method=NAME (known: {', '.join(METHODS)})"])
     name = method_name(given["name"])
     if name not in (suited := methods_for(task)):
         missing = ", ".join(sorted(METHODS[name].needs - find_task(task).provides))

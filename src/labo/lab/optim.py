@@ -11,7 +11,7 @@ from .config import Optim
 
 
 def build_optimizer(optim: Optim, model: nn.Module, loss: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer. What a loss learns (KR-LS) is a group of its own, without weight decay.
+    """The optimizer. Parameters of the loss (KR-LS) form a separate group without weight decay.
 
     Parameters that do not require a gradient are left out.
     """
@@ -35,9 +35,9 @@ def learning_rate(optim: Optim, step: int, epoch: int, total: int) -> float:
     """The learning rate of the next step.
 
     Args:
-        optim: the recipe's section.
-        step: steps done.
-        epoch: epochs done.
+        optim: the section of the recipe.
+        step: optimizer steps done so far.
+        epoch: epochs done so far.
         total: steps of the whole run.
     """
     if step < optim.warmup_steps:

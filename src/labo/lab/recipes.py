@@ -1,4 +1,4 @@
-"""From a recipe file and ``key=value`` overrides to a complete, checked recipe.
+"""Reads a recipe file, applies ``key=value`` overrides, and checks the result.
 
 :func:`load_recipe` returns a frozen :class:`labo.lab.config.Recipe` with all defaults filled in, or
 raises a :class:`labo.lab.config.RecipeError` with one line for each wrong key.
@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .._checks import unknown_name
+from .._names import unknown_name
 from .config import Recipe, RecipeError, explain, find_recipe, parse_yaml, read_document
 from .errors import RequestError
 from .methods import method_name, resolve
@@ -29,20 +29,22 @@ def override(document: dict[str, Any], overrides: Iterable[str]) -> None:
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
-            raise RecipeError([f"{text!r} is no override: write key=value, as in optim.lr=0.1"])
+            raise RecipeError(
+                [f"{text!r} is not an override; write KEY=VALUE, such as optim.lr=0.1"]
+            )
         settings.append((key.split("."), parse_yaml(value, text)))
     for path, value in sorted(settings, key=lambda setting: len(setting[0])):
         section = document
         for depth, name in enumerate(path[:-1], 1):
             section = _as_section(section, name)
             if not isinstance(section, dict):
-                raise RecipeError([f"{'.'.join(path[:depth])} is no section of the recipe"])
+                raise RecipeError([f"{'.'.join(path[:depth])} is not a section of the recipe"])
         if path != ["method"] or not _same_method(document.get("method"), value):
             section[path[-1]] = value
 
 
 def _same_method(section: object, name: object) -> bool:
-    """Whether a recipe's ``method`` section is of the method of this name."""
+    """Whether the ``method`` section of a recipe names this method."""
     if not isinstance(section, dict) or not isinstance(name, str):
         return False
     return method_name(section.get("name")) == method_name(name)
@@ -59,7 +61,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """Read, override and check a recipe.
 
     Args:
-        name: a path, or the bare name of a recipe of the package.
+        name: a path, or the name of a recipe of the package.
         overrides: ``a.b=value`` settings.
 
     Raises:

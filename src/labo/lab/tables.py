@@ -1,21 +1,21 @@
-"""Tables of results: one structure, written as Markdown, LaTeX, CSV or JSON.
+"""Tables of results, written as Markdown, LaTeX, CSV or JSON.
 
-Markdown and LaTeX are for reading: rounded, a mean with its spread, the paper's figure beside ours.
-CSV and JSON are for computing: every number as it was measured, nothing rounded, nothing scaled.
+Markdown and LaTeX are for people: numbers are rounded, a mean has its standard deviation, and the
+paper's number is in brackets. CSV and JSON are for programs: no number is rounded or scaled.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .run import files as atomic
 
-NOTHING = "-"  # what a cell without a number shows
+NOTHING = "-"  # a cell without a number
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,29 @@ class Cell:
     Attributes:
         value: the number; None if there is none.
         spread: its standard deviation.
-        paper: what the paper has in this place.
+        paper: the paper's number in this cell.
+        interval: its confidence interval.
     """
 
     value: float | None = None
     spread: float | None = None
     paper: Cell | None = None
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Column:
-    """What the numbers below each other are, and how they are shown.
+    """A column of a table, and how its numbers are shown.
 
     Attributes:
         key: its name in CSV and JSON.
         heading: its name in Markdown and LaTeX.
-        group: what stands above the heading, over all neighbours of the same group.
-        digits: decimal places shown.
-        scale: what a number is multiplied by to be shown; 100 for percent.
-        suffix: what follows a shown number.
-        signed: whether a plus is shown.
-        printed: whether the column is in Markdown and LaTeX; CSV and JSON have all.
+        group: a heading above those of all neighbouring columns of the same group.
+        digits: decimal places in Markdown and LaTeX.
+        scale: the factor of the numbers in Markdown and LaTeX; 100 for percent.
+        suffix: printed after each number.
+        signed: whether positive numbers have a plus sign.
+        printed: whether the column is in Markdown and LaTeX. CSV and JSON have all columns.
     """
 
     key: str
@@ -58,7 +60,7 @@ class Column:
     printed: bool = True
 
     def shown(self, number: float) -> str:
-        """A number as it is read.
+        """A number as text.
 
         Example:
             >>> Column("accuracy", "accuracy %", scale=100).shown(0.98765)
@@ -70,16 +72,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: its label, and its cells by the key of their column."""
+    """A row of a table: its label, and its cells by the key of their column."""
 
     label: str
     cells: Mapping[str, Cell]
-    ruled: bool = False  # whether a line is drawn above it
+    ruled: bool = False  # whether there is a rule above it
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and columns, what they are about, and what must be known to read them."""
+    """Rows and columns with a caption and notes."""
 
     caption: str
     columns: Sequence[Column]
@@ -92,15 +94,47 @@ class Table:
         return [column for column in self.columns if column.printed]
 
 
-# ------------------------------------------------------------------ for reading
+def filled(columns: Iterable[Column], rows: Sequence[Row]) -> list[Column]:
+    """The columns that have a number in some row.
+
+    Example:
+        >>> rows = [Row("ls", {"a": Cell(1.0)})]
+        >>> [column.key for column in filled([Column("a", "A"), Column("b", "B")], rows)]
+        ['a']
+    """
+    return [
+        column
+        for column in columns
+        if any(row.cells.get(column.key, Cell()).value is not None for row in rows)
+    ]
+
+
+def shown_cell(column: Column, cell: Cell) -> str:
+    """A cell as text, without the paper's number.
+
+    Example:
+        >>> shown_cell(Column("a", "A", signed=True), Cell(0.5, interval=(0.1, 0.9)))
+        '+0.50 (+0.10, +0.90)'
+    """
+    if cell.value is None:
+        return NOTHING
+    text = column.shown(cell.value)
+    if cell.spread is not None:
+        text += f" ± {cell.spread * column.scale:.{column.digits}f}"
+    if cell.interval is not None:
+        text += f" ({', '.join(map(column.shown, cell.interval))})"
+    return text
+
+
+# ------------------------------------------------------------------ for people
 
 
 def to_markdown(table: Table) -> str:
     """A Markdown table with the caption above and the notes below, columns aligned."""
     head = [table.corner, *map(_full_heading, table.printed)]
-    body = [[row.label, *_texts(table, row, _plain)] for row in table.rows]
+    body = [[row.label, *_texts(table, row, shown_cell)] for row in table.rows]
     lines = [[text.replace("|", "\\|") for text in line] for line in (head, *body)]
-    # A rule needs two signs: a dash and the colon of its alignment.
+    # A column is at least two characters wide: a dash and the colon that aligns it.
     widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
     padded = [
         [
@@ -151,17 +185,10 @@ def _texts(table: Table, row: Row, shown: Callable[[Column, Cell], str]) -> Iter
         yield f"{text} [{shown(column, cell.paper)}]" if cell.paper is not None else text
 
 
-def _plain(column: Column, cell: Cell) -> str:
-    if cell.value is None:
-        return NOTHING
-    spread = "" if cell.spread is None else f" ± {cell.spread * column.scale:.{column.digits}f}"
-    return column.shown(cell.value) + spread
-
-
 def _tex(column: Column, cell: Cell) -> str:
     if cell.value is None:
         return NOTHING
-    value, *spread = _plain(column, cell).split(" ± ")
+    value, *spread = shown_cell(column, cell).split(" ± ")
     small = rf"{{\tiny $\pm$ {spread[0]}}}" if spread else ""
     return _escaped(value) + small
 
@@ -171,7 +198,7 @@ def _full_heading(column: Column) -> str:
 
 
 def _groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """The groups from left to right, each with how many columns it spans."""
+    """The groups from left to right, with the number of columns of each."""
     spans: list[tuple[str, int]] = []
     for column in columns:
         if spans and spans[-1][0] == column.group:
@@ -202,11 +229,11 @@ def _escaped(text: str) -> str:
     return "".join(_TEX.get(character, character) for character in text)
 
 
-# ------------------------------------------------------------------ for computing
+# ------------------------------------------------------------------ for programs
 
 
 def to_csv(table: Table) -> str:
-    """One line per row; columns ``KEY`` and, where there are any, ``KEY_std``, ``KEY_paper``..."""
+    """One line per row: columns ``KEY``, and ``KEY_std``, ``KEY_paper`` and so on if not empty."""
     wanted = [
         (column.key, part)
         for column in table.columns
@@ -224,6 +251,8 @@ def to_csv(table: Table) -> str:
 _PARTS: dict[str, Callable[[Cell], float | None]] = {
     "": lambda cell: cell.value,
     "_std": lambda cell: cell.spread,
+    "_low": lambda cell: None if cell.interval is None else cell.interval[0],
+    "_high": lambda cell: None if cell.interval is None else cell.interval[1],
     "_paper": lambda cell: None if cell.paper is None else cell.paper.value,
     "_paper_std": lambda cell: None if cell.paper is None else cell.paper.spread,
 }
@@ -257,6 +286,8 @@ def _cell(cell: Cell) -> dict[str, Any]:
     document: dict[str, Any] = {"value": cell.value}
     if cell.spread is not None:
         document["std"] = cell.spread
+    if cell.interval is not None:
+        document["interval"] = list(cell.interval)
     if cell.paper is not None:
         document["paper"] = _cell(cell.paper)
     return document

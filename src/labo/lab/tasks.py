@@ -1,8 +1,16 @@
 """The protocol of a task: its data, its model, its loss and its scores.
 
-``TASKS`` names the class of each task. It is imported when it is first needed, so that importing
-this module needs neither torch nor accelerate. Nothing outside of a task's own package may depend
-on which task it is.
+``TASKS`` names the package of each task. A package has
+
+- ``task.py`` with the class of the task, named ``TASK``: what training and evaluation need;
+- ``analysis.py`` with a :class:`labo.lab.analysis.task.TaskAnalysis`, named ``ANALYSIS``: what
+  compare, analyze and report need, without torch;
+- perhaps ``report.py`` with a :class:`labo.lab.report.task.TaskReport`, named ``REPORT``: what the
+  report shows besides what it shows for every task.
+
+They are imported when they are first needed, so importing this module needs neither torch nor
+accelerate. No module outside of a task's package depends on which task it is.
+``docs/add_a_task.md`` adds one.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from .._names import unknown_name
 from .config import Recipe
 from .errors import RequestError
 from .run.directory import RunDirectory
@@ -24,9 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TASKS = {
-    "image_classification": "labo.lab.images.task:ImageTask",
-    "translation": "labo.lab.translation.task:TranslationTask",
-    "language_modeling": "labo.lab.language_modeling.task:LanguageModelingTask",
+    "image_classification": "labo.lab.images",
+    "translation": "labo.lab.translation",
+    "language_modeling": "labo.lab.language_modeling",
 }
 
 
@@ -76,102 +85,171 @@ class Evaluation:
 
 
 class Task(Protocol):
-    """What the loop asks of a task. All of it is a pure function of recipe and arguments."""
+    """What training and evaluation need of a task.
+
+    Every method is a pure function of the recipe and its arguments. A class that inherits from this
+    one gets the methods that have a body; the others it must define.
+    """
 
     Recipe: ClassVar[type[Recipe]]
     higher_is_better: ClassVar[Mapping[str, bool]]  # the metrics a model can be selected by
-    provides: ClassVar[frozenset[str]]
+    provides: ClassVar[frozenset[str]] = frozenset()
     """What methods may need: "one_target_per_sample" (a sentence has many), "peers" (samples of the
     same class), "class_table" (few enough classes for a K x K table), "vocabulary_groups"."""
-    method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]]
+    method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Method -> hyper-parameter -> default, where it differs from that of the loss."""
 
+    tempered_records: ClassVar[bool] = False
+    """Whether the records must hold what a temperature makes of the probabilities: true if they do
+    not have the probabilities of all classes, from which the analysis computes it."""
+
+    recipe: Any
     size: int  # samples of the training split
     num_classes: int
     steps_per_epoch: int
     fingerprint: str  # names exactly this data
-    notes: Sequence[str]  # what a person should know of it
+    notes: Sequence[str] = ()  # printed when training starts
 
     def __init__(self, recipe: Any) -> None: ...
 
+    # ------------------------------------------------------------------ the model
+
     def build_model(self) -> nn.Module:
-        """A fresh model, from PyTorch's generator."""
+        """A new model, with weights from PyTorch's random generator."""
 
     def facts(self) -> dict[str, Any]:
-        """What a saved model says of itself: ``task``, ``num_classes``, what else is of use."""
+        """What is saved with a model: ``task``, ``num_classes``, and what loading it needs."""
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What a run saves of a model with these weights: tensors, and texts by file name.
 
-        Among the texts is ``config.json``, which has the facts, or has them under "labo".
+        One of the texts is ``config.json``. It has the facts, at the top or under "labo".
         """
+        return dict(weights), {"config.json": json.dumps(self.facts(), indent=2) + "\n"}
 
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
         """A saved model, on the CPU."""
 
+    # ------------------------------------------------------------------ training
+
     def global_batch(self, epoch: int, position: int) -> Tensor:
-        """The samples of a batch over all processes, (N,)."""
+        """(N,) the indices of the samples of a batch, over all processes.
+
+        By default every sample once per epoch, in a new random order, ``train.batch_size`` at a
+        time.
+        """
+        from .run.seeds import permutation
+
+        size = self.recipe.train.batch_size
+        order = permutation(self.recipe.seed, epoch, self.size)
+        return order[position * size : (position + 1) * size]
 
     def count(self, index: Tensor) -> int:
-        """How many targets these samples have: what the mean loss divides by."""
+        """How many targets these samples have: the divisor of the mean loss."""
+        return len(index)
 
     def batch(self, index: Tensor, epoch: int) -> Batch:
-        """Samples as they look in this epoch."""
+        """Samples as they are in this epoch, with augmentation if there is any."""
 
     def peers(self, batch: Batch) -> Batch:
         """For each sample of a batch another one of the same class."""
+        raise RequestError(f"{self.recipe.task} does not provide peers")
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Run the model: logits, or hidden states with the output layer."""
+        return model(batch.inputs)
 
-    def loss(self, loss: nn.Module, outputs: Any, batch: Batch, second: tuple[Any, ...]) -> Tensor:
-        """The loss of outputs; ``second`` has the teacher's, if there is one."""
+    def loss(
+        self, loss: nn.Module, outputs: Any, batch: Batch, teacher_outputs: tuple[Any, ...]
+    ) -> Tensor:
+        """The loss of outputs; ``teacher_outputs`` is empty if the method has no teacher."""
+        value: Tensor = loss(outputs, batch.target, *teacher_outputs)
+        return value
 
     def sums(self, outputs: Any, batch: Batch) -> Tensor:
-        """(N,) one number per sample, finite where its outputs are."""
+        """(N,) one number per sample that is finite if and only if all its outputs are."""
+        found: Tensor = outputs.detach().flatten(1).sum(-1)
+        return found
+
+    # ------------------------------------------------------------------ evaluation
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """The scores on the validation split that a run follows; shared among the processes."""
+        """The scores on the validation split that are logged during training."""
+        return self.evaluate(model, "valid", accelerator).metrics
+
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits (n, K) and targets (n,) of this process's share of a split, in eval mode.
+
+        Every call gives the same batches.
+        """
+        raise RequestError(f"{self.recipe.task} has no logits to fit a temperature to")
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        """Divide the output layer of a model by a temperature."""
+        from ..calibration import fold_temperature
+
+        fold_temperature(model, temperature)
 
     def evaluate(
         self,
         model: nn.Module,
         split: str,
         accelerator: Accelerator,
-        *,
-        beams: Sequence[int] = (),
+        **options: Any,
     ) -> Evaluation:
-        """All scores in eval mode on "valid" or "test", shared among the processes.
+        """All scores in eval mode, computed by all processes together.
 
         Args:
-            model: what to score.
-            split: on what.
-            accelerator: where.
-            beams: for translation, further beam sizes to measure the length of the output at.
+            model: the model.
+            split: "valid" or "test".
+            accelerator: the devices and processes.
+            **options: values of the task's ``evaluate_options``, see
+                :class:`labo.lab.analysis.task.TaskAnalysis`; and, for a task with :meth:`logits`,
+                ``temperature``: also measure softmax(logits / temperature).
         """
 
-    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """A few samples with all their logits, to look at closely; and the names of the classes."""
+    def examples(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> dict[str, Any] | None:
+        """A few samples with all their logits, for the label figures of the report.
+
+        Returns:
+            ``{"classes": [name], "examples": [{"title", "target", "logits", "image", "context"}]}``
+            or None, the default.
+        """
+        return None
+
+
+def task_package(name: str) -> str:
+    """The package of a task of ``TASKS``."""
+    if name not in TASKS:
+        raise RequestError(unknown_name("task", name, TASKS))
+    return TASKS[name]
 
 
 def find_task(name: str) -> type[Task]:
     """The class of a task of ``TASKS``."""
-    module, _, attribute = TASKS[name].partition(":")
-    task: type[Task] = getattr(importlib.import_module(module), attribute)
+    task: type[Task] = importlib.import_module(f"{task_package(name)}.task").TASK
     return task
 
 
 def load_model(run: RunDirectory) -> nn.Module:
-    """The selected model of a run, on the CPU."""
+    """The selected model of a run, on the CPU.
+
+    Raises:
+        RequestError: there is none, or a file of it is damaged.
+    """
+    run.verify_best()
     facts = run.facts()
-    run.must_have(run.best / "model.safetensors")
     try:
         return find_task(facts["task"]).load_model(run.best)
-    except (KeyError, RuntimeError) as error:
-        raise RequestError(f"{run.best} holds no model this version can build") from error
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise RequestError(f"{run.best} holds no model that this version can build") from error
 
 
 def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:

@@ -1,11 +1,13 @@
-"""Where a second distribution comes from: a frozen model, a peer, an average, the past.
+"""Teachers: the source of a second prediction, for methods that need one.
 
-The loop calls a teacher once per piece of a batch, after the model's own forward pass; what it
-returns goes to the loss behind ``(outputs, target)``. ``step()`` follows each optimizer step. A
-teacher's state is tensors, and saved with every checkpoint.
+A teacher is a frozen model, a sample of the same class, an averaged model, or the model of the
+previous epoch. The training loop calls it once per micro-batch, after the forward pass of the
+model, and passes what it returns to the loss after ``(outputs, target)``. ``step()`` is called
+after each optimizer step. The state of a teacher consists of tensors and is saved with every
+checkpoint.
 
-As for losses, positional parameters are what the run knows (``task``, ``model``, ``accelerator``,
-``seed``), keyword-only ones are hyper-parameters.
+As with losses, the run supplies the positional parameters (``task``, ``model``, ``accelerator``,
+``seed``). The keyword-only parameters are hyper-parameters.
 """
 
 from __future__ import annotations
@@ -20,30 +22,34 @@ from torch import Tensor, nn
 
 from .errors import RequestError
 from .run.directory import RunDirectory
-from .run.distributed import gather_rows
+from .run.distributed import gather_rows, is_synchronized, synchronize_batchnorm
 from .run.seeds import mix, uniforms
 from .tasks import Batch, Task, load_model
 
 
 class Teacher:
-    """The teacher that has nothing to say; the base of those that have."""
+    """No teacher, and the base class of all teachers."""
 
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any, ...]:
-        """What the loss needs besides ``outputs``, those of the model for ``batch``."""
+        """Further arguments of the loss, given the outputs of the model for ``batch``."""
         return ()
 
     def step(self) -> None:
-        """Follow an optimizer step."""
+        """Called after each optimizer step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up the state of ``state_dict()``."""
+        """Restore the state of ``state_dict()``."""
 
 
 class Frozen(Teacher):
-    """A finished run's selected model, in eval mode (KD, Tf-KD_self)."""
+    """The selected model of a finished run, in eval mode (KD, Tf-KD_self).
+
+    Args:
+        teacher: directory of a finished run.
+    """
 
     def __init__(self, task: Task, accelerator: Accelerator, *, teacher: str) -> None:
         self.task, self.accelerator = task, accelerator
@@ -51,11 +57,13 @@ class Frozen(Teacher):
         theirs, ours = RunDirectory(teacher).facts(), task.facts()
         if theirs["num_classes"] != ours["num_classes"]:
             raise RequestError(
-                f"method.teacher: {teacher} knows {theirs['num_classes']} classes, "
-                f"the data {ours['num_classes']}"
+                f"method.teacher: {teacher} has {theirs['num_classes']} classes, "
+                f"the data has {ours['num_classes']}"
             )
         if theirs.get("vocabulary") != ours.get("vocabulary"):
-            raise RequestError(f"method.teacher: {teacher} has another target vocabulary")
+            raise RequestError(
+                f"method.teacher: {teacher} was trained with a different target vocabulary"
+            )
         self.model = model.to(accelerator.device).eval()
 
     @torch.no_grad()
@@ -67,8 +75,8 @@ class Frozen(Teacher):
 class SameClassPeer(Teacher):
     """The model's own output for another sample of the same class (CS-KD).
 
-    The peers are a batch of their own, in train mode, as in the authors' code: batch norm sees
-    them apart from the anchors, and moves its running statistics twice per step.
+    As in the authors' code the peers form a batch of their own, in train mode. Batch norm
+    normalizes them separately and updates its running statistics twice per step.
     """
 
     def __init__(self, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
@@ -82,12 +90,16 @@ class SameClassPeer(Teacher):
 
 
 class EMA(Teacher):
-    """An averaged model, for its ranking of the samples, and the random draws (Beta-LS).
+    """An averaged model that ranks the samples, and the random draws (Beta-LS).
 
-    As in the authors' code the average starts from an initialisation of its own, is a plain mean
-    of the weights at first (decay 1 - 1/(t+1) after step t, until ``decay`` is reached), leaves
-    the buffers alone, and is run in train mode. The i-th smallest of the draws from Beta(a, 1) goes
-    to the i-th smallest confidence; the ranking is over all processes, piece by piece.
+    As in the authors' code the average starts from its own initialization, is a plain mean of the
+    weights at first (decay 1 - 1/(t+1) after step t, until ``decay`` is reached), does not average
+    buffers, and runs in train mode. The i-th smallest draw from Beta(a, 1) goes to the i-th
+    smallest confidence. Each micro-batch is ranked over all processes.
+
+    Args:
+        a: first parameter of the Beta distribution.
+        decay: largest decay of the averaged weights.
     """
 
     def __init__(
@@ -104,7 +116,10 @@ class EMA(Teacher):
         self.a, self.decay = a, decay
         self.seed = seed
         torch.manual_seed(mix(seed, "averaged model"))
-        self.average = task.build_model().to(accelerator.device).train().requires_grad_(False)
+        average = task.build_model()
+        if is_synchronized(model):
+            average = synchronize_batchnorm(average, accelerator.device)
+        self.average = average.to(accelerator.device).train().requires_grad_(False)
         self.steps = 0
 
     @torch.no_grad()
@@ -119,9 +134,9 @@ class EMA(Teacher):
         return average_logits, self._own_share(confidence, draws, counts)
 
     def _own_share(self, confidence: Tensor, draws: Tensor, counts: Tensor) -> Tensor:
-        """This process's draws, once those of all processes are dealt out by confidence.
+        """The draws of this process, after those of all processes are assigned by confidence.
 
-        Within its own rows the loss ranks again, and so finds each draw at its place.
+        The loss ranks the rows of its process again, so only the set of draws matters.
         """
         if self.accelerator.num_processes == 1:
             return draws
@@ -150,11 +165,11 @@ class EMA(Teacher):
 
 
 class PastPredictions(Teacher):
-    """What the model said of each sample in the epoch before (PS-KD).
+    """The prediction for each sample in the previous epoch (PS-KD).
 
-    A table of log-probabilities (samples x classes) on the CPU of every process. A row is written
-    after the optimizer step with the prediction from before it. In the first epoch, and for a
-    sample not seen yet, the past is the label itself, so that the loss is plain cross entropy.
+    A table of log-probabilities (samples x classes), on the CPU of every process. A row is written
+    after the optimizer step and holds the prediction from before it. In the first epoch, and for
+    samples not seen yet, the label itself takes its place, and the loss is plain cross entropy.
     """
 
     def __init__(self, task: Task, accelerator: Accelerator) -> None:
@@ -191,10 +206,10 @@ class PastPredictions(Teacher):
 
 
 class PastWeights(Teacher):
-    """The model as it was at the end of the epoch before (PS-KD with many targets per sample).
+    """The model at the end of the previous epoch (PS-KD with many targets per sample).
 
-    A table of predictions would have samples x length x vocabulary entries; the weights say the
-    same, in eval mode. In the first epoch there is no past, and the loss is plain cross entropy.
+    A table of predictions would have samples x length x vocabulary entries, so the weights are
+    kept instead and run in eval mode. In the first epoch the loss is plain cross entropy.
     """
 
     def __init__(self, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
@@ -224,7 +239,7 @@ class PastWeights(Teacher):
 
 
 def past_self(task: Task, model: nn.Module, accelerator: Accelerator) -> Teacher:
-    """What the model said in the epoch before, in the form that fits the task (PS-KD)."""
+    """The predictions of the previous epoch: a table, or the weights for many targets (PS-KD)."""
     if "one_target_per_sample" in task.provides:
         return PastPredictions(task, accelerator)
     return PastWeights(task, model, accelerator)

@@ -2,12 +2,16 @@
 
 batch -> teacher -> loss -> backward -> check -> optimizer step -> evaluate -> save
 
-Nothing random outlives a step. The order of the samples, their augmentation, dropout and the
-learning rate are functions of (seed, epoch, sample) and of the step; so a checkpoint, written
-between two optimizer steps, is all that a killed run needs to go on as if nothing had happened.
+No random state is kept between steps: the order of the samples, their augmentation, dropout and the
+learning rate are functions of the seed, the epoch, the sample and the step. A checkpoint, written
+between two optimizer steps, is therefore enough to continue a killed run bit for bit.
 
-With many processes each takes its share of the same global batch, and the loss is divided by the
-targets of the whole batch: the curve is that of one process.
+With several processes each takes its share of the same global batch, and the loss is divided by
+the number of targets in the whole batch. The loss curve is then that of one process, up to
+rounding, if the model has no batch norm or ``train.sync_batchnorm`` is on. Without it each process
+normalises its own share of the batch.
+
+Ctrl-C and SIGTERM let the step under way finish, save a checkpoint and end the run.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, broadcast
+from accelerate.utils import ProjectConfiguration, broadcast, broadcast_object_list
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from ..losses import Warmup
@@ -35,77 +39,142 @@ from .errors import LabError, RequestError
 from .methods import METHODS
 from .optim import build_optimizer, learning_rate
 from .run import checkpoint
+from .run.checksums import DamagedError
 from .run.directory import RunDirectory
-from .run.distributed import gather_rows
+from .run.distributed import (
+    gather_rows,
+    has_batchnorm,
+    is_lost_process,
+    nothing_counted,
+    synchronize_batchnorm,
+)
+from .run.interrupt import Interruptions
+from .run.lock import held
 from .run.progress import Display
 from .run.seeds import mix
-from .tasks import Batch, find_task, load_model
+from .tasks import Batch, Task, find_task, load_model
 
 T = TypeVar("T")
 
 _NAMED_SAMPLES = 16  # how many samples a message lists
 
 
-@dataclass
-class TrainingState:
+class TrainingState(BaseModel):
     """Where a run is, apart from its tensors."""
 
-    step: int = 0  # optimizer steps done
-    epoch: int = 0  # epochs done
-    position: int = 0  # batches done in this epoch
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    step: int = Field(0, ge=0)  # optimizer steps done
+    epoch: int = Field(0, ge=0)  # epochs done
+    position: int = Field(0, ge=0)  # batches done in this epoch
     loss_sum: float = 0.0  # since the last logged line
-    loss_steps: int = 0
+    loss_steps: int = Field(0, ge=0)
+    evaluated: int = Field(0, ge=0)  # the step of the last evaluation
     best: float | None = None  # the score of the selected model
-    best_step: int = 0
-    stale: int = 0  # evaluations since then
-    averaged: int = 0  # models in the average
-    seconds: float = 0.0  # spent in training, over all its starts
+    best_step: int = Field(0, ge=0)
+    stale: int = Field(0, ge=0)  # evaluations since then
+    averaged: int = Field(0, ge=0)  # models in the average
+    seconds: float = Field(0.0, ge=0)  # spent in training, over all its starts
 
 
-def train(recipe: Recipe, out: str | Path, *, test: bool = True) -> dict[str, Any]:
-    """Train, or go on training, in a run directory.
+class SavedState(TrainingState):
+    """The state in a checkpoint."""
+
+    processes: int = Field(ge=1)
+    scaler: dict[str, Any] | None = None  # of fp16
+
+
+def train(
+    recipe: Recipe, out: str | Path, *, test: bool = True, accept_data: bool = False
+) -> dict[str, Any]:
+    """Train, or continue training, in a run directory.
 
     Args:
-        recipe: what to do.
-        out: the run directory; made if it is not there.
-        test: whether to score the selected model on the test split at the end. Without it that
-            split stays untouched until ``labo evaluate`` adds its scores to the results.
+        recipe: what to train.
+        out: the run directory; made if it is missing.
+        test: whether to score the selected model on the test split at the end. If not, that split
+            is left to ``labo evaluate``, which adds its scores to the results.
+        accept_data: continue the run although its data have changed.
 
     Returns:
         The content of ``results.json``.
 
     Raises:
-        RequestError: the directory holds something else, or the recipe does not fit the data.
+        RequestError: the directory holds something else or is in use, the data have changed, or the
+            recipe does not fit them.
         LabError: the work failed; the run can be continued from its last checkpoint.
     """
     run = RunDirectory(out)
     run.check(recipe)
     if run.finished:
         return run.results()
-    return Trainer(recipe, run).train(test)
+    trainer = Trainer(recipe, run, accept_data=accept_data)
+    try:
+        with owned(run, trainer.accelerator):
+            run.check(recipe)  # again: another process may have been at work until now
+            return run.results() if run.finished else trainer.train(test)
+    except Exception as error:
+        if trainer.accelerator.num_processes > 1 and is_lost_process(error):
+            raise LabError(
+                "another process of this run has ended (its own message is above, unless it was "
+                "killed); the same command continues the run from its last checkpoint"
+            ) from error
+        raise
+
+
+@contextmanager
+def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
+    """Own a run directory; its processes are one owner.
+
+    Raises:
+        RequestError: on every process, if another one owns it.
+    """
+    problem: list[Exception | None] = [None]
+    with nullcontext() if not accelerator.is_main_process else _Lock(run, problem):
+        broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise problem[0]
+        yield
+
+
+class _Lock:
+    """:func:`labo.lab.run.lock.held`, with a refusal put into a list instead of raised."""
+
+    def __init__(self, run: RunDirectory, problem: list[Exception | None]) -> None:
+        self.lock, self.problem = held(run.path), problem
+
+    def __enter__(self) -> None:
+        try:
+            self.lock.__enter__()
+        except LabError as error:
+            self.problem[0] = error
+
+    def __exit__(self, *details: Any) -> None:
+        if self.problem[0] is None:
+            self.lock.__exit__(*details)
 
 
 class Trainer:
-    """A run in the making: the parts, and the loop over them."""
+    """The parts of a run, and the loop over them."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory) -> None:
-        self.recipe, self.run = recipe, run
+    def __init__(self, recipe: Recipe, run: RunDirectory, *, accept_data: bool = False) -> None:
+        self.recipe, self.run, self.accept_data = recipe, run, accept_data
         self.accelerator = _accelerator(recipe, run)
         self.task = find_task(recipe.task)(recipe)
+        if not accept_data:
+            run.check_data(self.task.fingerprint)
         steps = self.task.steps_per_epoch
         limits = (recipe.train.max_steps, recipe.train.epochs and recipe.train.epochs * steps)
         self.total = min(limit for limit in limits if limit)
-        every = recipe.train.eval_every_steps or recipe.train.eval_every * steps
-        self.evaluated_steps = sorted({*range(every, self.total, every), self.total})
 
         torch.manual_seed(mix(recipe.seed, "model"))
         self.module = self.task.build_model()
-        if recipe.train.sync_batchnorm:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)
+        if recipe.train.sync_batchnorm and self.accelerator.num_processes > 1:
+            self.module = synchronize_batchnorm(self.module, self.accelerator.device)
         self.module.to(self.accelerator.device)
         facts = {
             "num_classes": self.task.num_classes,
-            "epochs": math.ceil(self.total / steps),
+            "epochs": -(-self.total // steps),
             "task": self.task,
             "model": self.module,
             "accelerator": self.accelerator,
@@ -120,18 +189,42 @@ class Trainer:
         self.average: dict[str, Tensor] = {}
         self.state = TrainingState()
         self.saved: Path | None = None  # the newest checkpoint
+        self.saved_step = 0
+        self.interruptions = Interruptions()
+        self.stopping = False  # all processes have agreed to stop after this step
+        self.between_steps = True  # the state is one that can be saved
 
     def train(self, test: bool) -> dict[str, Any]:
         """The loop; ``test`` says whether it ends on the test split."""
         if self.accelerator.is_main_process:
-            self.run.start(self.recipe)
+            self.run.start(self.recipe, self.task.fingerprint)
+            if self.accept_data:
+                self.run.accept_data(self.task.fingerprint)
         self.accelerator.wait_for_everyone()
-        with Display(self.total, silent=not self.accelerator.is_main_process) as self.display:
+        with (
+            self.interruptions.handled(),
+            Display(self.total, silent=not self.accelerator.is_main_process) as self.display,
+        ):
             for note in self._notes():
                 self.display.say(f"note: {note}")
             self.restore()
-            state, began = self.state, time.perf_counter() - self.state.seconds
-            for batches, index in self.upcoming():
+            try:
+                self._loop()
+                return self.finish(test)
+            except KeyboardInterrupt:
+                self._save_interrupted()
+                raise
+
+    def _loop(self) -> None:
+        state, began = self.state, time.perf_counter() - self.state.seconds
+        if self._is_evaluated(state.step) and state.evaluated < state.step:
+            self.evaluate()  # the run was interrupted before or while it did
+            self.save()
+        upcoming = self.upcoming()
+        while (batch := self._next(upcoming)) is not None:
+            batches, index = batch
+            with self.interruptions.deferred():
+                self.between_steps = False
                 self.update(batches, index)
                 state.step += 1
                 state.position += 1
@@ -139,28 +232,68 @@ class Trainer:
                     state.epoch, state.position = state.epoch + 1, 0
                     _tell(self.loss, "end_epoch")
                 state.seconds = time.perf_counter() - began
-                evaluated = state.step in self.evaluated_steps
+                self.between_steps = True
                 self.display.advance(state.step, self.task.count(index))
+                evaluated = self._is_evaluated(state.step)
                 if evaluated or state.step % self.recipe.train.log_every == 0:
                     self.log()
-                if evaluated:
-                    self.evaluate()
-                    state.seconds = time.perf_counter() - began
-                if evaluated or _divides(self.recipe.train.save_every, state.step):
-                    self.save()
-            return self.finish(test)
+            self._stop_if_asked()
+            if evaluated:
+                self.evaluate()
+                state.seconds = time.perf_counter() - began
+            if evaluated or _divides(self.recipe.train.save_every, state.step):
+                self.save()
+
+    def _next(self, upcoming: Iterator[T]) -> T | None:
+        """The next item, or None. Several processes must agree before any of them may stop."""
+        several = self.accelerator.num_processes > 1
+        with self.interruptions.deferred() if several else nullcontext():
+            return next(upcoming, None)
+
+    @property
+    def _evaluated_every(self) -> int:
+        """Steps from one evaluation to the next."""
+        train = self.recipe.train
+        return train.eval_every_steps or train.eval_every * self.task.steps_per_epoch
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step > 0 and (step == self.total or step % self._evaluated_every == 0)
+
+    def _is_averaged(self, step: int) -> bool:
+        """Whether an evaluated step is one of the last ``average_last``."""
+        every = self._evaluated_every
+        to_come = 0 if step == self.total else (self.total - 1) // every - step // every + 1
+        return to_come < self.recipe.train.average_last
+
+    def _stop_if_asked(self) -> None:
+        """End the run if a signal came during the step."""
+        several = self.accelerator.num_processes > 1
+        if self.stopping or (self.interruptions.requested and not several):
+            raise KeyboardInterrupt
+
+    def _save_interrupted(self) -> None:
+        """Save a checkpoint, if the state is whole and every process is here to take part."""
+        together = self.stopping or self.accelerator.num_processes == 1
+        if together and self.between_steps and self.state.step > self.saved_step:
+            self.save()
 
     def _notes(self) -> Iterator[str]:
-        """What a person should know before it begins."""
+        """What the user should know before the run begins."""
         yield from self.task.notes
+        several = self.accelerator.num_processes > 1
+        if several and has_batchnorm(self.module) and not self.recipe.train.sync_batchnorm:
+            yield (
+                "each process computes batch norm over its own share of a batch, so that the loss "
+                "depends on the number of processes; train.sync_batchnorm=true computes it over all"
+            )
         if isinstance(self.loss, Warmup) and self.loss.steps > self.total:
             yield (
-                f"the warm-up of {self.loss.steps} steps outlasts the run of {self.total}: "
+                f"the warm-up of {self.loss.steps} steps is longer than the run of {self.total}: "
                 f"{self.recipe.method['name']} itself is never used; method.warmup_steps sets it"
             )
 
     def upcoming(self) -> Iterator[tuple[list[Batch], Tensor]]:
-        """The batches from here to the end: this process's pieces, and all sample indices."""
+        """The batches to come: this process's micro-batches, and the samples of all processes."""
         plan = self._plan(self.state.step, self.state.epoch, self.state.position)
         patience = self.recipe.train.patience
         for item in _one_ahead(plan) if self.recipe.train.workers else plan:
@@ -171,22 +304,31 @@ class Trainer:
 
     def _plan(self, step: int, epoch: int, position: int) -> Iterator[tuple[list[Batch], Tensor]]:
         for number in range(self.total - step):
-            ahead, place = divmod(position + number, self.task.steps_per_epoch)
-            index = self.task.global_batch(epoch + ahead, place)
-            yield [self._share(piece, epoch + ahead) for piece in self._pieces(index)], index
+            ahead, index_in_epoch = divmod(position + number, self.task.steps_per_epoch)
+            index = self.task.global_batch(epoch + ahead, index_in_epoch)
+            yield [self._share(part, epoch + ahead) for part in self._micro_batches(index)], index
 
-    def _pieces(self, index: Tensor) -> tuple[Tensor, ...]:
+    def _micro_batches(self, index: Tensor) -> tuple[Tensor, ...]:
         return index.tensor_split(min(self.recipe.train.accumulate, len(index)))
 
-    def _share(self, piece: Tensor, epoch: int) -> Batch:
-        """This process's samples of a piece; all processes must have some, if only to look on."""
-        mine = piece.tensor_split(self.accelerator.num_processes)[self.accelerator.process_index]
+    def _share(self, samples: Tensor, epoch: int) -> Batch:
+        """This process's samples of a micro-batch.
+
+        All processes must take part in every step. One that has no sample takes one whose loss is
+        ignored.
+        """
+        mine = samples.tensor_split(self.accelerator.num_processes)[self.accelerator.process_index]
         if len(mine) == 0:
-            return self.task.batch(piece[:1], epoch).without_targets()
+            return self.task.batch(samples[:1], epoch).without_targets()
         return self.task.batch(mine, epoch)
 
     def update(self, batches: list[Batch], index: Tensor) -> None:
-        """One optimizer step on a global batch, of which ``batches`` are this process's pieces."""
+        """One optimizer step on a global batch.
+
+        Args:
+            batches: this process's micro-batches.
+            index: (N,) the samples of all processes.
+        """
         accelerator, recipe, state = self.accelerator, self.recipe, self.state
         torch.manual_seed(mix(recipe.seed, "step", state.step, accelerator.process_index))
         self.module.train()
@@ -194,21 +336,26 @@ class Trainer:
         total = torch.zeros((), device=accelerator.device)
         seen = []
         for number, batch in enumerate(batches, 1):
+            ignored = accelerator.num_processes > 1 and _is_ignored(batch)
             batch = batch.to(accelerator.device)
             last = number == len(batches)
-            with nullcontext() if last else accelerator.no_sync(self.model):
+            with (
+                nullcontext() if last else accelerator.no_sync(self.model),
+                nothing_counted(ignored),
+            ):
                 with accelerator.autocast():
                     outputs = self.task.outputs(self.model, batch)
-                second = self.teacher(batch, outputs)
-                loss = self.task.loss(self.loss, outputs, batch, second) / count
-                # Data parallelism takes the mean of the gradients where their sum is wanted.
+                taught = self.teacher(batch, outputs)
+                loss = self.task.loss(self.loss, outputs, batch, taught) / count
+                # Data parallelism takes the mean of the gradients; their sum is wanted.
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
             seen.append((batch.index, self.task.sums(outputs, batch)))
-        for parameter in self.loss.parameters():  # no part of the data-parallel model
+        for parameter in self.loss.parameters():  # not part of the data-parallel model
             parameter.grad = accelerator.reduce(parameter.grad, "mean")
         norm = accelerator.clip_grad_norm_(self._parameters(), recipe.optim.clip_norm or math.inf)
-        value = accelerator.reduce(total, "sum").item()
+        asked = torch.full_like(total, float(self.interruptions.requested))
+        value, asked_to_stop = accelerator.reduce(torch.stack([total, asked]), "sum").tolist()
         self._check_finite(value, float(norm), seen, index)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(recipe.optim, state.step, state.epoch, self.total)
@@ -218,6 +365,7 @@ class Trainer:
         self.teacher.step()
         state.loss_sum += value
         state.loss_steps += 1
+        self.stopping = asked_to_stop > 0
 
     def _parameters(self) -> list[nn.Parameter]:
         return [*self.module.parameters(), *self.loss.parameters()]
@@ -225,11 +373,12 @@ class Trainer:
     def _check_finite(
         self, loss: float, norm: float, seen: list[tuple[Tensor, Tensor]], index: Tensor
     ) -> None:
-        """Stop before the update if anything is not a number; all processes decide alike.
+        """Stop before the update if the loss or the gradient is not finite, on all processes.
 
         ``seen`` has the samples of this process, with a sum over the outputs of each.
         """
-        scaled = self.accelerator.scaler is not None  # fp16: the scaler skips an infinite gradient
+        # With fp16 the scaler itself skips a step with an infinite gradient.
+        scaled = self.accelerator.scaler is not None
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
             return
         bad = [samples.to(sums.device)[~sums.isfinite()] for samples, sums in seen]
@@ -269,10 +418,16 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Score the model on the validation split, and select it if it is the best so far."""
-        state, train = self.state, self.recipe.train
         for buffer in self.module.buffers():  # running statistics: those of the first process
             broadcast(buffer)
         metrics = self.task.validate(self.module, self.accelerator)
+        with self.interruptions.deferred():
+            self._note_scores(metrics)
+        self._stop_if_asked()
+
+    def _note_scores(self, metrics: Mapping[str, float]) -> None:
+        """Log the scores of an evaluation, and select the model if they are the best so far."""
+        state, train = self.state, self.recipe.train
         if not all(map(math.isfinite, metrics.values())):
             raise LabError(
                 f"stopped at step {state.step}: the scores on the validation split are {metrics}; "
@@ -289,8 +444,9 @@ class Trainer:
             self._select(self.module.state_dict())
         else:
             state.stale += 1
-        if train.average_last and state.step in self.evaluated_steps[-train.average_last :]:
+        if self._is_averaged(state.step):
             self._add_to_average()
+        state.evaluated = state.step
 
     def _select(self, weights: dict[str, Tensor]) -> None:
         if self.accelerator.is_main_process:
@@ -307,13 +463,18 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        # A loss may gather something different on each process (OLS): one row per process.
+        with self.interruptions.deferred():
+            self._save()
+        self._stop_if_asked()
+
+    def _save(self) -> None:
+        # The state of a loss can differ between processes (OLS): one row per process.
         loss = {
             name: self.accelerator.gather(tensor.to(self.accelerator.device).unsqueeze(0))
             for name, tensor in self.loss.state_dict().items()
         }
         if self.accelerator.is_main_process:
-            state = asdict(self.state) | {"processes": self.accelerator.num_processes}
+            state = self.state.model_dump() | {"processes": self.accelerator.num_processes}
             if self.accelerator.scaler is not None:
                 state["scaler"] = self.accelerator.scaler.state_dict()
             tensors = {
@@ -325,36 +486,53 @@ class Trainer:
             }
             folder, digest = self.run.checkpoints, self.recipe.digest()
             self.saved = checkpoint.save(folder, self.state.step, state, tensors, digest)
+        self.saved_step = self.state.step
         self.accelerator.wait_for_everyone()
 
     def restore(self) -> None:
-        """Take up the newest whole checkpoint, if there is one."""
-        found = checkpoint.latest(self.run.checkpoints, self.recipe.digest(), self.display.say)
+        """Continue from the newest whole checkpoint, if there is one."""
+        folder, digest = self.run.checkpoints, self.recipe.digest()
+        found = checkpoint.latest(folder, digest, SavedState, self.display.say)
         if found is not None:
             self._take_up(found)
-            self.saved = found.path
+            self.saved, self.saved_step = found.path, self.state.step
             self.display.say(f"continuing {self.run.path} at step {self.state.step}")
             if changed := self.run.changes_since_start():
                 self.display.say(f"note: it was begun with {changed}; the bits may differ")
+            if self.state.best_step and not self.recipe.train.average_last:
+                self._repair_best()
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             checkpoint.tidy(self.run.checkpoints)
-            self.run.forget_after(self.state.step)
+            self.run.forget_after(self.state.step, self.display.say)
         self.display.advance(self.state.step)
         self.accelerator.init_trackers(
             "tensorboard", init_kwargs={"tensorboard": {"purge_step": self.state.step + 1}}
         )
 
+    def _repair_best(self) -> None:
+        if self.accelerator.is_main_process:
+            repair_best(self.run, self.recipe, self.task, lambda: self.module, self.display.say)
+
     def _take_up(self, found: checkpoint.Checkpoint) -> None:
-        state, tensors = dict(found.state), found.tensors
-        processes = state.pop("processes")
-        if processes != self.accelerator.num_processes:
+        saved: SavedState = found.state
+        if saved.processes != self.accelerator.num_processes:
             raise RequestError(
-                f"{self.run.path} is a run of {processes} process(es): go on with as many"
+                f"{self.run.path} is a run of {saved.processes} process(es): continue it with as "
+                "many"
             )
+        try:
+            self._load(saved, found.tensors)
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise LabError(
+                f"{found.path} does not fit the model of the recipe; remove it to continue from "
+                "the checkpoint before it"
+            ) from error
+
+    def _load(self, saved: SavedState, tensors: dict[str, dict[str, Tensor]]) -> None:
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state.pop("scaler"))
-        self.state = TrainingState(**state)
+            self.accelerator.scaler.load_state_dict(saved.scaler)
+        self.state = TrainingState(**saved.model_dump(exclude={"processes", "scaler"}))
         mine = self.accelerator.process_index
         self.module.load_state_dict(tensors["model"])
         self.loss.load_state_dict({name: rows[mine] for name, rows in tensors["loss"].items()})
@@ -368,7 +546,7 @@ class Trainer:
         }
 
     def finish(self, test: bool) -> dict[str, Any]:
-        """Score the selected model, on the test split for the first and only time."""
+        """Score the selected model; on the test split this is the first and only time."""
         if self.average:
             self._select(self.average)
         model = load_model(self.run).to(self.accelerator.device)
@@ -399,6 +577,54 @@ class Trainer:
         return results
 
 
+def repair_best(
+    run: RunDirectory,
+    recipe: Recipe,
+    task: Task,
+    build: Callable[[], nn.Module],
+    report: Callable[[str], None],
+) -> None:
+    """Write ``best`` again from a checkpoint if it is missing or damaged.
+
+    Args:
+        run: the run.
+        recipe: its recipe.
+        task: its task.
+        build: makes a model of the task, for its structure.
+        report: called with a sentence if ``best`` had to be written again.
+
+    Raises:
+        DamagedError: it is damaged, and no checkpoint has the selected weights.
+    """
+    try:
+        run.verify_best()
+    except DamagedError as error:
+        step, weights = _selected_weights(run, recipe)
+        if step == 0:
+            raise  # nothing was selected yet
+        if weights is None:
+            raise DamagedError(
+                f"{error}, and no checkpoint has the selected model of step {step}: train the "
+                "recipe again with another --out"
+            ) from error
+        run.select(*task.model_files(build(), weights))
+        report(f"{error}; {run.best} was written again from the checkpoint of step {step}")
+
+
+def _selected_weights(run: RunDirectory, recipe: Recipe) -> tuple[int, dict[str, Tensor] | None]:
+    """The step of the selected model, and its weights if a checkpoint has them."""
+    step = run.results().get("selected_step") if run.finished else None
+    for found in checkpoint.usable(
+        run.checkpoints, recipe.digest(), SavedState, report=lambda reason: None
+    ):
+        if step is None:
+            step = found.state.best_step
+        if found.state.step == step:
+            averaged = run.finished and recipe.train.average_last
+            return step, found.tensors["average" if averaged else "model"]
+    return step or 0, None
+
+
 def peak_memory() -> int:
     """The most memory this process has held so far, in bytes: of the GPU if it works on one."""
     if not on_cpu():
@@ -408,7 +634,7 @@ def peak_memory() -> int:
 
 
 def on_cpu() -> bool:
-    """Whether there is nothing better; accelerate wants to be told for many processes."""
+    """Whether there is no accelerator. With several processes accelerate must be told so."""
     return not torch.accelerator.is_available()
 
 
@@ -416,8 +642,6 @@ def _accelerator(recipe: Recipe, run: RunDirectory) -> Accelerator:
     """Devices, processes and precision, as the launcher and the recipe say."""
     if on_cpu() and recipe.train.precision == "fp16":
         raise RequestError("train.precision: fp16 needs a GPU; bf16 works on a CPU")
-    if on_cpu() and recipe.train.sync_batchnorm:
-        raise RequestError("train.sync_batchnorm needs GPUs")
     return Accelerator(
         cpu=on_cpu(),
         mixed_precision=recipe.train.precision,
@@ -433,12 +657,17 @@ def _tell(loss: nn.Module, event: str) -> None:
         hook()
 
 
+def _is_ignored(batch: Batch) -> bool:
+    """Whether a batch is one of ``Batch.without_targets``."""
+    return not batch.target.is_floating_point() and bool((batch.target == -100).all())
+
+
 def _divides(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
 def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each made while the one before is in use."""
+    """The same items; each is made while the one before it is in use."""
     with ThreadPoolExecutor(1) as worker:
         coming = worker.submit(next, items, None)
         while (item := coming.result()) is not None:

@@ -13,8 +13,8 @@ from scipy.optimize import minimize_scalar
 from sklearn.metrics import log_loss
 
 from analysis_runs import drawn_images
+from labo.calibration import ReliabilityBins
 from labo.lab.analysis import calibration
-from labo.lab.images import scores
 
 # Of two bins: [0.25, 0.45] with one right of two; [0.5, 0.75, 1.0] with two right of three.
 CONFIDENCE = np.array([0.25, 0.45, 0.5, 0.75, 1.0])
@@ -61,10 +61,8 @@ def test_class_wise_ece_looks_at_every_class():
 
 def test_ece_is_that_of_the_training_loop():
     confidence, right = np.random.default_rng(0).random(500), np.arange(500) % 3 == 0
-    theirs = scores.expected_calibration_error(
-        torch.from_numpy(confidence), torch.from_numpy(right).double()
-    )
-    assert calibration.ece(confidence, right) == pytest.approx(theirs, rel=1e-12)
+    theirs = ReliabilityBins.of(torch.from_numpy(confidence), torch.from_numpy(right))
+    assert calibration.ece(confidence, right) == pytest.approx(theirs.expected_error, rel=1e-12)
 
 
 @given(samples)

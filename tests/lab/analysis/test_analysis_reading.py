@@ -12,7 +12,11 @@ import pytest
 
 from analysis_runs import drawn_images, image_records, sentence, write_lines, write_run
 from labo.lab.analysis import reading
+from labo.lab.analysis.task import find_analysis
 from labo.lab.errors import RequestError
+from labo.lab.translation.records import read_translations
+
+IMAGES = find_analysis("image_classification")
 
 
 def test_a_finished_run(tmp_path):
@@ -46,14 +50,26 @@ def test_the_line_that_was_being_written_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("metrics.jsonl", '{"st\n{"step": 2}\n', "metrics.jsonl, line 1: no logged step"),
-        ("metrics.jsonl", '{"loss": 1}\n{"step": 2}\n', "metrics.jsonl, line 1: no logged step"),
-        ("results.json", '{"valid": ', "results.json is no JSON"),
-        ("results.json", "[]", "results.json is no JSON object"),
-        ("best/config.json", "", "config.json is no JSON"),
+        ("results.json", '{"valid": ', "results.json is not JSON"),
+        ("results.json", "[" * 100_000, "results.json is not JSON"),
+        ("results.json", "[]", "results.json is not a JSON object"),
+        ("results.json", '{"test": 3}', "results.json: test should be a valid dictionary, got 3"),
+        (
+            "results.json",
+            '{"test": {"accuracy": "high"}}',
+            "results.json: test.accuracy should be a valid number, got 'high'",
+        ),
+        ("results.json", '{"test": {"accuracy": NaN}}', "test.accuracy should be a finite number"),
+        ("results.json", '{"seconds": -1}', "seconds should be greater than or equal to 0"),
+        ("results.json", '{"signature": ["x"]}', "signature should be a valid string"),
+        ("best/config.json", "", "config.json is not JSON"),
+        ("best/config.json", '{"num_classes": "ten"}', "config.json: num_classes should be"),
+        ("best/config.json", '{"labo": {"num_classes": 0}}', "config.json: labo.num_classes"),
         ("recipe.yaml", "task: [", "recipe.yaml"),
-        ("recipe.yaml", "seed: 1", "recipe.yaml: no task"),
-        ("recipe.yaml", "task: translation", "recipe.yaml: no method with a name"),
+        ("recipe.yaml", "seed: 1", "recipe.yaml: task is missing"),
+        ("recipe.yaml", "task: translation", "recipe.yaml: method is missing"),
+        ("recipe.yaml", "task: t\nmethod: {alpha: 1}", "recipe.yaml: method.name is missing"),
+        ("recipe.yaml", "task: t\nmethod: {name: ls}\nseed: one", "recipe.yaml: seed should be"),
     ],
 )
 def test_a_broken_run_says_why(tmp_path, file, content, reason):
@@ -66,8 +82,60 @@ def test_a_broken_run_says_why(tmp_path, file, content, reason):
         reading.sound_run(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"st', "it is not JSON"),
+        (b'{"step": 7, "note": "\xff\xfe"}', "it is not JSON"),
+        (b"{}", "it: step is missing"),
+        (b"[]", "it is not a JSON object"),
+        (b'{"step": "seven"}', "it: step should be a valid integer, got 'seven'"),
+        (b'{"step": 7, "valid": 3}', "it: valid should be a valid dictionary, got 3"),
+        (b'{"step": 7, "valid": {"nll": "low"}}', "it: valid.nll should be a valid number"),
+    ],
+)
+def test_a_wrong_line_of_metrics_is_named_and_nothing_else_is_lost(tmp_path, line, reason):
+    path = write_run(tmp_path / "r")
+    file = path / "metrics.jsonl"
+    first, second = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([first, line, second, b""]))
+    run = reading.read_run(path)
+    assert str(run.state) == "finished"
+    assert run.state.step == 10
+    assert [found["step"] for found in run.metrics] == [5, 10]
+    (problem,) = run.problems
+    assert problem.startswith(f"{file}: line 2 left out ({reason}")
+
+
+def test_many_wrong_lines_of_metrics_are_one_sentence(tmp_path):
+    path = write_run(tmp_path / "r")
+    (path / "metrics.jsonl").write_text("{}\n" * 100 + '{"step": 3}\n')
+    run = reading.read_run(path)
+    assert [found["step"] for found in run.metrics] == [3]
+    assert run.problems == [
+        f"{path / 'metrics.jsonl'}: line 1, 2, 3, 4, 5, ... left out (it: step is missing)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "conditions.json is not JSON"),
+        ("[]", "conditions.json is not a JSON object"),
+        ('{"r": 3}', "conditions.json: r is not a list"),
+        ('{"r": [{"jobs": 2}]}', "conditions.json, r: threads is missing"),
+    ],
+)
+def test_wrong_conditions_are_one_clear_line(tmp_path, content, problem):
+    assert reading.read_conditions(tmp_path / "r") == []
+    (tmp_path / "conditions.json").write_text(content)
+    with pytest.raises(RequestError) as error:
+        reading.read_conditions(tmp_path / "r")
+    assert problem in str(error.value)
+
+
 def test_a_folder_that_is_no_run(tmp_path):
-    with pytest.raises(RequestError, match=r"is no run with recipe\.yaml"):
+    with pytest.raises(RequestError, match=r"is not a run: it has no recipe\.yaml"):
         reading.read_run(tmp_path)
 
 
@@ -93,7 +161,7 @@ def test_image_records_become_arrays(tmp_path):
     p, labels = drawn_images(20, 3)
     run = with_records(tmp_path, image_records(p, labels))
     assert run.splits() == ["test"]
-    images = reading.read_images(run, "test")
+    images = IMAGES.read_records(run, "test")
     np.testing.assert_allclose(images.probabilities, p)
     assert images.labels.tolist() == labels.tolist()
     assert images.right.tolist() == (p.argmax(-1) == labels).tolist()
@@ -101,7 +169,7 @@ def test_image_records_become_arrays(tmp_path):
 
 def test_a_probability_of_0_has_a_finite_log(tmp_path):
     run = with_records(tmp_path, image_records(np.array([[1.0, 0.0]]), np.array([1])))
-    log_p = reading.read_images(run, "test").log_p
+    log_p = IMAGES.read_records(run, "test").log_p
     assert log_p[0, 0] == 0
     assert log_p[0, 1] == pytest.approx(math.log(1.4e-45), abs=0.01)
 
@@ -109,7 +177,7 @@ def test_a_probability_of_0_has_a_finite_log(tmp_path):
 def test_missing_records_say_how_to_get_them(tmp_path):
     run = reading.read_run(write_run(tmp_path / "r"))
     with pytest.raises(RequestError) as error:
-        reading.read_images(run, "test")
+        IMAGES.read_records(run, "test")
     assert str(error.value) == (
         f"{run.path} has no records of the test split: labo evaluate {run.path} writes them"
     )
@@ -122,24 +190,24 @@ GOOD = {"label": 1, "probabilities": [0.25, 0.75]}
     ("wrong", "problem"),
     [
         ({"label": 1}, "'probabilities' is missing"),
-        ({**GOOD, "probabilities": "x"}, "'probabilities' is no list"),
-        ({**GOOD, "probabilities": ["x", 1]}, "'probabilities' is no list of numbers"),
-        ({**GOOD, "probabilities": [[1.0]]}, "'probabilities' has 1 values, not 2"),
-        ({**GOOD, "probabilities": [0.2, 0.3, 0.5]}, "'probabilities' has 3 values, not 2"),
+        ({**GOOD, "probabilities": "x"}, "'probabilities' is not a list"),
+        ({**GOOD, "probabilities": ["x", 1]}, "'probabilities' is not a list of numbers"),
+        ({**GOOD, "probabilities": [[1.0]]}, "'probabilities' has 1 values, expected 2"),
+        ({**GOOD, "probabilities": [0.2, 0.3, 0.5]}, "'probabilities' has 3 values, expected 2"),
         ({**GOOD, "probabilities": [-0.5, 1.5]}, "'probabilities' has a value outside [0, 1]"),
         ({**GOOD, "probabilities": [math.nan, 1]}, "'probabilities' has a value outside [0, 1]"),
         ({**GOOD, "probabilities": [0.5, 0.4]}, "'probabilities' do not sum to 1"),
-        ({**GOOD, "label": 2}, "'label' 2 is none of the 2 classes"),
-        ({**GOOD, "label": -1}, "'label' -1 is none of the 2 classes"),
-        ({**GOOD, "label": True}, "'label' is no whole number"),
-        ({**GOOD, "label": 0.5}, "'label' is no whole number"),
-        ([1, 2], "no record"),
+        ({**GOOD, "label": 2}, "'label' 2 is not one of the 2 classes"),
+        ({**GOOD, "label": -1}, "'label' -1 is not one of the 2 classes"),
+        ({**GOOD, "label": True}, "'label' is not a whole number"),
+        ({**GOOD, "label": 0.5}, "'label' is not a whole number"),
+        ([1, 2], "not a record"),
     ],
 )
 def test_a_wrong_image_record_is_one_clear_line(tmp_path, wrong, problem):
     run = with_records(tmp_path, [GOOD, wrong])
     with pytest.raises(RequestError) as error:
-        reading.read_images(run, "test")
+        IMAGES.read_records(run, "test")
     assert str(error.value) == f"{run.records_file('test')}, line 2: {problem}"
 
 
@@ -147,11 +215,11 @@ def test_a_cut_off_record_is_one_clear_line(tmp_path):
     run = with_records(tmp_path, [GOOD])
     with run.records_file("test").open("a") as file:
         file.write('{"label": 1, "proba')
-    with pytest.raises(RequestError, match=r"test\.jsonl, line 2: no JSON"):
-        reading.read_images(run, "test")
+    with pytest.raises(RequestError, match=r"test\.jsonl, line 2: not JSON"):
+        IMAGES.read_records(run, "test")
 
 
-@pytest.mark.parametrize("read", [reading.read_images, reading.read_translations])
+@pytest.mark.parametrize("read", [IMAGES.read_records, read_translations])
 def test_no_records_at_all(tmp_path, read):
     with pytest.raises(RequestError, match=r"test\.jsonl is empty"):
         read(with_records(tmp_path, []), "test")
@@ -165,7 +233,7 @@ def test_translation_records(tmp_path):
     records = [sentence(), sentence("a b", "a", p=0.25, frequency=3, lengths=lengths)]
     run = with_records(tmp_path, records, task="translation", num_classes=50)
     assert run.num_classes == 50
-    found = reading.read_translations(run, "test")
+    found = read_translations(run, "test")
     assert len(found) == 2
     assert found.hypotheses == ["the cat sat down", "a"]
     assert found.references == ["the cat sat down", "a b"]
@@ -183,14 +251,14 @@ def forced(**fields):
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"hypothesis": None}, ": 'hypothesis' is no text"),
-        ({"frequency": "many"}, ": 'frequency' is no number"),
+        ({"hypothesis": None}, ": 'hypothesis' is not a text"),
+        ({"frequency": "many"}, ": 'frequency' is not a number"),
         ({"frequency": math.nan}, ": 'frequency' is nan"),
-        ({"probabilities": [0.5]}, ": 'probabilities' has 1 values, not 5"),
-        ({"tokens": [1, 2]}, ": 'tokens' is no list of texts"),
-        ({"forced": 3}, ": 'forced' is no section"),
-        ({"lengths": {"1": "long"}}, ", lengths: '1' is no whole number"),
-        (forced(right=[1, 1, 1, 1, 1]), ", forced: 'right' is no list of 5 truth values"),
+        ({"probabilities": [0.5]}, ": 'probabilities' has 1 values, expected 5"),
+        ({"tokens": [1, 2]}, ": 'tokens' is not a list of texts"),
+        ({"forced": 3}, ": 'forced' is not a section"),
+        ({"lengths": {"1": "long"}}, ", lengths: '1' is not a whole number"),
+        (forced(right=[1, 1, 1, 1, 1]), ", forced: 'right' is not a list of 5 truth values"),
         (forced(confidence=[2.0] * 5), ", forced: 'confidence' has a value outside [0, 1]"),
         (forced(entropy=[-1.0] * 5), ", forced: 'entropy' has a value outside [0, inf]"),
         (forced(tempered={"temperature": 1.0}), ", forced, tempered: 'probabilities' is missing"),
@@ -199,7 +267,7 @@ def forced(**fields):
 def test_a_wrong_translation_record_is_one_clear_line(tmp_path, fields, problem):
     run = with_records(tmp_path, [{**sentence(), **fields}], task="translation")
     with pytest.raises(RequestError) as error:
-        reading.read_translations(run, "test")
+        read_translations(run, "test")
     assert str(error.value) == f"{run.records_file('test')}, line 1{problem}"
 
 
@@ -210,8 +278,9 @@ def test_a_wrong_translation_record_is_one_clear_line(tmp_path, fields, problem)
     ("example", "problem"),
     [
         ({"target": 0, "logits": [0, 1]}, "'title' is missing"),
-        ({"title": "x", "target": 2, "logits": [0, 1]}, "'target' is none of the 2 classes"),
-        ({"title": "x", "target": 0, "logits": [0]}, "'logits' has 1 values, not 2"),
+        ({"title": "x", "target": 2, "logits": [0, 1]}, "'target' is not one of the 2 classes"),
+        ({"title": "x", "target": 0, "logits": [0]}, "'logits' has 1 values, expected 2"),
+        ({"title": "x", "target": 0, "logits": ["a", "b"]}, "'logits' is not a list of numbers"),
     ],
 )
 def test_wrong_examples_are_one_clear_line(tmp_path, example, problem):

@@ -22,7 +22,7 @@ from labo.lab.analysis.run import analyze_run, analyze_runs, load_analysis, writ
 from labo.lab.errors import RequestError
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(analysis.__path__))
-WITHOUT_EXAMPLES = {"compare", "images", "printing", "translations"}  # they put others together
+WITHOUT_EXAMPLES = {"classification", "printing", "task"}  # they put others together
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -114,7 +114,7 @@ def test_all_right_on_the_validation_split(tmp_path):
     assert found["splits"]["test"]["temperature"] is None
     assert found["splits"]["valid"]["views"]["before"]["confidence_on_errors"] is None
     assert found["notes"] == [
-        "no temperature can be fitted on the valid split: all predictions there are right"
+        "no temperature can be fitted on the valid split: all predictions are right"
     ]
 
 
@@ -237,33 +237,45 @@ def test_an_output_without_a_token(tmp_path):
     found = analyze_run(path)
     assert set(found["splits"]["test"]["views"]) == {"forced"}
     assert found["splits"]["test"]["lengths"] is None
-    assert "the test records hold no decoded token" in found["notes"]
-    assert "output lengths by beam size are not in the records" in found["notes"]
+    assert "the test records have no decoded tokens" in found["notes"]
+    assert any("no output lengths by beam size" in note for note in found["notes"])
 
 
 def test_requests_that_cannot_be_met(tmp_path):
     path = write_run(tmp_path / "r")
     with pytest.raises(RequestError, match="has no records of the test split"):
         analyze_run(path, ["test"])
-    with pytest.raises(RequestError, match="there is no analysis for task 'speech'"):
+    with pytest.raises(RequestError, match="unknown task 'speech'"):
         analyze_run(write_run(tmp_path / "s", task="speech"))
+    with pytest.raises(RequestError, match="image_classification has no option part_size"):
+        analyze_run(image_run(tmp_path / "i"), part_size=3)
 
 
 # ------------------------------------------------------------------ the file
 
 
-def test_an_analysis_is_read_as_long_as_it_fits(tmp_path):
+def test_an_analysis_is_read_as_long_as_it_fits(tmp_path, monkeypatch):
     path = image_run(tmp_path / "r")
     written = write_analysis(path)
     assert json.loads((path / "analysis.json").read_text()) == written
-    marked = {**written, "notes": ["from the file"]}
-    (path / "analysis.json").write_text(json.dumps(marked))
-    assert load_analysis(path) == marked
+    with monkeypatch.context() as patched:
+        patched.setattr(analysis.run, "analyze_run", None)
+        assert load_analysis(path) == written
     write_lines(path / "records" / "test.jsonl", image_records(*drawn_images(9, 3)))
     assert load_analysis(path)["splits"]["test"]["examples"] == 9
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 0}', '{"format": 1, "inputs": {}}'])
+def test_an_analysis_that_was_changed_by_hand_is_made_anew(tmp_path):
+    path = image_run(tmp_path / "r")
+    written = write_analysis(path)
+    changed = {**written, "splits": {"valid": {}, "test": {"views": 3}}}
+    (path / "analysis.json").write_text(json.dumps(changed))
+    assert load_analysis(path) == written
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 0}', '{"format": 2, "inputs": {}}', "[" * 100_000]
+)
 def test_a_file_that_does_not_fit_is_made_anew(tmp_path, content):
     path = image_run(tmp_path / "r")
     (path / "analysis.json").write_text(content)
@@ -289,19 +301,19 @@ def test_seeds_make_a_method_and_methods_are_compared(tmp_path):
             image_run(tmp_path / f"ls-{seed}", noise=theirs, seed=seed, method={"name": "ls"})
         )
     (group,) = analyze_runs(paths)["groups"]
-    assert group["baseline"] == "ls"
+    assert group["references"] == ["ls"]
     assert [row["method"] for row in group["methods"]] == ["labo", "ls"]
     labo, ls = (row["measures"]["accuracy"] for row in group["methods"])
     assert group["methods"][0]["seeds"] == [0, 1, 2]
     assert labo["mean"] == pytest.approx(np.mean(labo["values"]))
     assert labo["std"] == pytest.approx(np.std(labo["values"], ddof=1))
     (difference,) = group["differences"]
-    assert difference["method"] == "labo"
+    assert (difference["method"], difference["reference"]) == ("labo", "ls")
     assert difference["values"] == pytest.approx(np.subtract(labo["values"], ls["values"]))
     assert difference["mean"] > 0
     assert (difference["p"], difference["smallest_p"]) == (0.25, 0.25)
-    assert difference["bootstrap"] is None
-    assert group["frequency"] is group["confidence"] is None
+    assert difference["bootstrap"] is difference["p_bootstrap"] is None
+    assert not {"frequency", "confidence"} & group.keys()
 
 
 def test_one_method_with_two_settings_is_two_methods(tmp_path):
@@ -309,7 +321,7 @@ def test_one_method_with_two_settings_is_two_methods(tmp_path):
     b = image_run(tmp_path / "b", method={"name": "labo", "tau": 1.25, "rho": 0.5})
     (group,) = analyze_runs([a, b])["groups"]
     assert [row["method"] for row in group["methods"]] == ["labo tau=1.15", "labo tau=1.25"]
-    assert group["baseline"] == "labo tau=1.15"
+    assert group["references"] == ["labo tau=1.15"]
 
 
 def test_an_unfair_comparison_is_named(tmp_path):
@@ -329,7 +341,7 @@ def test_the_same_run_twice_counts_once(tmp_path):
     shutil.copytree(path, copy)
     found = analyze_runs([path, path, copy])
     assert [row["runs"] for row in found["groups"][0]["methods"]] == [["a"]]
-    assert found["notes"] == ["b is left out: it is a once more, seed and all"]
+    assert found["notes"] == ["b is left out: a has the same recipe and seed"]
 
 
 def test_runs_on_different_examples_are_not_compared(tmp_path):
@@ -337,7 +349,7 @@ def test_runs_on_different_examples_are_not_compared(tmp_path):
     c, d = translation_run(tmp_path / "c"), write_run(tmp_path / "d")
     found = analyze_runs([a, b, c, d])
     assert [group["runs"] for group in found["groups"]] == [["a"], ["b"], ["c"]]
-    assert found["notes"] == ["d has no records of the test split, and is compared with none"]
+    assert found["notes"] == ["d is not compared: it has no records of the test split"]
 
 
 def test_translations_are_compared_part_by_part(tmp_path):
@@ -347,14 +359,14 @@ def test_translations_are_compared_part_by_part(tmp_path):
         for s, p in enumerate((0.4, 0.6))
     ]
     (group,) = analyze_runs([*ls, *labo])["groups"]
-    assert (group["metric"], group["baseline"]) == ("bleu", "ls")
+    assert (group["metric"], group["references"]) == ("bleu", ["ls"])
     frequency = group["frequency"]
     assert frequency["sizes"] == {"most": 2, "medium": 2, "least": 2}
     row = {row["method"]: row for row in frequency["rows"]}
-    assert row["ls"]["difference"] is None
+    assert row["ls"]["differences"] == {}
     scores = [sacrebleu.corpus_bleu(outputs(wrong)[:2], [TEXTS[:2]]).score for wrong in (0, 1)]
     assert row["labo"]["bleu"]["most"] == pytest.approx(np.mean(scores))
-    assert row["labo"]["difference"]["most"] == pytest.approx(
+    assert row["labo"]["differences"]["ls"]["most"] == pytest.approx(
         row["labo"]["bleu"]["most"] - row["ls"]["bleu"]["most"]
     )
     histograms = {row["method"]: row for row in group["confidence"]["rows"]}
@@ -384,6 +396,7 @@ def test_what_students_learn(tmp_path):
         "teacher": "ls",
         "method": "kd",
         "teacher_method": "ls",
+        "task": "image_classification",
         "metric": "accuracy",
         "student_score": 0.8,
         "teacher_score": 0.9,
@@ -411,15 +424,16 @@ def test_the_command_writes_files_and_prints_tables(tmp_path, capsys):
         for name, wrong in (("ls", 2), ("labo", 1))
         for seed in (0, 1)
     ]
-    assert analyze(*paths, "--part-size", 1) == 0
+    assert analyze(*paths, "part_size=1") == 0
     printed = capsys.readouterr().out
     for path in paths:
         document = json.loads((path / "analysis.json").read_text())
         assert f"{path.name}: {document['splits']['test']['verdict']}\n" in printed
     assert "test, 6 examples\n" in printed
-    assert "difference to ls\n" in printed
+    assert "differences\n" in printed
+    assert "| labo - ls |" in printed
     assert "- slices of 1 by token frequency: most 1 (mean count 100)" in printed
-    assert "- 3 sentences are left over" in printed
+    assert "- 3 sentences are in no part" in printed
     assert printed.count("note: the records have no temperature") == 1
 
 
@@ -437,9 +451,45 @@ def test_the_command_prints_what_students_learn(tmp_path, capsys):
 def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
     run = image_run(tmp_path / "r")
     for arguments, line in [
-        ([tmp_path / "nowhere"], f"labo: {tmp_path / 'nowhere'} is no run with recipe.yaml\n"),
-        ([run, "--split", "train"], "labo: --split train: there are valid and test\n"),
+        (
+            [tmp_path / "nowhere"],
+            f"labo: {tmp_path / 'nowhere'} is not a run: it has no recipe.yaml\n",
+        ),
+        ([run, "--split", "train"], "labo: --split train: must be valid or test\n"),
+        (
+            [run, "part_size=3"],
+            "labo: part_size=3: image_classification has no such option for labo analyze "
+            "(it has none)\n",
+        ),
     ]:
         assert analyze(*arguments) == 2
         assert capsys.readouterr().err == line
     assert not (run / "analysis.json").exists()
+
+
+def test_an_option_that_is_wrong_says_what_would_be_right(tmp_path, capsys):
+    run = translation_run(tmp_path / "r")
+    assert analyze(run, "part_size=many") == 2
+    line = capsys.readouterr().err
+    assert line.startswith("labo: part_size=many: sentences of each part by word frequency")
+    assert len(line.splitlines()) == 1
+
+
+def test_a_broken_run_is_named_and_the_others_are_analysed(tmp_path, capsys):
+    ls, labo = (image_run(tmp_path / name, method={"name": name}) for name in ("ls", "labo"))
+    torn = image_run(tmp_path / "torn", method={"name": "base"})
+    (torn / "results.json").write_text('{"test": 3}')
+    spoilt = image_run(tmp_path / "spoilt", method={"name": "kd"})
+    (spoilt / "records" / "test.jsonl").write_text('{"label": 3}\n')
+    with (labo / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\n{}\n")
+    assert analyze(torn, ls, spoilt, tmp_path / "gone", labo) == 0
+    printed = capsys.readouterr().out
+    assert "| labo - ls |" in printed
+    for reason in (
+        f"{torn} is broken: {torn / 'results.json'}: test should be a valid dictionary, got 3",
+        f"{spoilt / 'records' / 'test.jsonl'}, line 1: 'probabilities' is missing",
+        f"{tmp_path / 'gone'} is not a run: it has no recipe.yaml",
+    ):
+        assert printed.count(f"note: left out: {reason}\n") == 1
+    assert f"note: labo: {labo / 'metrics.jsonl'}: line 3, 4 left out" in printed

@@ -1,4 +1,4 @@
-"""Seeds and sentences: exact tests, Student's interval, sacrebleu's bootstrap."""
+"""Tests over seeds and over examples: exact tests, Student's interval, the bootstrap."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from sacrebleu.metrics import BLEU
-from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from labo.lab.analysis.significance import (
+    example_draws,
     mean_std,
-    paired_bootstrap_bleu,
+    paired_bootstrap,
     paired_difference,
     sign_flip_test,
     t_cdf,
@@ -101,49 +100,50 @@ def test_a_difference_over_seeds():
     assert single["interval"] is single["p"] is single["smallest_p"] is None
 
 
-# ------------------------------------------------------------------ sentences
-
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+# ------------------------------------------------------------------ examples
 
 
-def corpus(wrong, seed=0, size=60):
-    """References of eight words, and hypotheses in which a share of the words is wrong."""
-    random = np.random.default_rng(seed)
-    references = [random.choice(WORDS, 8).tolist() for _ in range(size)]
-    hypotheses = [
-        [word if random.random() > wrong else "zero" for word in line] for line in references
+def scores(right):
+    """The accuracy on all examples and on each draw."""
+    right = np.asarray(right, dtype=float)
+    return np.array([right.mean(), *(example_draws(len(right)) @ right / len(right))])
+
+
+def test_draws_are_the_same_for_every_run_of_as_many_examples():
+    draws = example_draws(7)
+    assert draws.shape == (1000, 7)
+    assert (draws.sum(1) == 7).all()
+    assert (draws == example_draws(7)).all()
+
+
+def test_the_bootstrap_tells_a_large_difference_from_none():
+    random = np.random.default_rng(0)
+    good, bad = random.random(200) < 0.9, random.random(200) < 0.6
+    p, (seed,) = paired_bootstrap([scores(good)], [scores(bad)])
+    assert p == seed["p"] == 1 / 1001
+    assert seed["difference"] == pytest.approx(good.mean() - bad.mean())
+    same = random.permutation(good)
+    assert paired_bootstrap([scores(good)], [scores(same)])[0] > 0.05
+
+
+def test_the_bootstrap_over_several_seeds_is_that_of_their_mean_difference():
+    random = np.random.default_rng(1)
+    ours = [scores(random.random(100) < 0.75) for _ in range(3)]
+    theirs = [scores(random.random(100) < 0.7) for _ in range(3)]
+    p, seeds = paired_bootstrap(ours, theirs)
+    mean = np.mean(ours, axis=0) - np.mean(theirs, axis=0)
+    drawn = np.abs(mean[1:])
+    assert p == (np.sum(drawn - drawn.mean() > abs(mean[0])) + 1) / 1001
+    assert [seed["p"] for seed in seeds] == [
+        paired_bootstrap([a], [b])[0] for a, b in zip(ours, theirs, strict=True)
     ]
-    return [" ".join(line) for line in hypotheses], [" ".join(line) for line in references]
+    # A seed counted twice is no further evidence; opposite differences cancel.
+    twice, _ = paired_bootstrap([ours[0], ours[0]], [theirs[0], theirs[0]])
+    assert twice == seeds[0]["p"]
+    opposed, _ = paired_bootstrap([ours[0], theirs[0]], [theirs[0], ours[0]])
+    assert opposed == 1.0
 
 
-def test_the_paired_bootstrap_is_sacrebleus():
-    (ours, references), (theirs, _) = corpus(0.2), corpus(0.3)
-    difference, p = paired_bootstrap_bleu(ours, theirs, references)
-    test = PairedTest(
-        [("b", theirs), ("a", ours)], {"BLEU": BLEU()}, [references], "bs", n_samples=1000
-    )
-    baseline, system = test()[1]["BLEU"]
-    assert difference == pytest.approx(system.score - baseline.score)
-    assert difference > 0
-    assert p == system.p_value < 0.05
-    assert paired_bootstrap_bleu(theirs, ours, references)[0] == -difference
-
-
-def test_equal_output_is_no_significant_difference():
-    hypotheses, references = corpus(0.3)
-    assert paired_bootstrap_bleu(hypotheses, hypotheses, references) == (0.0, 1.0)
-
-
-@settings(deadline=None, max_examples=5)
-@given(st.integers(0, 1000))
-def test_two_draws_of_one_model_seldom_differ(seed):
-    _, references = corpus(0.2, seed)
-    random = np.random.default_rng(seed + 1)
-    ours, theirs = (
-        [
-            " ".join(word if random.random() > 0.2 else "zero" for word in line.split())
-            for line in references
-        ]
-        for _ in range(2)
-    )
-    assert paired_bootstrap_bleu(ours, theirs, references)[1] > 0.001
+def test_equal_predictions_are_no_significant_difference():
+    found = scores(np.arange(40) % 3 > 0)
+    assert paired_bootstrap([found], [found]) == (1.0, [{"difference": 0.0, "p": 1.0}])

@@ -17,12 +17,14 @@ from rich.console import Console
 
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.analysis.groups import mean_cell
 from labo.lab.compare import execute, launch
 from labo.lab.compare.conditions import note_conditions
 from labo.lab.compare.execute import carry_out, compare
 from labo.lab.compare.plan import Comparison, plan
-from labo.lab.compare.table import spread_of, tabulate
+from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
+from labo.lab.run.lock import held
 from labo.lab.tables import to_markdown
 from launched import Launcher
 
@@ -142,13 +144,13 @@ def test_ctrl_c_ends_the_runs_and_leaves_what_they_need_to_go_on(tmp_path):
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
         assert parent.poll() is None
         time.sleep(0.05)
-    with pytest.raises(RequestError, match="is in use"), launch.held(tmp_path):
+    with pytest.raises(RequestError, match="is in use"), held(tmp_path):
         pass
     parent.send_signal(signal.SIGINT)
     _, said = parent.communicate(timeout=60)
     assert parent.returncode != 0
     assert said.strip() == "labo: interrupted; the same command continues the runs"
-    with launch.held(tmp_path):  # by nobody: the child, which inherited the lock, is gone
+    with held(tmp_path):  # by nobody: the child, which inherited the lock, is gone
         steps = len(metrics.read_text().splitlines())
     assert 3 < steps < 10_000
     assert not (tmp_path / "base-s0" / "results.json").exists()
@@ -263,7 +265,13 @@ def test_the_arithmetic_of_the_table(tmp_path):
     assert labo.cells["time"].value == pytest.approx(2.0)
     assert labo.cells["memory"].value == pytest.approx(30e6)
     assert labo.cells["nll"].spread == 0
-    assert any("3 seeds can give no less than 0.25" in note for note in table.notes)
+    assert any("at least 0.25 with 3 seeds" in note for note in table.notes)
+    low, high = labo.cells["delta_base"].interval
+    assert (low, high) == (
+        pytest.approx(0.2 - 0.2484, abs=1e-4),
+        pytest.approx(0.2 + 0.2484, abs=1e-4),
+    )
+    assert base.cells["delta_ls"].value == pytest.approx(-0.1)
     assert any("2 runs at once, 1 thread(s) each" in note for note in table.notes)
     assert any("other work on the machine distorts it" in note for note in table.notes)
     assert table.caption == "digits: test split, mean ± standard deviation over 3 seeds"
@@ -312,13 +320,58 @@ def test_bleu_is_tested_over_sentences(tmp_path):
         write_lines(run.directory.records / "test.jsonl", records)
     cells = tabulate(comparison).rows[1].cells
     assert cells["delta_base"].value == 50.0
-    assert cells["p_base"].value == pytest.approx(1 / 1001)
-    assert cells["p_seeds_base"].value is None
+    assert cells["p_bootstrap_base"].value == pytest.approx(1 / 1001)
+    assert cells["p_base"].value is None  # one seed has no test over seeds
+    shown = [column.key for column in tabulate(comparison).printed]
+    assert "p_bootstrap_base" in shown
+    assert "p_base" not in shown
 
 
 def test_one_number_has_no_spread():
-    assert spread_of([2.0]).spread is None
-    assert spread_of([]).value is None
+    assert mean_cell([2.0]).spread is None
+    assert mean_cell([]).value is None
+
+
+# ------------------------------------------------------------------ damaged files
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"valid": 3}', "valid should be a valid dictionary, got 3"),
+        ('{"valid": {"accuracy": "x"}}', "valid.accuracy should be a valid number, got 'x'"),
+        ('{"valid": {"nll": 1.0}}', "valid.accuracy is missing"),
+    ],
+)
+def test_a_damaged_run_is_named_and_left_out(tmp_path, content, reason):
+    comparison = tiny(tmp_path, ["base", "labo"], seeds=2)
+    finish(comparison, {run.path.name: accuracy(0.5 + 0.1 * run.seed) for run in comparison.runs})
+    (tmp_path / "labo-s0" / "results.json").write_text(content)
+    table = tabulate(comparison)
+    assert [row.cells["runs"].value for row in table.rows] == [2, 1]
+    assert table.rows[1].cells["delta_base"].value == 0  # over seed 1 alone
+    (note,) = (note for note in table.notes if "left out" in note)
+    assert note.startswith("labo-s0 is left out: ")
+    assert reason in note
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"base-s0": 3}', '{"base-s0": [{"jobs": "2"}]}'])
+def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content):
+    comparison = tiny(tmp_path, ["base", "labo"])
+    finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
+    (tmp_path / "conditions.json").write_text(content)
+    table = tabulate(comparison)
+    assert table.rows[1].cells["accuracy"].value == 0.5
+    assert table.rows[1].cells["time"].value is None
+    assert any(
+        note.startswith(f"times are not compared: {tmp_path / 'conditions.json'}")
+        for note in table.notes
+    )
+    for run in comparison.runs:
+        note_conditions(run, launch.Share(2, 1))  # writes the file anew
+    assert tabulate(comparison).rows[1].cells["time"].value == 1.0
 
 
 # ------------------------------------------------------------------ wrong requests
@@ -345,8 +398,8 @@ def test_one_number_has_no_spread():
         (["digits", "--grid", "optim.lr=1,-1"], "optim.lr"),
         (["digits", "seed=3"], "chosen by --methods and --seeds"),
         (["digits", "method.tau=3"], "chosen by --methods and --seeds"),
-        (["digits", "train.epoch=3"], "unknown key 'train.epoch'; did you mean train.epochs?"),
-        (["digit"], "no recipe 'digit'; did you mean digits?"),
+        (["digits", "train.epoch=3"], "unknown key 'train.epoch'; did you mean 'train.epochs'?"),
+        (["digit"], "unknown recipe 'digit'; did you mean 'digits'?"),
         (["fashion-mnist", "data.root=nowhere"], "nowhere"),
     ],
 )

@@ -112,7 +112,7 @@ def test_beta_draws_have_the_moments_of_beta(a):
 
 
 def test_beta_draw_refuses():
-    with pytest.raises(ValueError, match="a must be a number above 0"):
+    with pytest.raises(ValueError, match="a must be a finite number above 0"):
         augment.beta_draw(0, 0, 0.0)
 
 

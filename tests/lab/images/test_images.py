@@ -7,6 +7,7 @@ import io
 import lzma
 import os
 import pickle
+import random
 import re
 import struct
 import sys
@@ -20,8 +21,11 @@ import pytest
 import torch
 from PIL import Image
 
+from labo.lab import compressed as compressed_files
 from labo.lab.errors import DataError, RequestError
+from labo.lab.images import sources
 from labo.lab.images.sources import ImageDataset, load_images
+from labo.lab.run import checksums
 
 PIXELS = 3072
 
@@ -320,7 +324,7 @@ WRONG_CIFAR = {
     ),
     "persistent id": (
         edited(python2_cifar10(), test_batch=b"Pelsewhere\n."),
-        "test_batch: refused, not a pickle of plain arrays .A load persistent id",
+        "test_batch: refused, not a pickle of plain arrays .it makes objects, sets or persistent",
     ),
     "truncated pickle": (
         edited(python2_cifar10(), test_batch=python2_cifar10()["test_batch"][:500]),
@@ -337,7 +341,7 @@ WRONG_CIFAR = {
     ),
     "labels too few": (
         edited(python2_cifar10(), test_batch=python2_batch(samples(4, 10, 0)[0], [1], "labels")),
-        r"shape \(4, 3072\); its labels call for bytes of shape \(1, 3072\)",
+        r"shape \(4, 3072\); its labels need bytes of shape \(1, 3072\)",
     ),
     "huge label": (
         edited(
@@ -393,6 +397,56 @@ def test_damaged_archives_are_refused(tmp_path):
         archive.write_bytes(data)
         with refused("cifar-10-binary.tar.gz: damaged, or not a tar archive"):
             load_images("cifar10", tmp_path)
+
+
+def test_every_flipped_bit_of_an_archive_is_found(tmp_path):
+    """Of the archive, not of the 10 bytes before the compressed data, which say nothing of it."""
+    archive = write_tar(tmp_path / "cifar-10-binary.tar.gz", binary_cifar10(), "x")
+    whole = archive.read_bytes()
+    start = whole.index(b"\0", 10) + 1  # behind the name in the header
+    chance = random.Random(0)
+    for _ in range(100):
+        data = bytearray(whole)
+        data[chance.randrange(start, len(whole))] ^= 1 << chance.randrange(8)
+        archive.write_bytes(data)
+        with refused("cifar-10-binary.tar.gz: damaged, or not a tar archive"):
+            load_images("cifar10", tmp_path)
+
+
+def nested(depth: int) -> bytes:
+    """A tuple of two tuples of two tuples ...: 2^depth leaves in a few bytes of pickle."""
+    return b"\x80\x02N" + b"".join(b"q\x01h\x01\x86" for _ in range(depth))
+
+
+PICKLE_BOMBS = {
+    "a key that takes forever to hash": b"\x80\x02}" + nested(200)[2:] + b"Ns.",
+    "a shape that takes forever to print": (
+        b"\x80\x02}U\x04datacnumpy\nndarray\n)R(K\x01"
+        + nested(200)[2:]
+        + b"N\x89U\x00tbsU\x06labels]s."
+    ),
+    "a place in memory far away": b"\x80\x02}r\xff\xff\xff\x7f.",
+    "a long integer": b"\x80\x02}U\x06labelsL" + b"9" * 100_000 + b"L\ns.",
+}
+
+
+@pytest.mark.parametrize("bomb", PICKLE_BOMBS)
+def test_pickles_that_would_take_all_time_or_memory_are_refused(tmp_path, bomb):
+    with refused("test_batch: "):
+        load_images(
+            "cifar10", write(tmp_path, edited(python2_cifar10(), test_batch=PICKLE_BOMBS[bomb]))
+        )
+
+
+def test_a_file_that_inflates_out_of_proportion_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(compressed_files, "_ALWAYS_ALLOWED", 1 << 20)
+    bomb = gzip.compress(bytes(1 << 21))
+    write(tmp_path, {"data_batch_1.bin.gz": bomb})
+    with refused("inflates to more than 200 times its size; set LABO_MAX_INFLATION"):
+        load_images("cifar10", tmp_path)
+    monkeypatch.setenv("LABO_MAX_INFLATION", "5000")
+    with refused("whole number of 3073-byte records|no test_batch"):
+        load_images("cifar10", tmp_path)
 
 
 # idx --------------------------------------------------------------------------------------------
@@ -595,11 +649,51 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load_images("folder", tmp_path)
 
 
-def test_fingerprint_of_folders_sees_names_and_sizes(tmp_path):
+def test_fingerprint_of_folders_sees_names_and_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABO_CACHE", str(tmp_path / "cache"))
     first = load_images("folder", make_folders(tmp_path / "a")).fingerprint
     assert load_images("folder", make_folders(tmp_path / "b"), holdout=0.5).fingerprint == first
-    picture(tmp_path / "b" / "val" / "cat" / "x.png", (1, 2, 3), (30, 20))
-    assert load_images("folder", tmp_path / "b").fingerprint != first
+    changed = tmp_path / "b" / "val" / "cat"
+    file = sorted(changed.iterdir())[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # the same size
+    file.write_bytes(content)
+    second = load_images("folder", tmp_path / "b").fingerprint
+    assert second != first
+    picture(changed / "x.png", (1, 2, 3), (30, 20))
+    assert load_images("folder", tmp_path / "b").fingerprint not in (first, second)
+
+
+def test_fingerprint_of_many_gigabytes_sees_names_and_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "HASHED_BYTES", 10)
+    data = load_images("folder", make_folders(tmp_path))
+    assert not data.covers_content
+    picture(tmp_path / "val" / "cat" / "x.png", (1, 2, 3), (30, 20))
+    assert load_images("folder", tmp_path).fingerprint != data.fingerprint
+
+
+def test_files_of_a_folder_are_hashed_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checksums, "_SETTLED", -(10**18))
+    root = make_folders(tmp_path / "a")
+    first = load_images("folder", root).fingerprint
+    hashed = []
+    monkeypatch.setattr(checksums, "sha256", lambda path: hashed.append(path.name) or "0" * 64)
+    assert load_images("folder", root).fingerprint == first
+    assert hashed == []
+    os.utime(root / "train" / "cat" / "0.png")
+    assert load_images("folder", root).fingerprint != first
+    assert hashed == ["0.png"]
+    monkeypatch.setenv("LABO_VERIFY", "1")
+    load_images("folder", root)
+    assert len(hashed) > 2
+
+
+def test_a_pipe_among_the_images_is_refused(tmp_path):
+    make_folders(tmp_path)
+    os.mkfifo(tmp_path / "train" / "cat" / "pipe.png")
+    with refused(r"pipe.png: not a regular file"):
+        load_images("folder", tmp_path)
 
 
 # What all of them share -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labo._checks import UnknownNameError
+from labo._names import UnknownNameError
 from labo.lab.images import networks as convnets
 from labo.lab.images.augment import normalize
 from labo.lab.images.networks import CONVNETS

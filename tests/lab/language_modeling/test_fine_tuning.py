@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lab_runs import log_of, losses, outcome, run
 from labo.lab.errors import RequestError
-from labo.lab.language_modeling.documents import Document, Part
+from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.generate import Generator
 from labo.lab.language_modeling.model import causal_config, fresh_model
 from labo.lab.language_modeling.options import Tokenization
@@ -42,7 +42,7 @@ def pretrained(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def data(pretrained) -> Path:
     documents = [
-        Document(f"{n}", "prompt", (Part(f"say {s}: ", False), Part(s[:12], True)))
+        RawDocument(f"{n}", "prompt", (Part(f"say {s}: ", False), Part(s[:12], True)))
         for n, s in enumerate(SENTENCES)
     ]
     folder = pretrained.parent / "data"
@@ -187,7 +187,7 @@ def test_wrong_requests(pretrained, data, more, message):
 
 
 def test_data_of_another_tokenizer_is_refused(pretrained, tmp_path):
-    documents = [Document(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(SENTENCES)]
+    documents = [RawDocument(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(SENTENCES)]
     options = Tokenization(vocabulary=270, holdout=5, holdout_test=5)
     prepare_documents(tmp_path / "data", {"train": documents}, options)
     with pytest.raises(RequestError, match="was not prepared with the tokenizer of"):

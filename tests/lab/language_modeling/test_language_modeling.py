@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import labo
 from lab_runs import TEACHERLESS, log_of, losses, metrics, outcome, run
+from labo.calibration import fit_temperature
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
-from labo.lab.language_modeling.documents import Document, Part
+from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.manual import manual_data, manual_sections
 from labo.lab.language_modeling.model import (
     PRESETS,
@@ -47,7 +48,7 @@ TINY = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0"]
 def texts(tmp_path_factory) -> Path:
     """40 documents of one line to four, and two long ones."""
     parts = [*SENTENCES, "\n".join(SENTENCES[:10]), "\n".join(SENTENCES[10:20])]
-    documents = [Document(f"{n}", "text", (Part(p, True),)) for n, p in enumerate(parts)]
+    documents = [RawDocument(f"{n}", "text", (Part(p, True),)) for n, p in enumerate(parts)]
     folder = tmp_path_factory.mktemp("texts") / "data"
     options = Tokenization(vocabulary=290, holdout=4, holdout_test=5)
     prepare_documents(folder, {"train": documents[::-1]}, options)
@@ -58,7 +59,7 @@ def texts(tmp_path_factory) -> Path:
 def examples(tmp_path_factory) -> Path:
     """Prompts and completions."""
     documents = [
-        Document(f"{n}", "prompt", (Part(f"say {s}", False), Part(s[:12], True)))
+        RawDocument(f"{n}", "prompt", (Part(f"say {s}", False), Part(s[:12], True)))
         for n, s in enumerate(SENTENCES)
     ]
     folder = tmp_path_factory.mktemp("examples") / "data"
@@ -398,11 +399,12 @@ def test_calibration_before_and_after_one_temperature(texts):
         for parameter in model.causal.transformer.ln_f.parameters():
             parameter.mul_(3)
     accelerator = Accelerator(cpu=True)
-    metrics = small.evaluate(model, "valid", accelerator).metrics
-    assert metrics["temperature"] > 1
-    assert metrics["tempered_nll"] < metrics["nll"]
-    assert metrics["tempered_ece"] < metrics["ece"]
-    records = list(small.evaluate(model, "valid", accelerator).records)
+    temperature = fit_temperature(lambda: small.logits(model, "valid", accelerator)).temperature
+    assert temperature > 1
+    evaluation = small.evaluate(model, "valid", accelerator, temperature=temperature)
+    metrics, records = evaluation.metrics, list(evaluation.records)
+    assert metrics["calibrated_nll"] < metrics["nll"]
+    assert metrics["calibrated_ece"] < metrics["ece"]
     confidence = np.concatenate([r["forced"]["confidence"] for r in records])
     right = np.concatenate([r["forced"]["right"] for r in records])
     bins = np.minimum((confidence * 15).astype(int), 14)
@@ -433,11 +435,6 @@ def test_examples_have_all_their_logits(texts):
         assert len(example["logits"]) == small.num_classes
         token = found["classes"][example["target"]]
         assert example["title"].endswith(f": {token}")
-
-
-def test_beams_are_for_translation(texts):
-    with pytest.raises(RequestError, match="--beams is for translation"):
-        task(texts).evaluate(LanguageModel(None), "valid", Accelerator(cpu=True), beams=[1])
 
 
 def test_the_place_of_each_target(texts):
@@ -560,7 +557,10 @@ def test_the_selected_model_is_a_plain_folder(finished):
 def test_evaluate_writes_records(finished):
     scores = evaluate_run(finished, ["test"])
     results = json.loads((finished / "results.json").read_text())
-    assert scores["test"] == pytest.approx(results["test"])
+    calibrated = {name for name in scores["test"] if name.startswith("calibrated_")}
+    assert calibrated == {"calibrated_nll", "calibrated_ece"}
+    plain = {name: x for name, x in scores["test"].items() if name not in calibrated}
+    assert plain == pytest.approx({name: results["test"][name] for name in plain})
     lines = (finished / "records" / "test.jsonl").read_text().splitlines()
     forced = [json.loads(line)["forced"] for line in lines]
     nll = -np.log(np.concatenate([row["probabilities"] for row in forced])).mean()
@@ -580,8 +580,8 @@ def test_a_teacher_of_another_vocabulary_is_refused(examples, finished, tmp_path
     [
         ("no config", "there is no config.json"),
         ("pickle", r"holds no \*\.safetensors; other formats can run code"),
-        ("broken", "holds no causal language model"),
-        ("no causal model", "holds no causal language model"),
+        ("broken", "cannot be loaded as AutoModelForCausalLM"),
+        ("no causal model", "cannot be loaded as AutoModelForCausalLM"),
     ],
 )
 def test_folders_that_hold_no_language_model_are_refused(tmp_path, damage, message):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from labo.cli import main
 from labo.lab.errors import RequestError
 from labo.lab.language_modeling import prepare as preparing
-from labo.lab.language_modeling.documents import Document, Part
+from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.options import Tokenization, checked
 from labo.lab.language_modeling.prepare import prepare, prepare_documents
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
@@ -167,7 +167,7 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path, change, messag
 def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
     """A document cannot end another one, nor pretend to."""
     tokenizer = learned_tokenizer()
-    (ids, _), *_ = encode(tokenizer, [Document("", "text", (Part("a</s><s>b", True),))])
+    (ids, _), *_ = encode(tokenizer, [RawDocument("", "text", (Part("a</s><s>b", True),))])
     assert ids[0] == tokenizer.bos_token_id
     assert ids[-1] == tokenizer.eos_token_id
     assert not {0, 1, 2, 3} & set(ids[1:-1])
@@ -176,7 +176,7 @@ def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
 def test_a_prompt_is_encoded_as_it_will_be_when_it_stands_alone():
     tokenizer = learned_tokenizer()
     (ids, labels), *_ = encode(
-        tokenizer, [Document("", "prompt", (Part("the ", False), Part("dog", True)))]
+        tokenizer, [RawDocument("", "prompt", (Part("the ", False), Part("dog", True)))]
     )
     alone = tokenizer("the ").input_ids
     assert ids[: len(alone)] == alone
@@ -209,7 +209,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     def peak(size: int) -> int:
         def documents():
             for number in range(size):
-                yield Document(f"{number}", "text", (Part(f"{number} " + SENTENCES[0] * 50, True),))
+                yield RawDocument(
+                    f"{number}", "text", (Part(f"{number} " + SENTENCES[0] * 50, True),)
+                )
 
         splits = {"train": documents()}
         options = Tokenization(holdout=size // 2, holdout_test=size // 2)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from labo.cli import main
 from labo.lab.errors import RequestError
-from labo.lab.language_modeling.documents import Document, Part
+from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.score import Scorer, score_files, score_stream
 from tiny_language import CHAT, SENTENCES, write_rows
 
@@ -39,8 +39,8 @@ def by_hand(folder, ids: list[int], learned: list[bool]) -> list[float]:
     return found
 
 
-def text(value: str) -> Document:
-    return Document("", "text", (Part(value, True),))
+def text(value: str) -> RawDocument:
+    return RawDocument("", "text", (Part(value, True),))
 
 
 @pytest.mark.parametrize("value", ["the dog", LONG, "ü"])
@@ -116,4 +116,4 @@ def test_the_command(folder, tmp_path, capsysbinary):
 
 def test_nothing_to_score(folder):
     with pytest.raises(RequestError, match="here: nothing to score in it"):
-        Scorer(folder).score([Document("here", "text", (Part("", True),))])
+        Scorer(folder).score([RawDocument("here", "text", (Part("", True),))])

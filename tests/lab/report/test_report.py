@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,11 +18,15 @@ import torch
 
 from labo import cli, smoothing
 from labo.lab.analysis.labels import smoothed_labels
+from labo.lab.analysis.significance import sign_flip_test, t_interval
 from labo.lab.errors import RequestError
 from labo.lab.report import write_report
-from labo.lab.report.charts import Axis, Line, line_chart, ticks
-from labo.lab.report.embed import explorer_data, readable, sentence_data, token_name
+from labo.lab.report.charts import Axis, Line, line_chart, sheet, ticks
+from labo.lab.report.embed import explorer_data
 from labo.lab.report.gather import make_groups, read_runs
+from labo.lab.report.palette import COLOURS
+from labo.lab.report.task import find_report
+from labo.lab.text.token_text import readable, token_name
 from report_runs import (
     BASE,
     BLEU,
@@ -127,7 +132,9 @@ def test_results_are_means_over_seeds_with_differences(runs, tmp_path):
     for values in scores.values():
         assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in text
     gain = np.array(scores["labo"]) - np.array(scores["ls"])
-    assert f"{gain.mean():+.2f} ± {gain.std(ddof=1):.2f}" in text
+    low, high = t_interval(gain)
+    shown = f"{gain.mean():+.2f} ({low:+.2f}, {high:+.2f})".replace("-", "−")
+    assert f"{shown} {sign_flip_test(gain)[0]:.3f}" in text
     assert "1.25×" in text
     assert "500" in text
 
@@ -153,14 +160,14 @@ def test_a_signature_says_what_a_figure_rests_on(page):
 
 def test_under_confidence_is_said_plainly(page):
     found = re.search(
-        r"labo is right on ([\d.]+) % of the images and claims ([\d.]+) %: it is under-confident, "
-        r"by ([\d.]+) points",
+        r"labo is right on ([\d.]+) % of the images with a mean confidence of ([\d.]+) %: it is "
+        r"underconfident by ([\d.]+) points",
         page.text,
     )
     right, claimed, gap = map(float, found.groups())
     assert gap == pytest.approx(right - claimed, abs=0.11)
     assert claimed == pytest.approx(45, abs=3)
-    assert "takes its calibration error from" in page.text
+    assert "changes its calibration error from" in page.text
 
 
 def test_the_sentences_are_all_there_with_every_run(page, runs):
@@ -190,7 +197,7 @@ def test_the_same_runs_make_the_same_bytes(runs, tmp_path):
 def test_variants_of_a_method_are_told_apart(tmp_path):
     sharp = write_run(tmp_path / "sharp", LABO | {"tau": 1.05})
     usual = write_run(tmp_path / "usual", LABO)
-    (group,) = make_groups([listing.entry for listing in read_runs([sharp, usual])])
+    (group,) = make_groups([listing.member for listing in read_runs([sharp, usual])])
     assert [variant.label for variant in group.variants] == ["labo tau=1.05", "labo tau=1.25"]
     assert {variant.colour for variant in group.variants} == {"m2"}
     assert len({variant.dashed for variant in group.variants}) == 2
@@ -199,15 +206,15 @@ def test_variants_of_a_method_are_told_apart(tmp_path):
 def test_students_of_different_teachers_are_one_method(tmp_path):
     kd = {"name": "kd", "alpha": 0.9}
     paths = [write_run(tmp_path / f"kd{i}", kd | {"teacher": f"base{i}"}, i) for i in (0, 1)]
-    (group,) = make_groups([listing.entry for listing in read_runs(paths)])
-    assert [(v.label, len(v.entries)) for v in group.variants] == [("kd", 2)]
+    (group,) = make_groups([listing.member for listing in read_runs(paths)])
+    assert [(v.label, len(v.members)) for v in group.variants] == [("kd", 2)]
 
 
 def test_runs_of_other_models_stand_in_tables_of_their_own(tmp_path):
     one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LS, 1)
     recipe = other / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("name: small", "name: large"))
-    groups = make_groups([listing.entry for listing in read_runs([one, other])])
+    groups = make_groups([listing.member for listing in read_runs([one, other])])
     assert [group.title for group in groups] == ["digits, small", "digits, large"]
 
 
@@ -232,14 +239,65 @@ def test_broken_half_done_and_missing_runs_are_listed(tmp_path):
     (spoilt / "records" / "test.jsonl").write_text('{"label": 3}\n')
     text = report([good, half, torn, spoilt, tmp_path / "missing"], tmp_path / "r.html").text
     assert "half unfinished at step 20" in text
-    assert re.search(r"torn broken: \S*results.json is no JSON", text)
+    assert re.search(r"torn broken: \S*results.json is not JSON", text)
     assert re.search(r"spoilt broken: \S*test.jsonl, line 1", text)
-    assert re.search(r"missing broken: \S*missing is no run with recipe.yaml", text)
+    assert re.search(r"missing broken: \S*missing is not a run: it has no recipe.yaml", text)
     assert "good finished" in text
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"test": 3}', "test should be a valid dictionary, got 3"),
+        ('{"test": {"accuracy": []}}', "test.accuracy should be a valid number"),
+        ('{"signature": 3}', "signature should be a valid string, got 3"),
+        ('{"seconds": "long"}', "seconds should be a valid number, got 'long'"),
+    ],
+)
+def test_results_of_the_wrong_shape_are_named_and_the_others_are_reported(
+    tmp_path, content, reason
+):
+    good, bad = write_run(tmp_path / "good", LS), write_run(tmp_path / "bad", LABO)
+    (bad / "results.json").write_text(content)
+    text = report([bad, good], tmp_path / "r.html").text
+    assert re.search(rf"bad broken: \S*results.json:? {re.escape(reason)}", text)
+    assert "good finished" in text
+    assert "Learning curves" in text
+
+
+def test_results_without_scores_or_signature_are_reported(tmp_path):
+    bare, good = write_run(tmp_path / "bare", LABO), write_run(tmp_path / "good", LS)
+    (bare / "results.json").write_text("{}")
+    text = report([bare, good], tmp_path / "r.html").text
+    assert "bare finished" in text
+    assert "bare: no signature" in text
+
+
+@pytest.mark.parametrize("line", [b"{}", b'{"step', b"\xff\xfe", b'{"step": 15, "valid": []}'])
+def test_a_wrong_line_of_metrics_is_named_and_nothing_after_it_is_lost(tmp_path, line):
+    run = write_run(tmp_path / "run", LS)
+    metrics = run / "metrics.jsonl"
+    whole = report([run], tmp_path / "whole.html")
+    lines = metrics.read_bytes().splitlines()
+    metrics.write_bytes(b"\n".join([*lines[:2], line, *lines[2:], b""]))
+    found = report([run], tmp_path / "r.html")
+    assert f"run: {metrics}: line 3 left out" in found.text
+    assert found.of("polyline") == whole.of("polyline")
+
+
+def test_conditions_that_are_empty_cost_the_times_alone(tmp_path):
+    runs = [write_run(tmp_path / m["name"], m) for m in (BASE, LABO)]
+    assert "1.25×" in report(runs, tmp_path / "r.html").text
+    (tmp_path / "conditions.json").write_text("")
+    text = report(runs, tmp_path / "r.html").text
+    assert "×" not in text
+    assert f"times are not compared: {tmp_path / 'conditions.json'} is not JSON" in text
+
+
 def test_nothing_usable_is_a_wrong_request(tmp_path):
-    with pytest.raises(RequestError, match=r"nothing to report: .*nowhere is no run"):
+    with pytest.raises(RequestError, match=r"nothing to report: .*nowhere is not a run"):
         write_report([tmp_path / "nowhere"], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 
@@ -316,7 +374,10 @@ def test_a_lone_surrogate_does_no_harm(tmp_path):
     run = write_run(tmp_path / "run", LS, task="translation")
     records = run / "records" / "test.jsonl"
     records.write_text(records.read_text().replace("Der Hund", "\\ud800 Hund"))
-    report([run], tmp_path / "r.html")
+    found = report([run], tmp_path / "r.html")
+    data = found.data["browser-1-data"]
+    assert data["sentences"][0]["source"] == "? Hund schläft am Fenster . (0)"
+    assert data["total"] == len(data["sentences"]) == 60
 
 
 # ------------------------------------------------------------------ parts
@@ -327,7 +388,8 @@ def test_the_page_stays_small(tmp_path):
     record = json.loads((run / "records" / "test.jsonl").read_text().splitlines()[0])
     record["tokens"], record["probabilities"] = ["\u0120word"] * 900, [0.5] * 900
     (run / "records" / "test.jsonl").write_text((json.dumps(record) + "\n") * 400)
-    (data,) = sentence_data(make_groups([read_runs([run])[0].entry])).values()
+    (group,) = make_groups([read_runs([run])[0].member])
+    data = find_report(group.task).browser(group, 1_500_000)
     assert data["total"] == 400
     assert 50 <= len(data["sentences"]) <= 100
     assert len(json.dumps(data)) < 1_600_000
@@ -338,7 +400,7 @@ def test_a_compact_sample_has_the_labels_of_the_whole(classes, tmp_path):
     run = write_run(tmp_path / "run", LABO, task="translation")
     write_examples(run, classes, random.Random(1))
     whole = examples_of(run)
-    samples = explorer_data(make_groups([read_runs([run])[0].entry]))["examples"]
+    samples = explorer_data(make_groups([read_runs([run])[0].member]))["examples"]
     assert len(json.dumps(samples)) < 60_000
     for sample, example in zip(samples, whole["examples"], strict=True):
         groups = [(logit, 1) for logit in sample["logits"]] + [tuple(g) for g in sample["tail"]]
@@ -375,13 +437,31 @@ def test_ticks_are_round_and_inside():
 
 def test_a_line_of_one_point_can_be_drawn():
     chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), [Line([(5, 0.0)], "m0", "a & b")])
-    assert "nan" not in chart
-    assert "a &amp; b" in chart
+    assert "nan" not in chart.svg
+    assert "a &amp; b" in chart.svg
 
 
 def test_labels_at_the_ends_do_not_cover_each_other():
     lines = [Line([(0, 0), (1, 0.5 + i / 1000)], "m0", f"name{i}") for i in range(7)]
-    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), lines)
+    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), lines).svg
     heights = sorted(float(y) for y in re.findall(r'class="end m0" x="[\d.]+" y="([\d.]+)"', chart))
     assert len(heights) == 7
     assert min(b - a for a, b in pairwise(heights)) >= 13.9
+
+
+def test_a_sheet_is_a_file_of_its_own_in_the_light_colours():
+    line = Line([(0, 0.0), (1, 1.0)], "m1", "a < b")
+    charts = [line_chart(n, n, "d", Axis("x"), Axis("y"), [line]) for n in ("one", "two")]
+    text = sheet(charts, [("m1", "ls & co")])
+    root = ElementTree.fromstring(text)
+    inner = root.findall("{http://www.w3.org/2000/svg}svg")
+    assert [(chart.get("x"), chart.get("width")) for chart in inner] == [
+        ("0", "360"),
+        ("360", "360"),
+    ]
+    assert root.get("width") == "720"
+    assert root.findall("{http://www.w3.org/2000/svg}text")[0].text == "ls & co"
+    light, dark = COLOURS["m1"]
+    assert light in text
+    assert dark not in text
+    assert "light-dark" not in text

@@ -12,6 +12,7 @@ import pytest
 
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.compare.plan import claim_folder
 from labo.lab.errors import RequestError
 from labo.lab.reproduce import command as reproduce
 from labo.lab.reproduce.command import EXPERIMENTS, Plan, describe, estimates, paper, plan, require
@@ -197,6 +198,8 @@ def test_estimates_follow_the_work():
 
 def pretend(planned: Plan, results: Any) -> None:
     """Give every run of a plan results, from a function of the run."""
+    planned.out.mkdir(parents=True, exist_ok=True)
+    claim_folder(planned.out)
     for comparison in planned.all():
         for run in comparison.runs:
             run.directory.start(run.recipe)
@@ -214,7 +217,7 @@ def test_the_table_of_classifiers_has_ours_beside_the_papers(tmp_path, monkeypat
         return {"valid": {"accuracy": score}, "test": {"accuracy": score}}
 
     pretend(planned, results)
-    table, failures = reproduce.reproduce("table3", planned)
+    (table, _), failures = reproduce.reproduce("table3", planned)
     assert failures == []
     text = to_markdown(table)
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
@@ -319,7 +322,7 @@ def test_figure_of_probabilities(tmp_path):
 def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):
     Launcher.install(monkeypatch)
     planned = plan("imagenet", "demo", out=tmp_path, seeds=1, overrides=["train.max_steps=2"])
-    table, failures = reproduce.reproduce("imagenet", planned, jobs=2)
+    (table, _), failures = reproduce.reproduce("imagenet", planned, jobs=2)
     text = to_markdown(table)
     assert failures == []
     assert "[76.55]" in text

@@ -41,6 +41,25 @@ def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     assert_same_curve(one, two)
 
 
+# With accumulation the last micro-batches have as many samples as there are processes, or fewer.
+BATCH_NORM = ["train.epochs=1", "train.batch_size=117", "train.log_every=1", "optim.lr=0.01"]
+
+
+@pytest.mark.parametrize("method", ["base", "cs-kd", "beta-ls"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, tmp_path):
+    settings = [*BATCH_NORM, f"method={method}", f"train.accumulate={accumulate}"]
+    together = [*settings, "train.sync_batchnorm=true"]
+    one, two, apart = tmp_path / "one", tmp_path / "two", tmp_path / "apart"
+    assert train(one, together) == {0}, log_of(one).read_text()
+    assert train(two, together, world=2) == {0}, log_of(two).read_text()
+    assert losses(two) == pytest.approx(losses(one), rel=2e-6)
+    assert "note: each process computes batch norm" not in log_of(two).read_text()
+    assert train(apart, settings, world=2) == {0}
+    assert losses(apart) != pytest.approx(losses(one), rel=5e-4)
+    assert "note: each process computes batch norm" in log_of(apart).read_text()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_accumulation_changes_nothing(world, tmp_path):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"

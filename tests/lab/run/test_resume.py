@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lab_runs import IMAGE_METHODS, Kill, log_of, outcome, settings_of, train
-from labo.lab.run import checkpoint
+from labo.lab.run.files import sha256
 
 # make soak: so many killed runs of every method in one and in two processes, instead of a sample.
 SOAK = int(os.environ.get("LABO_SOAK", "0"))
@@ -160,9 +160,9 @@ def test_a_malicious_pickle_is_refused_and_not_run(stopped, tmp_path, whole):
     attack = pickle.dumps(Malicious(trace))
     manifest = newest / "manifest.json"
     for name in ("model.safetensors", "state.json"):
-        old = checkpoint._checksum(newest / name)
+        old = sha256(newest / name)
         (newest / name).write_bytes(attack)
-        new = checkpoint._checksum(newest / name)
+        new = sha256(newest / name)
         manifest.write_text(manifest.read_text().replace(old, new))
     assert train(stopped, RUN) == {0}
     assert not trace.exists()
@@ -175,7 +175,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(stopped, tmp_path, whole):
 def test_a_finished_run_is_left_alone(whole):
     before = outcome(whole)
     assert train(whole, RUN) == {0}
-    assert "was finished before" in log_of(whole).read_text()
+    assert "was already finished" in log_of(whole).read_text()
     assert outcome(whole) == before
 
 

@@ -1,11 +1,10 @@
-"""Statistics of reference tokens, and the temperature that is fitted to them."""
+"""Statistics of reference tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from labo.lab.analysis.calibration import fit_temperature
 from labo.lab.text import forced
 from labo.lab.text.head import Head
 
@@ -19,31 +18,13 @@ def tokens():
     return head, torch.distributions.Categorical(logits=logits * 1.7).sample()
 
 
-def test_the_losses_are_those_of_the_tempered_distributions(tokens, monkeypatch):
+def test_blocks_are_the_logits_of_all_tokens_in_order(tokens, monkeypatch):
     head, target = tokens
-    log_p = (head.states @ head.weight.T).double().log_softmax(-1)
-    expected = [
-        torch.nn.functional.cross_entropy(beta * log_p, target, reduction="sum")
-        for beta in forced.BETAS
-    ]
     monkeypatch.setattr(forced, "_LOGITS_AT_ONCE", 40 * 7)  # blocks, the last one smaller
-    found = forced.losses_by_beta(head, target)
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-4)
-
-
-def test_the_temperature_is_that_of_an_exact_search(tokens):
-    head, target = tokens
-    log_p = (head.states @ head.weight.T).double().log_softmax(-1)
-    exact = fit_temperature(log_p.numpy(), target.numpy())
-    found = forced.best_temperature(forced.losses_by_beta(head, target))
-    assert found == pytest.approx(exact, rel=2e-3)
-    assert found == pytest.approx(1 / 1.7, rel=0.2)
-
-
-def test_a_model_that_is_always_right_has_no_temperature(tokens):
-    head, _ = tokens
-    target = (head.states @ head.weight.T).argmax(-1)
-    assert forced.best_temperature(forced.losses_by_beta(head, target)) is None
+    found = list(forced.blocks(head, target))
+    assert [len(labels) for _, labels in found] == [7] * 42 + [6]
+    torch.testing.assert_close(torch.cat([x for x, _ in found]), head.states @ head.weight.T)
+    assert torch.equal(torch.cat([labels for _, labels in found]), target)
 
 
 def test_tempered_statistics(tokens, monkeypatch):

@@ -200,10 +200,10 @@ def test_nothing_to_decode():
 @pytest.mark.parametrize(
     ("sources", "nbest", "line"),
     [
-        ([[EOS], [5] * POSITIONS + [EOS]], 1, "source 1 has 41 tokens, the model has 1 to 40"),
-        ([[]], 1, "source 0 has 0 tokens, the model has 1 to 40 positions"),
-        ([[EOS]], 6, "6 best of a beam of 5: choose 1 to 5"),
-        ([[EOS]], 0, "0 best of a beam of 5: choose 1 to 5"),
+        ([[EOS], [5] * POSITIONS + [EOS]], 1, "source 1 has 41 tokens; the model takes 1 to 40"),
+        ([[]], 1, "source 0 has 0 tokens; the model takes 1 to 40"),
+        ([[EOS]], 6, "nbest must be 1 to 5, the beam size; got 6"),
+        ([[EOS]], 0, "nbest must be 1 to 5, the beam size; got 0"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused(sources, nbest, line):

@@ -193,7 +193,7 @@ def test_search_options_replace_those_of_the_recipe(run):
     assert len(stream(run, b"one", nbest=4, beam=4).splitlines()) == 4
     with pytest.raises(RequestError, match="beam: should be greater than or equal to 1, got 0"):
         Translator(run, beam=0)
-    with pytest.raises(RequestError, match="unknown key 'baem'; did you mean beam"):
+    with pytest.raises(RequestError, match="unknown key 'baem'; did you mean 'beam'"):
         Translator(run, baem=3)
     with pytest.raises(RequestError, match="--nbest 3 is more than the beam of 2"):
         stream(run, b"one", nbest=3)

@@ -109,7 +109,7 @@ def test_sentences_too_long_for_a_batch_are_left_out_and_said_so(cache):
     small = task("train.batch_tokens=16")
     kept = sum(len(small.global_batch(0, i)) for i in range(small.steps_per_epoch))
     missing = len(small.data.split("train")) - kept
-    assert small.notes == [f"{missing} training pairs are too long for a batch and left out"]
+    assert small.notes == [f"{missing} training pairs are too long for a batch and are not used"]
 
 
 # ------------------------------------------------------------------ the loss
@@ -367,13 +367,19 @@ def test_scores_do_not_depend_on_how_the_split_is_cut(small):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["method=cs-kd"], "method: cs-kd is not for translation; there are base, ls,"),
+        (
+            ["method=cs-kd"],
+            "cs-kd needs peers, which translation does not provide",
+        ),
         (["data.name=prepared"], "needs path=FOLDER, made by `labo prepare`"),
-        (["data.languages=[]"], "languages, such as [de-en], belong to name: cldr"),
+        (["data.languages=[]"], "name=cldr needs languages, such as [de-en]"),
         (["model.preset=huge"], "model.preset"),
         (["model.heads=3"], "width 16 must be even and divisible by heads 3"),
         (["model.fixnorm=true", "model.embeddings=separate"], "fixnorm needs embeddings"),
-        (["train.batch_size=3"], "unknown key 'train.batch_size'; did you mean train.batch_tokens"),
+        (
+            ["train.batch_size=3"],
+            "unknown key 'train.batch_size'; did you mean 'train.batch_tokens'",
+        ),
         (["decode.beam=0"], "decode.beam"),
     ],
 )
@@ -402,13 +408,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(finished, cache, tmp_path):
     out = tmp_path / "run"
     chosen = ["method=kd", f"method.teacher={finished}", "data.data_seed=5"]
     assert train(out, cache, chosen) == {2}
-    assert "another target vocabulary" in log_of(out).read_text().splitlines()[-1]
+    assert "a different target vocabulary" in log_of(out).read_text().splitlines()[-1]
 
 
 def test_methods_for_images_only_are_refused_by_name():
-    with pytest.raises(RecipeError, match="ols is not for translation"):
+    with pytest.raises(RecipeError, match="ols needs class_table, which translation"):
         load_recipe("cldr", ["method=ols"])
-    with pytest.raises(RecipeError, match="mls is not for image_classification"):
+    with pytest.raises(RecipeError, match="mls needs vocabulary_groups, which image"):
         load_recipe("digits", ["method=mls"])
 
 

@@ -1,5 +1,6 @@
-"""From the records of runs to small JSON: the paper's Discussion, calibration, smoothing's harms.
+"""From the records of runs to small JSON documents, and the comparison of runs.
 
-Pure functions on numpy arrays, one module per question; ``run`` puts them together. Nothing here
-imports torch, so that a report can be made where no model can be run.
+``calibration``, ``selective``, ``intervals``, ``significance``, ``labels`` and ``training`` have
+pure functions on numpy arrays. ``reading`` reads run directories. ``task`` is the protocol of what
+a task adds. ``groups`` compares runs, and ``run`` makes the documents. Nothing here imports torch.
 """

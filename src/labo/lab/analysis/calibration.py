@@ -1,9 +1,8 @@
-r"""Does a model know how sure it may be? Calibration errors, and the temperature that mends most.
+r"""Calibration errors, proper scores, and temperature scaling.
 
-``confidence`` is the probability a model gives to its prediction, ``right`` whether that prediction
-is right. Bins are B = 15, of equal width unless said otherwise; a confidence on an edge belongs to
-the bin above it, and the last bin is closed, so that a confidence of exactly 1 counts in it. This
-is what the training loop reports too.
+``confidence`` is the probability of the predicted class, ``right`` is whether the prediction is
+right. There are B = 15 bins, of equal width unless stated otherwise. A confidence on an edge is in
+the bin above it; a confidence of 1 is in the last bin. The training loop uses the same bins.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from .reading import Booleans, Floats, Integers
 
 BINS = 15
-TEMPERATURES = (0.01, 100.0)  # outside of these no temperature is believed
+TEMPERATURES = (0.01, 100.0)  # the range a temperature is fitted in
 
 
 # ------------------------------------------------------------------ bins
@@ -88,9 +87,9 @@ def ece(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
 
 
 def adaptive_ece(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
-    """The same with bins of equal mass: the N confidences in order, cut into B runs of N / B.
+    """The ECE with bins of equal mass: the sorted confidences, cut into B bins of N / B samples.
 
-    Equal confidences share their accuracy, so that the order of the samples does not matter.
+    Equal confidences share their accuracy, so the order of the samples does not matter.
 
     Args:
         confidence: (N,).
@@ -103,25 +102,25 @@ def adaptive_ece(confidence: Floats, right: Booleans, bins: int = BINS) -> float
         0.125
     """
     order, accuracy = shared_accuracy(confidence, right)
-    runs = np.array_split(confidence[order] - accuracy, min(bins, len(confidence)))
-    return float(sum(abs(run.sum()) for run in runs) / len(confidence))
+    gaps = np.array_split(confidence[order] - accuracy, min(bins, len(confidence)))
+    return float(sum(abs(gap.sum()) for gap in gaps) / len(confidence))
 
 
 def shared_accuracy(confidence: Floats, right: Booleans) -> tuple[Integers, Floats]:
-    """An ascending order of the confidences, and ``right`` in it, averaged over equal confidences.
+    """The ascending order of the confidences, and the accuracy in it, shared by equal ones.
 
     Example:
         >>> shared_accuracy(np.array([0.9, 0.2, 0.9]), np.array([True, False, False]))
         (array([1, 0, 2]), array([0. , 0.5, 0.5]))
     """
     order = np.argsort(confidence, kind="stable")
-    _, place, count = np.unique(confidence, return_inverse=True, return_counts=True)
-    share = np.bincount(place, right.astype(np.float64)) / count
-    return order, share[place[order]]
+    _, rank, count = np.unique(confidence, return_inverse=True, return_counts=True)
+    share = np.bincount(rank, right.astype(np.float64)) / count
+    return order, share[rank[order]]
 
 
 def classwise_ece(probabilities: Floats, labels: Integers, bins: int = BINS) -> float:
-    r"""Calibration of the probability of every class, not of the likeliest alone.
+    r"""Calibration error of the probabilities of all classes, not only of the predicted one.
 
     .. math:: \frac{1}{K} \sum_k \sum_b \frac{n_{kb}}{N} |\mathrm{freq}_{kb} - \mathrm{conf}_{kb}|
 
@@ -145,7 +144,7 @@ def classwise_ece(probabilities: Floats, labels: Integers, bins: int = BINS) -> 
 def mce(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
     r"""Maximum calibration error: :math:`\max_b |\mathrm{acc}_b - \mathrm{conf}_b|`.
 
-    It is that of the worst bin, however few samples lie in it.
+    It is the gap of the worst bin, however few samples it has.
 
     Args:
         confidence: (N,).
@@ -162,15 +161,15 @@ def mce(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
 
 
 def ece_floor(confidence: Floats, bins: int = BINS, *, draws: int = 200, seed: int = 0) -> float:
-    """The ECE that a perfectly calibrated model with these confidences would show.
+    """The expected ECE of a perfectly calibrated model with these confidences.
 
-    With few samples the ECE is far from 0 by chance alone: one that is no larger than this says
-    nothing against a model.
+    With few samples the ECE is far from 0 by chance alone. An ECE that is not larger than this one
+    is no evidence of miscalibration.
 
     Args:
         confidence: (N,).
         bins: B.
-        draws: how many times ``right`` is drawn, each with its confidence as chance.
+        draws: how many times ``right`` is drawn, with the confidence as its probability.
         seed: of the draws.
 
     Example:
@@ -245,23 +244,23 @@ def tempered(log_p: Floats, temperature: float) -> Floats:
 
 
 def fit_temperature(log_p: Floats, labels: Integers) -> float | None:
-    r"""The one temperature that minimizes the negative log-likelihood (Guo et al. 2017).
+    r"""The temperature that minimizes the negative log-likelihood (Guo et al. 2017).
 
-    In :math:`s = 1/T` the NLL is convex, its slope the mean of :math:`\sum_k p_k z_k - z_y` and its
-    curvature the mean of :math:`\mathrm{Var}_p(z)`: Newton's method, kept between bounds at which
-    the slope has different signs.
+    The NLL is convex in :math:`s = 1/T`. Its slope is the mean of :math:`\sum_k p_k z_k - z_y`, its
+    curvature the mean of :math:`\mathrm{Var}_p(z)`. It is minimized by Newton's method between
+    bounds at which the slope has different signs.
 
     Args:
         log_p: (N, K) on the validation split.
         labels: (N,).
 
     Returns:
-        T, or None if the NLL has no minimum within ``TEMPERATURES``: if every prediction is right,
-        it falls for ever as T does.
+        T, or None if the NLL has no minimum in ``TEMPERATURES``. If every prediction is right, for
+        example, it decreases with T.
 
     Example:
         >>> log_p = np.log([[0.9, 0.1]] * 4)
-        >>> T = fit_temperature(log_p, np.array([0, 0, 0, 1]))  # 90 % sure, 75 % right
+        >>> T = fit_temperature(log_p, np.array([0, 0, 0, 1]))  # confidence 0.9, accuracy 0.75
         >>> round(T, 4), np.exp(tempered(log_p, T))[0].round(4).tolist()
         (2.0, [0.75, 0.25])
     """
@@ -287,18 +286,18 @@ def fit_temperature(log_p: Floats, labels: Integers) -> float | None:
     return 1 / s
 
 
-# ------------------------------------------------------------------ together
+# ------------------------------------------------------------------ all of them
 
 
 def confidence_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
-    """All that confidences and hits alone can say.
+    """Everything that can be computed from confidence and correctness.
 
     Args:
-        confidence: (N,), N above 0.
+        confidence: (N,), N > 0.
         right: (N,).
 
     Returns:
-        name -> number, None where there is nothing to compute it from; and the reliability diagram.
+        name -> number, None where it is undefined; and the reliability diagram.
 
     Example:
         >>> measures = confidence_measures(np.array([0.5, 0.75]), np.array([True, True]))

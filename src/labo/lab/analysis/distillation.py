@@ -1,7 +1,7 @@
-"""What a student learns from teachers that were trained with different methods.
+"""The scores of students by the method of their teacher.
 
-A teacher trained with label smoothing is known to teach worse (Müller et al. 2019), not always
-(Shen et al. 2021), and less so at low temperatures (Chandrasegaran et al. 2022): so it is measured.
+A teacher trained with label smoothing can teach worse (Müller et al. 2019), but not always (Shen et
+al. 2021), and less so at low temperatures (Chandrasegaran et al. 2022). So it is measured.
 """
 
 from __future__ import annotations
@@ -10,59 +10,39 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .reading import Run, read_run
-
-METRICS = {"image_classification": "accuracy", "translation": "bleu"}
-
-
-def find_teacher(student: Run, runs: Iterable[Run]) -> Run | None:
-    """The run that ``method.teacher`` of a student names, wherever the runs were moved since.
-
-    It is looked for among ``runs`` first, then where the recipe says, then beside the student.
-    """
-    named = Path(str(student.method["teacher"]))
-    for run in runs:
-        if run.name == named.name:
-            return run
-    for place in (named, student.path.parent / named.name):
-        if (place / "recipe.yaml").is_file():
-            return read_run(place)
-    return None
-
-
-def score(run: Run, split: str) -> float | None:
-    """The score that a task is judged by, if the run is finished."""
-    found = ((run.results or {}).get(split) or {}).get(METRICS[run.task])
-    return None if found is None else float(found)
+from .groups import Member
+from .reading import Run, find_teacher
+from .task import find_analysis
 
 
 def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
-    """One row per run that was distilled from another.
+    """One row per run that has a ``method.teacher``.
 
     Args:
-        runs: any runs; those without a ``method.teacher`` give no row.
-        split: whose scores.
+        runs: any runs.
+        split: of the scores.
 
     Returns:
-        Rows of student, teacher, method, teacher_method (None if the teacher is gone), metric,
-        student_score, teacher_score and seed.
+        Rows of student, teacher, method, teacher_method (None if the teacher is not found), task,
+        metric, student_score, teacher_score and seed.
     """
     runs = list(runs)
     rows = []
     for run in runs:
         if not run.method.get("teacher"):
             continue
-        teacher = find_teacher(run, runs)
-        known = teacher is not None and teacher.recipe
+        found = find_teacher(run, runs)
+        teacher = found if found is not None and found.recipe else None
         rows.append(
             {
                 "student": run.name,
                 "teacher": Path(str(run.method["teacher"])).name,
                 "method": run.method["name"],
-                "teacher_method": teacher.method["name"] if teacher and known else None,
-                "metric": METRICS[run.task],
-                "student_score": score(run, split),
-                "teacher_score": score(teacher, split) if teacher and known else None,
+                "teacher_method": None if teacher is None else teacher.method["name"],
+                "task": run.task,
+                "metric": find_analysis(run.task).headline.key,
+                "student_score": Member(run).score(split),
+                "teacher_score": None if teacher is None else Member(teacher).score(split),
                 "seed": run.seed,
             }
         )
@@ -70,7 +50,7 @@ def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
 
 
 def by_teacher(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """The rows of :func:`students` by (method, method of the teacher), those with a score.
+    """The rows of :func:`students` that have a score, by (method, method of the teacher).
 
     Example:
         >>> row = {"method": "kd", "teacher_method": "ls", "student_score": 0.97}

@@ -1,12 +1,11 @@
-"""95 % intervals of accuracy, calibration error and AURC by the bootstrap.
+"""95 % bootstrap intervals of accuracy, underconfidence, ECE and AURC.
 
-Images are drawn one by one. Tokens are drawn by the sentence, since those of one sentence go wrong
-together.
+Tokens are drawn by the sentence, because the errors within a sentence are correlated.
 
-The ECE is never below 0, so chance alone raises it, and drawing again raises it once more. An
-interval of the drawn values as they are then misses the truth: in simulations with 350 samples and
-a perfectly calibrated model never once did it hold it. So the ECE's interval is reflected, which
-takes the bias away: [2 e - upper, 2 e - lower], cut at 0.
+The ECE is biased upwards: it is never below 0, so sampling noise increases it, and resampling
+increases it again. The percentile interval then misses the true value; in simulations of a
+perfectly calibrated model with 350 samples it never contained it. The interval of the ECE is
+therefore the basic bootstrap interval, [2 e - upper, 2 e - lower], cut at 0.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def bootstrap_intervals(
         confidence: (N,).
         right: (N,).
         units: (N,) which samples are drawn together, numbered from 0; each alone if not given.
-        draws: how many times the units are drawn.
-        seed: of the draws: the same interval every time.
+        draws: the number of bootstrap draws.
+        seed: of the draws.
 
     Returns:
         name -> [low, high].
@@ -50,8 +49,8 @@ def bootstrap_intervals(
     confidence, right = confidence[order], right[order]
     units = order if units is None else units[order]
     size = int(units.max()) + 1
-    place = np.unique(-confidence, return_inverse=True)[1]
-    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    rank = np.unique(-confidence, return_inverse=True)[1]
+    starts = np.flatnonzero(np.diff(rank, prepend=-1))
     index, gap = bin_index(confidence), confidence - right
 
     random = np.random.default_rng(seed)
@@ -60,7 +59,7 @@ def bootstrap_intervals(
         times = np.bincount(random.integers(0, size, size), minlength=size)[units]
         total = times.sum()
         if total == 0:
-            continue  # only sentences without a token were drawn
+            continue  # only units without a sample were drawn
         count = np.add.reduceat(times, starts)
         errors = np.add.reduceat(times * ~right, starts).astype(np.float64)
         values["accuracy"].append(1 - errors.sum() / total)

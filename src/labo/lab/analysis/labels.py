@@ -1,10 +1,10 @@
-r"""Figure 1c of the paper: what the one-hot label, label smoothing and LABO ask for, in one sample.
+r"""Figure 1c of the paper: the one-hot, the smoothed and the LABO label of one sample.
 
 .. math:: \hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P_{ls}
 
 with :math:`P_{ls} = 1/K` for label smoothing and :math:`P^* = \mathrm{softmax}(z/\tau)` for LABO,
-whose :math:`\alpha` is :math:`1 - \rho H(p) / \log K` unless it is fixed. This is
-``labo.smoothing`` in numpy.
+whose :math:`\alpha` is :math:`1 - \rho H(p) / \log K` unless it is fixed. These are the formulas
+of ``labo.smoothing`` in numpy.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def smoothed_labels(
     """The labels of one sample.
 
     Args:
-        logits: (K,); -inf masks a class, which then gets no mass.
+        logits: (K,); a class with logit -inf is masked and gets no mass.
         target: the true class.
         alpha_ls: strength of label smoothing.
         tau: temperature of LABO.
-        rho: of LABO's adaptive alpha.
-        alpha: a fixed alpha for LABO instead.
+        rho: strength of LABO's adaptive alpha.
+        alpha: a fixed alpha of LABO instead.
 
     Returns:
-        prediction, one_hot, ls, optimal (P*), labo, each (K,); and alpha, the one LABO uses.
+        prediction, one_hot, ls, optimal (P*) and labo, each (K,); and LABO's alpha.
 
     Example:
         >>> found = smoothed_labels(np.array([2.0, 1.0, 0.1, -1.0]), 0)
@@ -70,18 +70,18 @@ def smoothed_labels(
 def shown_labels(
     logits: Floats, target: int, classes: Sequence[str], *, top: int = 10, **hyper: Any
 ) -> dict[str, Any]:
-    """:func:`smoothed_labels` over the likeliest classes and the target, likeliest first.
+    """:func:`smoothed_labels` over the most probable classes and the target.
 
     Args:
         logits: (K,).
         target: the true class.
         classes: (K,) names.
-        top: how many of the likeliest to show.
+        top: the number of most probable classes.
         **hyper: for :func:`smoothed_labels`.
 
     Returns:
-        classes and index of those shown, the place of the target among them, each distribution over
-        them, and ``rest``: what mass each has on the others.
+        classes and index of those shown, by descending probability; target, the index of the target
+        among them; each distribution over them; and rest, the mass of each on all other classes.
 
     Example:
         >>> found = shown_labels(np.array([2.0, 1.0, 0.0, 3.0]), 2, ["a", "b", "c", "d"], top=2)
@@ -90,8 +90,8 @@ def shown_labels(
     """
     labels = smoothed_labels(logits, target, **hyper)
     order = np.argsort(-labels["prediction"], kind="stable")
-    likeliest = order[:top]
-    index = likeliest if target in likeliest else np.append(likeliest, target)
+    chosen = order[:top]
+    index = chosen if target in chosen else np.append(chosen, target)
     return {
         "alpha": labels["alpha"],
         "classes": [classes[i] for i in index],
@@ -103,7 +103,7 @@ def shown_labels(
 
 
 def label_settings(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters to draw labels with: a run's own where its method has them.
+    """The hyper-parameters of the labels of a run: its own where its method has them.
 
     Args:
         method: a recipe's method, with its name.

@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..tables import Cell, Column, Row, Table, to_markdown
+from ..tables import Cell, Column, Row, Table, filled, to_markdown
 from .distillation import by_teacher
-from .frequency import PARTS
+from .groups import Difference, Group
 from .significance import mean_std
+from .task import find_analysis
 
-_SCORES = {
-    "accuracy": Column("accuracy", "accuracy %", scale=100),
-    "bleu": Column("bleu", "BLEU"),
-}
-_IMAGES = (
-    _SCORES["accuracy"],
-    Column("nll", "NLL", digits=3),
-    Column("ece", "ECE", digits=3),
-    Column("ece_after", "ECE after T", digits=3),
-    Column("temperature", "T", digits=3),
-    Column("underconfidence", "underconfidence", digits=3, signed=True),
-    Column("underconfidence_after", "after T", digits=3, signed=True),
-    Column("confidence_on_errors", "confidence on errors", digits=3),
-    Column("aurc", "AURC", digits=4),
-    Column("excess_aurc", "excess AURC", digits=4),
-)
-_TRANSLATION = (
-    _SCORES["bleu"],
-    Column("nll", "NLL", digits=3),
-    Column("forced_ece", "ECE forced", digits=3),
-    Column("forced_ece_after", "after T", digits=3),
-    Column("temperature", "T", digits=3),
-    Column("decoded_ece", "ECE decoded", digits=3),
-    Column("underconfidence", "underconfidence", digits=3, signed=True),
-    Column("confidence_on_errors", "confidence on errors", digits=3),
-    Column("decoded_aurc", "AURC decoded", digits=3),
-    Column("length_ratio_1", "length, beam 1", digits=3),
-    Column("length_ratio_5", "beam 5", digits=3),
-    Column("length_ratio_20", "beam 20", digits=3),
-)
+SEEDS_NOTE = "in parentheses: 95 % interval over seeds; p: exact paired test over seeds"
+EXAMPLES_NOTE = "p examples: paired bootstrap over examples, of the mean over seeds"
 
 
-def as_text(documents: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any]) -> str:
-    """Verdicts, tables and notes, to be read.
+def as_text(
+    documents: Sequence[Mapping[str, Any]],
+    comparison: Mapping[str, Any],
+    left_out: Sequence[str] = (),
+) -> str:
+    """Verdicts, tables and notes.
 
     Args:
         documents: of :func:`labo.lab.analysis.run.analyze_run`.
         comparison: of :func:`labo.lab.analysis.run.analyze_runs`, of the same runs.
+        left_out: notes about runs without a document.
     """
     verdicts = "".join(
         f"{document['name']}: {found['verdict']}\n"
@@ -56,13 +35,16 @@ def as_text(documents: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any
     )
     tables = []
     for group in comparison["groups"]:
+        kind = find_analysis(group["task"])
         tables.append(_methods(group, comparison["split"]))
-        tables += [_differences(group)] if group["differences"] else []
-        tables += [_frequency(group)] if group["frequency"] else []
-    for metric in dict.fromkeys(row["metric"] for row in comparison["distillation"]):
-        rows = [row for row in comparison["distillation"] if row["metric"] == metric]
-        tables.append(_distillation(rows, _SCORES[metric]))
-    notes = "".join(f"note: {note}\n" for note in [*_run_notes(documents), *comparison["notes"]])
+        if group["differences"]:
+            tables.append(_differences(group))
+        tables += kind.group_tables(group)
+    for task in dict.fromkeys(row["task"] for row in comparison["distillation"]):
+        rows = [row for row in comparison["distillation"] if row["task"] == task]
+        tables.append(_distillation(rows, find_analysis(task).headline))
+    every = dict.fromkeys([*left_out, *_run_notes(documents), *comparison["notes"]])
+    notes = "".join(f"note: {note}\n" for note in every)
     return "\n".join(filter(None, [verdicts, *map(to_markdown, tables), notes]))
 
 
@@ -90,74 +72,107 @@ def _methods(group: Mapping[str, Any], split: str) -> Table:
         )
         for method in group["methods"]
     ]
-    columns = _IMAGES if group["task"] == "image_classification" else _TRANSLATION
-    shown = _filled([Column("runs", "runs", digits=0), *columns], rows)
-    return Table(f"{split}, {group['examples']} examples", shown, rows)
+    columns = [Column("runs", "runs", digits=0), *find_analysis(group["task"]).measures]
+    return Table(f"{split}, {group['examples']} examples", filled(columns, rows), rows)
 
 
-def _filled(columns: Iterable[Column], rows: Sequence[Row]) -> list[Column]:
-    """The columns that have a number in some row."""
-    return [
-        column
-        for column in columns
-        if any(row.cells.get(column.key, Cell()).value is not None for row in rows)
-    ]
+# ------------------------------------------------------------------ differences
 
 
 def _differences(group: Mapping[str, Any]) -> Table:
-    score = _SCORES[group["metric"]]
+    headline = find_analysis(group["task"]).headline
+    rows = [
+        _difference_row(f"{found['method']} - {found['reference']}", found)
+        for found in group["differences"]
+    ]
+    return _difference_table("differences", headline, rows)
+
+
+def difference_table(caption: str, groups: Mapping[str, Group]) -> Table | None:
+    """The differences of several groups with one headline metric.
+
+    Args:
+        caption: what is compared.
+        groups: each with the name that its rows begin with.
+
+    Returns:
+        A row for every method and reference, or None if nothing can be compared.
+    """
+    rows = [
+        _difference_row(f"{name}: {found.variant} - {found.reference}", vars(found))
+        for name, group in groups.items()
+        for found in group.differences
+    ]
+    if not rows:
+        return None
+    return _difference_table(caption, next(iter(groups.values())).kind.headline, rows)
+
+
+def difference_cells(found: Difference) -> dict[str, Cell]:
+    """The cells of a difference in a row of its method, by columns of :func:`difference_columns`.
+
+    The keys end in the name of the reference.
+    """
+    return {
+        f"delta_{found.name}": found.cell,
+        f"p_{found.name}": Cell(found.p),
+        f"p_bootstrap_{found.name}": Cell(found.p_bootstrap),
+    }
+
+
+def difference_columns(headline: Column, reference: str) -> list[Column]:
+    """The columns of :func:`difference_cells`.
+
+    Args:
+        headline: the metric that is compared.
+        reference: the name of the method that others are compared with.
+    """
+    return [
+        replace(headline, key=f"delta_{reference}", heading=f"Δ {reference}", signed=True),
+        Column(f"p_{reference}", "p", digits=3),
+        Column(f"p_bootstrap_{reference}", "p examples", digits=3),
+    ]
+
+
+def difference_notes(differences: Iterable[Difference]) -> list[str]:
+    """How the numbers of differences were computed."""
+    differences = list(differences)
+    notes = []
+    smallest = [found.smallest_p for found in differences if found.smallest_p is not None]
+    if smallest:
+        seeds = max(len(found.seeds) for found in differences)
+        notes.append(f"{SEEDS_NOTE}, at least {min(smallest):.3g} with {seeds} seeds")
+    if any(found.p_bootstrap is not None for found in differences):
+        notes.append(EXAMPLES_NOTE)
+    return notes
+
+
+def _difference_row(label: str, found: Mapping[str, Any]) -> Row:
+    interval = None if found["interval"] is None else (found["interval"][0], found["interval"][1])
+    cells = {
+        "seeds": Cell(len(found["seeds"])),
+        "mean": Cell(found["mean"], interval=interval),
+        **{key: Cell(found[key]) for key in ("p", "smallest_p", "p_bootstrap")},
+    }
+    return Row(label, cells)
+
+
+def _difference_table(caption: str, headline: Column, rows: Sequence[Row]) -> Table:
     columns = [
         Column("seeds", "seeds", digits=0),
-        *(
-            Column(key, heading, scale=score.scale, signed=True)
-            for key, heading in {"mean": score.heading, "low": "from", "high": "to"}.items()
-        ),
+        replace(headline, key="mean", heading=f"Δ {headline.heading}", signed=True),
         Column("p", "p", digits=4),
         Column("smallest_p", "smallest p", digits=4),
-        Column("bootstrap", "bootstrap p", digits=3),
+        Column("p_bootstrap", "p examples", digits=3),
     ]
-    rows = []
-    for found in group["differences"]:
-        low, high = found["interval"] or (None, None)
-        drawn = [draw["p"] for draw in found["bootstrap"] or ()]
-        cells = {"seeds": Cell(len(found["seeds"])), "low": Cell(low), "high": Cell(high)}
-        cells |= {key: Cell(found[key]) for key in ("mean", "p", "smallest_p")}
-        cells |= {"bootstrap": Cell(max(drawn))} if drawn else {}
-        rows.append(Row(found["method"], cells))
-    shown = _filled(columns, rows)
-    notes = []
-    if any(column.key == "p" for column in shown):
-        notes.append("from, to: 95 % interval over seeds; p: exact sign-flip test over seeds")
-    if group["metric"] == "bleu":
-        notes.append("bootstrap p: sacrebleu's, over sentences, of the seed where it is largest")
-    return Table(f"difference to {group['baseline']}", shown, rows, notes=notes)
+    shown = filled(columns, rows)
+    keys = {column.key for column in shown}
+    notes = [SEEDS_NOTE] if "p" in keys else []
+    notes += [EXAMPLES_NOTE] if "p_bootstrap" in keys else []
+    return Table(caption, shown, rows, notes=notes)
 
 
-def _frequency(group: Mapping[str, Any]) -> Table:
-    found = group["frequency"]
-    columns = [Column(part, part, "BLEU") for part in PARTS]
-    columns += [
-        Column(f"delta_{part}", part, f"Δ {found['baseline']}", signed=True) for part in PARTS
-    ]
-    rows = [
-        Row(
-            row["method"],
-            {
-                **{part: Cell(row["bleu"][part]) for part in PARTS},
-                **{f"delta_{part}": Cell((row["difference"] or {}).get(part)) for part in PARTS},
-            },
-        )
-        for row in found["rows"]
-    ]
-    sizes = ", ".join(
-        f"{part} {size} (mean count {found['mean_frequency'][part] or 0:.0f})"
-        for part, size in found["sizes"].items()
-    )
-    notes = [f"{found['rule']} by token frequency: {sizes}"]
-    if found["left_over"]:
-        notes.append(f"{found['left_over']} sentences are left over")
-    caption = "BLEU by frequency of the source tokens"
-    return Table(caption, _filled(columns, rows), rows, notes=notes)
+# ------------------------------------------------------------------ distillation
 
 
 def _distillation(students: Iterable[Mapping[str, Any]], score: Column) -> Table:
@@ -172,7 +187,7 @@ def _distillation(students: Iterable[Mapping[str, Any]], score: Column) -> Table
         rows.append(Row(f"{method} from {teacher}", cells))
     columns = [
         Column("runs", "runs", digits=0),
-        Column("teacher", f"teacher {score.heading}", scale=score.scale),
-        Column("student", f"student {score.heading}", scale=score.scale),
+        replace(score, key="teacher", heading=f"teacher {score.heading}"),
+        replace(score, key="student", heading=f"student {score.heading}"),
     ]
-    return Table("what students learn from whom", columns, rows, corner="student")
+    return Table("students by the method of their teacher", columns, rows, corner="student")

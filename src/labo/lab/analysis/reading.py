@@ -1,21 +1,25 @@
-"""What a run directory holds, read without torch.
+"""Read run directories without torch.
 
-A run may be finished, still going, or damaged, and a report must be able to say which: reading one
-does not fail where something can still be said. Records, which ``labo evaluate`` writes whole or
-not at all, are checked line by line, and the first that is wrong is an error that names it.
+A run may be finished, unfinished or damaged. :func:`read_run` reads what it can and says in
+:attr:`Run.state` and :attr:`Run.problems` what it could not read, so one damaged run does not stop
+a report about the others. Every file is checked against a model of its content, and a message names
+the file, the line and the key.
+
+Records are written by ``labo evaluate``, whole or not at all. They are checked line by line, and
+the first wrong line is a :class:`labo.lab.errors.RequestError` that names it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..config import read_document
 from ..errors import RequestError
@@ -26,11 +30,12 @@ Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
 SPLITS = ("valid", "test")
+_NAMED_LINES = 5  # line numbers that a message about a file lists
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a run came.
+    """How far a run is.
 
     Example:
         >>> print(State("unfinished", step=120))
@@ -49,14 +54,25 @@ class State:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory as it stands; what could not be read is empty, and ``state`` says why."""
+    """The content of a run directory. What could not be read is empty.
+
+    Attributes:
+        path: the directory.
+        state: how far the run is, or why it cannot be used.
+        recipe: the content of ``recipe.yaml``.
+        metrics: the lines of ``metrics.jsonl``.
+        results: the content of ``results.json``; None if the run is not finished.
+        model: the content of ``best/config.json``.
+        problems: sentences about parts of files that were left out.
+    """
 
     path: Path
     state: State
     recipe: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Mapping[str, Any]] = ()
     results: Mapping[str, Any] | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)  # best/config.json
+    model: Mapping[str, Any] = field(default_factory=dict)
+    problems: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -77,7 +93,7 @@ class Run:
 
     @property
     def num_classes(self) -> int | None:
-        """The number of classes, or of target tokens, if there is a model yet."""
+        """The number of classes, or of target tokens; None before there is a model."""
         found = self.model.get("labo", self.model).get("num_classes")
         return None if found is None else int(found)
 
@@ -85,8 +101,79 @@ class Run:
         return self.path / "records" / f"{split}.jsonl"
 
     def splits(self) -> list[str]:
-        """The splits with records."""
+        """The splits that have records."""
         return [split for split in SPLITS if self.records_file(split).is_file()]
+
+
+# ------------------------------------------------------------------ models of the files
+
+
+class _Content(BaseModel):
+    """The keys that labo reads, with their types. Other keys may hold anything."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Method(_Content):
+    name: str
+
+
+class _Recipe(_Content):
+    task: str
+    seed: int = 0
+    method: _Method
+
+
+class _MetricsLine(_Content):
+    step: int = Field(ge=0)
+    epoch: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    valid: dict[str, float | None] = {}
+
+
+class _Results(_Content):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    valid: dict[str, float] = {}
+    test: dict[str, float] = {}
+    signature: str = ""
+    steps: int | None = Field(None, ge=1)
+    seconds: float | None = Field(None, ge=0)
+    peak_memory: float | None = Field(None, ge=0)
+
+
+class _Facts(_Content):
+    num_classes: int | None = Field(None, ge=1)
+
+
+class _Model(_Facts):
+    labo: _Facts = _Facts()
+
+
+class _Conditions(_Content):
+    jobs: int
+    threads: int
+
+
+def _check(model: type[BaseModel], content: Any, where: object) -> None:
+    """Refuse content that does not fit a model, with a message that names the key."""
+    if not isinstance(content, dict):
+        raise RequestError(f"{where} is not a JSON object")
+    try:
+        model.model_validate(content)
+    except ValidationError as error:
+        found = error.errors()[0]
+        key = ".".join(map(str, found["loc"]))
+        if found["type"] == "missing":
+            raise RequestError(f"{where}: {key} is missing") from error
+        message = found["msg"].removeprefix("Input ")
+        raise RequestError(f"{where}: {key} {message}, got {_short(found['input'])}") from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 # ------------------------------------------------------------------ the run
@@ -96,39 +183,61 @@ def read_run(path: str | Path) -> Run:
     """Read a run directory.
 
     Args:
-        path: the directory; it must hold a ``recipe.yaml``.
+        path: the directory; it must have a ``recipe.yaml``.
 
     Returns:
-        The run; ``state.kind`` is "broken" if one of its files is.
+        The run. ``state.kind`` is "broken" if ``recipe.yaml``, ``results.json`` or
+        ``best/config.json`` cannot be used. Wrong lines of ``metrics.jsonl`` are left out and named
+        in ``problems``.
     """
     path = Path(path)
     if not (path / "recipe.yaml").is_file():
-        raise RequestError(f"{path} is no run with recipe.yaml")
+        raise RequestError(f"{path} is not a run: it has no recipe.yaml")
+    recipe: dict[str, Any] = {}
+    metrics: list[dict[str, Any]] = []
+    problems: list[str] = []
     try:
-        recipe = read_document(path / "recipe.yaml")
-        if not isinstance(recipe.get("task"), str):
-            raise RequestError(f"{path / 'recipe.yaml'}: no task")
-        if not isinstance(recipe.get("method"), dict) or "name" not in recipe["method"]:
-            raise RequestError(f"{path / 'recipe.yaml'}: no method with a name")
+        content = read_document(path / "recipe.yaml")
+        _check(_Recipe, content, path / "recipe.yaml")
+        recipe = content
+        metrics = read_metrics(path / "metrics.jsonl", problems)
+        results = read_results(path)
+        model = _read_object(path / "best" / "config.json", _Model) or {}
     except RequestError as error:
-        return Run(path, State("broken", reason=str(error)))
-    try:
-        metrics = _read_metrics(path / "metrics.jsonl")
-        results = _read_object(path / "results.json")
-        model = _read_object(path / "best" / "config.json") or {}
-    except RequestError as error:
-        return Run(path, State("broken", reason=str(error)), recipe)
+        state = State("broken", reason=str(error))
+        return Run(path, state, recipe, metrics, problems=problems)
     step = max((line["step"] for line in metrics), default=0)
-    state = State("unfinished", step) if results is None else State("finished", step)
-    return Run(path, state, recipe, metrics, results, model)
+    state = State("unfinished" if results is None else "finished", step)
+    return Run(path, state, recipe, metrics, results, model, problems)
+
+
+def read_results(path: Path) -> dict[str, Any] | None:
+    """``results.json`` of a run directory, checked; None if the run is not finished."""
+    return _read_object(path / "results.json", _Results)
 
 
 def sound_run(path: str | Path) -> Run:
-    """:func:`read_run`, which here must not be broken."""
+    """:func:`read_run`, with an error if the run is broken."""
     run = read_run(path)
     if run.state.kind == "broken":
         raise RequestError(f"{run.path} is {run.state}")
     return run
+
+
+def find_teacher(student: Run, runs: Iterable[Run]) -> Run | None:
+    """The run that ``method.teacher`` of a student names.
+
+    Runs may have been moved since: the teacher is looked for at the path in the recipe, then beside
+    the student, then by its folder name among ``runs``.
+    """
+    runs, named = list(runs), Path(str(student.method["teacher"]))
+    for path in (named, student.path.parent / named.name):
+        for run in runs:
+            if run.path.resolve() == path.resolve():
+                return run
+        if (path / "recipe.yaml").is_file():
+            return read_run(path)
+    return next((run for run in runs if run.name == named.name), None)
 
 
 def _read_text(path: Path) -> str:
@@ -138,54 +247,101 @@ def _read_text(path: Path) -> str:
         raise RequestError(f"cannot read {path}: {error}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None if there is no such file."""
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} is not JSON: {error}") from error
+
+
+def _read_object(path: Path, model: type[BaseModel]) -> dict[str, Any] | None:
+    """A JSON object that fits a model, or None if there is no such file."""
     if not path.is_file():
         return None
-    try:
-        content = json.loads(_read_text(path))
-    except ValueError as error:
-        raise RequestError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise RequestError(f"{path} is no JSON object")
+    content: dict[str, Any] = _read_json(path)
+    _check(model, content, path)
     return content
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The logged lines. The last may be broken: it was being written when the run was killed."""
+def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``; none if there is no such file.
+
+    Args:
+        path: the file.
+        problems: gets a sentence if lines are wrong. They are left out; all others are read. A last
+            line without an end is left out silently: the run was stopped while it was written.
+    """
     if not path.is_file():
         return []
-    lines = _read_text(path).splitlines()
-    metrics = []
-    for number, text in enumerate(lines, 1):
-        try:
-            line = json.loads(text)
-            if not isinstance(line["step"], int):
-                raise TypeError
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
-            raise RequestError(f"{path}, line {number}: no logged step") from error
-        metrics.append(line)
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error}") from error
+    metrics: list[dict[str, Any]] = []
+    wrong: dict[int, str] = {}
+    for number, text in enumerate([*lines, last], 1):
+        if text.strip():
+            line = _metrics_line(text)
+            if not isinstance(line, str):
+                metrics.append(line)
+            elif number <= len(lines):
+                wrong[number] = line
+    if wrong:
+        named = ", ".join(map(str, list(wrong)[:_NAMED_LINES]))
+        more = ", ..." if len(wrong) > _NAMED_LINES else ""
+        first = next(iter(wrong.values()))
+        problems.append(f"{path}: line {named}{more} left out ({first})")
     return metrics
 
 
+def _metrics_line(text: bytes) -> dict[str, Any] | str:
+    """A line of metrics, or what is wrong with it."""
+    try:
+        line = json.loads(text)  # decodes UTF-8
+        _check(_MetricsLine, line, "it")
+    except RequestError as error:
+        return str(error)
+    except (ValueError, RecursionError):
+        return "it is not JSON"
+    return dict(line)
+
+
+def read_conditions(path: Path) -> list[dict[str, Any]]:
+    """The conditions a run was trained under, from ``conditions.json`` beside its directory.
+
+    Args:
+        path: the run directory.
+
+    Returns:
+        One entry per kind of launch (machine, torch version, number of jobs, threads); empty if
+        nothing was noted.
+    """
+    file = path.parent / "conditions.json"
+    if not file.is_file():
+        return []
+    content = _read_json(file)
+    if not isinstance(content, dict):
+        raise RequestError(f"{file} is not a JSON object")
+    found = content.get(path.name, [])
+    if not isinstance(found, list):
+        raise RequestError(f"{file}: {path.name} is not a list")
+    for entry in found:
+        _check(_Conditions, entry, f"{file}, {path.name}")
+    return found
+
+
 def digests(run: Run) -> dict[str, str]:
-    """The SHA-256 of every file an analysis rests on, by its name within the run."""
+    """The SHA-256 of every file an analysis depends on, by its name within the run."""
     names = ["recipe.yaml", "metrics.jsonl", "results.json", "best/config.json"]
     names += [f"records/{split}.jsonl" for split in SPLITS] + ["records/examples.json"]
-    found = {}
-    for name in names:
-        if (run.path / name).is_file():
-            found[name] = sha256(run.path / name)
-    return found
+    return {name: sha256(run.path / name) for name in names if (run.path / name).is_file()}
 
 
 # ------------------------------------------------------------------ records
 
 
 def floored_log(probabilities: Floats) -> Floats:
-    """log p, finite. Records hold single precision: a 0 there is at most its smallest number.
+    """log p, finite: a 0 in a record of single precision is at most the smallest such number.
 
     Example:
         >>> floored_log(np.array([1.0, 0.0])).round(1)
@@ -196,123 +352,26 @@ def floored_log(probabilities: Floats) -> Floats:
     return logs
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """The records of a split of images, as arrays.
-
-    Attributes:
-        labels: (N,) class indices.
-        probabilities: (N, K), each row sums to 1.
-    """
-
-    labels: Integers
-    probabilities: Floats
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def log_p(self) -> Floats:
-        """(N, K)."""
-        return floored_log(self.probabilities)
-
-    @property
-    def right(self) -> Booleans:
-        """(N,) whether the likeliest class is the label."""
-        right: Booleans = self.probabilities.argmax(-1) == self.labels
-        return right
-
-    def fingerprint(self) -> str:
-        """The same for two runs that predicted the same examples."""
-        return hashlib.sha256(self.labels.tobytes()).hexdigest()
-
-
-@dataclass(frozen=True, eq=False)
-class Tempered:
-    """What one temperature, fitted on the validation split, makes of the same; (tokens,)."""
-
-    temperature: float
-    probabilities: Floats
-    confidence: Floats
-
-
-@dataclass(frozen=True, eq=False)
-class Forced:
-    """What a model says of each token of a reference, given the tokens before it; all (tokens,)."""
-
-    tokens: list[str]
-    probabilities: Floats  # of the reference token
-    confidence: Floats  # of the likeliest token
-    right: Booleans  # whether they are the same
-    entropy: Floats
-    tempered: Tempered | None
-
-
-@dataclass(frozen=True, eq=False)
-class Sentence:
-    """One record of a translation."""
-
-    pair: str
-    source: str
-    reference: str
-    hypothesis: str
-    tokens: list[str]
-    probabilities: Floats  # one per token
-    frequency: float
-    forced: Forced
-    lengths: Mapping[str, int] | None
-    reference_length: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class Translations:
-    """The records of a split of sentences."""
-
-    sentences: list[Sentence]
-
-    def __len__(self) -> int:
-        return len(self.sentences)
-
-    @property
-    def hypotheses(self) -> list[str]:
-        return [sentence.hypothesis for sentence in self.sentences]
-
-    @property
-    def references(self) -> list[str]:
-        return [sentence.reference for sentence in self.sentences]
-
-    @property
-    def probabilities(self) -> list[Floats]:
-        """Of the tokens of each hypothesis."""
-        return [sentence.probabilities for sentence in self.sentences]
-
-    @property
-    def frequency(self) -> Floats:
-        """(sentences,) F(x)."""
-        return np.array([sentence.frequency for sentence in self.sentences])
-
-    def fingerprint(self) -> str:
-        """The same for two runs that translated the same sentences."""
-        text = [(s.pair, s.source, s.reference) for s in self.sentences]
-        return hashlib.sha256(json.dumps(text).encode()).hexdigest()
-
-
-class _Line:
-    """One record with the place it stands at; every reader checks what it reads."""
+class RecordLine:
+    """One record and where it is in its file. Every method checks the value it returns."""
 
     def __init__(self, content: Any, where: str) -> None:
         self.where = where
         if not isinstance(content, dict):
-            raise self.wrong("no record")
+            raise self.wrong("not a record")
         self.content = content
 
     def wrong(self, what: str) -> RequestError:
+        """The error for this record."""
         return RequestError(f"{self.where}: {what}")
 
     def take(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+        """The value of a key, which must be of a kind; ``what`` names the kind."""
         value = self.content.get(key)
+        if key not in self.content:
+            raise self.wrong(f"{key!r} is missing")
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.wrong(f"{key!r} is {'missing' if key not in self.content else f'no {what}'}")
+            raise self.wrong(f"{key!r} is not a {what}")
         return value
 
     def text(self, key: str) -> str:
@@ -332,127 +391,68 @@ class _Line:
     def texts(self, key: str) -> list[str]:
         values: list[str] = self.take(key, list, "list")
         if not all(isinstance(value, str) for value in values):
-            raise self.wrong(f"{key!r} is no list of texts")
+            raise self.wrong(f"{key!r} is not a list of texts")
         return values
 
-    def numbers(self, key: str, length: int | None = None, *, top: float = np.inf) -> Floats:
-        """Numbers in [0, top], a rounding error aside."""
+    def booleans(self, key: str, length: int) -> Booleans:
+        values = self.take(key, list, "list")
+        if len(values) != length or not all(isinstance(value, bool) for value in values):
+            raise self.wrong(f"{key!r} is not a list of {length} truth values")
+        return np.array(values, dtype=bool)
+
+    def numbers(
+        self, key: str, length: int | None = None, *, low: float = 0.0, high: float = np.inf
+    ) -> Floats:
+        """Numbers in [low, high], up to rounding."""
         try:
             values = np.array(self.take(key, list, "list"), dtype=np.float64)
         except (TypeError, ValueError) as error:
-            raise self.wrong(f"{key!r} is no list of numbers") from error
+            raise self.wrong(f"{key!r} is not a list of numbers") from error
         if values.ndim != 1 or (length is not None and len(values) != length):
-            raise self.wrong(f"{key!r} has {values.size} values, not {length}")
-        if not ((values >= -1e-6) & (values <= top + 1e-6)).all():
-            raise self.wrong(f"{key!r} has a value outside [0, {top:g}]")
+            raise self.wrong(f"{key!r} has {values.size} values, expected {length}")
+        if not ((values >= low - 1e-6) & (values <= high + 1e-6)).all():
+            raise self.wrong(f"{key!r} has a value outside [{low:g}, {high:g}]")
         return values
 
-    def section(self, key: str) -> _Line:
-        return _Line(self.take(key, dict, "section"), f"{self.where}, {key}")
+    def section(self, key: str) -> RecordLine:
+        """The value of a key, an object of its own."""
+        return RecordLine(self.take(key, dict, "section"), f"{self.where}, {key}")
 
 
-def _lines(run: Run, split: str) -> Iterator[_Line]:
+def record_lines(run: Run, split: str) -> Iterator[RecordLine]:
+    """The records of a split, at least one."""
     path = run.records_file(split)
     if not path.is_file():
         raise RequestError(
             f"{run.path} has no records of the {split} split: labo evaluate {run.path} writes them"
         )
+    number = 0
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 where = f"{path}, line {number}"
                 try:
                     content = json.loads(text)
-                except ValueError as error:
-                    raise RequestError(f"{where}: no JSON") from error
-                yield _Line(content, where)
+                except (ValueError, RecursionError) as error:
+                    raise RequestError(f"{where}: not JSON") from error
+                yield RecordLine(content, where)
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}") from error
-
-
-def read_images(run: Run, split: str) -> Images:
-    """The records of a split of an image classifier."""
-    labels: list[int] = []
-    rows: list[Floats] = []
-    for line in _lines(run, split):
-        row = line.numbers("probabilities", len(rows[0]) if rows else None, top=1)
-        if len(row) == 0 or abs(row.sum() - 1) > 1e-3:
-            raise line.wrong("'probabilities' do not sum to 1")
-        label = line.integer("label")
-        if not 0 <= label < len(row):
-            raise line.wrong(f"'label' {label} is none of the {len(row)} classes")
-        labels.append(label)
-        rows.append(row)
-    if not rows:
-        raise RequestError(f"{run.records_file(split)} is empty")
-    return Images(np.array(labels), np.stack(rows))
-
-
-def read_translations(run: Run, split: str) -> Translations:
-    """The records of a split of a translation model."""
-    sentences = [_sentence(line) for line in _lines(run, split)]
-    if not sentences:
-        raise RequestError(f"{run.records_file(split)} is empty")
-    return Translations(sentences)
-
-
-def _sentence(line: _Line) -> Sentence:
-    tokens, forced = line.texts("tokens"), line.section("forced")
-    lengths = None
-    if line.content.get("lengths") is not None:
-        section = line.section("lengths")
-        lengths = {beam: section.integer(beam) for beam in section.content}
-    return Sentence(
-        pair=line.text("pair"),
-        source=line.text("source"),
-        reference=line.text("reference"),
-        hypothesis=line.text("hypothesis"),
-        tokens=tokens,
-        probabilities=line.numbers("probabilities", len(tokens), top=1),
-        frequency=line.number("frequency"),
-        forced=_forced(forced),
-        lengths=lengths,
-        reference_length=None if lengths is None else line.integer("reference_length"),
-    )
-
-
-def _forced(line: _Line) -> Forced:
-    tokens = line.texts("tokens")
-    right = line.take("right", list, "list")
-    if len(right) != len(tokens) or not all(isinstance(value, bool) for value in right):
-        raise line.wrong(f"'right' is no list of {len(tokens)} truth values")
-    tempered = None
-    if line.content.get("tempered") is not None:
-        section = line.section("tempered")
-        tempered = Tempered(
-            section.number("temperature"),
-            section.numbers("probabilities", len(tokens), top=1),
-            section.numbers("confidence", len(tokens), top=1),
-        )
-    return Forced(
-        tokens=tokens,
-        probabilities=line.numbers("probabilities", len(tokens), top=1),
-        confidence=line.numbers("confidence", len(tokens), top=1),
-        right=np.array(right, dtype=bool),
-        entropy=line.numbers("entropy", len(tokens)),
-        tempered=tempered,
-    )
+    if number == 0:
+        raise RequestError(f"{path} is empty")
 
 
 def read_examples(run: Run) -> dict[str, Any] | None:
-    """``records/examples.json``, or None if there is none."""
+    """``records/examples.json``: classes, and examples with all their logits; None without it."""
     path = run.path / "records" / "examples.json"
-    content = _read_object(path)
-    if content is None:
+    if not path.is_file():
         return None
-    line = _Line(content, str(path))
+    line = RecordLine(_read_json(path), str(path))
     classes = line.texts("classes")
     for number, example in enumerate(line.take("examples", list, "list")):
-        entry = _Line(example, f"{path}, example {number}")
+        entry = RecordLine(example, f"{path}, example {number}")
         entry.text("title")
         if not 0 <= entry.integer("target") < len(classes):
-            raise entry.wrong(f"'target' is none of the {len(classes)} classes")
-        logits = entry.take("logits", list, "list")
-        if len(logits) != len(classes):
-            raise entry.wrong(f"'logits' has {len(logits)} values, not {len(classes)}")
-    return content
+            raise entry.wrong(f"'target' is not one of the {len(classes)} classes")
+        entry.numbers("logits", len(classes), low=-np.inf)
+    return line.content

@@ -1,45 +1,48 @@
-"""A run's analysis put together, and several runs beside each other.
+"""The documents of the analysis: of one run, and of several runs together.
 
-``analyze_run`` turns one run directory into a small JSON document, which ``labo analyze`` writes to
-``RUN/analysis.json``; ``load_analysis`` reads that file if it still fits the run, and makes the
-document anew if not. ``analyze_runs`` sets runs beside each other. Nothing here needs torch.
+:func:`analyze_run` turns one run directory into a small JSON document. ``labo analyze`` writes it
+to ``RUN/analysis.json``. :func:`load_analysis` reads that file if it still fits the run, and
+computes the document again if not. :func:`analyze_runs` compares runs. Nothing here needs torch.
 
-Every number may be null where there is nothing to compute it from (no errors: no confidence on
-errors). A VIEW is a way to look at the same predictions:
+Every number may be null where it is undefined: without errors there is no confidence on errors. A
+VIEW is a set of predictions and what is measured of them. The views of the tasks are:
 
-- images: ``before`` (as the model says) and, on the test split, ``after`` (one temperature fitted
-  on the validation records; absent without them);
+- classification: ``before`` (the predictions of the model) and, on the test split, ``after`` (with
+  one temperature fitted on the validation records; absent without them);
 - translation: ``forced`` (every reference token, given the true prefix), ``forced_after`` (the same
-  with one temperature, on the test split) and ``decoded`` (the tokens of the hypothesis; right are
-  those that a minimum edit-distance alignment matches).
+  with one temperature, on the test split) and ``decoded`` (the tokens of the output; those that a
+  minimum edit-distance alignment matches are right);
+- language modelling: ``forced`` and ``forced_after``, of the tokens that are recorded.
 
 ``analysis.json``::
 
-    {"format": 1,
-     "name": folder name, "task": "image_classification" | "translation",
+    {"format": 2, "digest": SHA-256 of the rest,
+     "name": folder name, "task": a name of TASKS,
      "method": {"name", its hyper-parameters}, "seed": 0,
      "num_classes": K or null,
      "state": {"kind": "finished" | "unfinished", "step": n, "reason": null},
      "signature": text or null,
      "results": results.json or null,
-     "inputs": {file: sha256},                       what this was computed from
+     "inputs": {file: sha256},                       the files it was computed from
+     "options": {name: value},                       options of the task
      "training": {"loss": {"step": [], "epoch": [], "loss": [], "lr": []},
                   "valid": {"step": [], "epoch": [], METRIC: [number or null]},
                   "alpha": {"rho": 0.5, "used": true, "values": []} or null},
-                                                     LABO's mean alpha at each valid step, and
-                                                     whether this run was trained with it
+                                                     LABO's mean alpha at each evaluation, and
+                                                     whether the run was trained with it
      "splits": {"test": SPLIT, "valid": SPLIT},      those with records
      "labels": [LABELS],                             figure 1c, from records/examples.json
-     "notes": [sentence]}                            what could not be done, and why
+     "notes": [sentence]}                            what was left out or not computed, and why
 
-SPLIT of either task::
+SPLIT of every task::
 
-    {"examples": n,                                  images or sentences
+    {"examples": n,                                  records
+     "fingerprint": SHA-256 of the examples (not of the predictions),
      "views": {VIEW: {
-        "samples": n,                                images or tokens
+        "samples": n,                                predictions
         "accuracy", "confidence" (mean top probability), "underconfidence" (accuracy - confidence),
         "nll", "brier", "ece", "adaptive_ece", "classwise_ece", "mce", "entropy",
-        "ece_floor" (the ECE a calibrated model of these confidences would show by chance),
+        "ece_floor" (the expected ECE of a calibrated model with these confidences),
         "confidence_on_right", "confidence_on_errors", "errors": n,
         "reliability": {"edges": [16], "count": [15], "confidence": [15], "accuracy": [15]},
         "selective": {"aurc", "excess_aurc",
@@ -52,12 +55,12 @@ SPLIT of either task::
                     or null (notes say why),         the last three on the validation records
      "verdict": sentence}                            under- or overconfident, before and after
 
-SPLIT of images besides::
+A SPLIT of classification has besides::
 
-    {"logit_norm": {"p": 2 (null: none better on valid), "aurc": a, "excess_aurc": e} or null}
-                                                     ranked by normalised logits instead
+    {"logit_norm": {"p": 2 (null: none is better on valid), "aurc": a, "excess_aurc": e} or null}
+                                                     of the ranking by normalised logits
 
-SPLIT of translation besides::
+A SPLIT of translation has besides::
 
     {"bleu": b, "bleu_signature": text, "pairs": {"de-en": {"examples": n, "bleu": b}},
      "frequency": {"rule": "thirds" | "slices of 2400", "left_over": n,
@@ -66,51 +69,56 @@ SPLIT of translation besides::
      "lengths": {"reference": mean, "beams": {"1": {"mean", "ratio", "shorter"}, ...},
                  "drift": ratio at the widest beam - ratio at the narrowest} or null}
 
-with PART one of most, medium, least. LABELS::
+with PART one of most, medium, least. A SPLIT of language modelling has besides::
+
+    {"bits_per_byte": b, "nll": mean of a token in nats, "tokens": n, "bytes": n}
+
+LABELS::
 
     {"example": index in examples.json, "title", "context",
-     "alpha_ls", "tau", "rho" (null if alpha is fixed), "alpha": the LABO alpha of this sample,
-     "classes": [names of the likeliest classes and the target], "index": [of each in all classes],
-     "target": place of the target in this list,
+     "alpha_ls", "tau", "rho" (null if alpha is fixed), "alpha": LABO's alpha of this sample,
+     "classes": [names of the most probable classes and the target], "index": [of each in all],
+     "target": index of the target in this list,
      "prediction": [], "one_hot": [], "ls": [], "optimal": [] (P*), "labo": [],
      "rest": {"prediction": mass on classes not shown, "one_hot", "ls", "optimal", "labo"}}
 
-``analyze_runs`` returns::
+:func:`analyze_runs` returns::
 
-    {"format": 1, "split": "test", "groups": [GROUP], "distillation": [STUDENT],
+    {"format": 2, "split": "test", "groups": [GROUP], "distillation": [STUDENT],
      "notes": [sentence]}
 
-A GROUP holds the runs that predicted the same examples::
+A GROUP, see :mod:`labo.lab.analysis.groups`::
 
-    {"task", "examples": n, "metric": "accuracy" | "bleu", "runs": [name],
+    {"task", "examples": n, "metric": the headline metric, "runs": [name],
      "methods": [{"method": label, "name": method name, "runs": [name], "seeds": [],
                   "measures": {MEASURE: {"mean", "std" (n-1; null for one run), "values": []}}}],
-     "baseline": label,                              ls, else base, else the first
-     "differences": [{"method": label, "metric", "seeds": [], "values": [], "mean",
-                      "interval": [low, high] or null, "p": of the sign-flip test or null,
+     "references": [label],                          base and ls, or else the first
+     "differences": [{"method": label, "reference": label, "metric", "seeds": [], "values": [],
+                      "mean", "interval": [low, high] or null, "p": of the sign-flip test or null,
                       "smallest_p": 2 / 2^n or null,
-                      "bootstrap": [{"seed", "difference", "p"}] (translation) or null}],
-     "frequency": {"rule", "baseline": label, "sizes": {PART: n}, "left_over": n,
-                   "mean_frequency": {PART: f},
-                   "rows": [{"method": label, "bleu": {PART: b}, "difference": {PART: d} or null}]}
-                  or null,
-     "confidence": {"edges": [21],
-                    "rows": [{"method": label, "shares", "mean", "peak": {"all" | PART: ...}}]}
-                   or null}
+                      "bootstrap": [{"seed", "difference", "p"}] or null, "p_bootstrap" or null}],
+     ...}                                            what the task adds
 
-MEASURE: the metric, and nll, ece, ece_after, aurc, excess_aurc, confidence_on_errors,
-underconfidence, underconfidence_after, temperature (images); nll, forced_ece, forced_ece_after,
-temperature, decoded_ece,
-decoded_aurc, confidence, confidence_on_errors, underconfidence (all three decoded), length_ratio_1,
-length_ratio_5, length_ratio_20 (translation). One that no run has is absent.
+MEASURE: what the task measures, the headline metric first. One that no run has is absent.
+Translation adds::
+
+    {"frequency": {"rule", "references": [label], "sizes": {PART: n}, "left_over": n,
+                   "mean_frequency": {PART: f},
+                   "rows": [{"method": label, "bleu": {PART: b},
+                             "differences": {label of a reference: {PART: d}}}]},
+     "confidence": {"edges": [21],
+                    "rows": [{"method": label, "shares", "mean", "peak": {"all" | PART: ...}}]}}
+
 STUDENT::
 
     {"student": run name, "teacher": run name, "method": method of the student,
-     "teacher_method": method name or null, "metric", "student_score", "teacher_score", "seed"}
+     "teacher_method": method name or null, "task", "metric", "student_score", "teacher_score",
+     "seed"}
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -120,42 +128,40 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
-from .compare import Member, compare_group
-from .distillation import METRICS, students
-from .images import image_split
+from ..run import files as atomic
+from .distillation import students
+from .groups import Group, Member, Variant, group_runs
 from .labels import label_settings, shown_labels
-from .reading import (
-    Images,
-    Run,
-    Translations,
-    digests,
-    read_examples,
-    read_images,
-    read_translations,
-    sound_run,
-)
+from .reading import Run, digests, read_examples, read_run, sound_run
+from .significance import mean_std
+from .task import declared_options, find_analysis, read_options
 from .training import alpha_curve, training_curves
-from .translations import translation_split
 
-FORMAT = 1
+FORMAT = 2
 FILE = "analysis.json"
 
 
+# ------------------------------------------------------------------ one run
+
+
 def analyze_run(
-    path: str | Path, splits: Sequence[str] | None = None, *, part_size: int | None = None
+    path: str | Path, splits: Sequence[str] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Analyse one run.
 
     Args:
         path: the run directory.
         splits: "valid", "test"; those with records, which ``labo evaluate`` writes, if not given.
-        part_size: sentences of each part by frequency, as in the paper; thirds if not given.
+        **options: values of the ``analyze_options`` of the task.
 
     Returns:
-        The document that the module describes.
+        The first document that the module describes.
     """
-    run = _known_task(sound_run(path))
-    notes: list[str] = []
+    run = sound_run(path)
+    kind = find_analysis(run.task)
+    if unknown := options.keys() - _accepted(run.task):
+        raise RequestError(f"{run.task} has no option {', '.join(sorted(unknown))}")
+    notes: list[str] = list(run.problems)
     chosen = run.splits() if splits is None else splits
     if not chosen:
         notes.append(f"there are no records: labo evaluate {run.path} writes them")
@@ -171,28 +177,83 @@ def analyze_run(
             "signature": (run.results or {}).get("signature"),
             "results": run.results,
             "inputs": digests(run),
+            "options": options,
             "training": _training(run),
-            "splits": {split: _split(run, split, part_size, notes) for split in chosen},
+            "splits": {s: kind.analyze_split(run, s, notes, **options) for s in chosen},
             "labels": _labels(run),
             "notes": list(dict.fromkeys(notes)),
         }
     )
-    return document
+    return {**document, "digest": _digest(document)}
+
+
+def _accepted(task: str) -> set[str]:
+    return {option.name for option in declared_options("analyze", task)}
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_analysis(
-    path: str | Path, splits: Sequence[str] | None = None, *, part_size: int | None = None
+    path: str | Path, splits: Sequence[str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """:func:`analyze_run`, written to ``RUN/analysis.json`` too."""
-    from ..run import files as atomic
-
-    document = analyze_run(path, splits, part_size=part_size)
+    """:func:`analyze_run`, and write the document to ``RUN/analysis.json``."""
+    document = analyze_run(path, splits, **options)
     atomic.write_json(Path(path) / FILE, document)
     return document
 
 
+def write_analyses(
+    paths: Iterable[str | Path], **options: Any
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """:func:`write_analysis` of several runs; one that cannot be analysed is left out.
+
+    Args:
+        paths: run directories.
+        **options: each is for the runs whose task has it.
+
+    Returns:
+        The documents, and a note for each run that was left out.
+
+    Raises:
+        RequestError: no run can be analysed.
+    """
+    problems: list[str] = []
+    made = [_written(path, options, problems) for path in dict.fromkeys(map(Path, paths))]
+    documents = [document for document in made if document is not None]
+    if not documents:
+        raise RequestError("\n".join(problems))
+    return documents, [f"left out: {problem}" for problem in problems]
+
+
+def _written(path: Path, options: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    try:
+        return write_analysis(path, **_chosen(options, sound_run(path).task))
+    except RequestError as error:
+        problems.append(str(error))
+        return None
+
+
+def _chosen(options: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The options that are for a task."""
+    accepted = _accepted(task)
+    return {name: value for name, value in options.items() if name in accepted}
+
+
+def read_settings(paths: Iterable[str | Path], texts: Iterable[str]) -> dict[str, Any]:
+    """Options ``NAME=VALUE`` for the runs of ``labo analyze``, as their tasks declare them."""
+    texts = list(texts)
+    if not texts:
+        return {}
+    runs = [read_run(path) for path in paths if (Path(path) / "recipe.yaml").is_file()]
+    tasks = [run.task for run in runs if run.recipe]
+    return read_options("analyze", texts, tasks) if tasks else {}
+
+
 def load_analysis(path: str | Path) -> dict[str, Any]:
-    """``RUN/analysis.json`` if it fits what the run holds now; else the analysis made anew.
+    """``RUN/analysis.json`` if it fits the files of the run and is unchanged; else a new analysis.
 
     Args:
         path: the run directory.
@@ -202,48 +263,53 @@ def load_analysis(path: str | Path) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         current = (
             document["format"] == FORMAT
+            and document["digest"] == _digest(document)
             and document["inputs"] == digests(run)
             and set(document["splits"]) == set(run.splits())
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         current = False
     return document if current else analyze_run(path)
 
 
+# ------------------------------------------------------------------ several runs
+
+
 def analyze_runs(
-    paths: Iterable[str | Path], split: str = "test", *, part_size: int | None = None
+    paths: Iterable[str | Path], split: str = "test", **options: Any
 ) -> dict[str, Any]:
-    """Set runs beside each other.
+    """Compare runs.
 
     Args:
         paths: run directories.
         split: whose records.
-        part_size: sentences of each part by frequency, as in the paper; thirds if not given.
+        **options: each is for the runs whose task has it.
 
     Returns:
-        The second document that the module describes. A run without records of the split is in no
-        group, and a note says so.
+        The second document that the module describes. A run that cannot be read, or that has no
+        records of the split, is in no group, and a note says so.
     """
-    notes: list[str] = []
-    places = dict.fromkeys(Path(path).resolve() for path in paths)
-    runs = [_known_task(sound_run(path)) for path in places]
-    groups: dict[tuple[str, str], list[Member]] = {}
-    for run in runs:
-        if split not in run.splits():
-            notes.append(
-                f"{run.name} has no records of the {split} split, and is compared with none"
-            )
-            continue
-        records = _records(run, split)
-        analysis = load_analysis(run.path)["splits"][split]
-        groups.setdefault((run.task, records.fingerprint()), []).append(
-            Member(run, analysis, records)
-        )
+    problems: list[str] = []
+    unique = {Path(path).resolve(): Path(path) for path in reversed(list(paths))}
+    found = [_member(path, split, problems) for path in reversed(unique.values())]
+    runs = [member.run for member in found if member is not None]
+    if not runs:
+        raise RequestError("\n".join(problems))
+    notes = [f"left out: {problem}" for problem in problems]
+    notes += [
+        f"{run.name} is not compared: it has no records of the {split} split"
+        for run in runs
+        if split not in run.splits()
+    ]
+    members = [member for member in found if member is not None and member.split(split)]
+    groups = group_runs(members, split)
+    documents = [_group(group, options) for group in groups]
+    notes += [note for group in groups for note in group.notes]
     document: dict[str, Any] = plain(
         {
             "format": FORMAT,
             "split": split,
-            "groups": [compare_group(group, runs, part_size, notes) for group in groups.values()],
+            "groups": documents,
             "distillation": students(runs, split),
             "notes": list(dict.fromkeys(notes)),
         }
@@ -251,8 +317,68 @@ def analyze_runs(
     return document
 
 
+def _member(path: Path, split: str, problems: list[str]) -> Member | None:
+    """A run, with its analysis if it has records of the split."""
+    try:
+        run = sound_run(path)
+        find_analysis(run.task)
+        return Member(run, load_analysis(path) if split in run.splits() else None)
+    except RequestError as error:
+        problems.append(str(error))
+        return None
+
+
+def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
+    metric = group.kind.headline.key
+    return {
+        "task": group.task,
+        "examples": (group.members[0].split(group.split) or {}).get("examples"),
+        "metric": metric,
+        "runs": [member.name for member in group.members],
+        "methods": [_method(group, variant) for variant in group.variants],
+        "references": [reference.label for reference in group.references],
+        "differences": [
+            {
+                "method": found.variant,
+                "reference": found.reference,
+                "metric": metric,
+                **{
+                    key: getattr(found, key)
+                    for key in ("seeds", "values", "mean", "interval", "p", "smallest_p")
+                },
+                "bootstrap": found.bootstrap,
+                "p_bootstrap": found.p_bootstrap,
+            }
+            for found in group.differences
+        ],
+        **group.kind.compare_group(group, **_chosen(options, group.task)),
+    }
+
+
+def _method(group: Group, variant: Variant) -> dict[str, Any]:
+    columns: dict[str, list[float]] = {}
+    for member in variant.members.values():
+        split = member.split(group.split)
+        measured = {} if split is None else group.kind.measure(split)
+        measured |= {group.kind.headline.key: member.score(group.split)}
+        for name, value in measured.items():
+            if value is not None:
+                columns.setdefault(name, []).append(value)
+    measures = {}
+    for name, values in columns.items():
+        mean, std = mean_std(values)
+        measures[name] = {"mean": mean, "std": std, "values": values}
+    return {
+        "method": variant.label,
+        "name": variant.name,
+        "runs": [member.name for member in variant.members.values()],
+        "seeds": list(variant.members),
+        "measures": measures,
+    }
+
+
 def plain(value: Any) -> Any:
-    """A value as JSON has it: a number that is not finite becomes null.
+    """A value as JSON: a number that is not finite becomes null.
 
     Example:
         >>> plain({"a": (1.0, math.inf), "b": np.float64(2.5)})
@@ -265,24 +391,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _known_task(run: Run) -> Run:
-    if run.task not in METRICS:
-        raise RequestError(f"{run.path}: there is no analysis for task {run.task!r}")
-    return run
-
-
-def _records(run: Run, split: str) -> Images | Translations:
-    if run.task == "translation":
-        return read_translations(run, split)
-    return read_images(run, split)
-
-
-def _split(run: Run, split: str, part_size: int | None, notes: list[str]) -> dict[str, Any]:
-    if run.task == "translation":
-        return translation_split(run, split, part_size, notes)
-    return image_split(run, split, notes)
 
 
 def _training(run: Run) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-r"""Selective classification: answer where the model is sure, pass where it is not.
+r"""Selective classification: answer where the confidence is high, abstain elsewhere.
 
-Of the n surest predictions (coverage n / N) the risk is the share of wrong ones. The area under the
-risk-coverage curve, AURC, is the mean of that risk over all n; what is left after taking away the
-AURC of the best order of the same predictions, the excess, tells how well confidence ranks errors
-last, whatever the accuracy. Label smoothing is known to make it worse (Xia et al. 2025).
+The risk at coverage n / N is the share of errors among the n predictions of highest confidence. The
+area under the risk-coverage curve, AURC, is the mean of the risk over all n. The excess AURC is the
+AURC minus that of the best order of the same predictions: it measures how well confidence ranks the
+errors last, whatever the accuracy. Label smoothing is known to make it worse (Xia et al. 2025).
 
-Equal confidences cannot be told apart: within them errors are spread evenly, which is the mean over
-their orders. So the order of the samples never matters.
+Predictions of equal confidence share their errors evenly, which is the mean over all their orders.
+So the order of the samples does not matter.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CURVE_POINTS = 101
 
 
 def _descending(confidence: Floats, right: Booleans) -> tuple[Integers, Floats]:
-    """For each different confidence, largest first: how many have it, and errors among them."""
-    _, place, count = np.unique(-confidence, return_inverse=True, return_counts=True)
-    return count.astype(np.int64), np.bincount(place, ~right).astype(np.float64)
+    """For each distinct confidence, largest first: the number of samples, and of errors."""
+    _, rank, count = np.unique(-confidence, return_inverse=True, return_counts=True)
+    return count.astype(np.int64), np.bincount(rank, ~right).astype(np.float64)
 
 
 def risk_by_rank(count: Integers, errors: Floats) -> Floats:
-    """(N,) the risk of the n surest, for n = 1 to N, from groups of equal confidence.
+    """(N,) the risk of the first n samples, for n = 1 to N, from groups of equal confidence.
 
     Args:
-        count: (G,) samples of each group, surest first; 0 is fine.
-        errors: (G,) wrong ones among them.
+        count: (G,) samples of each group, by descending confidence; 0 is allowed.
+        errors: (G,) errors among them.
 
     Example:
         >>> risk_by_rank(np.array([1, 2]), np.array([0.0, 1.0]))
@@ -50,7 +50,7 @@ def risk_coverage(confidence: Floats, right: Booleans) -> tuple[Floats, Floats]:
     """The risk-coverage curve.
 
     Args:
-        confidence: (N,) any score, larger where the model is surer.
+        confidence: (N,) any score that is larger where the model is more confident.
         right: (N,).
 
     Returns:
@@ -92,7 +92,7 @@ def best_aurc(size: int, errors: int) -> float:
 
 
 def excess_aurc(confidence: Floats, right: Booleans) -> float:
-    """AURC above that of the best order: 0 for a confidence that ranks every error last.
+    """AURC minus that of the best order: 0 if the confidence ranks every error last.
 
     Example:
         >>> excess_aurc(np.array([0.5, 0.9]), np.array([True, False]))
@@ -102,12 +102,12 @@ def excess_aurc(confidence: Floats, right: Booleans) -> float:
 
 
 def coverage_at_risk(confidence: Floats, right: Booleans, risk: float) -> float:
-    """The largest share a threshold on the confidence lets through with at most this risk.
+    """The largest coverage that a threshold on the confidence reaches with at most this risk.
 
     Args:
         confidence: (N,).
         right: (N,).
-        risk: share of wrong ones among those let through.
+        risk: the share of errors among the accepted predictions.
 
     Example:
         >>> confidence, right = np.array([0.9, 0.8, 0.8, 0.5]), np.array([True, True, False, True])
@@ -120,12 +120,12 @@ def coverage_at_risk(confidence: Floats, right: Booleans, risk: float) -> float:
 
 
 def risk_at_coverage(confidence: Floats, right: Booleans, coverage: float) -> float:
-    """The risk of the surest part of the predictions.
+    """The risk of the share of predictions with the highest confidence.
 
     Args:
         confidence: (N,).
         right: (N,).
-        coverage: the part, in (0, 1]; rounded up to a whole number of predictions.
+        coverage: the share, in (0, 1]; rounded up to a whole number of predictions.
 
     Example:
         >>> risk_at_coverage(np.array([0.9, 0.8, 0.7]), np.array([True, False, True]), 0.5)
@@ -136,7 +136,7 @@ def risk_at_coverage(confidence: Floats, right: Booleans, coverage: float) -> fl
 
 
 def selective_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
-    """AURC and its excess, coverage at fixed risks, risk at fixed coverages, the curve.
+    """AURC, excess AURC, coverage at fixed risks, risk at fixed coverages, and the curve.
 
     Example:
         >>> measures = selective_measures(np.array([0.9, 0.5]), np.array([True, False]))
@@ -158,18 +158,18 @@ def selective_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
 
 
 def normalised_logit(log_p: Floats, p: int) -> Floats:
-    r"""The largest centred logit over the p-norm of all (MaxLogit-pNorm, Cattelan and Silva 2024).
+    r"""The largest centred logit divided by the p-norm (MaxLogit-pNorm, Cattelan and Silva 2024).
 
     .. math:: \max_k \frac{z_k - \bar z}{\lVert z - \bar z \rVert_p}
 
-    Log-probabilities are logits less a constant, so the centred logits are exact.
+    Log-probabilities are logits minus a constant, so the centred logits are exact.
 
     Args:
         log_p: (N, K).
         p: of the norm.
 
     Returns:
-        (N,) a score to rank by, no probability; 0 where all classes are equally likely.
+        (N,) a score to rank by, not a probability; 0 where all classes are equally probable.
 
     Example:
         >>> normalised_logit(np.log([[0.5, 0.25, 0.25], [0.98, 0.01, 0.01]]), p=2).round(4)
@@ -184,7 +184,7 @@ def normalised_logit(log_p: Floats, p: int) -> Floats:
 
 
 def choose_norm(log_p: Floats, right: Booleans) -> int | None:
-    """The p, from 1 to 10, that ranks best on the validation split.
+    """The p from 1 to 10 that ranks best on the validation split.
 
     Args:
         log_p: (N, K).

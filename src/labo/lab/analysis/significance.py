@@ -1,4 +1,13 @@
-"""Is a difference more than chance? Over seeds, and over the sentences of one test set."""
+r"""Differences between two methods: an interval and two tests.
+
+Over *seeds*: :func:`t_interval` and :func:`sign_flip_test` of the paired differences. They ask
+whether training with another seed would give the same sign.
+
+Over *examples*: :func:`paired_bootstrap` of the scores on redrawn examples. It asks whether other
+test examples would give the same sign, for the models at hand.
+
+``docs/compare.md`` says which of them the commands print, with references.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from .frequency import bleu_metric
+from .reading import Floats, Integers
 
-EXACT_UP_TO = 16  # seeds: 65,536 ways to flip their signs
-FLIPS = 100_000  # drawn at random beyond that
+EXACT_UP_TO = 16  # seeds: 65,536 combinations of signs
+FLIPS = 100_000  # random combinations of signs for more seeds
+DRAWS = 1000  # of the bootstrap over examples
+DRAWS_SEED = 12345  # sacrebleu's, so that its p-values are reproduced
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation (n - 1); None for the latter of a single value.
+    """Mean and standard deviation (n - 1); the latter is None for a single value.
 
     Example:
         >>> mean_std([1.0, 3.0])
@@ -35,8 +46,8 @@ def t_cdf(t: float, freedom: int) -> float:
     26.7.4).
 
     Args:
-        t: where.
-        freedom: degrees of freedom, from 1.
+        t: the argument.
+        freedom: degrees of freedom, 1 or more.
 
     Example:
         >>> round(t_cdf(2.776445, 4), 6)
@@ -76,15 +87,15 @@ def t_quantile(p: float, freedom: int) -> float:
 
 
 def t_interval(differences: Sequence[float], level: float = 0.95) -> list[float] | None:
-    r"""Student's interval of the mean, :math:`\bar d \pm t_{n-1}\, s / \sqrt n`.
+    r"""Student's confidence interval of the mean, :math:`\bar d \pm t_{n-1}\, s / \sqrt n`.
 
     Args:
         differences: one per seed.
-        level: its confidence.
+        level: the confidence level.
 
     Returns:
-        [low, high], or None if the differences have no spread to learn from: a single one, or
-        all the same.
+        [low, high], or None if no standard deviation can be estimated: there is a single difference
+        or all are equal.
 
     Example:
         >>> [round(bound, 3) for bound in t_interval([0.2, 0.4, 0.6])]
@@ -99,19 +110,19 @@ def t_interval(differences: Sequence[float], level: float = 0.95) -> list[float]
 
 
 def sign_flip_test(differences: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Exact paired test over seeds: how often is the mean as far from 0 with random signs?
+    """Exact paired permutation test over seeds.
 
     If two methods are equally good, the difference of a pair is as likely to be d as -d. The
-    p-value is the share of all 2^n choices of signs whose mean is at least as far from 0. Above 16
-    pairs the signs are drawn at random, 100,000 times.
+    p-value is the share of all 2^n combinations of signs whose mean is at least as far from 0. For
+    more than 16 pairs 100,000 combinations are drawn at random.
 
     Args:
         differences: one per pair.
-        seed: of the draws.
+        seed: of the random combinations.
 
     Returns:
-        p, two-sided, and the smallest p that n pairs can give, 2 / 2^n: with five seeds 0.0625, so
-        that no difference over five seeds is "significant at 5 %" by this test.
+        The two-sided p-value, and the smallest p-value that n pairs can give, 2 / 2^n. With five
+        seeds that is 0.0625: no difference over five seeds is significant at 5 % by this test.
 
     Example:
         >>> sign_flip_test([0.3, 0.1, 0.2, 0.4, 0.2, 0.1])
@@ -124,22 +135,22 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> tuple[float, 
         signs = 1 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
     else:
         signs = np.random.default_rng(seed).choice([-1.0, 1.0], (FLIPS, n))
-    slack = 1e-12 * np.abs(values).sum()  # sums of the same numbers in another order
+    slack = 1e-12 * np.abs(values).sum()  # rounding of sums in different orders
     as_far = np.abs(signs @ values) >= abs(values.sum()) - slack
     p = as_far.mean() if exact else (as_far.sum() + 1) / (FLIPS + 1)
     return float(p), 2.0 / 2**n
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """The mean difference of two methods over the same seeds, its interval and its test.
+    """The mean difference of two methods over the same seeds, with its interval and its test.
 
     Args:
         ours: a score per seed.
-        theirs: of the other method, for the same seeds.
+        theirs: the scores of the other method for the same seeds.
 
     Returns:
-        values, mean, interval (of :func:`t_interval`), p and smallest_p (of
-        :func:`sign_flip_test`); the last three None for a single seed.
+        values, mean, interval (:func:`t_interval`), p and smallest_p (:func:`sign_flip_test`). The
+        last three are None for a single seed.
 
     Example:
         >>> found = paired_difference([0.5, 0.75], [0.25, 0.25])
@@ -157,37 +168,53 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[st
     }
 
 
-# ------------------------------------------------------------------ over sentences
+# ------------------------------------------------------------------ over examples
 
 
-def paired_bootstrap_bleu(
-    ours: Sequence[str],
-    theirs: Sequence[str],
-    references: Sequence[str],
-    signature: str | None = None,
-) -> tuple[float, float]:
-    """sacrebleu's paired bootstrap: 1000 draws of sentences, its own seed.
+def example_draws(size: int) -> Integers:
+    """(``DRAWS``, size) how often each example is in each bootstrap draw.
 
-    Args:
-        ours: hypotheses of one run.
-        theirs: of the other.
-        references: of both.
-        signature: as for :func:`labo.lab.analysis.frequency.bleu_metric`.
-
-    Returns:
-        BLEU of ours less that of theirs, and the p-value.
+    The draws depend on the number of examples alone, so the scores of any two runs on the same
+    examples are paired.
 
     Example:
-        >>> text = ["one two three four five", "six seven eight nine ten"]
-        >>> paired_bootstrap_bleu(text, text, text)
-        (0.0, 1.0)
+        >>> example_draws(5).shape, set(example_draws(5).sum(1).tolist())
+        ((1000, 5), {5})
     """
-    from sacrebleu.significance import PairedTest
+    chosen = np.random.default_rng(DRAWS_SEED).choice(size, size=(DRAWS, size), replace=True)
+    shifted = chosen + size * np.arange(DRAWS)[:, None]
+    return np.bincount(shifted.ravel(), minlength=DRAWS * size).reshape(DRAWS, size)
 
-    systems: list[tuple[str, Sequence[str]]] = [("theirs", theirs), ("ours", ours)]
-    metrics = {"BLEU": bleu_metric(signature)}
-    scores: dict[str, list[Any]] = PairedTest(systems, metrics, [references], test_type="bs")()[1]
-    baseline, system = scores["BLEU"]
-    difference = float(system.score - baseline.score)
-    # For two equal outputs sacrebleu counts draws with 0 > 0, and would say p = 0.001.
-    return difference, float(system.p_value) if difference else 1.0
+
+def paired_bootstrap(
+    ours: Sequence[Floats], theirs: Sequence[Floats]
+) -> tuple[float, list[dict[str, float]]]:
+    r"""Paired bootstrap test over examples, of the mean difference over seeds.
+
+    With :math:`d_0` the mean over seeds of the score differences on all examples and :math:`d_b`
+    the same on draw b, the p-value is the share of draws with :math:`|d_b| - \overline{|d|} >
+    |d_0|`, counted as (c + 1) / (B + 1). For one seed it is the p-value of sacrebleu.
+
+    Args:
+        ours: for each seed (1 + B,) scores: on all examples, then on each draw.
+        theirs: the same of the other method, for the same seeds.
+
+    Returns:
+        The p-value, and for each seed by itself {"difference", "p"}.
+
+    Example:
+        >>> scores = np.array([30.0, 29.0, 31.0])
+        >>> paired_bootstrap([scores], [scores])
+        (1.0, [{'difference': 0.0, 'p': 1.0}])
+    """
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    seeds = [{"difference": float(d[0]), "p": _bootstrap_p(d)} for d in differences]
+    return _bootstrap_p(np.mean(differences, axis=0)), seeds
+
+
+def _bootstrap_p(differences: Floats) -> float:
+    if differences[0] == 0:
+        return 1.0  # equal scores; the count below would give 1 / (B + 1) for equal outputs
+    drawn = np.abs(differences[1:])
+    beyond = int((drawn - drawn.mean() > abs(differences[0])).sum())
+    return (beyond + 1) / (len(drawn) + 1)

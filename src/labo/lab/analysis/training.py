@@ -1,4 +1,4 @@
-"""Loss, scores, entropy, confidence and adaptive alpha over training, from ``metrics.jsonl``."""
+"""Curves over training from ``metrics.jsonl``: loss, scores, entropy, confidence, alpha."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-POINTS = 500  # of a curve; more cannot be seen
+POINTS = 500  # at most, of a curve
 
 
 def training_curves(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The logged steps and the evaluations, as columns.
+    """The logged steps and the evaluations as columns.
 
     Args:
         metrics: the lines of ``metrics.jsonl``.
 
     Returns:
-        loss: step, epoch, loss, lr (at most ``POINTS`` of them, evenly spaced); valid: step, epoch
-        and every metric, None where a line lacks it.
+        loss: step, epoch, loss and lr, at most ``POINTS`` of each, evenly spaced; valid: step,
+        epoch and every metric, None where a line lacks it.
 
     Example:
         >>> lines = [{"step": 1, "epoch": 1, "loss": 2.0, "lr": 0.1},
@@ -31,7 +31,7 @@ def training_curves(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     steps = [line for line in metrics if "loss" in line]
     if len(steps) > POINTS:
         steps = [steps[i] for i in np.linspace(0, len(steps) - 1, POINTS).round().astype(int)]
-    evaluations = [line for line in metrics if "valid" in line]
+    evaluations = [line for line in metrics if line.get("valid")]
     names = dict.fromkeys(name for line in evaluations for name in line["valid"])
     return {
         "loss": {key: [line.get(key) for line in steps] for key in ("step", "epoch", "loss", "lr")},
@@ -49,12 +49,12 @@ def mean_alpha(
 
     .. math:: \bar\alpha = 1 - \rho \bar H / \log K
 
-    alpha is linear in H, so this is exact, not an estimate.
+    alpha is linear in H, so this is exact.
 
     Args:
         entropy: mean entropy of each evaluation, in nats.
         num_classes: K.
-        rho: as of the loss.
+        rho: the hyper-parameter of LABO.
 
     Example:
         >>> mean_alpha([math.log(10), 0.0, None], num_classes=10)
@@ -67,7 +67,7 @@ def mean_alpha(
 def alpha_curve(
     entropy: Sequence[float | None], num_classes: int, method: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """LABO's alpha over training: the one a run used, or the one LABO would have used.
+    """LABO's alpha over training: the one a run used, or that LABO would have used.
 
     Args:
         entropy: mean entropy of each evaluation.

@@ -1,4 +1,4 @@
-"""One way to look at predictions: all that is measured of a list of confidences and hits."""
+"""A VIEW: everything that is measured of a list of predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .intervals import bootstrap_intervals
 from .reading import Booleans, Floats, Integers
 from .selective import selective_measures
 
-# What takes more than confidences and hits; None in a view that has no more.
+# Measures that need more than confidence and correctness; None in a view that lacks it.
 FURTHER = ("nll", "brier", "classwise_ece", "entropy")
 
 
@@ -23,8 +23,8 @@ def view(
     """Calibration, selective classification and intervals.
 
     Args:
-        confidence: (N,), N above 0.
-        right: (N,).
+        confidence: (N,) the probability of each prediction, N > 0.
+        right: (N,) whether it is right.
         units: (N,) which samples the bootstrap draws together.
         further: values for names of ``FURTHER``.
 
@@ -41,9 +41,9 @@ def view(
 
 
 def verdict(view: Mapping[str, Any]) -> str:
-    """Whether a model claims too little or too much, in words.
+    """Whether a model is under- or overconfident, in words.
 
-    Nothing is claimed if 0 lies in the interval of accuracy - mean confidence.
+    It is called neither if 0 is in the interval of accuracy - mean confidence.
 
     Example:
         >>> verdict({"underconfidence": 0.213, "intervals": {"underconfidence": [0.19, 0.24]}})

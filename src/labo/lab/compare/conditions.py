@@ -1,37 +1,31 @@
-"""Under which conditions each run was trained.
+"""The conditions under which each run of a comparison was trained.
 
-Two training times are compared only if they were measured under the same conditions.
+Training times are compared only if they were measured under the same conditions; see
+:func:`labo.lab.analysis.groups.step_times`.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
+from ..analysis.reading import read_conditions
+from ..errors import RequestError
 from ..run import files
 from .launch import Share
 from .plan import PlannedRun
 
 
-def _file_of(run: PlannedRun) -> Path:
-    return run.path.parent / "conditions.json"
-
-
-def conditions_of(run: PlannedRun) -> list[dict[str, Any]]:
-    file = _file_of(run)
-    if not file.exists():
-        return []
-    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")).get(
-        run.path.name, []
-    )
-    return found
-
-
 def note_conditions(run: PlannedRun, share: Share) -> None:
-    file, now = _file_of(run), share.conditions()
-    noted = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    known = noted.setdefault(run.path.name, [])
+    """Add the conditions of a launch to ``conditions.json`` beside the run directory.
+
+    A file that cannot be read is written anew. The times of the runs it was about are then not
+    compared with others.
+    """
+    file, now = run.path.parent / "conditions.json", share.conditions()
+    try:
+        known = read_conditions(run.path)
+        noted = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except RequestError:
+        known, noted = [], {}
     if now not in known:
-        known.append(now)
-    files.write_json(file, noted)
+        files.write_json(file, {**noted, run.path.name: [*known, now]})

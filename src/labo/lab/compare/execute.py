@@ -7,64 +7,112 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..errors import RequestError
+from ..run.directory import RunDirectory
+from ..run.lock import held
 from ..tables import Table, write_table
 from ..tasks import find_task
 from . import launch
 from .conditions import note_conditions
-from .plan import Comparison, PlannedRun
+from .plan import Comparison, PlannedRun, check_folder, claim_folder
 from .table import tabulate
 
 
-def compare(comparison: Comparison, jobs: int | None = None) -> tuple[Table, list[launch.Failure]]:
+def compare(
+    comparison: Comparison, jobs: int | None = None, *, accept_data: bool = False
+) -> tuple[Table, list[launch.Failure]]:
     """Carry a comparison out, and write ``table.md``, ``.tex``, ``.csv`` and ``.json``.
 
     Returns:
         The table, and the runs that failed, which it lacks.
     """
-    failures = carry_out([comparison], comparison.out, jobs)
+    failures = carry_out([comparison], comparison.out, jobs, accept_data=accept_data)
     table = tabulate(comparison)
     write_table(table, comparison.out / "table")
     return table, failures
 
 
 def carry_out(
-    comparisons: Sequence[Comparison], root: Path, jobs: int | None = None
+    comparisons: Sequence[Comparison],
+    root: Path,
+    jobs: int | None = None,
+    *,
+    accept_data: bool = False,
 ) -> list[launch.Failure]:
     """Train what is missing, select, and score what is selected.
 
     Args:
-        comparisons: their folders lie in ``root``.
-        root: the folder to hold while at work.
+        comparisons: their folders are in ``root``.
+        root: the folder to own while at work.
         jobs: how many runs at once; by default one per GPU, or one per core.
+        accept_data: continue although the data of some runs have changed.
 
     Returns:
         The runs that failed; the others are done.
+
+    Raises:
+        RequestError: ``root`` holds something else or is in use, or data have changed.
     """
     # By their folders: a point of a grid may also be a row of its own.
     runs = list({run.path: run for c in comparisons for run in c.runs}.values())
     share = launch.Share.of_machine(len(runs), jobs)
-    for comparison in comparisons:
-        if any(not run.directory.finished for run in comparison.runs):
-            recipe = comparison.runs[0].recipe
-            find_task(recipe.task)(recipe)  # whether its data are there; and made once, if made
-    with launch.held(root) as lock:
-        failures = launch.run_jobs([_training(run, root, share) for run in runs], share, lock)
+    check_folder(root)
+    if not accept_data:
+        for comparison in comparisons:
+            _check_data(comparison)
+    with held(root) as lock:
+        claim_folder(root)
+        training = [_training(run, root, share, accept_data) for run in runs]
+        failures = launch.run_jobs(training, share, lock)
         chosen = {run.path: run for comparison in comparisons for run in comparison.selected()}
-        scoring = [_scoring(run, root) for run in chosen.values()]
+        scoring = [_scoring(run, root, accept_data) for run in chosen.values()]
         failures += launch.run_jobs(scoring, share, lock)
     return failures
 
 
-def _training(run: PlannedRun, root: Path, share: launch.Share) -> launch.Job:
+def _check_data(comparison: Comparison) -> None:
+    """Refuse runs that were begun with other data than those of today, or than each other."""
+    by_data: dict[str, list[PlannedRun]] = {}
+    for run in comparison.runs:  # a grid may go over data, too
+        key = json.dumps(run.recipe.as_document().get("data"), sort_keys=True)
+        by_data.setdefault(key, []).append(run)
+    for runs in by_data.values():
+        begun = {run.path: run.directory.data for run in runs if run.directory.recipe_file.exists()}
+        if not all(_is_scored(run) for run in runs):
+            recipe = runs[0].recipe
+            # Also whether the data are there; and they are made once, if they are made.
+            found = find_task(recipe.task)(recipe).fingerprint
+            for path in begun:
+                RunDirectory(path).check_data(found)
+        known = {path: data for path, data in begun.items() if data is not None}
+        if len(set(known.values())) > 1:
+            each = "; ".join(f"{path.name}: {data}" for path, data in known.items())
+            raise RequestError(
+                f"the runs in {comparison.out} were trained on different data ({each}); choose "
+                "another --out, or pass --accept-data to labo compare"
+            )
+
+
+def _is_scored(run: PlannedRun) -> bool:
+    records = [run.directory.records / f"{split}.jsonl" for split in ("valid", "test")]
+    results = run.results()
+    return results is not None and "test" in results and all(map(Path.exists, records))
+
+
+def _training(
+    run: PlannedRun, root: Path, share: launch.Share, accept_data: bool = False
+) -> launch.Job:
     after = None if run.teacher is None else _name(run.teacher, root)
+    options = ("--accept-data",) if accept_data else ()
     return launch.Job(
         name=_name(run.path, root),
         row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
         column=f"seed {run.seed}",
-        arguments=("train", *run.arguments, "--no-test", "--out", str(run.path)),
+        arguments=("train", *run.arguments, *options, "--no-test", "--out", str(run.path)),
         log=_log(run),
         finished=lambda: run.directory.finished,
         status=lambda: _training_status(run),
@@ -73,20 +121,16 @@ def _training(run: PlannedRun, root: Path, share: launch.Share) -> launch.Job:
     )
 
 
-def _scoring(run: PlannedRun, root: Path) -> launch.Job:
-    records = [run.directory.records / f"{split}.jsonl" for split in ("valid", "test")]
-
-    def scored() -> bool:
-        return "test" in run.directory.results() and all(map(Path.exists, records))
-
+def _scoring(run: PlannedRun, root: Path, accept_data: bool = False) -> launch.Job:
+    options = ("--accept-data",) if accept_data else ()
     return launch.Job(
         name=f"{_name(run.path, root)} on test",
         row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
         column=f"seed {run.seed}",
-        arguments=("evaluate", str(run.path)),
+        arguments=("evaluate", *options, str(run.path)),
         log=_log(run),
-        finished=scored,
-        status=lambda: "scored" if scored() else "scoring",
+        finished=lambda: _is_scored(run),
+        status=lambda: "scored" if _is_scored(run) else "scoring",
     )
 
 
@@ -102,22 +146,29 @@ def _training_status(run: PlannedRun) -> str:
     """How far a run is, and its last validation score."""
     metric = run.recipe.train.select
     if (results := run.results()) is not None:
-        return f"valid {metric} {results['valid'][metric]:.4f} in {results['seconds']:.0f} s"
-    place, score, epochs = "starting", "", run.recipe.train.epochs
+        found = results.get("valid", {}).get(metric)
+        score = "finished" if found is None else f"valid {metric} {found:.4f}"
+        return f"{score} in {results.get('seconds') or 0:.0f} s"
+    progress, score, epochs = "starting", "", run.recipe.train.epochs
     for line in _newest_lines(run.directory.metrics_file):
         if "epoch" in line:
-            place = f"epoch {line['epoch']}" + (f"/{epochs}" if epochs else "")
-        if metric in line.get("valid", {}):
-            score = f"  {line['valid'][metric]:.4f}"
-    return place + score
+            progress = f"epoch {line['epoch']}" + (f"/{epochs}" if epochs else "")
+        found = line.get("valid")
+        if isinstance(found, dict) and isinstance(found.get(metric), float):
+            score = f"  {found[metric]:.4f}"
+    return progress + score
 
 
 def _newest_lines(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
-    """The metrics in the last bytes of a file; lines that are cut off there are left out."""
+    """The metrics in the last bytes of a file; lines that cannot be read are left out."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         start = max(path.stat().st_size - size, 0)
         file.seek(start)
         lines = file.read().split(b"\n")
-    return [json.loads(line) for line in lines[1 if start else 0 : -1]]
+    found = []
+    for line in lines[1 if start else 0 : -1]:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]

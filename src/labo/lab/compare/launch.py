@@ -12,13 +12,10 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +23,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..errors import LabError, RequestError
+from ..errors import RequestError
+from ..run.interrupt import terminated_as_interrupted
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10.0  # between an interruption and the end of what does not heed it
@@ -110,28 +108,6 @@ def _gpus() -> list[str]:
     return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[int | None]:
-    """Hold a folder, made if need be; the descriptor is for the processes that work in it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LabError(f"cannot make {folder}: {error.strerror}") from error
-    if os.name != "posix":
-        yield None
-        return
-    import fcntl
-
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield descriptor
-    except BlockingIOError as error:
-        raise RequestError(f"{folder} is in use: runs are at work there; wait for them") from error
-    finally:
-        os.close(descriptor)
-
-
 def run_jobs(jobs: Sequence[Job], share: Share, lock: int | None = None) -> list[Failure]:
     """Run those that are not finished, in their order.
 
@@ -160,7 +136,7 @@ class _Launch:
     def run(self) -> list[Failure]:
         if not self.waiting:
             return []
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             try:
                 if self.console.is_terminal:
                     with Live(
@@ -289,20 +265,3 @@ def last_line(log: Path) -> str:
         line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line
     ]
     return lines[-1].removeprefix("labo: ") if lines else ""
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Within, SIGTERM is as good as Ctrl-C: a scheduler that ends us must not leave orphans."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -16,14 +16,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..analysis.reading import read_results
+from ..analysis.task import find_analysis
 from ..config import Recipe
 from ..errors import RequestError
 from ..methods import METHODS, hyper_parameters, method_name
 from ..recipes import load_recipe
+from ..run import files
 from ..run.directory import RunDirectory
+from ..run.lock import LOCK
 
-BASE, SMOOTHING = "base", "ls"  # what a method is measured against
-HEADLINES = ("bleu", "accuracy")  # higher is better
+BASE = "base"  # what students learn from, and what times are relative to
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,28 @@ class PlannedRun:
         return RunDirectory(self.path)
 
     def results(self) -> dict[str, Any] | None:
-        """The content of ``results.json``, if the run is finished."""
-        return self.directory.results() if self.directory.finished else None
+        """The content of ``results.json``; None if the run is not finished or the file is wrong."""
+        try:
+            return read_results(self.path)
+        except RequestError:
+            return None
+
+    def score(self) -> float | None:
+        """The validation score that selects among runs; None without one."""
+        metric = find_analysis(self.recipe.task).headline.key
+        found: float | None = (self.results() or {}).get("valid", {}).get(metric)
+        return found
+
+    def problem(self) -> str | None:
+        """Why a run that has ended cannot be used."""
+        try:
+            ended = read_results(self.path) is not None
+        except RequestError as error:
+            return str(error)
+        metric = find_analysis(self.recipe.task).headline.key
+        if ended and self.score() is None:
+            return f"{self.directory.results_file}: valid.{metric} is missing"
+        return None
 
 
 @dataclass(frozen=True)
@@ -128,8 +151,7 @@ class Comparison:
     def _choice(self, variant: MethodSpec) -> Choice:
         finished: dict[str, list[tuple[PlannedRun, float]]] = {}
         for run in self.runs:
-            if run.variant == variant and (results := run.results()) is not None:
-                score = results["valid"][headline_of(results["valid"])]
+            if run.variant == variant and (score := run.score()) is not None:
                 finished.setdefault(run.point, []).append((run, score))
         scores = {
             point: statistics.fmean(score for _, score in found)
@@ -137,19 +159,43 @@ class Comparison:
         }
         if not scores:
             return Choice("", (), {})
-        # A point at which some seed failed is chosen only if there is no better one.
-        point = max(scores, key=lambda point: (len(finished[point]), scores[point]))
+        # A point at which a seed failed is chosen only if every point has a failed seed.
+        sign = 1 if find_analysis(self.runs[0].recipe.task).higher_is_better else -1
+        point = max(scores, key=lambda point: (len(finished[point]), sign * scores[point]))
         return Choice(point, tuple(run for run, _ in finished[point]), scores)
 
 
-def headline_of(metrics: Iterable[str]) -> str:
-    """The metric of a task that hyper-parameters are selected by and a table is about.
+# ------------------------------------------------------------------ the folder of the runs
 
-    Example:
-        >>> headline_of({"nll": 0.1, "accuracy": 0.9})
-        'accuracy'
+_MARK = ".labo"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than runs of labo.
+
+    It may be missing or empty, be one of :func:`claim_folder`, or hold run directories only.
     """
-    return next(name for name in HEADLINES if name in metrics)
+    if not folder.exists() or (folder / _MARK).is_file():
+        return
+    if not folder.is_dir():
+        raise RequestError(f"{folder} is no folder: choose another --out")
+    foreign = [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.name != LOCK and not (path / "recipe.yaml").is_file()
+    ]
+    if foreign:
+        raise RequestError(
+            f"{folder} holds something else ({foreign[0]}): choose an --out that is new, empty or "
+            "made by labo"
+        )
+
+
+def claim_folder(folder: Path) -> None:
+    """Mark a folder as one that labo may write to."""
+    if not (folder / _MARK).exists():
+        text = "Runs of labo compare, reproduce or demo. labo may replace files in this folder.\n"
+        files.write_text(folder / _MARK, text)
 
 
 # ------------------------------------------------------------------ from a request to runs

@@ -2,218 +2,197 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from ..analysis import reading, significance
-from ..tables import Cell, Column, Row, Table
-from .conditions import conditions_of
-from .plan import BASE, SMOOTHING, Choice, Comparison, PlannedRun, headline_of
+from ..analysis.groups import Group, Member, Variant, group_runs, mean_cell
+from ..analysis.printing import difference_cells, difference_columns, difference_notes
+from ..analysis.reading import read_conditions, read_run
+from ..analysis.task import find_analysis
+from ..errors import RequestError
+from ..tables import Cell, Column, Row, Table, filled
+from .plan import BASE, Choice, Comparison, PlannedRun
 
-# How a metric is shown: heading, scale, digits. Others are in CSV and JSON only.
-_SHOWN: dict[str, tuple[str, float, int]] = {
-    "bleu": ("BLEU", 1, 2),
-    "chrf": ("chrF", 1, 2),
-    "accuracy": ("accuracy %", 100, 2),
-    "nll": ("NLL", 1, 3),
-    "ece": ("ECE %", 100, 2),
-}
+SPLIT = "test"
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedRow:
+    """A row of the table: a requested method and the finished runs it is about.
+
+    Attributes:
+        choice: the runs that were selected.
+        variant: what :func:`labo.lab.analysis.groups.group_runs` makes of them; None if no run is
+            finished, or if all of them repeat runs of another row.
+        group: the group of the variant.
+    """
+
+    choice: Choice
+    variant: Variant | None
+    group: Group | None
+
+    def scored(self) -> dict[int, Member]:
+        """The runs with scores on the test split, by seed."""
+        members = {} if self.variant is None else self.variant.members
+        return {seed: member for seed, member in members.items() if SPLIT in member.results}
+
+    def cell(self, metric: str) -> Cell:
+        """Mean and standard deviation of a metric on the test split."""
+        found = (member.metric(SPLIT, metric) for member in self.scored().values())
+        return mean_cell(number for number in found if number is not None)
+
+    def base(self) -> Variant | None:
+        """The variant that times and memory are relative to."""
+        return None if self.group is None else self.group.first(BASE)
+
+    def time(self) -> Cell:
+        """Seconds per step relative to base."""
+        if self.variant is None or self.group is None:
+            return Cell()
+        return mean_cell(self.group.step_times(self.variant))
+
+    def memory(self) -> Cell:
+        """Peak memory minus that of the base run of the same seed, in bytes."""
+        base = self.base()
+        if self.variant is None or base is None:
+            return Cell()
+        ours, theirs = (v.numbers(_peak_memory) for v in (self.variant, base))
+        return mean_cell(ours[seed] - theirs[seed] for seed in ours if seed in theirs)
+
+
+def _peak_memory(member: Member) -> float | None:
+    found: float | None = member.results.get("peak_memory")
+    return found
+
+
+def compared_rows(comparison: Comparison) -> tuple[dict[str, ComparedRow], list[Group]]:
+    """The rows of a comparison by what was asked for, and the groups of their runs."""
+    choices = comparison.choices()
+    paths = dict.fromkeys(run.path for choice in choices.values() for run in choice.runs)
+    groups = group_runs([Member(read_run(path)) for path in paths], SPLIT)
+    rows = {}
+    for label, choice in choices.items():
+        chosen = {run.path for run in choice.runs}
+        found = next(
+            (
+                (variant, group)
+                for group in groups
+                for variant in group.variants
+                if any(member.run.path in chosen for member in variant.members.values())
+            ),
+            (None, None),
+        )
+        rows[label] = ComparedRow(choice, *found)
+    return rows, groups
 
 
 def tabulate(comparison: Comparison) -> Table:
     """The table of a comparison, from the results of its selected runs on the test split."""
-    rows = scored_rows(comparison)
-    metrics = dict.fromkeys(  # in their order
-        name for row in rows.values() for found in row.results.values() for name in found["test"]
+    compared, groups = compared_rows(comparison)
+    kind = find_analysis(comparison.runs[0].recipe.task)
+    metrics = dict.fromkeys(  # in order of appearance
+        name
+        for row in compared.values()
+        for member in row.scored().values()
+        for name in member.results[SPLIT]
     )
-    headline = headline_of(metrics) if metrics else None
-    rivals = [rival for rival in (BASE, SMOOTHING) if rival in rows]
-    several = f"mean ± standard deviation over {comparison.seeds} seeds"
-    return Table(
-        caption=f"{comparison.name}: test split, {several if comparison.seeds > 1 else '1 seed'}",
-        columns=_columns(headline, metrics, rivals),
-        rows=[
-            Row(line.label(label), _cells(label, line, rows, metrics, headline, rivals))
-            for label, line in rows.items()
-        ],
-        notes=_notes(comparison, rows, headline, rivals),
-    )
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What a row of the table rests on: the scored runs, and their results by seed."""
-
-    choice: Choice
-    results: Mapping[int, Mapping[str, Any]]
-
-    def label(self, name: str) -> str:
-        return f"{name} ({self.choice.point})" if self.choice.point else name
-
-    def run(self, seed: int) -> PlannedRun:
-        return next(run for run in self.choice.runs if run.seed == seed)
-
-    def test(self, metric: str) -> dict[int, float]:
-        """Seed -> a score on the test split."""
-        return {seed: results["test"][metric] for seed, results in self.results.items()}
-
-    def shared_seeds(self, other: Scored) -> list[int]:
-        return [seed for seed in self.results if seed in other.results]
-
-
-def scored_rows(comparison: Comparison) -> dict[str, Scored]:
-    """For each row the selected runs that were scored on the test split."""
-    rows = {}
-    for label, choice in comparison.choices().items():
-        found = {run.seed: run.directory.results() for run in choice.runs}
-        rows[label] = Scored(choice, {s: r for s, r in found.items() if "test" in r})
-    return rows
-
-
-def _cells(
-    label: str,
-    line: Scored,
-    rows: Mapping[str, Scored],
-    metrics: Iterable[str],
-    headline: str | None,
-    rivals: Sequence[str],
-) -> dict[str, Cell]:
-    cells = {metric: spread_of(line.test(metric).values()) for metric in metrics}
-    cells["runs"] = Cell(len(line.results))
-    for name in ("seconds", "peak_memory"):
-        found = [results[name] for results in line.results.values() if name in results]
-        cells[name] = spread_of(found)
-    for rival in rivals:
-        if rival != label and headline is not None:
-            cells |= _difference(line, rows[rival], rival, headline)
-    if BASE in rows:
-        cells |= cost(line, rows[BASE])
-    return cells
-
-
-def spread_of(values: Iterable[float]) -> Cell:
-    """The mean of some numbers, and their standard deviation if there are several.
-
-    Example:
-        >>> spread_of([1.0, 2.0, 3.0])
-        Cell(value=2.0, spread=1.0, paper=None)
-    """
-    numbers = list(values)
-    return Cell(*significance.mean_std(numbers)) if numbers else Cell()
-
-
-def _difference(line: Scored, rival: Scored, name: str, metric: str) -> dict[str, Cell]:
-    """How far a row is above another one, seed by seed, and how likely that is chance."""
-    seeds = line.shared_seeds(rival)
-    if not seeds:
-        return {}
-    ours, theirs = line.test(metric), rival.test(metric)
-    found = significance.paired_difference(
-        [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
-    )
-    cells = {f"delta_{name}": Cell(found["mean"]), f"p_{name}": Cell(found["p"])}
-    if metric == "bleu":
-        drawn = [_bootstrap(line.run(seed), rival.run(seed)) for seed in seeds]
-        cells |= {
-            f"p_{name}": Cell(statistics.median(drawn)),
-            f"p_seeds_{name}": Cell(found["p"]),
-        }
-    return cells
-
-
-def _bootstrap(ours: PlannedRun, theirs: PlannedRun) -> float:
-    """The p-value of sacrebleu's paired bootstrap over the test sentences of two runs."""
-    one, other = (
-        reading.read_translations(reading.read_run(run.path), "test") for run in (ours, theirs)
-    )
-    signature = ours.directory.results().get("sacrebleu", {}).get("bleu")
-    _, p = significance.paired_bootstrap_bleu(
-        one.hypotheses, other.hypotheses, one.references, signature
-    )
-    return p
-
-
-def cost(line: Scored, base: Scored) -> dict[str, Cell]:
-    """Time per step and memory against the base run of the same seed, where they compare."""
-    times, memory = [], []
-    for seed in line.shared_seeds(base):
-        ours, theirs = line.results[seed], base.results[seed]
-        conditions = conditions_of(line.run(seed))
-        if len(conditions) == 1 and conditions == conditions_of(base.run(seed)):
-            pace = ours["seconds"] / ours["steps"]
-            times.append(pace / (theirs["seconds"] / theirs["steps"]))
-        if "peak_memory" in ours and "peak_memory" in theirs:
-            memory.append(ours["peak_memory"] - theirs["peak_memory"])
-    return {"time": spread_of(times), "memory": spread_of(memory)}
-
-
-def _columns(headline: str | None, metrics: Iterable[str], rivals: Sequence[str]) -> list[Column]:
-    columns = [Column("runs", "runs", digits=0)]
-    if headline is not None:
-        columns.append(_metric_column(headline))
-        shown = replace(columns[-1], signed=True)
-        for rival in rivals:
-            columns += [
-                replace(shown, key=f"delta_{rival}", heading=f"Δ {rival}"),
-                Column(f"p_{rival}", "p", digits=3),
-            ]
-            if headline == "bleu":
-                columns.append(Column(f"p_seeds_{rival}", "p over seeds", printed=False))
-    columns += [_metric_column(metric) for metric in metrics if metric != headline]
-    if BASE in rivals:
+    references = dict.fromkeys(reference.name for group in groups for reference in group.references)
+    rows, labels = [], {}
+    for asked, row in compared.items():
+        labels[asked] = asked if row.variant is None else row.variant.label
+        point = f" ({row.choice.point})" if row.choice.point else ""
+        rows.append(Row(labels[asked] + point, _cells(row, metrics)))
+    known = [kind.headline, *kind.scores]
+    names = [column.key for column in known]
+    scores = [column for column in known if column.key in metrics]
+    scores += [Column(name, name, printed=False) for name in metrics if name not in names]
+    differences = [
+        column
+        for name in references
+        for column in filled(difference_columns(kind.headline, name), rows)
+    ]
+    columns = [Column("runs", "runs", digits=0), *scores[:1], *differences, *scores[1:]]
+    if any(row.base() is not None for row in compared.values()):
         columns += [
             Column("time", "time", suffix="x"),
             Column("memory", "memory MB", digits=0, scale=1e-6, signed=True),
         ]
     columns += [Column(name, name, printed=False) for name in ("seconds", "peak_memory")]
-    return columns
+    several = f"mean ± standard deviation over {comparison.seeds} seeds"
+    return Table(
+        caption=f"{comparison.name}: test split, {several if comparison.seeds > 1 else '1 seed'}",
+        columns=columns,
+        rows=rows,
+        notes=list(dict.fromkeys(_notes(comparison, compared, labels, groups))),
+    )
 
 
-def _metric_column(metric: str) -> Column:
-    heading, scale, digits = _SHOWN.get(metric, (metric, 1, 3))
-    return Column(metric, heading, digits=digits, scale=scale, printed=metric in _SHOWN)
+def _cells(row: ComparedRow, metrics: Iterable[str]) -> dict[str, Cell]:
+    scored = row.scored()
+    cells = {metric: row.cell(metric) for metric in metrics}
+    cells["runs"] = Cell(len(scored))
+    for name in ("seconds", "peak_memory"):
+        found = [member.results.get(name) for member in scored.values()]
+        cells[name] = mean_cell(number for number in found if number is not None)
+    if row.group is not None and row.variant is not None:
+        for reference in row.group.references:
+            difference = row.group.difference(row.variant, reference)
+            cells |= {} if difference is None else difference_cells(difference)
+    return cells | {"time": row.time(), "memory": row.memory()}
 
 
 def _notes(
-    comparison: Comparison, rows: Mapping[str, Scored], headline: str | None, rivals: Sequence[str]
+    comparison: Comparison,
+    rows: dict[str, ComparedRow],
+    labels: dict[str, str],
+    groups: Sequence[Group],
 ) -> list[str]:
     """What a reader of the table must know."""
     notes = []
-    for label, line in rows.items():
-        if line.choice.point:
-            notes.append(f"{label}: {_selection(line.choice, headline)}")
-        if len(line.results) < comparison.seeds:
-            notes.append(f"{label}: {len(line.results)} of {comparison.seeds} runs are finished")
-    if rivals and headline == "bleu":
-        notes.append("p: sacrebleu's paired bootstrap over the test sentences, median of the seeds")
-    elif rivals and comparison.seeds > 1:
-        least = significance.sign_flip_test([1.0] * comparison.seeds)[1]
-        notes.append(
-            f"p: exact paired test over seeds, two-sided; {comparison.seeds} seeds can give no "
-            f"less than {least:.3g}"
-        )
-    if BASE in rows:
-        kinds = {json.dumps(c) for run in comparison.runs for c in conditions_of(run)}
-        for text in sorted(kinds):
-            found = json.loads(text)
-            notes.append(
-                f"time: seconds per training step over those of {BASE} with the same seed; "
-                f"{found['jobs']} runs at once, {found['threads']} thread(s) each; by the clock, "
-                "so that other work on the machine distorts it"
-            )
-        if len(kinds) > 1:
-            notes.append("time: only runs made under the same conditions are compared")
-        notes.append(f"memory: largest resident size of a run less that of {BASE}")
+    metric = find_analysis(comparison.runs[0].recipe.task).headline.key
+    for asked, row in rows.items():
+        if row.choice.point:
+            notes.append(f"{labels[asked]}: {_selection(row.choice, metric)}")
+        if len(row.scored()) < comparison.seeds:
+            finished = f"{len(row.scored())} of {comparison.seeds} runs are finished"
+            notes.append(f"{labels[asked]}: {finished}")
+    notes += [
+        f"{run.path.name} is left out: {problem}"
+        for run in comparison.runs
+        if (problem := run.problem()) is not None
+    ]
+    for group in groups:
+        notes += difference_notes(group.differences)
+        notes += group.notes
+    if len(groups) > 1:
+        names = " and ".join(", ".join(v.label for v in group.variants) for group in groups)
+        notes.append(f"{names} were trained on different data and are not compared")
+    if any(row.base() is not None for row in rows.values()):
+        notes += _cost_notes(comparison.runs)
     return notes
 
 
-def _selection(choice: Choice, headline: str | None) -> str:
-    """Which point of a grid was selected, from what, and whether the scores could tell."""
+def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
+    kinds = set()
+    try:
+        for run in runs:
+            kinds |= {(c["jobs"], c["threads"]) for c in read_conditions(run.path)}
+    except RequestError:
+        return []  # the group has a note about it
+    notes = [
+        f"time: seconds per training step relative to {BASE} with the same seed; {jobs} runs at "
+        f"once, {threads} thread(s) each; wall-clock time, so other work on the machine distorts it"
+        for jobs, threads in sorted(kinds)
+    ]
+    if len(kinds) > 1:
+        notes.append("time: only runs made under the same conditions are compared")
+    return [*notes, f"memory: peak resident memory minus that of {BASE} with the same seed"]
+
+
+def _selection(choice: Choice, metric: str) -> str:
+    """Which point of a grid was selected, from which, and whether the scores were tied."""
     tried = ", ".join(f"{point}: {score:.4f}" for point, score in choice.scores.items())
     best = choice.scores[choice.point]
     equal = [point for point, score in choice.scores.items() if score == best]
     tied = f"; tied with {', '.join(equal[1:])}, the first is taken" if len(equal) > 1 else ""
-    return f"{choice.point} selected by validation {headline} ({tried}){tied}"
+    return f"{choice.point} selected by validation {metric} ({tried}){tied}"

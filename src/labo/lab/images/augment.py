@@ -1,8 +1,8 @@
 """Augmentation on tensors.
 
-Every random change takes its random numbers ``u`` as an argument; they come from
-:func:`labo.lab.run.seeds.uniforms` and depend on (seed, epoch, sample) only. So a sample looks the
-same in any batch, on any process, and after a run was killed and resumed.
+Every random transform takes its random numbers ``u`` as an argument. They come from
+:func:`labo.lab.run.seeds.uniforms` and depend on (seed, epoch, sample) only, so a sample is
+augmented in the same way in any batch, on any process, and after a run was resumed.
 
 Images are uint8, (N, C, H, W) or (C, H, W), until :func:`normalize`.
 """
@@ -36,11 +36,11 @@ __all__ = [
 
 _CROP_TRIES = 10
 RESIZED_CROP_DRAWS = 2 * _CROP_TRIES + 2
-"""How many numbers :func:`random_resized_crop` takes: a shape for each try, and a position."""
+"""Random numbers that :func:`random_resized_crop` takes: a shape per try, and a position."""
 
 
 def beta_draw(seed: int, step: int, a: float) -> float:
-    """The lambda ~ Beta(a, a) of mixup and CutMix: a pure function of the arguments."""
+    """A draw from Beta(a, a) for mixup and CutMix: a pure function of the arguments."""
     check_hyper(a=a)
     return random.Random(mix(seed, "beta", step)).betavariate(a, a)
 
@@ -60,7 +60,7 @@ def _check_draws(images: Tensor, u: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def random_crop(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
-    """Pad with zeros on all sides and cut out the original size at a random place.
+    """Pad with zeros on all sides and crop the original size at a random position.
 
     Args:
         images: (N, C, H, W).
@@ -79,7 +79,7 @@ def random_crop(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
 
 
 def random_flip(images: Tensor, u: Tensor) -> Tensor:
-    """Mirror left and right the images with u < 1/2; images (N, C, H, W), u (N,)."""
+    """Flip images with u < 1/2 horizontally; images (N, C, H, W), u (N,)."""
     _check_draws(images, u, (len(images),))
     flipped = (u < 0.5).to(images.device).view(-1, 1, 1, 1)
     return torch.where(flipped, images.flip(-1), images)
@@ -101,7 +101,7 @@ def random_crop_flip(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
 
 
 def random_rotation(images: Tensor, u: Tensor, degrees: float) -> Tensor:
-    """Rotate about the centre by an angle in [-degrees, degrees]; nearest pixel, zeros outside.
+    """Rotate around the center by an angle in [-degrees, degrees]; nearest pixel, zeros outside.
 
     Args:
         images: (N, C, H, W).
@@ -114,20 +114,20 @@ def random_rotation(images: Tensor, u: Tensor, degrees: float) -> Tensor:
     _check_draws(images, u, (len(images),))
     n, c, height, width = images.shape
     angle = torch.deg2rad((2 * u.to(images.device).double() - 1) * degrees).view(n, 1, 1)
-    # Rounded: the last bit of a sine may depend on the place in the batch, a pixel must not.
+    # Rounded: the last bit of a sine may depend on the position in the batch, a pixel must not.
     cos, sin = angle.cos().float(), angle.sin().float()
     y = torch.arange(height, device=images.device).view(-1, 1) - (height - 1) / 2
     x = torch.arange(width, device=images.device) - (width - 1) / 2
     row = (x * sin + y * cos + (height - 1) / 2).round().long()
     column = (x * cos - y * sin + (width - 1) / 2).round().long()
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    place = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    pixels = images.flatten(2).gather(2, place.view(n, 1, -1).expand(n, c, -1))
+    index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    pixels = images.flatten(2).gather(2, index.view(n, 1, -1).expand(n, c, -1))
     return pixels.view(n, c, height, width) * inside.unsqueeze(1)
 
 
 def _resize(image: Tensor, height: int, width: int) -> Tensor:
-    """A uint8 image (C, H, W) at another size: bilinear, with antialiasing."""
+    """Resize a uint8 image (C, H, W): bilinear, with antialiasing."""
     resized = F.interpolate(
         image.float().unsqueeze(0), (height, width), mode="bilinear", antialias=True
     )
@@ -141,7 +141,7 @@ def _crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random part of an image, by torchvision's rule."""
+    """Top, left, height and width of a random crop, by the rule of torchvision."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for area_draw, ratio_draw in zip(u[0:-2:2], u[1:-2:2], strict=True):
         area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
@@ -149,7 +149,7 @@ def _crop_box(
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             return int(u[-2] * (height - h + 1)), int(u[-1] * (width - w + 1)), h, w
-    # No try fitted: the largest central part with an allowed ratio.
+    # No try fitted: the largest center crop with an allowed ratio.
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
     return (height - h) // 2, (width - w) // 2, h, w
@@ -162,16 +162,16 @@ def random_resized_crop(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """The augmentation of ImageNet: a random part of random shape, resized to a square.
+    """The augmentation of ImageNet: a random crop of random shape, resized to a square.
 
-    Ten tries for a part that fits, then the centre, as in torchvision.
+    As in torchvision there are ten tries for a crop that fits, then a center crop.
 
     Args:
         image: (C, H, W) uint8.
         u: (RESIZED_CROP_DRAWS,) in [0, 1).
-        size: of the result.
-        scale: least and largest part of the image's area.
-        ratio: least and largest width / height.
+        size: width and height of the result.
+        scale: smallest and largest share of the area of the image.
+        ratio: smallest and largest width / height.
 
     Returns:
         (C, size, size) uint8.
@@ -183,12 +183,12 @@ def random_resized_crop(
 
 
 def resize_center_crop(image: Tensor, resize: int = 256, size: int = 224) -> Tensor:
-    """The evaluation view of ImageNet: shorter side to ``resize``, then the central square.
+    """The evaluation transform of ImageNet: shorter side to ``resize``, then a center crop.
 
     Args:
         image: (C, H, W) uint8.
         resize: length of the shorter side, at least ``size``.
-        size: of the result.
+        size: width and height of the result.
 
     Returns:
         (C, size, size) uint8.
@@ -203,12 +203,12 @@ def resize_center_crop(image: Tensor, resize: int = 256, size: int = 224) -> Ten
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Pixels to numbers of mean 0 and deviation 1.
+    """Subtract the mean and divide by the standard deviation of each channel.
 
     Args:
         images: (..., C, H, W) uint8.
-        mean: C numbers, of pixels in [0, 1].
-        std: C numbers, likewise.
+        mean: C numbers, for pixels in [0, 1].
+        std: C numbers, for pixels in [0, 1].
 
     Returns:
         (..., C, H, W) float32.
@@ -233,7 +233,7 @@ def _check_mixable(images: Tensor, target: Tensor, lam: float, order: Tensor) ->
 
 
 def mixup(images: Tensor, target: Tensor, lam: float, order: Tensor) -> tuple[Tensor, Tensor]:
-    """mixup: each image and label blended with those of another sample.
+    """mixup: a weighted mean of each image and label with those of another sample.
 
     Args:
         images: (N, C, H, W) floating point.
@@ -243,7 +243,7 @@ def mixup(images: Tensor, target: Tensor, lam: float, order: Tensor) -> tuple[Te
             :func:`labo.lab.run.seeds.permutation`.
 
     Returns:
-        Mixed images (N, C, H, W) and targets (N, K); the arguments are left as they are.
+        Mixed images (N, C, H, W) and targets (N, K). The arguments are not modified.
     """
     _check_mixable(images, target, lam, order)
     if not images.is_floating_point():
@@ -254,21 +254,21 @@ def mixup(images: Tensor, target: Tensor, lam: float, order: Tensor) -> tuple[Te
 def cutmix(
     images: Tensor, target: Tensor, lam: float, centre: tuple[float, float], order: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """CutMix: a box of each image, and its share of the label, taken from another sample.
+    """CutMix: a box of each image, and its share of the label, come from another sample.
 
-    The box has sides sqrt(1 - lam) of the image's; what lies outside the image is cut off, and the
-    labels are mixed by the area that was really replaced.
+    The sides of the box are sqrt(1 - lam) times those of the image. The box is clipped at the
+    border, and the labels are mixed by the area that was actually replaced.
 
     Args:
         images: (N, C, H, W).
         target: (N, K) class probabilities.
         lam: share of the sample itself, from :func:`beta_draw`.
-        centre: row and column of the box's centre, each in [0, 1).
+        centre: row and column of the center of the box, each in [0, 1).
         order: (N,) int64, the partner of each sample, from
             :func:`labo.lab.run.seeds.permutation`.
 
     Returns:
-        Mixed images (N, C, H, W) and targets (N, K); the arguments are left as they are.
+        Mixed images (N, C, H, W) and targets (N, K). The arguments are not modified.
     """
     _check_mixable(images, target, lam, order)
     height, width = images.shape[-2:]
@@ -282,7 +282,7 @@ def cutmix(
 
 
 def _box_edges(length: int, side: float, centre: float) -> tuple[int, int]:
-    """Where a box of ``side`` times the length begins and ends, cut off at the border."""
+    """Start and end of a box of ``side`` times the length, clipped at the border."""
     half = int(length * side) // 2
     middle = int(length * centre)
     return max(middle - half, 0), min(middle + half, length)

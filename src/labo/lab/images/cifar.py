@@ -51,7 +51,7 @@ def _parse_pickle(data: bytes, path: Path, *, labels_key: str) -> _Samples:
     try:
         images = array.to_tensor(shape).reshape(-1, 3, 32, 32)
     except ValueError as error:
-        raise DataError(f"{path}: {error}; its labels call for bytes of shape {shape}") from error
+        raise DataError(f"{path}: {error}; its labels need bytes of shape {shape}") from error
     return images, torch.tensor(labels, dtype=torch.int64)
 
 
@@ -61,9 +61,9 @@ def _names_in_text(data: bytes, path: Path) -> list[str]:
 
 def _names_in_pickle(data: bytes, path: Path, *, key: str) -> list[str]:
     names = read_pickle(data, path).get(key)
-    if not isinstance(names, list):
+    if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
         return []
-    return [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in names]
+    return [name.decode("latin1") if isinstance(name, bytes) else name for name in names]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Version:
         return (*self.train, self.test, self.names)
 
     def missing(self, found: dict[str, bytes]) -> list[str]:
-        """The files that should be there too. The first training file alone is a sample set."""
+        """The files that are missing. The first training file alone is a valid sample set."""
         whole = any(name in found for name in self.train[1:])
         needed = (*(self.train if whole else self.train[:1]), self.test)
         return [name for name in needed if name not in found]
@@ -157,26 +157,26 @@ _DATA_SETS = {
 
 
 def _find(data_set: _DataSet, root: Path) -> tuple[_Version, Path, dict[str, bytes]]:
-    """The version that lies at ``root``, where it lies, and its files."""
+    """The version that is at ``root``, its folder or archive, and its files."""
     for version in data_set.versions:
-        for place in (root, root / version.folder, root / version.archive):
-            found = read_files(place, version.files())
+        for path in (root, root / version.folder, root / version.archive):
+            found = read_files(path, version.files())
             if any(name in found for name in (*version.train, version.test)):
-                return version, place, found
+                return version, path, found
     likely = " or ".join(f"{version.folder}, {version.archive}" for version in data_set.versions)
     raise DataError(f"{root}: no {data_set.title} here; it should hold {likely}, or their files")
 
 
 def _classes(
-    data_set: _DataSet, version: _Version, files: dict[str, bytes], place: Path
+    data_set: _DataSet, version: _Version, files: dict[str, bytes], path: Path
 ) -> list[str]:
     """The names of the classes, or their numbers where the file with the names is missing."""
     if version.names not in files:
         return [str(label) for label in range(data_set.num_classes)]
-    names = version.parse_names(files[version.names], place / version.names)
+    names = version.parse_names(files[version.names], path / version.names)
     if len(names) != data_set.num_classes:
         raise DataError(
-            f"{place / version.names}: {len(names)} class names, "
+            f"{path / version.names}: {len(names)} class names, "
             f"but {data_set.title} has {data_set.num_classes}"
         )
     return names
@@ -185,21 +185,21 @@ def _classes(
 def load_cifar(name: str, root: Path) -> Source:
     """CIFAR-10 or CIFAR-100 from a folder that holds it, unpacked or not, or from its archive."""
     data_set = _DATA_SETS[name]
-    version, place, files = _find(data_set, root)
+    version, path, files = _find(data_set, root)
     missing = version.missing(files)
     if missing:
-        raise DataError(f"{place}: no {missing[0]}, which {data_set.title} needs")
+        raise DataError(f"{path}: no {missing[0]}, which {data_set.title} needs")
 
     def read(file: str) -> _Samples:
-        images, labels = version.parse(files[file], place / file)
-        check_labels(labels, data_set.num_classes, place / file)
+        images, labels = version.parse(files[file], path / file)
+        check_labels(labels, data_set.num_classes, path / file)
         return images, labels
 
     images, labels = zip(*(read(file) for file in version.train if file in files), strict=True)
     return Source(
         train=ImageSplit(torch.cat(images), torch.cat(labels)),
         test=ImageSplit(*read(version.test)),
-        classes=tuple(_classes(data_set, version, files, place)),
+        classes=tuple(_classes(data_set, version, files, path)),
         mean=data_set.mean,
         std=data_set.std,
     )

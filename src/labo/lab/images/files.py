@@ -1,35 +1,21 @@
 """Reading the files of a data set from a folder or an archive, compressed or not.
 
-Archives are read in memory: nothing is extracted to disk, so a member's path cannot lead anywhere.
+Archives are read in memory. Nothing is extracted to disk, so the path of a member cannot lead out
+of a folder.
 """
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import tarfile
-import zlib
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
+from ..compressed import DAMAGED, open_compressed, read_compressed, read_to_the_end
 from ..errors import DataError
 
 __all__ = ["read_files"]
 
 _SUFFIXES = ("", ".gz", ".xz")
-_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
-
-
-def _decompress(data: bytes, path: Path) -> bytes:
-    """The content of a file, whatever its name says: some browsers unpack .gz and keep the name."""
-    try:
-        if data.startswith(b"\x1f\x8b"):
-            return gzip.decompress(data)
-        if data.startswith(b"\xfd7zXZ\x00"):
-            return lzma.decompress(data)
-    except _DAMAGED as error:
-        raise DataError(f"{path}: truncated or damaged compressed file ({error})") from error
-    return data
 
 
 def _read_folder(folder: Path, names: Collection[str]) -> dict[str, bytes]:
@@ -37,36 +23,40 @@ def _read_folder(folder: Path, names: Collection[str]) -> dict[str, bytes]:
     for name in names:
         for path in (folder / (name + suffix) for suffix in _SUFFIXES):
             if path.is_file():
-                found[name] = _decompress(path.read_bytes(), path)
+                found[name] = read_compressed(path)
                 break
     return found
 
 
 def _read_archive(archive: Path, names: Collection[str]) -> dict[str, bytes]:
     found = {}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                name = PurePosixPath(member.name).name
-                content = tar.extractfile(member) if member.isfile() and name in names else None
-                if content is not None:
-                    found[name] = content.read()
-    except _DAMAGED as error:
-        raise DataError(f"{archive}: damaged, or not a tar archive") from error
+    with open_compressed(archive) as stream:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|") as tar:
+                for member in tar:
+                    name = PurePosixPath(member.name).name
+                    content = tar.extractfile(member) if member.isfile() and name in names else None
+                    if content is not None:
+                        found[name] = content.read()
+                        if len(found[name]) != member.size:
+                            raise EOFError(f"{member.name} is cut off")
+            read_to_the_end(stream)
+        except (*DAMAGED, tarfile.TarError, ValueError, OverflowError) as error:
+            raise DataError(f"{archive}: damaged, or not a tar archive ({error})") from error
     return found
 
 
-def read_files(place: Path, names: Collection[str]) -> dict[str, bytes]:
-    """Those of the named files that a place holds.
+def read_files(root: Path, names: Collection[str]) -> dict[str, bytes]:
+    """Those of the named files that are in a folder or an archive.
 
     Args:
-        place: a folder, where a file may also end in .gz or .xz; or a tar archive, where the
+        root: a folder, where a file may also end in .gz or .xz; or a tar archive, where the
             folders inside do not matter. It need not exist.
         names: plain file names.
 
     Returns:
         Their decompressed contents by name.
     """
-    if place.is_dir():
-        return _read_folder(place, names)
-    return _read_archive(place, names) if place.is_file() else {}
+    if root.is_dir():
+        return _read_folder(root, names)
+    return _read_archive(root, names) if root.is_file() else {}

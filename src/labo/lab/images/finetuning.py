@@ -44,6 +44,21 @@ class FolderClassifier(nn.Module):
         body = self.network.base_model_prefix
         return [name for name, _ in self.network.named_children() if name != body]
 
+    @property
+    def output_layer(self) -> nn.Module:
+        """The module that makes the logits.
+
+        Raises:
+            RequestError: there are several, or it cannot be told which it is.
+        """
+        if len(self.heads) != 1:
+            raise RequestError(
+                f"{type(self.network).__name__} has the output layers {', '.join(self.heads)}: "
+                "a temperature cannot be folded in"
+            )
+        found: nn.Module = getattr(self.network, self.heads[0])
+        return found
+
     def plain_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a plain model folder holds of a ``state_dict()``."""
         named = {name.removeprefix("network."): tensor for name, tensor in weights.items()}

@@ -1,10 +1,10 @@
-"""Folders of JPEG and PNG files, one per class, as ImageNet is usually kept."""
+"""Folders of JPEG and PNG files, one per class, the usual layout of ImageNet."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..run import checksums
 from .splits import ImageSplit, Source
 
 __all__ = ["FolderImages", "load_folders"]
@@ -23,7 +24,7 @@ _IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class FolderImages:
-    """Image files, decoded when they are asked for.
+    """Image files, decoded when they are indexed.
 
     ``images[i]`` is (3, H, W) uint8, each image of its own size.
 
@@ -52,12 +53,16 @@ class FolderImages:
         return pixels.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()
 
     def select(self, index: Tensor) -> FolderImages:
-        """The images at the places ``index``, (M,) int64."""
+        """The images with these indices, (M,) int64."""
         return FolderImages(self.root, tuple(self.names[i] for i in index.tolist()))
 
-    def sizes(self) -> Iterator[int]:
+    def sizes(self) -> list[int]:
         """The sizes of the files in bytes."""
-        return (os.stat(self.root / name).st_size for name in self.names)
+        return [os.stat(self.root / name).st_size for name in self.names]
+
+    def digests(self) -> dict[str, str]:
+        """name -> SHA-256 of the file; computed once per file and remembered."""
+        return checksums.digests(self.root, self.names)
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -70,11 +75,15 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _image_files(folder: Path) -> list[str]:
-    return sorted(
-        entry.name
+    found = [
+        entry
         for entry in os.scandir(folder)
         if entry.name.lower().endswith(_SUFFIXES) and entry.name[0] != "."
-    )
+    ]
+    for entry in found:
+        if not stat.S_ISREG(entry.stat().st_mode):  # opening a pipe would wait forever
+            raise DataError(f"{folder / entry.name}: not a regular file")
+    return sorted(entry.name for entry in found)
 
 
 def _split(folder: Path, classes: list[str]) -> ImageSplit:
@@ -95,11 +104,11 @@ def _split(folder: Path, classes: list[str]) -> ImageSplit:
 def load_folders(root: Path) -> Source:
     """Class folders under ``root/train`` and ``root/val`` or ``root/test``.
 
-    Where both of the latter have class folders, ``val`` is the validation split. ImageNet's test
-    split, which has no labels and so no class folders, is passed over.
+    If both ``val`` and ``test`` have class folders, ``val`` is the validation split. A ``test``
+    without class folders, such as that of ImageNet, which has no labels, is ignored.
     """
     if importlib.util.find_spec("PIL") is None:
-        raise DataError("image files are decoded by Pillow: pip install pillow")
+        raise DataError("decoding image files needs Pillow: pip install pillow")
     classes = _class_folders(root / "train")
     if not classes:
         raise DataError(f"{root / 'train'}: no class folders; images belong in train/<class>/")

@@ -53,21 +53,21 @@ def _parse(data: bytes, path: Path, dims: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)[header:].view(shape)
 
 
-def _read_split(files: dict[str, bytes], place: Path, prefix: str) -> tuple[Tensor, Tensor]:
+def _read_split(files: dict[str, bytes], folder: Path, prefix: str) -> tuple[Tensor, Tensor]:
     """Images (N, 1, 28, 28) and labels (N,)."""
     images_name, labels_name = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
-    images = _parse(files[images_name], place / images_name, 3).unsqueeze(1)
-    labels = _parse(files[labels_name], place / labels_name, 1).long()
+    images = _parse(files[images_name], folder / images_name, 3).unsqueeze(1)
+    labels = _parse(files[labels_name], folder / labels_name, 1).long()
     if len(images) != len(labels):
-        raise DataError(f"{place}: {len(images)} images but {len(labels)} labels in {prefix}-*")
-    check_labels(labels, 10, place / labels_name)
+        raise DataError(f"{folder}: {len(images)} images but {len(labels)} labels in {prefix}-*")
+    check_labels(labels, 10, folder / labels_name)
     return images, labels
 
 
-def _read(place: Path, names: list[str]) -> dict[str, bytes]:
-    """The idx files of a folder; some people's have a dot for the second hyphen."""
+def _read(folder: Path, names: list[str]) -> dict[str, bytes]:
+    """The idx files of a folder; in some copies the second hyphen is a dot."""
     dotted = {name.replace("-idx", ".idx"): name for name in names}
-    found = read_files(place, [*names, *dotted])
+    found = read_files(folder, [*names, *dotted])
     return {dotted.get(name, name): data for name, data in found.items()}
 
 
@@ -78,17 +78,17 @@ def load_idx(name: str, root: Path) -> Source:
         for prefix in ("train", "t10k")
         for part in ("images-idx3", "labels-idx1")
     ]
-    folder = root / _FOLDERS[name]
-    for place in (root, root / "raw", folder / "raw", folder):
-        files = _read(place, names)
+    own = root / _FOLDERS[name]
+    for folder in (root, root / "raw", own / "raw", own):
+        files = _read(folder, names)
         if files:
             break
     else:
         raise DataError(f"{root}: no {name} here; it should hold {names[0]} (or .gz) and the like")
     missing = [each for each in names if each not in files]
     if missing:
-        raise DataError(f"{place}: no {missing[0]} (or .gz), which {name} needs")
-    images, labels = _read_split(files, place, "train")
+        raise DataError(f"{folder}: no {missing[0]} (or .gz), which {name} needs")
+    images, labels = _read_split(files, folder, "train")
     mean, std = channel_statistics(images)
-    test = ImageSplit(*_read_split(files, place, "t10k"))
+    test = ImageSplit(*_read_split(files, folder, "t10k"))
     return Source(ImageSplit(images, labels), test, _CLASSES[name], mean, std)

@@ -1,12 +1,12 @@
 """Image classifiers: the networks of the paper's CIFAR and ImageNet tables, and a small one.
 
-``CONVNETS`` names them all. Each entry is a function of ``(num_classes, in_channels)`` that returns
-a plain ``nn.Module`` from images (N, in_channels, H, W) to logits (N, num_classes).
+``CONVNETS`` lists them. Each entry is a function of ``(num_classes, in_channels)`` that returns a
+plain ``nn.Module`` from images (N, in_channels, H, W) to logits (N, num_classes).
 
-``resnet50`` and ``resnet152`` have torchvision's parameter names, so that its published weights
-load, and its initialisation. The CIFAR networks are those that the paper's scores point to: the
-variants of Teacher-free Knowledge Distillation (Tf-KD), initialised as there, not the larger ones
-of the same names.
+``resnet50`` and ``resnet152`` have the parameter names of torchvision, so that its published
+weights can be loaded, and its initialization. The CIFAR networks are the variants of Teacher-free
+Knowledge Distillation (Tf-KD), which match the scores of the paper, not the larger networks of the
+same names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..._checks import Registry
+from ..._names import Registry
 
 __all__ = [
     "CONVNETS",
     "cifar_mobilenet_v2",
     "cifar_resnet18",
     "cifar_resnext29",
+    "fashion_mlp",
     "resnet50",
     "resnet152",
     "small_convnet",
@@ -31,12 +32,12 @@ __all__ = [
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """A convolution without bias (a batch norm follows) that keeps the size at stride 1."""
+    """A convolution without bias, for use before batch norm. Stride 1 keeps the size."""
     return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """What brings the input of a residual block to the shape of its output."""
+    """Maps the input of a residual block to the shape of its output."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
@@ -60,7 +61,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut; with groups, the block of a ResNeXt.
+    """1x1, 3x3 and 1x1 convolutions and a shortcut. With groups it is the block of a ResNeXt.
 
     The stride is on the 3x3 convolution, as in torchvision.
     """
@@ -87,7 +88,7 @@ class Bottleneck(nn.Module):
 def _conv_bn_relu6(
     inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> list[nn.Module]:
-    """MobileNetV2's layers; Tf-KD leaves the convolution its bias, idle before a batch norm."""
+    """The layers of MobileNetV2. As in Tf-KD, the convolution has a bias, without effect here."""
     return [
         nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups),
         nn.BatchNorm2d(outputs),
@@ -96,7 +97,7 @@ def _conv_bn_relu6(
 
 
 class InvertedResidual(nn.Module):
-    """MobileNetV2's block: expand, 3x3 per channel, project; a shortcut where the shapes agree."""
+    """The block of MobileNetV2: expand, depthwise 3x3, project; a shortcut if shapes agree."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *, expansion: int) -> None:
         super().__init__()
@@ -122,21 +123,21 @@ def _stage(
     depth: int,
     **options: int,
 ) -> nn.Module:
-    """``depth`` blocks, of which the first changes the number of channels and the size."""
+    """``depth`` blocks. The first one changes the number of channels and the size."""
     first = block(inputs, outputs, stride, **options)
     rest = (block(outputs, outputs, 1, **options) for _ in range(depth - 1))
     return nn.Sequential(first, *rest)
 
 
 def _sequential(parts: dict[str, nn.Module]) -> nn.Module:
-    """The parts one after the other, under their names."""
+    """A sequence of named parts."""
     return nn.Sequential(OrderedDict(parts))
 
 
 def _resnet(
     stem: dict[str, nn.Module], stages: list[nn.Module], features: int, num_classes: int
 ) -> nn.Module:
-    """A residual network, its parts named as in torchvision."""
+    """A residual network with the part names of torchvision."""
     layers = {f"layer{i}": stage for i, stage in enumerate(stages, start=1)}
     head = {
         "avgpool": nn.AdaptiveAvgPool2d(1),
@@ -155,7 +156,7 @@ def _stem(convolution: nn.Conv2d) -> dict[str, nn.Module]:
 
 
 def _fan_out_init(model: nn.Module) -> nn.Module:
-    """He initialisation of the convolutions, as in torchvision; the classifier keeps its own."""
+    """He initialization of the convolutions, as in torchvision, but not of the classifier."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -163,7 +164,7 @@ def _fan_out_init(model: nn.Module) -> nn.Module:
 
 
 def cifar_resnet18(num_classes: int, in_channels: int = 3) -> nn.Module:
-    """ResNet18 for 32x32 images: 3x3 stem, no max-pool; 11,220,132 parameters for 100 classes."""
+    """ResNet18 for 32x32 images: 3x3 stem, no max-pool. 11,220,132 parameters for 100 classes."""
     stages = [
         _stage(BasicBlock, 64, 64, 1, 2),
         _stage(BasicBlock, 64, 128, 2, 2),
@@ -174,14 +175,14 @@ def cifar_resnet18(num_classes: int, in_channels: int = 3) -> nn.Module:
 
 
 def cifar_resnext29(num_classes: int, in_channels: int = 3) -> nn.Module:
-    """ResNeXt29 8x64d of Tf-KD, the KD teacher; 34,518,948 parameters for 100 classes."""
+    """ResNeXt29 8x64d of Tf-KD, the teacher of KD. 34,518,948 parameters for 100 classes."""
     stages = [
         _stage(Bottleneck, 64, 256, 1, 3, width=512, groups=8),
         _stage(Bottleneck, 256, 512, 2, 3, width=1024, groups=8),
         _stage(Bottleneck, 512, 1024, 2, 3, width=2048, groups=8),
     ]
     model = _resnet(_stem(_conv(in_channels, 64, 3)), stages, 1024, num_classes)
-    # Tf-KD initialises the classifier too.
+    # Tf-KD initializes the classifier as well.
     nn.init.kaiming_normal_(model.get_parameter("fc.weight"))
     nn.init.zeros_(model.get_parameter("fc.bias"))
     return _fan_out_init(model)
@@ -201,19 +202,19 @@ def _imagenet_resnet(depths: tuple[int, ...], num_classes: int, in_channels: int
 
 
 def resnet50(num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
-    """torchvision's ResNet50; 25,557,032 parameters for 1000 classes."""
+    """ResNet50 of torchvision. 25,557,032 parameters for 1000 classes."""
     return _imagenet_resnet((3, 4, 6, 3), num_classes, in_channels)
 
 
 def resnet152(num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
-    """torchvision's ResNet152; 60,192,808 parameters for 1000 classes."""
+    """ResNet152 of torchvision. 60,192,808 parameters for 1000 classes."""
     return _imagenet_resnet((3, 8, 36, 3), num_classes, in_channels)
 
 
 def cifar_mobilenet_v2(num_classes: int, in_channels: int = 3) -> nn.Module:
-    """MobileNetV2 of Tf-KD for 32x32 images; 2,369,380 parameters for 100 classes.
+    """MobileNetV2 of Tf-KD for 32x32 images. 2,369,380 parameters for 100 classes.
 
-    The 1x1 stem pads by one pixel: the maps are 34, 17, 9 and 5 pixels wide.
+    The 1x1 stem pads by one pixel, so the feature maps are 34, 17, 9 and 5 pixels wide.
     """
     return _sequential(
         {
@@ -240,7 +241,7 @@ def _conv_bn_relu(inputs: int, outputs: int) -> list[nn.Module]:
 def small_convnet(num_classes: int, in_channels: int = 1) -> nn.Module:
     """Three 3x3 convolutions for images of 4x4 pixels or more (digits, Fashion-MNIST).
 
-    24,058 parameters for 10 classes of grey images; it learns the digits in seconds on a CPU.
+    24,058 parameters for 10 classes of gray images. It learns the digits in seconds on a CPU.
     """
     return nn.Sequential(
         *_conv_bn_relu(in_channels, 16),
@@ -254,10 +255,23 @@ def small_convnet(num_classes: int, in_channels: int = 1) -> nn.Module:
     )
 
 
+def fashion_mlp(num_classes: int, in_channels: int = 1) -> nn.Module:
+    """784-512-512-K with ReLU, for grey images of 28 x 28 pixels; 669,706 parameters for K = 10."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(in_channels * 28 * 28, 512),
+        nn.ReLU(inplace=True),
+        nn.Linear(512, 512),
+        nn.ReLU(inplace=True),
+        nn.Linear(512, num_classes),
+    )
+
+
 CONVNETS = Registry(
     "model",
     {
         "small": small_convnet,
+        "mlp": fashion_mlp,
         "resnet18": cifar_resnet18,
         "mobilenet-v2": cifar_mobilenet_v2,
         "resnext29": cifar_resnext29,

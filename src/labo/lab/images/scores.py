@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ECE_BINS = 15
+from ...calibration import ReliabilityBins
 
 
 def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy (a fraction), negative log-likelihood, calibration error, and two means.
+    """Accuracy (a fraction), NLL, ECE, mean entropy (in nats) and mean confidence.
 
-    The means are those of the entropy (in nats) and of the largest probability.
+    The confidence is the largest probability of a prediction.
 
     Args:
         log_p: (N, K) log-probabilities.
@@ -24,24 +24,7 @@ def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
     return {
         "accuracy": right.mean().item(),
         "nll": -log_p.gather(-1, labels.unsqueeze(-1)).mean().item(),
-        "ece": expected_calibration_error(confidence, right),
+        "ece": ReliabilityBins.of(confidence, right).expected_error,
         "entropy": -torch.where(p > 0, p * log_p, 0.0).sum(-1).mean().item(),
         "confidence": confidence.mean().item(),
     }
-
-
-def expected_calibration_error(confidence: Tensor, right: Tensor) -> float:
-    """How far confidence and accuracy lie apart, over 15 bins of equal width.
-
-    Args:
-        confidence: (N,) the largest probability of each prediction.
-        right: (N,) 1 where the prediction is right, else 0.
-
-    Example:
-        >>> expected_calibration_error(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]))
-        0.5
-    """
-    bins = (confidence * ECE_BINS).long().clamp(max=ECE_BINS - 1)  # the last bin is closed
-    gap = torch.zeros(ECE_BINS, dtype=torch.float64)
-    gap.index_add_(0, bins.cpu(), (confidence - right).double().cpu())
-    return (gap.abs().sum() / len(confidence)).item()

@@ -1,25 +1,35 @@
-"""Image data sets: what is built in, and the formats people really have on disk."""
+"""Image data sets: those that are built in, and those in the usual formats on disk."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from ..errors import DataError
 from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
 from .folders import FolderImages, load_folders
 from .idx import load_idx
-from .splits import ImageSplit, Source
+from .splits import ImageFiles, ImageSplit, Source
 
-__all__ = ["BUILT_IN", "ON_DISK", "FolderImages", "ImageDataset", "ImageSplit", "load_images"]
+__all__ = [
+    "BUILT_IN",
+    "HASHED_BYTES",
+    "ON_DISK",
+    "FolderImages",
+    "ImageDataset",
+    "ImageSplit",
+    "load_images",
+]
+
+HASHED_BYTES = 8 << 30  # the most bytes of image files that are hashed for a fingerprint
 
 BUILT_IN: dict[str, Callable[[], Source]] = {"digits": load_digits}
 ON_DISK: dict[str, Callable[[Path], Source]] = {
@@ -36,14 +46,16 @@ class ImageDataset:
     """A data set ready for training.
 
     Attributes:
-        train: what is trained on.
-        valid: what the model is chosen on; empty if nothing was held out.
-        test: what is reported.
+        train: the split to train on.
+        valid: the split to select a model on; empty if nothing was held out.
+        test: the split to report on.
         classes: the names of the classes, in the order of the labels.
         mean: per channel, of the pixels in [0, 1] of the published training split.
         std: likewise.
-        fingerprint: SHA-256 of the images and labels (of the names and sizes of files in folders),
-            the same for every format that holds the same images, and whatever is held out.
+        fingerprint: SHA-256 of the images and labels. It is the same for every format with the
+            same images, and does not depend on what is held out. For folders it covers the name
+            and content of every file, or the name and size if ``covers_content`` is False.
+        covers_content: False for folders with more than ``HASHED_BYTES`` of images.
     """
 
     train: ImageSplit
@@ -53,20 +65,28 @@ class ImageDataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fingerprint: str
+    covers_content: bool = True
 
 
 def load_images(
-    name: str, root: str | Path | None = None, *, holdout: float = 0.1, holdout_seed: int = 0
+    name: str,
+    root: str | Path | None = None,
+    *,
+    holdout: float = 0.1,
+    holdout_seed: int = 0,
+    train_size: int | None = None,
 ) -> ImageDataset:
     """An image data set with its training split divided into training and validation.
 
     Args:
-        name: "digits" (built in), or what lies at ``root``: "cifar10", "cifar100", "mnist",
+        name: "digits" (built in), or what is at ``root``: "cifar10", "cifar100", "mnist",
             "fashion-mnist", "folder".
         root: the folder that holds the files, or a CIFAR archive.
         holdout: the share of the training split that becomes the validation split, in [0, 1). Class
             folders that come with a validation split keep theirs.
         holdout_seed: which samples these are.
+        train_size: train on so many images only, drawn at random (by ``holdout_seed``) from those
+            that are left after the hold-out; None for all.
 
     Returns:
         The data; images in memory, except those in folders.
@@ -78,7 +98,7 @@ def load_images(
         raise ValueError(f"holdout must lie in [0, 1), got {holdout!r}")
     try:
         source = _load_source(name, root)
-        fingerprint = _fingerprint(source)
+        fingerprint, covers_content = _fingerprint(source)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
     if not len(source.train) or not len(source.test):
@@ -86,8 +106,22 @@ def load_images(
     train, valid = source.train, source.valid
     if valid is None:
         train, valid = _hold_out(train, holdout, holdout_seed)
+    if train_size is not None:
+        if train_size > len(train):
+            raise DataError(
+                f"data.train_size: {train_size}, but {name} has {len(train)} images to train on"
+            )
+        order = permutation(holdout_seed, 0, len(train), stream="train_size")
+        train = train.select(order[:train_size].sort().values)
     return ImageDataset(
-        train, valid, source.test, source.classes, source.mean, source.std, fingerprint
+        train,
+        valid,
+        source.test,
+        source.classes,
+        source.mean,
+        source.std,
+        fingerprint,
+        covers_content,
     )
 
 
@@ -105,24 +139,34 @@ def _load_source(name: str, root: str | Path | None) -> Source:
 
 
 def _hold_out(split: ImageSplit, share: float, seed: int) -> tuple[ImageSplit, ImageSplit]:
-    """Part a random share from a split; both parts keep the order of the samples."""
+    """Divide a split at random; both parts keep the order of the samples."""
     order = permutation(seed, 0, len(split), stream="holdout")
     size = min(round(share * len(split)), len(split) - 1)
     held, kept = order[:size].sort().values, order[size:].sort().values
     return split.select(kept), split.select(held)
 
 
-def _fingerprint(source: Source) -> str:
-    """SHA-256 over the published splits."""
+def _fingerprint(source: Source) -> tuple[str, bool]:
+    """SHA-256 over the published splits, and whether it covers the content of all files."""
+    splits = [split for split in (source.train, source.valid, source.test) if split is not None]
+    sizes = [split.images.sizes() for split in splits if not isinstance(split.images, Tensor)]
+    covers_content = sum(map(sum, sizes)) <= HASHED_BYTES
     digest = hashlib.sha256()
-    for split in (source.train, source.valid, source.test):
-        if split is None:
-            continue
+    for split in splits:
         if isinstance(split.images, Tensor):
             digest.update(repr(tuple(split.images.shape)).encode())
             digest.update(split.images.contiguous().numpy().data)
         else:
-            for name, size in zip(split.images.names, split.images.sizes(), strict=True):
-                digest.update(f"{name} {size}\n".encode())
+            for line in _listing(split.images, covers_content):
+                digest.update(line.encode("utf-8", "surrogateescape"))
         digest.update(split.labels.numpy().data)
-    return digest.hexdigest()
+    return digest.hexdigest(), covers_content
+
+
+def _listing(images: ImageFiles, covers_content: bool) -> Iterator[str]:
+    if covers_content:
+        found = images.digests()
+        yield from (f"{name} {found[name]}\n" for name in images.names)
+    else:
+        sizes = images.sizes()
+        yield from (f"{name} {size}\n" for name, size in zip(images.names, sizes, strict=True))

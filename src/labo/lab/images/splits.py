@@ -1,20 +1,39 @@
-"""What a source of images delivers."""
+"""Images with their labels, as a source delivers them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
 
-if TYPE_CHECKING:
-    from .folders import FolderImages
+__all__ = ["ImageFiles", "ImageSplit", "Source", "channel_statistics", "check_labels"]
 
-__all__ = ["ImageSplit", "Source", "channel_statistics", "check_labels"]
+
+class ImageFiles(Protocol):
+    """Images that are decoded when they are read; ``images[i]`` is (3, H, W) uint8."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The file names."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    def sizes(self) -> list[int]:
+        """The sizes of the files in bytes."""
+
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each file, by its name."""
+
+    def select(self, index: Tensor) -> ImageFiles:
+        """The images at the indices ``index``, (M,) int64."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +45,14 @@ class ImageSplit:
         labels: (N,) int64.
     """
 
-    images: Tensor | FolderImages
+    images: Tensor | ImageFiles
     labels: Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def select(self, index: Tensor) -> ImageSplit:
-        """The samples at the places ``index``, (M,) int64."""
+        """The samples with these indices, (M,) int64."""
         images = self.images
         chosen = images[index] if isinstance(images, Tensor) else images.select(index)
         return ImageSplit(chosen, self.labels[index])
@@ -44,7 +63,7 @@ class Source:
     """A data set as it was published.
 
     Attributes:
-        train: the training split, of which a part may yet be held out.
+        train: the training split, before a part of it is held out.
         test: the test split.
         classes: the names of the classes, in the order of the labels.
         mean: per channel, of the training pixels in [0, 1].
@@ -84,7 +103,7 @@ def check_labels(labels: Tensor, num_classes: int, path: Path) -> None:
     """Refuse labels outside [0, num_classes)."""
     wrong = torch.nonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        place = int(wrong[0])
+        index = int(wrong[0])
         raise DataError(
-            f"{path}: label {labels[place]} of sample {place} is outside [0, {num_classes})"
+            f"{path}: label {labels[index]} of sample {index} is outside [0, {num_classes})"
         )

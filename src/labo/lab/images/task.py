@@ -17,7 +17,7 @@ from PIL import Image
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
@@ -25,32 +25,59 @@ from ..pretrained import Lora, add_lora, folder_digest, freeze
 from ..run import files as atomic
 from ..run.distributed import gather_rows
 from ..run.seeds import mix, permutation, uniforms
-from ..tasks import Batch, Evaluation
+from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .finetuning import FolderClassifier, head_note, load_classifier, normalization
 from .networks import CONVNETS
 from .scores import classification_scores
-from .sources import ImageSplit, load_images
+from .sources import HASHED_BYTES, ImageSplit, load_images
 from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 
 _EVALUATED_AT_ONCE = 256
 _EXPLORED = 6  # examples with all their logits
+_SIZES_ONLY = (
+    f"the images have more than {HASHED_BYTES >> 30} GiB: the fingerprint of the data covers the "
+    "names and sizes of the files, not their content"
+)
 
 
 class ImageData(config.Section):
-    """Which images, and how they are varied in training."""
+    """The images, and how they are augmented in training."""
 
-    name: Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder"]
-    root: str | None = None
-    holdout: float = Field(0.1, gt=0, lt=1)  # share of the training images for validation
-    holdout_seed: int = Field(0, ge=0)
-    padding: int = Field(0, ge=0)  # of the random crop; folders have a random resized crop instead
-    flip: bool = False
-    rotation: float = Field(0.0, ge=0, le=180)  # largest angle, in degrees
-    size: int = Field(224, ge=1)  # of images from a folder
-    mixup: float = Field(0.0, ge=0)  # the a of Beta(a, a); 0 is off
-    cutmix: float = Field(0.0, ge=0)  # likewise; if both are on, each piece has one of them
-    mix_probability: float = Field(1.0, gt=0, le=1)
+    name: Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder"] = Field(
+        description="The data set. `digits` comes with scikit-learn; the others need `root`."
+    )
+    root: str | None = Field(None, description="The folder that holds the data set.")
+    holdout: float = Field(
+        0.1, gt=0, lt=1, description="Share of the training images held out for validation."
+    )
+    holdout_seed: int = Field(0, ge=0, description="The seed of the hold-out split.")
+    train_size: int | None = Field(
+        None, ge=1, description="Train on this many images, drawn at random; null is all of them."
+    )
+    padding: int = Field(
+        0,
+        ge=0,
+        description="Pixels of zero padding before a random crop to the original size; 0 is off. "
+        "Images of a folder get a random resized crop instead.",
+    )
+    flip: bool = Field(False, description="Mirror half of the images, left to right.")
+    rotation: float = Field(
+        0.0, ge=0, le=180, description="Rotate each image by up to this angle, in degrees."
+    )
+    size: int = Field(
+        224, ge=1, description="Width and height to which images of a folder are cropped."
+    )
+    mixup: float = Field(0.0, ge=0, description="The parameter a of mixup's Beta(a, a); 0 is off.")
+    cutmix: float = Field(
+        0.0,
+        ge=0,
+        description="The parameter a of CutMix's Beta(a, a); 0 is off. With both on, each "
+        "micro-batch uses one of them at random.",
+    )
+    mix_probability: float = Field(
+        1.0, gt=0, le=1, description="Probability that a micro-batch is mixed at all."
+    )
 
 
 class ImageModel(config.Section):
@@ -131,10 +158,14 @@ class ImageModel(config.Section):
 
 
 class ImageTrain(config.Train):
-    """The loop, and the score on the validation images that selects the model."""
+    """The training loop of image classification."""
 
-    batch_size: int = Field(ge=1)  # over all processes and accumulated pieces together
-    select: Literal["accuracy", "nll"] = "accuracy"
+    batch_size: int = Field(
+        ge=1, description="Images per optimizer step, over all processes and micro-batches."
+    )
+    select: Literal["accuracy", "nll"] = Field(
+        "accuracy", description="The score on the validation split that selects the model."
+    )
 
 
 class ImageRecipe(config.Recipe):
@@ -148,12 +179,14 @@ class ImageRecipe(config.Recipe):
     def _consistent(self) -> ImageRecipe:
         mixed = self.data.mixup or self.data.cutmix
         if mixed and self.method and not METHODS[self.method["name"]].mixes:
-            raise ValueError(f"data.mixup and data.cutmix do not go with {self.method['name']}")
+            raise ValueError(
+                f"method {self.method['name']} does not support data.mixup and data.cutmix"
+            )
         return self
 
 
-class ImageTask:
-    """Images, the network that classifies them, and its scores."""
+class ImageTask(Task):
+    """Image classification: data, network and scores."""
 
     Recipe = ImageRecipe
     higher_is_better: ClassVar = {"accuracy": True, "nll": False}
@@ -170,16 +203,20 @@ class ImageTask:
         self.recipe = recipe
         options = recipe.data
         self.data = load_images(
-            options.name, options.root, holdout=options.holdout, holdout_seed=options.holdout_seed
+            options.name,
+            options.root,
+            holdout=options.holdout,
+            holdout_seed=options.holdout_seed,
+            train_size=options.train_size,
         )
         if not len(self.data.valid):
             raise RequestError(
-                f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves none to "
-                "select a model by"
+                f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves no "
+                "validation images"
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.mean, self.std = self.data.mean, self.data.std
-        self.notes: Sequence[str] = ()
+        self.notes: Sequence[str] = [] if self.data.covers_content else [_SIZES_ONLY]
         if recipe.model.pretrained is not None:
             self._take_up(recipe.model.pretrained)
         self.labels = self.data.train.labels
@@ -190,7 +227,7 @@ class ImageTask:
         self._map: Callable[..., Iterator[Tensor]] = (
             ThreadPoolExecutor(workers).map if workers else map
         )
-        # The samples class by class, and where each class begins: for peers().
+        # The samples sorted by class, and where each class starts; peers() uses them.
         self._by_class = self.labels.argsort(stable=True)
         self._class_sizes = self.labels.bincount(minlength=self.num_classes)
         self._class_starts = self._class_sizes.cumsum(0) - self._class_sizes
@@ -200,7 +237,7 @@ class ImageTask:
     def _take_up(self, folder: str) -> None:
         """What a pre-trained folder decides besides the weights."""
         self.fingerprint += f"+{folder_digest(folder)}"
-        self.notes = head_note(folder, self.data.classes)
+        self.notes = [*self.notes, *head_note(folder, self.data.classes)]
         found = normalization(folder, len(self.mean))
         if found is not None:
             self.mean, self.std = tuple(found[0]), tuple(found[1])
@@ -298,16 +335,16 @@ class ImageTask:
         return Batch(inputs, target, index, epoch)
 
     def peers(self, batch: Batch) -> Batch:
-        """For each sample one of its class, perhaps itself, seen in a way of its own."""
+        """For each sample a random one of its class, possibly itself, with its own augmentation."""
         labels = self.labels[batch.index]
         u = uniforms(self.recipe.seed, batch.epoch, batch.index, 1, stream="peer")
-        place = (u.squeeze(-1).double() * self._class_sizes[labels]).long()
-        index = self._by_class[self._class_starts[labels] + place]
+        offset = (u.squeeze(-1).double() * self._class_sizes[labels]).long()
+        index = self._by_class[self._class_starts[labels] + offset]
         inputs = self._views(index, batch.epoch, batch.index, "augment peer")
         return Batch(inputs, labels, index, batch.epoch)
 
     def _views(self, index: Tensor, epoch: int, key: Tensor, stream: str) -> Tensor:
-        """Training images as they look in an epoch; ``key`` names the chance of each."""
+        """Augmented training images; ``key`` selects the random numbers of each."""
         images, options, seed = self.data.train.images, self.recipe.data, self.recipe.seed
         if isinstance(images, Tensor):
             u = uniforms(seed, epoch, key, 4, stream=stream)
@@ -334,7 +371,7 @@ class ImageTask:
         ways = [way for way in ("mixup", "cutmix") if getattr(options, way)]
         if not ways:
             return inputs, labels
-        # One chance for the piece, named by the first of its samples.
+        # One random draw per micro-batch, keyed by its first sample.
         seed = self.recipe.seed
         u = uniforms(seed, epoch, index[:1], 4, stream="mixing")[0].tolist()
         if u[0] >= options.mix_probability:
@@ -354,32 +391,48 @@ class ImageTask:
         return self.evaluate(model, "valid", accelerator).metrics
 
     @torch.no_grad()
-    def evaluate(
+    def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
         model: nn.Module,
         split: str,
         accelerator: Accelerator,
         *,
-        beams: Sequence[int] = (),
+        temperature: float | None = None,
     ) -> Evaluation:
-        if beams:
-            raise RequestError("--beams is for translation: images are not decoded")
+        chosen: ImageSplit = getattr(self.data, split)
+        parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
+        parts += [found.log_softmax(-1) for found, _ in self.logits(model, split, accelerator)]
+        log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
+        scores = classification_scores(log_p, chosen.labels)
+        if temperature is not None:
+            after = classification_scores((log_p / temperature).log_softmax(-1), chosen.labels)
+            scores |= {f"calibrated_{name}": after[name] for name in ("nll", "ece")}
+        return Evaluation(scores, _records(log_p, chosen.labels))
+
+    @torch.no_grad()
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         chosen: ImageSplit = getattr(self.data, split)
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
         model.eval()
-        parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
         for index in mine.split(_EVALUATED_AT_ONCE) if len(mine) else ():
             inputs = self._plain_views(chosen, index).to(accelerator.device)
             with accelerator.autocast():
-                parts.append(model(inputs).float().log_softmax(-1))
-        log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
-        scores = classification_scores(log_p, chosen.labels)
-        return Evaluation(scores, _records(log_p, chosen.labels))
+                found: Tensor = model(inputs)
+            yield found.float(), chosen.labels[index]
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        if isinstance(model, VisionTransformer):
+            model = model.classifier
+        elif isinstance(model, FolderClassifier):
+            model = model.output_layer
+        super().fold_temperature(model, temperature)
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """The images the model is least sure of, and the first one."""
+        """The least confident predictions, and the first image."""
         chosen: ImageSplit = getattr(self.data, split)
         index = torch.arange(min(len(chosen.labels), _EVALUATED_AT_ONCE))
         model.eval()
@@ -412,6 +465,9 @@ class ImageTask:
         return augment.normalize(views, self.mean, self.std)
 
 
+TASK = ImageTask
+
+
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
     name, sizes = facts["model"], (facts["num_classes"], facts["in_channels"])
     if name in TRANSFORMERS:
@@ -421,7 +477,7 @@ def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
 
 
 def _picture(image: Tensor, size: int) -> str:
-    """An image as a data URL, small ones enlarged to be seen."""
+    """An image as a data URL; small images are enlarged."""
     pixels = image if image.shape[-1] <= size else augment.resize_center_crop(image, size, size)
     array = pixels.permute(1, 2, 0).numpy()
     picture = Image.fromarray(array.squeeze(-1) if array.shape[-1] == 1 else array)

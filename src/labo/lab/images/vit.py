@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._checks import Registry
+from ..._names import Registry
 from ..errors import RequestError
 
 __all__ = ["TRANSFORMERS", "Pooling", "VisionTransformer", "plain_config"]

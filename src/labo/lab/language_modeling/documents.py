@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..text.lines import read_lines
 from ..text.records import is_table, read_rows, table_files
 
-__all__ = ["Document", "Kind", "Part", "Unit", "find_inputs", "input_files", "read_documents"]
+__all__ = ["Kind", "Part", "RawDocument", "Unit", "find_inputs", "input_files", "read_documents"]
 
 Kind = Literal["text", "prompt", "chat"]
 Unit = Literal["file", "paragraph", "line"]
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Document:
+class RawDocument:
     """A document.
 
     Attributes:
@@ -89,7 +89,7 @@ def input_files(path: Path) -> list[Path]:
     return table_files(path) if is_table(path) else [path]
 
 
-def read_documents(path: Path, unit: Unit, column: str, render: Render) -> Iterator[Document]:
+def read_documents(path: Path, unit: Unit, column: str, render: Render) -> Iterator[RawDocument]:
     """The documents of an input.
 
     Args:
@@ -107,7 +107,7 @@ def read_documents(path: Path, unit: Unit, column: str, render: Render) -> Itera
             yield _from_row(where, row, column, render)
         return
     for name, text in _TEXT_UNITS[unit](path):
-        yield Document(name, "text", (Part(text, True),))
+        yield RawDocument(name, "text", (Part(text, True),))
 
 
 # ------------------------------------------------------------------ text files
@@ -154,15 +154,15 @@ def _limited(path: Path, lines: Iterator[str] | list[str]) -> Iterator[str]:
 # ------------------------------------------------------------------ rows
 
 
-def _from_row(where: str, row: Mapping[str, Any], column: str, render: Render) -> Document:
+def _from_row(where: str, row: Mapping[str, Any], column: str, render: Render) -> RawDocument:
     name = Path(where).name
     if "messages" in row:
-        return Document(name, "chat", _chat(where, row["messages"], render))
+        return RawDocument(name, "chat", _chat(where, row["messages"], render))
     if "prompt" in row and "completion" in row:
         prompt, completion = _string(where, row, "prompt"), _string(where, row, "completion")
-        return Document(name, "prompt", (Part(prompt, False), Part(completion, True)))
+        return RawDocument(name, "prompt", (Part(prompt, False), Part(completion, True)))
     if column in row:
-        return Document(name, "text", (Part(_string(where, row, column), True),))
+        return RawDocument(name, "text", (Part(_string(where, row, column), True),))
     raise DataError(
         f"{where}: no column {column!r}, nor prompt and completion, nor messages; "
         f"it has {', '.join(map(str, row)) or 'none'}"

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ..config import Section, explain
 from ..errors import RequestError
+from ..run.calibration import divisor_of
 from ..run.seeds import uniforms
 from ..tasks import find_model
 from ..text.folder import load_tokenizer
@@ -62,7 +63,8 @@ class Continuation:
     Attributes:
         text: without the prompt.
         tokens: what the model said, its end last unless it was cut off.
-        probabilities: what the model gave each token, at temperature 1.
+        probabilities: what the model gave each token before ``temperature`` and ``top_p``;
+            calibrated if the model is, see ``labo calibrate``.
     """
 
     text: str
@@ -73,12 +75,12 @@ class Continuation:
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
     """Chooses the next token of each row: all others get a score of minus infinity."""
 
-    def __init__(self, options: Sampling, lines: Tensor, prompt: int) -> None:
-        self.options, self.lines, self.prompt = options, lines, prompt
+    def __init__(self, options: Sampling, lines: Tensor, prompt: int, divisor: float = 1.0) -> None:
+        self.options, self.lines, self.prompt, self.divisor = options, lines, prompt, divisor
         self.log_p: list[Tensor] = []  # of the chosen tokens, step by step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        log_p = scores.float().log_softmax(-1)
+        log_p = (scores.float() / self.divisor).log_softmax(-1)
         if self.options.temperature == 0:
             token = log_p.argmax(-1)
         else:
@@ -143,6 +145,7 @@ class Generator:
             raise RequestError("; ".join(explain(error, Sampling))) from error
         self.notice = notice
         self.kind, self.begin, self.end = facts["kind"], facts["begin"], facts["end"]
+        self.divisor = divisor_of(folder)
         self.tokenizer = load_tokenizer(folder)
         self.model = load_causal(folder).eval()
         self.positions = int(self.model.config.max_position_embeddings)
@@ -221,7 +224,7 @@ class Generator:
         ids = torch.tensor([[self.end] * (width - len(p)) + p for p in prompts], device=device)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
-        chooser = _Chooser(self.options, lines, width)
+        chooser = _Chooser(self.options, lines, width, self.divisor)
         sequences = self.model.generate(
             ids,
             attention_mask=mask,

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from ..errors import DataError, RequestError
 from ..run.seeds import mix
 from ..text.folder import FORMAT, MANIFEST, cache_folder
-from .documents import Document, Part
+from .documents import Part, RawDocument
 from .options import Tokenization
 from .prepare import prepare_documents
 from .prepared import PreparedDocuments
@@ -31,7 +31,7 @@ _BLANK = re.compile(r"\n\s*\n")
 _HELD_OUT = 10  # one section in so many is for validation, and as many for the test
 
 
-def manual_sections() -> list[Document]:
+def manual_sections() -> list[RawDocument]:
     """The sections of the manual, in alphabetical order of their topics.
 
     Raises:
@@ -53,7 +53,9 @@ def manual_sections() -> list[Document]:
                     fresh.append(paragraph.strip("\n"))
             text = "\n\n".join(fresh)
             if len(text) >= _SHORTEST:
-                sections.append(Document(f"{name}, section {number}", "text", (Part(text, True),)))
+                sections.append(
+                    RawDocument(f"{name}, section {number}", "text", (Part(text, True),))
+                )
     return sections
 
 

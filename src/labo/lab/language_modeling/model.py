@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..._checks import Registry
+from ..._names import Registry
+from ...calibration import fold_temperature
 from ..errors import RequestError
 from ..pretrained import load_folder, merged, published
 from ..text.dropout import FastDropout
@@ -154,6 +155,26 @@ class LanguageModel(nn.Module):
         plain = merged(self.causal, named)
         kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
         return published(self.causal, kept)
+
+    def fold_temperature(self, temperature: float) -> None:
+        """Divide the logits by a temperature for good.
+
+        An output layer that is tied to the embeddings gets a weight of its own first, since the
+        embeddings must stay as they are. The saved model is larger by that weight.
+
+        Raises:
+            RequestError: the logits of this model cannot be divided exactly.
+        """
+        layer = self.causal.get_output_embeddings()
+        if self.causal.all_tied_weights_keys:
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            self.causal.config.get_text_config(decoder=True).tie_word_embeddings = False
+            self.causal.config.tie_word_embeddings = False
+            self.causal.all_tied_weights_keys = {}
+        try:
+            fold_temperature(self.causal, temperature)
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error)) from error
 
     @property
     def head_name(self) -> str:

@@ -29,7 +29,7 @@ from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
 from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
-from .documents import Document, Kind, Part, find_inputs, input_files, read_documents
+from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
 from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
 from .prepared import IGNORED, TASK, PreparedDocuments, schema
 from .tokenizers import (
@@ -78,7 +78,7 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
     tokenizer = None if options.tokenizer is None else pretrained_tokenizer(options.tokenizer)
     render = chat_renderer(tokenizer)
 
-    def documents(split: str) -> Iterator[Document]:
+    def documents(split: str) -> Iterator[RawDocument]:
         for path in inputs[split]:
             yield from read_documents(path, options.documents, options.column, render)
 
@@ -97,7 +97,7 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
 
 def prepare_documents(
     out: str | Path,
-    splits: Mapping[str, Iterable[Document]],
+    splits: Mapping[str, Iterable[RawDocument]],
     options: Tokenization,
     *,
     tokenizer: PreTrainedTokenizerFast | None = None,
@@ -149,7 +149,7 @@ class _Preparation:
 
     # -------------------------------------------------------------- pass 1: documents
 
-    def read(self, splits: Mapping[str, Iterable[Document]]) -> None:
+    def read(self, splits: Mapping[str, Iterable[RawDocument]]) -> None:
         """Write the documents of each split to a file of their own."""
         with ExitStack() as stack:
             files = {
@@ -159,7 +159,7 @@ class _Preparation:
             for split, documents in splits.items():
                 advance = stack.enter_context(self.bars.bar(f"reading {split}", None))
                 for chunk in _chunks(documents):
-                    parts: dict[str, list[Document]] = {name: [] for name in SPLITS}
+                    parts: dict[str, list[RawDocument]] = {name: [] for name in SPLITS}
                     for document in chunk:
                         self._check_kind(document)
                         if (chosen := self._split_of(split, document)) is not None:
@@ -173,7 +173,7 @@ class _Preparation:
                 why = f": {self.dropped[split]} empty ones dropped" if self.dropped[split] else ""
                 raise DataError(f"the {split} split has no documents{why}")
 
-    def _check_kind(self, document: Document) -> None:
+    def _check_kind(self, document: RawDocument) -> None:
         self.kind = self.kind or document.kind
         if document.kind != self.kind:
             raise DataError(
@@ -181,7 +181,7 @@ class _Preparation:
                 f"{_KINDS[self.kind]}; prepare them apart"
             )
 
-    def _split_of(self, split: str, document: Document) -> str | None:
+    def _split_of(self, split: str, document: RawDocument) -> str | None:
         """The split that a document goes to, or None if it is dropped."""
         self.documents_read[split] += 1
         if not any(part.learned and part.text for part in document.parts):
@@ -204,12 +204,12 @@ class _Preparation:
     def _spill(self, split: str) -> Path:
         return self.folder / f"{split}.text"
 
-    def _documents(self, split: str) -> Iterator[Document]:
+    def _documents(self, split: str) -> Iterator[RawDocument]:
         assert self.kind is not None
         for batch in read_batches(self._spill(split), _ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 parts = zip(row["texts"], row["learned"], strict=True)
-                yield Document(row["name"], self.kind, tuple(Part(*part) for part in parts))
+                yield RawDocument(row["name"], self.kind, tuple(Part(*part) for part in parts))
 
     # -------------------------------------------------------------- pass 2: tokenizer
 
@@ -312,15 +312,15 @@ def _is_nth(number: int, n: int) -> bool:
     return n > 0 and number % n == 0
 
 
-def _digest(document: Document) -> bytes:
+def _digest(document: RawDocument) -> bytes:
     return hashlib.blake2b(document.text.encode(), digest_size=16).digest()
 
 
-def _learned_bytes(document: Document) -> int:
+def _learned_bytes(document: RawDocument) -> int:
     return sum(len(part.text.encode()) for part in document.parts if part.learned)
 
 
-def _columns(documents: Sequence[Document]) -> list[list[object]]:
+def _columns(documents: Sequence[RawDocument]) -> list[list[object]]:
     return [
         [document.name for document in documents],
         [[part.text for part in document.parts] for document in documents],
@@ -328,9 +328,9 @@ def _columns(documents: Sequence[Document]) -> list[list[object]]:
     ]
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
     """A few documents at a time: not too many, and not too long."""
-    chunk: list[Document] = []
+    chunk: list[RawDocument] = []
     size = 0
     for document in documents:
         chunk.append(document)

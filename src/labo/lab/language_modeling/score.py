@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from ..errors import RequestError
+from ..run.calibration import divisor_of
 from ..tasks import find_model
 from ..text.batching import rounded
 from ..text.folder import load_tokenizer
 from ..text.forced import token_statistics
 from ..text.stdio import Answer, Notice, answer_lines
-from .documents import Document, Part, Unit, find_inputs, read_documents
+from .documents import Part, RawDocument, Unit, find_inputs, read_documents
 from .model import LanguageModel, load_causal
 from .packing import cut
 from .prepared import IGNORED, TASK
@@ -43,7 +44,8 @@ class Score:
     Attributes:
         name: of the document.
         tokens: the learned tokens.
-        log_probabilities: the natural logarithm of what the model gave each.
+        log_probabilities: the natural logarithm of the probability of each; calibrated if the
+            model is, see ``labo calibrate``.
         bytes: UTF-8 bytes of the learned text.
     """
 
@@ -79,18 +81,19 @@ class Scorer:
 
     Example::
 
-        Scorer("runs/lm-manual-labo-s0").score([Document("", "text", (Part("A list", True),))])
+        Scorer("runs/lm-manual-labo-s0").score([RawDocument("", "text", (Part("A list", True),))])
     """
 
     def __init__(self, run: str | Path) -> None:
         folder, _ = find_model(run, TASK)
+        self.temperature = divisor_of(folder)
         self.tokenizer = load_tokenizer(folder)
         self.model = LanguageModel(load_causal(folder)).eval()
         self.positions = int(self.model.causal.config.max_position_embeddings)
         if torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
 
-    def score(self, documents: Sequence[Document]) -> list[Score]:
+    def score(self, documents: Sequence[RawDocument]) -> list[Score]:
         """The score of each document.
 
         Raises:
@@ -135,7 +138,8 @@ class Scorer:
         learned = (target != IGNORED).to(device)
         head = self.model(ids.to(device), positions)
         head = head._replace(states=head.states[learned])
-        nll = token_statistics(head, target.to(device)[learned])["nll"]
+        found = token_statistics(head, target.to(device)[learned], self.temperature)
+        nll = found["nll"] if self.temperature == 1 else found["tempered_nll"]
         return (-nll).cpu().split(learned.sum(-1).tolist())
 
 
@@ -161,7 +165,7 @@ def score_stream(
 
         def answer(lines: Sequence[str], first: int, advance: object) -> str:
             named = [
-                Document(f"line {number}", "text", (Part(line, True),))
+                RawDocument(f"line {number}", "text", (Part(line, True),))
                 for number, line in enumerate(lines, first)
             ]
             scores = iter(scorer.score([document for document in named if document.text]))

@@ -24,15 +24,16 @@ from accelerate.utils import gather_object
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
+from ...calibration import ReliabilityBins
 from .. import config
 from ..config import Names
 from ..errors import RequestError
 from ..pretrained import Lora, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
-from ..tasks import Batch, Evaluation
+from ..tasks import Batch, Evaluation, Task
 from ..text import forced
-from ..text.batching import batches_by_length, rounded, text_digest
+from ..text.batching import batches_by_length, text_digest
 from ..text.head import Head, head_loss
 from .model import (
     PRESETS,
@@ -49,7 +50,7 @@ from .tokenizers import pretrained_tokenizer
 
 _EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
-_FITTED_TOKENS = 1 << 16  # of the validation split, to fit the temperature to
+_FITTED_TOKENS = 1 << 16  # of a split, to fit a temperature to
 _EXAMPLE_TOKENS = 4096  # among which examples are looked for
 
 
@@ -188,12 +189,12 @@ class Blocks:
         )
 
 
-class LanguageModelingTask:
+class LanguageModelingTask(Task):
     """Documents, the model that predicts their tokens, and its scores."""
 
     Recipe = DocumentRecipe
     higher_is_better: ClassVar = {"nll": False, "token_accuracy": True}
-    provides: ClassVar[frozenset[str]] = frozenset()
+    tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -325,8 +326,10 @@ class LanguageModelingTask:
         head: Head = model(batch.inputs.ids, batch.inputs.positions)
         return head._replace(states=head.states[batch.target != IGNORED])
 
-    def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
-        return head_loss(loss, outputs, _tokens(batch), *second)
+    def loss(
+        self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
+    ) -> Tensor:
+        return head_loss(loss, outputs, _tokens(batch), *teacher_outputs)
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         learned = batch.target != IGNORED
@@ -351,9 +354,6 @@ class LanguageModelingTask:
     def batch(self, index: Tensor, epoch: int) -> Batch:
         return self._batch(self._train, index, epoch)
 
-    def peers(self, batch: Batch) -> Batch:
-        raise RequestError("language modelling has no other document of the same class")
-
     def _batch(self, split: _Packed, index: Tensor, epoch: int) -> Batch:
         pad = self.data.tokenizer.pad_token_id
         filler = 0 if pad != 0 else 1  # transformers warns of padding without a mask
@@ -366,18 +366,15 @@ class LanguageModelingTask:
         split = self._held_out("valid")
         return self._measure(model, split, accelerator).metrics(split)
 
-    def evaluate(
+    def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
         model: nn.Module,
         split: str,
         accelerator: Accelerator,
         *,
-        beams: Sequence[int] = (),
+        temperature: float | None = None,
     ) -> Evaluation:
-        if beams:
-            raise RequestError("--beams is for translation: a language model is not decoded")
         chosen = self._held_out(split)
-        temperature = self._temperature(model, accelerator)
         recorded = chosen.first_documents(self.recipe.data.recorded_tokens)
         found = self._measure(model, chosen, accelerator, temperature, recorded)
         records = self._records(chosen, found, temperature)
@@ -397,7 +394,7 @@ class LanguageModelingTask:
             batch = self._batch(split, torch.tensor(part), 0).to(accelerator.device)
             with accelerator.autocast():
                 head = self.outputs(model, batch)
-            yield part, batch, head  # outside: what is measured of it stays exact
+            yield part, batch, head  # outside of autocast: statistics are in float32
 
     @torch.no_grad()
     def _measure(
@@ -416,16 +413,19 @@ class LanguageModelingTask:
         return _Measured.together(gather_object([found]))
 
     @torch.no_grad()
-    def _temperature(self, model: nn.Module, accelerator: Accelerator) -> float | None:
-        """The one that makes the validation documents likeliest, or a sample of their tokens."""
-        split = self._held_out("valid")
-        every = -(-int(split.targets.sum()) // _FITTED_TOKENS)
-        losses = [torch.zeros(len(forced.BETAS), dtype=torch.float64)]
-        for _, batch, head in self._heads(
-            model, split, range(0, len(split.packing), every), accelerator
-        ):
-            losses.append(forced.losses_by_beta(head, _tokens(batch)))
-        return forced.best_temperature(torch.stack(gather_object(losses)).sum(0))
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of the blocks of a split, or of every n-th block if it has many tokens."""
+        chosen = self._held_out(split)
+        every = max(1, -(-int(chosen.targets.sum()) // _FITTED_TOKENS))
+        blocks = range(0, len(chosen.packing), every)
+        for _, batch, head in self._heads(model, chosen, blocks, accelerator):
+            yield from forced.blocks(head, _tokens(batch))
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        assert isinstance(model, LanguageModel)
+        model.fold_temperature(temperature)
 
     def _records(
         self, split: _Packed, found: _Measured, temperature: float | None
@@ -446,20 +446,8 @@ class LanguageModelingTask:
             }
             if index in found.rows:
                 labels = documents.labels(index)[1:]
-                row = found.rows[index]
-                record["forced"] = {
-                    "tokens": names(labels[labels != IGNORED].tolist()),
-                    "probabilities": rounded((-row["nll"]).exp().tolist()),
-                    "confidence": rounded(row["confidence"].tolist()),
-                    "right": (row["right"] > 0).tolist(),
-                    "entropy": rounded(row["entropy"].tolist()),
-                }
-                if temperature is not None:
-                    record["forced"]["tempered"] = {
-                        "temperature": temperature,
-                        "probabilities": rounded((-row["tempered_nll"]).exp().tolist()),
-                        "confidence": rounded(row["tempered_confidence"].tolist()),
-                    }
+                learned = names(labels[labels != IGNORED].tolist())
+                record["forced"] = forced.forced_record(learned, found.rows[index], temperature)
             yield record
 
     @torch.no_grad()
@@ -610,8 +598,7 @@ class _Measured:
     def __init__(self, documents: int, temperature: float | None) -> None:
         self.temperature = temperature
         self.sums: dict[str, float] = {}
-        self.bins = forced.ReliabilityBins()
-        self.tempered_bins = forced.ReliabilityBins()
+        self.bins = self.tempered_bins = ReliabilityBins.of(torch.empty(0), torch.empty(0))
         self.nll = np.zeros(documents)
         self.counts = np.zeros(documents, dtype=np.int64)
         self.pieces: list[tuple[int, int, dict[str, Tensor]]] = []  # document, first, columns
@@ -623,9 +610,10 @@ class _Measured:
         """Take in the statistics of the targets of blocks; columns of the first documents."""
         for name, column in stats.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(column.double().sum())
-        self.bins.add(stats["confidence"], stats["right"])
+        right = stats["right"]
+        self.bins += _bins(stats["confidence"], right)
         if self.temperature is not None:
-            self.tempered_bins.add(stats["tempered_confidence"], stats["right"])
+            self.tempered_bins += _bins(stats["tempered_confidence"], right)
         pieces = [piece for block in blocks for piece in split.packing.pieces(block)]
         lengths = split.piece_targets[pieces].tolist()
         columns = {name: column.split(lengths) for name, column in stats.items()}
@@ -668,15 +656,22 @@ class _Measured:
             "token_accuracy": self.sums["right"] / tokens,
             "entropy": self.sums["entropy"] / tokens,
             "confidence": self.sums["confidence"] / tokens,
-            "ece": self.bins.calibration_error(),
+            "ece": self.bins.expected_error,
         }
         if self.temperature is not None:
             metrics |= {
-                "temperature": self.temperature,
-                "tempered_nll": self.sums["tempered_nll"] / tokens,
-                "tempered_ece": self.tempered_bins.calibration_error(),
+                "calibrated_nll": self.sums["tempered_nll"] / tokens,
+                "calibrated_ece": self.tempered_bins.expected_error,
             }
         return metrics
+
+
+TASK = LanguageModelingTask
+
+
+def _bins(confidence: Tensor, right: Tensor) -> ReliabilityBins:
+    # A probability may be rounded up to above 1.
+    return ReliabilityBins.of(confidence.clamp(max=1), right)
 
 
 def _load(options: DocumentData) -> PreparedDocuments:

@@ -14,7 +14,7 @@ from ..text.subwords import (
     learn_merges,
     make_tokenizer,
 )
-from .documents import Document, Render
+from .documents import RawDocument, Render
 from .prepared import IGNORED
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def chat_renderer(tokenizer: PreTrainedTokenizerFast | None) -> Render:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]
+    tokenizer: PreTrainedTokenizerFast, documents: Sequence[RawDocument]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Token ids and labels of documents, with the begin and end tokens of their kind.
 

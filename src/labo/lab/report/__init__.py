@@ -1,7 +1,8 @@
-"""``labo report``: runs -> one HTML page that needs nothing else, neither network nor torch.
+"""``labo report``: runs -> one HTML page that needs neither a network nor torch.
 
-``gather`` reads the run directories, ``results`` and ``figures`` say what is shown, ``charts``
-draws, ``embed`` prepares what the page's scripts work on, and ``page.html.j2`` sets it all.
+``gather`` reads the runs and sorts them into groups. ``results`` and ``figures`` make the tables
+and figures that every task has, ``task`` finds what a task adds. ``charts`` draws, ``embed``
+prepares the samples of the label explorer, and ``page.html.j2`` is the page.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from markupsafe import Markup
 from ... import __version__
 from ..errors import RequestError
 from ..run import files as atomic
-from ..tables import NOTHING, Cell, Column
-from . import embed, figures, results
-from .gather import TRANSLATION, Group, Listing, make_groups, method_text, read_runs
+from ..tables import NOTHING, Cell, Column, shown_cell
+from . import embed, figures, palette, results
+from .gather import Listing, ReportGroup, differing, make_groups, method_text, read_runs
+from .task import find_report
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "explorer.js", "sentences.js")
+_STYLES = ("charts.css", "style.css")
+_SENTENCES_BUDGET = 1_500_000  # characters of all sentence browsers together
 
 __all__ = ["write_report"]
 
@@ -34,30 +38,31 @@ def write_report(paths: Iterable[str | Path], out: str | Path) -> list[Listing]:
     """Write a page about runs.
 
     Args:
-        paths: run directories. One that is broken or half done is listed as such.
+        paths: run directories. One that is broken or unfinished is listed as such.
         out: the HTML file.
 
     Returns:
-        The runs as they stand.
+        The runs with their states.
 
     Raises:
-        RequestError: if none of them can be reported.
+        RequestError: no run can be reported.
     """
     listings = read_runs(dict.fromkeys(Path(path) for path in paths))
-    usable = [listing.entry for listing in listings if listing.entry]
-    if not usable:
+    members = [listing.member for listing in listings if listing.member]
+    if not members:
         reasons = "; ".join(str(listing.state.reason) for listing in listings)
         raise RequestError(f"nothing to report: {reasons}")
     out = Path(out)
     if not out.parent.is_dir():
         raise RequestError(f"there is no folder {out.parent} to write {out.name} to")
-    page = _render(listings, make_groups(usable))
-    # A lone surrogate from a record's JSON has no UTF-8.
+    atomic.refuse_foreign(out, b'<meta name="generator" content="labo ')
+    page = _render(listings, make_groups(members))
+    # A lone surrogate from the JSON of a record cannot be encoded as UTF-8.
     atomic.write_text(out, page.encode("utf-8", "replace").decode())
     return listings
 
 
-def _render(listings: Sequence[Listing], groups: Sequence[Group]) -> str:
+def _render(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -66,70 +71,103 @@ def _render(listings: Sequence[Listing], groups: Sequence[Group]) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"embedded": _embedded, "shown": _shown}
-    scripts = [(_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS]
-    drawn = figures.first_labo(variant for group in groups for variant in group.variants)
-    explorer = embed.explorer_data(groups)
+    scripts = [_read(name) for name in _SCRIPTS]
+    contexts = [_group_context(group, f"g{index}") for index, group in enumerate(groups)]
     return environment.get_template("page.html.j2").render(
         version=__version__,
-        style=Markup((_HERE / "style.css").read_text(encoding="utf-8")),
+        nothing=Cell(),
+        style=Markup(palette.variables() + "".join(map(_read, _STYLES))),
         scripts=[Markup(script) for script in scripts],
         script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
         listings=listings,
         method_text=method_text,
-        groups=[_group_context(group, place) for place, group in enumerate(groups)],
-        sentences=embed.sentence_data(groups),
-        label=figures.label_figure(drawn, "label") if drawn else None,
-        explorer=explorer,
+        groups=contexts,
+        sections=_sections(contexts),
+        browsers=_browsers(groups),
+        label=_label(groups),
+        explorer=embed.explorer_data(groups),
         left_out=_left_out(listings, groups),
     )
 
 
-def _group_context(group: Group, place: int) -> dict[str, Any]:
+def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
     """What the template shows of a group; empty where there is no data."""
-    name = f"g{place}"
-    is_translation = group.task == TRANSLATION
+    task = find_report(group.task)
+    confidence = results.confidence_table(group, task.views, task.confidence_columns)
     return {
         "title": group.title,
-        "task": group.task,
         "split": group.split,
         "colours": {variant.label: variant.key for variant in group.variants},
         "results": results.results_table(group),
-        "sure": results.sure_differences(group),
-        "unfair": results.unfair(group),
-        "training": figures.training_figures(group, name),
-        "confidence_table": results.confidence_table(group),
-        "under_confidence": results.under_confidence(group),
-        "confidence": figures.confidence_figures(group, name),
-        "frequency_table": results.frequency_table(group) if is_translation else None,
-        "translation": figures.translation_figures(group, name) if is_translation else [],
+        "bootstrapped": any(found.p_bootstrap is not None for found in group.group.differences),
+        "differing": differing(group),
+        "training": figures.training_figures(group, name, task.validation(group.task)),
+        "confidence_table": confidence,
+        "confidence_text": results.confidence_text(group, confidence),
+        "confidence": figures.confidence_figures(group, name, task.reliability, task.views[0]),
+        "section": task.section(group, name),
     }
 
 
-def _left_out(listings: Sequence[Listing], groups: Sequence[Group]) -> list[str]:
-    """What the page lacks, and what would bring it."""
+def _sections(contexts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sections that tasks add, each with its groups."""
+    found: dict[str, dict[str, Any]] = {}
+    for context in contexts:
+        section = context["section"]
+        if section is not None:
+            entry = {"name": section.name, "title": section.title, "groups": []}
+            found.setdefault(section.name, entry)["groups"].append(context)
+    return list(found.values())
+
+
+def _browsers(groups: Sequence[ReportGroup]) -> dict[str, dict[str, Any]]:
+    """Group title -> what its sentence browser shows, for the groups that have one."""
+    budget = _SENTENCES_BUDGET // len(groups)
+    found = {group.title: find_report(group.task).browser(group, budget) for group in groups}
+    return {title: content for title, content in found.items() if content is not None}
+
+
+def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
+    """The figure of one label, of a run of LABO if there is one."""
+    member = figures.labelled_member(v for group in groups for v in group.variants)
+    if member is None:
+        return None
+    return figures.label_figure(member, "label", find_report(member.run.task).class_name)
+
+
+def _left_out(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> list[str]:
+    """What the page lacks, and how to get it."""
     reasons: dict[str, list[str]] = {}
     for listing in listings:
-        entry = listing.entry
-        if entry is None:
+        member = listing.member
+        if member is None or member.analysis is None:
             continue
-        notes = list(entry.analysis["notes"])
+        notes = list(member.analysis["notes"])
         if listing.state.kind == "unfinished":
             notes.append("no results yet")
-        if not entry.analysis["labels"]:
+        if not member.analysis["labels"]:
             notes.append("no samples to draw labels of")
         for note in notes:
             reasons.setdefault(note, []).append(listing.name)
     for group in groups:
-        if not any("entropy" in entry.analysis["training"]["valid"] for entry in group.entries):
-            reasons["no confidence over training: the metrics lack entropy"] = [group.title]
-    return [f"{', '.join(names)}: {note}" for note, names in reasons.items()]
+        for note in group.group.notes:
+            reasons.setdefault(note, []).append(group.title)
+        curves = [(member.analysis or {})["training"]["valid"] for member in group.members]
+        if not any("entropy" in curve for curve in curves):
+            note = "no confidence over training: entropy was not logged"
+            reasons.setdefault(note, []).append(group.title)
+    return [f"{', '.join(dict.fromkeys(names))}: {note}" for note, names in reasons.items()]
 
 
 # ------------------------------------------------------------------ for the template
 
 
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
 def _embedded(value: Any) -> Markup:
-    """JSON that cannot end the script element it stands in, whatever a sentence holds."""
+    """JSON in a script element. Nothing in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -139,9 +177,7 @@ def _embedded(value: Any) -> Markup:
 def _shown(cell: Cell, column: Column, signed: bool) -> str:
     if cell.value is None:
         return NOTHING
-    spread = "" if cell.spread is None else f" ± {cell.spread * column.scale:.{column.digits}f}"
-    column = replace(column, signed=column.signed or signed)
-    return column.shown(cell.value).replace("-", "−") + spread
+    return shown_cell(replace(column, signed=column.signed or signed), cell).replace("-", "−")
 
 
 def _digest(script: str) -> str:

@@ -1,4 +1,5 @@
-// The labels of one sample, redrawn as the sliders move. The formulas are those of labo.smoothing.
+// The label explorer: the labels of one sample for the values of the sliders. The formulas are those
+// of labo.smoothing.
 "use strict";
 (() => {
   const root = document.getElementById("explorer");
@@ -8,8 +9,8 @@
   const ROWS = 10;
 
   // ---------------------------------------------------------------- the mathematics
-  // A sample is a list of [logit, how many classes have it]: a large vocabulary comes with its
-  // likeliest classes one by one and the others in groups of nearly equal logits.
+  // A sample is a list of [logit, number of classes with it]. Of a large vocabulary the most probable
+  // classes are listed one by one, the others in groups of nearly equal logits.
 
   function softmax(groups, tau) {
     const top = Math.max(...groups.map(([logit]) => logit));
@@ -26,7 +27,8 @@
 
   const logSigmoid = (x) => (x >= 0 ? -Math.log1p(Math.exp(-x)) : x - Math.log1p(Math.exp(x)));
 
-  // Where p = (1 - alpha) + alpha P*(p), the rest of the mass spread evenly; by halving the log-odds.
+  // The p with p = (1 - alpha) + alpha P*(p), the rest of the mass spread evenly; by bisection in the
+  // log-odds.
   function stationaryConfidence(K, tau, alpha, rho) {
     if (K === 1 || tau <= 1 || alpha === 0) return 1;
     const base = Math.log(K - 1);
@@ -35,7 +37,7 @@
       const p = logSigmoid(odds), rest = logSigmoid(-odds);
       return adaptiveAlpha(-Math.exp(p) * p - Math.exp(rest) * (rest - base), rho, K);
     };
-    const asksForMore = (odds) => {
+    const isBelow = (odds) => {
       const a = strength(odds);
       if (a === 0) return true;
       const star = (odds + base) / tau - base;
@@ -44,7 +46,7 @@
     let low = -base, high = 700;
     for (let i = 0; i < 200; i++) {
       const middle = (low + high) / 2;
-      if (asksForMore(middle)) low = middle; else high = middle;
+      if (isBelow(middle)) low = middle; else high = middle;
     }
     return Math.exp(logSigmoid((low + high) / 2));
   }
@@ -101,12 +103,12 @@
     const example = examples[Number(part("example").value)];
     const set = settings();
     const result = labels(example, set);
-    // The sample's likeliest classes, its target among them even if the model thinks little of it.
+    // The most probable classes; the target is always one of them.
     const rows = result.rows.slice(0, ROWS);
     if (example.target >= ROWS) rows[ROWS - 1] = result.rows[example.target];
     part("rows").replaceChildren(...rows.map(row));
     part("rest").textContent = example.K > rows.length
-      ? `The other ${example.K - rows.length} classes share what is left.` : "";
+      ? `The other ${example.K - rows.length} classes have the remaining mass.` : "";
     for (const input of Object.values(sliders)) {
       root.querySelector(`output[for="${input.id}"]`).textContent = Number(input.value).toFixed(2);
     }

@@ -1,4 +1,4 @@
-"""The figures of a report: which numbers of the analysis are drawn, and what one sees in them."""
+"""The figures that a report has for every task."""
 
 from __future__ import annotations
 
@@ -6,74 +6,92 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..analysis.frequency import PARTS
-from .charts import Axis, Line, Row, bar_chart, dot_chart, line_chart
-from .embed import token_name
-from .gather import TRANSLATION, Entry, Group, Variant, signature_line
+from ..analysis.groups import Member
+from ..tables import Column
+from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart
+from .gather import DrawnVariant, ReportGroup, signature_line
 
-# With more or longer names, labels at the ends of lines do not fit, and a legend stands above.
+# With more or longer names the labels at the ends of lines do not fit: a legend replaces them.
 _MOST_LABELS, _LONGEST_LABEL = 8, 14
 _LONGEST_ROW = 24
 
 Numbers = Sequence[float | None]
+Points = Iterable[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels with one caption.
+    """Charts with one caption.
 
     Attributes:
+        name: its id on the page.
         title: what it shows.
-        panels: SVG elements.
-        caption: what one sees.
-        signature: what its numbers rest on.
-        legend: (classes of the key, name) of what is drawn, where the panels do not say it.
+        panels: the charts.
+        caption: how to read it.
+        signature: what its numbers are computed from.
+        legend: (classes of the symbol, label) of what is drawn, if the panels have no labels.
     """
 
+    name: str
     title: str
-    panels: Sequence[str]
+    panels: Sequence[Chart]
     caption: str
     signature: str
     legend: Sequence[tuple[str, str]] = ()
 
 
-class _Panels:
-    """The panels of one figure of a group; a panel without data is left out."""
+@dataclass(frozen=True)
+class Reliability:
+    """A figure of reliability diagrams.
 
-    def __init__(self, name: str, group: Group) -> None:
+    Attributes:
+        name: the end of its id.
+        title: what it shows.
+        views: one or two views of an analysis; the second is drawn dashed, with rings.
+        caption: what the views are.
+    """
+
+    name: str
+    title: str
+    views: Sequence[str]
+    caption: str
+
+
+class Panels:
+    """The panels of one figure of a group. A panel without data is left out."""
+
+    def __init__(self, name: str, group: ReportGroup) -> None:
         self.name, self.group = name, group
-        self.drawn: list[str] = []
-        self.entries: list[Entry] = []
+        self.charts: list[Chart] = []
+        self.members: list[Member] = []
 
     @property
     def labelled(self) -> bool:
+        """Whether lines have labels at their ends."""
         longest = max(len(variant.label) for variant in self.group.variants)
         return len(self.group.variants) <= _MOST_LABELS and longest <= _LONGEST_LABEL
 
     def next_name(self) -> str:
-        return f"{self.name}-{len(self.drawn) + 1}"
+        """The name of the next chart."""
+        return f"{self.name}-{len(self.charts) + 1}"
 
-    def use(self, entries: Iterable[Entry]) -> None:
-        self.entries += [entry for entry in entries if entry not in self.entries]
+    def use(self, members: Iterable[Member]) -> None:
+        """Note the runs that a chart shows, for the signature of the figure."""
+        self.members += [member for member in members if member not in self.members]
 
     def lines(
-        self,
-        title: str,
-        x: Axis,
-        y: Axis,
-        points: Callable[[Entry], Iterable[tuple[float, float]]],
-        **options: Any,
+        self, title: str, x: Axis, y: Axis, points: Callable[[Member], Points], **options: Any
     ) -> None:
-        """A line for every run that has at least one point."""
+        """A chart with a line for every run that has at least one point."""
         lines: list[Line] = []
-        used: list[Entry] = []
+        used: list[Member] = []
         ends = []
         for variant in self.group.variants:
-            found = [(entry, list(points(entry))) for entry in variant.entries]
-            found = [(entry, line) for entry, line in found if line]
-            used += [entry for entry, _ in found]
-            for place, (_, line) in enumerate(found):
-                label = variant.label if self.labelled and place == 0 else ""
+            found = [(member, list(points(member))) for member in variant.members]
+            found = [(member, line) for member, line in found if line]
+            used += [member for member, _ in found]
+            for index, (_, line) in enumerate(found):
+                label = variant.label if self.labelled and index == 0 else ""
                 lines.append(Line(line, variant.colour, label, variant.dashed))
             if found:
                 last = ", ".join(f"{line[-1][1]:.3g}" for _, line in found)
@@ -81,149 +99,157 @@ class _Panels:
         if lines:
             description = f"{y.label} over {x.label}: {'; '.join(ends)}."
             chart = line_chart(self.next_name(), title, description, x, y, lines, **options)
-            self.drawn.append(chart)
+            self.charts.append(chart)
             self.use(used)
 
     def figure(self, title: str, caption: str, *, legend: bool | None = None) -> Iterator[Figure]:
-        """The figure, with a legend if it is wanted or, unless told, if no line has its label."""
-        if self.drawn:
-            shown = [v for v in self.group.variants if set(v.entries) & set(self.entries)]
+        """The figure if it has panels; by default with a legend if lines have no labels."""
+        if self.charts:
+            shown = [v for v in self.group.variants if set(v.members) & set(self.members)]
             keys = [(variant.key, variant.label) for variant in shown]
             wanted = not self.labelled if legend is None else legend
-            signature = signature_line(self.entries)
-            yield Figure(title, self.drawn, caption, signature, keys if wanted else ())
+            signature = signature_line(self.members)
+            yield Figure(self.name, title, self.charts, caption, signature, keys if wanted else ())
 
 
-# ------------------------------------------------------------------ over training
-
-
-def training_figures(group: Group, name: str) -> list[Figure]:
-    """Learning curves; and what happens to confidence, entropy and alpha."""
-    return [*_learning(group, f"{name}-learning"), *_hesitation(group, f"{name}-hesitation")]
-
-
-def _learning(group: Group, name: str) -> Iterator[Figure]:
-    panels = _Panels(name, group)
-    step = Axis("step")
-    panels.lines("Training loss", step, Axis("each method's own loss, nats"), _training("loss"))
-    metric, label, scale = _score(group)
-    title = f"Validation: {label.partition(',')[0]}"
-    panels.lines(title, step, Axis(label), _valid(metric, scale))
-    panels.lines("Validation: NLL", step, Axis("negative log-likelihood, nats"), _valid("nll"))
-    caption = (
-        "Every run is a line; runs of one method share a colour. The training losses are different "
-        "objectives and cannot be compared with each other; score and NLL can."
-    )
-    yield from panels.figure("Learning curves", caption)
-
-
-def _score(group: Group) -> tuple[str, str, float]:
-    """The score that is known during training: its name, label and scale."""
-    if group.task != TRANSLATION:
-        return "accuracy", "accuracy, %", 100
-    if any("bleu" in entry.analysis["training"]["valid"] for entry in group.entries):
-        return "bleu", "BLEU", 1
-    return "token_accuracy", "token accuracy, %", 100
-
-
-def _hesitation(group: Group, name: str) -> Iterator[Figure]:
-    panels = _Panels(name, group)
-    step = Axis("step")
-    panels.lines(
-        "Top probability", step, Axis("mean over the validation set"), _valid("confidence")
-    )
-    panels.lines("Entropy", step, Axis("mean, nats", low=0), _valid("entropy"))
-    panels.lines("Adaptive α", step, Axis("mean of 1 − ρ H(p) / log K"), _alphas)
-    caption = (
-        "How sure the models are while they learn. α comes from the entropy of the prediction: the "
-        "surer the model, the less weight LABO leaves to the label itself. Only LABO's loss uses "
-        "it; for the other methods it is what LABO would use."
-    )
-    yield from panels.figure("Confidence over training", caption)
-
-
-def _pairs(xs: Numbers, ys: Numbers, scale: float = 1) -> Iterator[tuple[float, float]]:
+def pairs(xs: Numbers, ys: Numbers, scale: float = 1) -> Iterator[tuple[float, float]]:
+    """Points of two columns, without those that lack a number."""
     for x, y in zip(xs, ys, strict=True):
         if x is not None and y is not None:
             yield x, y * scale
 
 
-def _training(key: str) -> Callable[[Entry], Iterable[tuple[float, float]]]:
-    def points(entry: Entry) -> Iterable[tuple[float, float]]:
-        curve = entry.analysis["training"]["loss"]
-        return _pairs(curve["step"], curve[key])
+def _documents(member: Member) -> Mapping[str, Any]:
+    return member.analysis or {}
+
+
+# ------------------------------------------------------------------ over training
+
+
+def training_figures(group: ReportGroup, name: str, scores: Sequence[Column]) -> list[Figure]:
+    """Learning curves; and confidence, entropy and alpha over training.
+
+    Args:
+        group: the runs.
+        name: the ids begin with it.
+        scores: metrics of the validation split; the first that is logged is shown.
+    """
+    return [
+        *_learning(group, f"{name}-learning", scores),
+        *_confidence_over_training(group, f"{name}-confidence-over-training"),
+    ]
+
+
+def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterator[Figure]:
+    panels = Panels(name, group)
+    step = Axis("step")
+    panels.lines("Training loss", step, Axis("loss of each method, nats"), _training("loss"))
+    logged = {metric for member in group.members for metric in _curves(member)["valid"]}
+    for score in [score for score in scores if score.key in logged][:1]:
+        points = _valid(score.key, score.scale)
+        title = score.heading.removesuffix(" %")
+        panels.lines(f"Validation: {title}", step, Axis(score.heading), points)
+    panels.lines("Validation: NLL", step, Axis("negative log-likelihood, nats"), _valid("nll"))
+    caption = (
+        "Every run is a line; runs of one method have one colour. The training losses are "
+        "different functions and cannot be compared with each other. The score and the NLL can."
+    )
+    yield from panels.figure("Learning curves", caption)
+
+
+def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]:
+    panels = Panels(name, group)
+    step = Axis("step")
+    panels.lines(
+        "Top probability", step, Axis("mean over the validation split"), _valid("confidence")
+    )
+    panels.lines("Entropy", step, Axis("mean, nats", low=0), _valid("entropy"))
+    panels.lines("Adaptive α", step, Axis("mean of 1 − ρ H(p) / log K"), _alphas)
+    caption = (
+        "Confidence on the validation split during training. LABO's α is computed from the entropy "
+        "of the prediction: the more confident the model, the larger α and the smaller the weight "
+        "of the one-hot label. Only LABO's loss uses α; for the other methods the curve is the α "
+        "that LABO would use."
+    )
+    yield from panels.figure("Confidence over training", caption)
+
+
+def _curves(member: Member) -> Mapping[str, Any]:
+    curves: Mapping[str, Any] = _documents(member)["training"]
+    return curves
+
+
+def _training(key: str) -> Callable[[Member], Points]:
+    def points(member: Member) -> Points:
+        curve = _curves(member)["loss"]
+        return pairs(curve["step"], curve[key])
 
     return points
 
 
-def _valid(metric: str, scale: float = 1) -> Callable[[Entry], Iterable[tuple[float, float]]]:
-    def points(entry: Entry) -> Iterable[tuple[float, float]]:
-        curve = entry.analysis["training"]["valid"]
-        return _pairs(curve["step"], curve[metric], scale) if metric in curve else ()
+def _valid(metric: str, scale: float = 1) -> Callable[[Member], Points]:
+    def points(member: Member) -> Points:
+        curve = _curves(member)["valid"]
+        return pairs(curve["step"], curve[metric], scale) if metric in curve else ()
 
     return points
 
 
-def _alphas(entry: Entry) -> Iterable[tuple[float, float]]:
-    training = entry.analysis["training"]
+def _alphas(member: Member) -> Points:
+    training = _curves(member)
     if training["alpha"] is None:
         return ()
-    return _pairs(training["valid"]["step"], training["alpha"]["values"])
+    return pairs(training["valid"]["step"], training["alpha"]["values"])
 
 
 # ------------------------------------------------------------------ confidence
 
 
-def views(group: Group) -> tuple[str, str]:
-    """The predictions of a group without and with a temperature, see ``labo.lab.analysis.run``."""
-    return ("forced", "forced_after") if group.task == TRANSLATION else ("before", "after")
-
-
-def view(entry: Entry, group: Group, name: str) -> Mapping[str, Any] | None:
-    """How the predictions of a run look, if it has records."""
-    split = entry.split(group.split)
+def view(member: Member, group: ReportGroup, name: str) -> Mapping[str, Any] | None:
+    """A VIEW of the analysis of a run; None if it has no such view."""
+    split = member.split(group.split)
     found: Mapping[str, Any] | None = split["views"].get(name) if split else None
     return found
 
 
-def confidence_figures(group: Group, name: str) -> list[Figure]:
-    """Reliability diagrams; confidence where right and wrong; what abstaining would buy."""
-    rings = "Rings: after one temperature, fitted on the validation split."
-    if group.task == TRANSLATION:
-        ways = f"Full dots: every reference token, given the true words before it. {rings}"
-        own = "Full dots: the tokens of the translation itself, right where the reference has them."
-        diagrams = [
-            *_reliability(group, f"{name}-reliability", "Reliability", views(group), ways),
-            *_reliability(group, f"{name}-own", "Reliability on its own output", ("decoded",), own),
-        ]
-    else:
-        ways = f"Full dots: as the model says. {rings}"
-        diagrams = [*_reliability(group, f"{name}-reliability", "Reliability", views(group), ways)]
-    return [*diagrams, *_errors(group, f"{name}-errors")]
+def confidence_figures(
+    group: ReportGroup, name: str, reliability: Sequence[Reliability], way: str
+) -> list[Figure]:
+    """Reliability diagrams, confidence on errors, and risk over coverage.
+
+    Args:
+        group: the runs.
+        name: the ids begin with it.
+        reliability: the diagrams.
+        way: the view of the figure about errors.
+    """
+    diagrams = [
+        figure
+        for spec in reliability
+        for figure in _reliability(group, f"{name}-{spec.name}", spec)
+    ]
+    return [*diagrams, *_errors(group, f"{name}-errors", way)]
 
 
-def _reliability(
-    group: Group, name: str, title: str, shown_ways: Sequence[str], ways: str
-) -> Iterator[Figure]:
-    """Accuracy against confidence; the second way, if there is one, dashed and with rings."""
-    panels = _Panels(name, group)
+def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[Figure]:
+    panels = Panels(name, group)
     for variant in group.variants:
         lines, words = [], []
-        for place, way in enumerate(shown_ways):
-            found = [(entry, view(entry, group, way)) for entry in variant.entries]
+        for index, way in enumerate(spec.views):
+            found = [(member, view(member, group, way)) for member in variant.members]
             diagrams = [shown["reliability"] for _, shown in found if shown]
             points, shares = _pooled(diagrams)
             if points:
-                lines.append(Line(points, variant.colour, dashed=place == 1, marks=shares))
+                lines.append(Line(points, variant.colour, dashed=index == 1, marks=shares))
                 ece = [shown["ece"] for _, shown in found if shown]
                 words.append(f"{way}, ECE {sum(ece) / len(ece):.3f}")
-                panels.use(entry for entry, shown in found if shown)
+                panels.use(member for member, shown in found if shown)
         if lines:
-            panels.drawn.append(
+            panels.charts.append(
                 line_chart(
                     panels.next_name(),
                     variant.label,
-                    f"Accuracy against confidence of {variant.label}: {'; '.join(words)}.",
+                    f"Accuracy over confidence of {variant.label}: {'; '.join(words)}.",
                     Axis("confidence", 0, 1),
                     Axis("accuracy", 0, 1),
                     lines,
@@ -231,15 +257,15 @@ def _reliability(
                 )
             )
     caption = (
-        f"On the dotted line a model is right as often as it claims; above it, it knows more than "
-        f"it claims. {ways} A dot's area is its share of the predictions; the seeds of a method "
-        "are pooled."
+        f"A calibrated model is on the dotted line. Above it the model is underconfident: its "
+        f"accuracy is higher than its confidence. {spec.caption} The area of a mark is its share "
+        "of the predictions. The seeds of a method are pooled."
     )
-    yield from panels.figure(title, caption, legend=False)
+    yield from panels.figure(spec.title, caption, legend=False)
 
 
 def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[float, float]], list[float]]:
-    """Several runs' bins as one diagram: (confidence, accuracy) of each, and its share."""
+    """The bins of several runs as one diagram: (confidence, accuracy) of each, and its share."""
     points, counts = [], []
     for i in range(len(diagrams[0]["count"]) if diagrams else 0):
         filled = [d for d in diagrams if d["count"][i]]
@@ -254,46 +280,45 @@ def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[float, fl
     return points, [count / sum(counts) for count in counts]
 
 
-def _errors(group: Group, name: str) -> Iterator[Figure]:
-    panels = _Panels(name, group)
-    way = views(group)[0]
+def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
+    panels = Panels(name, group)
     rows = []
     for variant in group.variants:
-        found = [shown for entry in variant.entries if (shown := view(entry, group, way))]
+        found = [shown for member in variant.members if (shown := view(member, group, way))]
         wrong = _mean(shown["confidence_on_errors"] for shown in found)
         right = _mean(shown["confidence_on_right"] for shown in found)
         if wrong is not None and right is not None:
-            rows.append(Row(_cut(variant.label), (wrong, right), variant.colour))
-            panels.use(entry for entry in variant.entries if view(entry, group, way))
+            rows.append(ChartRow(_cut(variant.label), (wrong, right), variant.colour))
+            panels.use(member for member in variant.members if view(member, group, way))
     if rows:
         words = [f"{row.label} {row.values[0]:.2f} and {row.values[1]:.2f}" for row in rows]
-        panels.drawn.append(
+        panels.charts.append(
             dot_chart(
                 panels.next_name(),
-                "Confidence on errors and on right answers",
-                f"Mean top probability where wrong and where right: {'; '.join(words)}.",
+                "Confidence on wrong and on right predictions",
+                f"Mean top probability of wrong and of right predictions: {'; '.join(words)}.",
                 "mean top probability",
                 rows,
             )
         )
 
-    def curve(entry: Entry) -> Iterable[tuple[float, float]]:
-        shown = view(entry, group, way)
+    def curve(member: Member) -> Points:
+        shown = view(member, group, way)
         found = shown["selective"]["curve"] if shown else {"coverage": [], "risk": []}
-        return _pairs(found["coverage"], [None if r is None else 100 * r for r in found["risk"]])
+        return pairs(found["coverage"], [None if r is None else 100 * r for r in found["risk"]])
 
     panels.lines(
         "Risk and coverage",
-        Axis("share answered, surest first", 0, 1),
+        Axis("share of predictions, most confident first", 0, 1),
         Axis("errors among them, %", low=0),
         curve,
     )
     caption = (
-        "Rings are wrong answers, full dots right ones: the further apart, the better confidence "
-        "tells them from each other. Risk is the share of errors that remains if only the surest "
-        "part is answered: lower is better."
+        "Rings: wrong predictions. Dots: right predictions. The further apart they are, the better "
+        "confidence separates them. Risk is the share of errors among the most confident "
+        "predictions; lower is better."
     )
-    yield from panels.figure("Does confidence know the errors?", caption)
+    yield from panels.figure("Confidence and errors", caption)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -301,139 +326,52 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-# ------------------------------------------------------------------ translation
-
-
-def translation_figures(group: Group, name: str) -> list[Figure]:
-    """BLEU by word frequency, probabilities of the chosen tokens, lengths by beam size."""
-    return [
-        *_frequency(group, f"{name}-frequency"),
-        *_histograms(group, f"{name}-chosen"),
-        *_lengths(group, f"{name}-lengths"),
-    ]
-
-
-def _section(entry: Entry, group: Group, key: str) -> Mapping[str, Any] | None:
-    split = entry.split(group.split)
-    found: Mapping[str, Any] | None = split.get(key) if split else None
-    return found
-
-
-def _frequency(group: Group, name: str) -> Iterator[Figure]:
-    panels = _Panels(name, group)
-
-    def points(entry: Entry) -> Iterable[tuple[float, float]]:
-        found = _section(entry, group, "frequency")
-        return _pairs(range(3), [found[part]["bleu"] for part in PARTS]) if found else ()
-
-    x = Axis("sentences by frequency of their words", names=list(enumerate(PARTS)))
-    panels.lines("BLEU by word frequency", x, Axis("BLEU"), points)
-    caption = (
-        "The sentences are ordered by the mean count of their source tokens in the training data "
-        "and cut into three parts (the paper's Table 4)."
-    )
-    yield from panels.figure("Frequent and rare words", caption)
-
-
-def _histograms(group: Group, name: str) -> Iterator[Figure]:
-    panels = _Panels(name, group)
-    for part in PARTS:
-        lines, words = [], []
-        for variant in group.variants:
-            found = [(entry, _section(entry, group, "confidence")) for entry in variant.entries]
-            shares = [shown["shares"].get(part) for _, shown in found if shown]
-            shares = [share for share in shares if share]
-            if shares:
-                mean = [sum(column) / len(column) for column in zip(*shares, strict=True)]
-                lines.append(Line(_steps(mean), variant.colour, dashed=variant.dashed, filled=True))
-                peak = (mean.index(max(mean)) + 0.5) / len(mean)
-                words.append(f"{variant.label} peaks at {peak:.2f}")
-                panels.use(entry for entry, shown in found if shown)
-        if lines:
-            panels.drawn.append(
-                line_chart(
-                    panels.next_name(),
-                    f"Words: {part} frequent",
-                    f"Histogram of the probabilities of chosen tokens: {'; '.join(words)}.",
-                    Axis("probability of the chosen token", 0, 1),
-                    Axis("share of tokens, %", low=0),
-                    lines,
-                )
-            )
-    caption = (
-        "The probability of each token that beam search chose, by the frequency of the words of "
-        "its sentence. In the paper's Figure 2 label smoothing gathers near 0.9 and LABO near 0.4."
-    )
-    yield from panels.figure("Probabilities of the chosen tokens", caption, legend=True)
-
-
-def _steps(shares: Sequence[float]) -> list[tuple[float, float]]:
-    """The outline of a histogram over [0, 1], in percent."""
-    corners = []
-    for i, share in enumerate(shares):
-        corners += [(i / len(shares), 100 * share), ((i + 1) / len(shares), 100 * share)]
-    return corners
-
-
-def _lengths(group: Group, name: str) -> Iterator[Figure]:
-    panels = _Panels(name, group)
-
-    def ratios(entry: Entry) -> dict[int, float | None]:
-        found = _section(entry, group, "lengths")
-        return {int(beam): of["ratio"] for beam, of in found["beams"].items()} if found else {}
-
-    beams = sorted({beam for entry in group.entries for beam in ratios(entry)})
-
-    def points(entry: Entry) -> Iterable[tuple[float, float]]:
-        found = ratios(entry)
-        return _pairs(range(len(beams)), [found.get(beam) for beam in beams])
-
-    x = Axis("beam size", names=[(i, str(beam)) for i, beam in enumerate(beams)])
-    y = Axis("tokens, output / reference")
-    panels.lines("Length against the reference", x, y, points, level=1)
-    caption = (
-        "A wider beam finds likelier outputs; if those are shorter, the line falls below 1. The "
-        "paper compares at beam 5 only."
-    )
-    yield from panels.figure("Length by beam size", caption)
-
-
 # ------------------------------------------------------------------ one label
 
 
-def label_figure(entry: Entry, name: str) -> Figure | None:
-    """Figure 1c of the paper: three labels of one sample; None without ``examples.json``."""
-    if not entry.analysis["labels"]:
+def label_figure(member: Member, name: str, class_name: Callable[[str], str]) -> Figure | None:
+    """Figure 1c of the paper: three labels of one sample; None without ``examples.json``.
+
+    Args:
+        member: a run with its analysis.
+        name: the id of the figure.
+        class_name: how the name of a class is shown.
+    """
+    samples = _documents(member).get("labels")
+    if not samples:
         return None
-    shown = entry.analysis["labels"][0]
-    is_translation = entry.run.task == TRANSLATION
-    names = [token_name(c) if is_translation else c for c in shown["classes"]]
+    shown = samples[0]
+    names = [class_name(found) for found in shown["classes"]]
     kinds = {"one_hot": ("One-hot", "m0"), "ls": ("Label smoothing", "m1"), "labo": ("LABO", "m2")}
     panels = []
-    for place, (kind, (title, colour)) in enumerate(kinds.items(), 1):
+    for number, (kind, (title, colour)) in enumerate(kinds.items(), 1):
         rows = [
-            Row(_cut(text), [value], colour, strong=i == shown["target"])
+            ChartRow(_cut(text), [value], colour, strong=i == shown["target"])
             for i, (text, value) in enumerate(zip(names, shown[kind], strict=True))
         ]
         words = ", ".join(f"{row.label} {row.values[0]:.3f}" for row in rows)
-        panels.append(bar_chart(f"{name}-{place}", title, f"{title} label: {words}.", rows))
-    own = names[shown["target"]]
+        panels.append(bar_chart(f"{name}-{number}", title, f"{title} label: {words}.", rows))
     alpha = "adaptive" if shown["rho"] is not None else "fixed"
     caption = (
-        f"The label “{own}” of one sample ({shown['title']}) as three methods give it to the "
-        f"model; the {len(names)} likeliest classes of the model {entry.run.name}. Label smoothing "
-        f"(α = {shown['alpha_ls']:g}) treats all other classes alike; LABO (τ = {shown['tau']:g}, "
-        f"{alpha} α = {shown['alpha']:.3f}) gives more to those the model finds likely (the "
-        "paper's Figure 1c)."
+        f"The label of one sample of class “{names[shown['target']]}” ({shown['title']}) in three "
+        f"methods, over the {len(names)} classes that are most probable for the model "
+        f"{member.name}. Label smoothing (α = {shown['alpha_ls']:g}) gives all other classes the "
+        f"same mass. LABO (τ = {shown['tau']:g}, {alpha} α = {shown['alpha']:.3f}) gives more mass "
+        "to the classes that the model finds probable (Figure 1c of the paper)."
     )
-    return Figure("Three labels for one sample", panels, caption, signature_line([entry]))
+    return Figure(name, "Three labels of one sample", panels, caption, signature_line([member]))
 
 
 def _cut(label: str) -> str:
     return label if len(label) <= _LONGEST_ROW else label[: _LONGEST_ROW - 1] + "…"
 
 
-def first_labo(variants: Iterable[Variant]) -> Entry | None:
-    """A run with samples to draw labels of, LABO's if there is one."""
-    entries = [(v.name != "labo", e) for v in variants for e in v.entries if e.analysis["labels"]]
-    return min(entries, key=lambda pair: pair[0])[1] if entries else None
+def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:
+    """A run with samples to draw labels of; one of LABO if there is one."""
+    found = [
+        (variant.name != "labo", member)
+        for variant in variants
+        for member in variant.members
+        if _documents(member).get("labels")
+    ]
+    return min(found, key=lambda pair: pair[0])[1] if found else None

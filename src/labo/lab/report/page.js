@@ -1,4 +1,4 @@
-// The button that turns the light on and off; without it the page follows the system.
+// The button that switches between the light and the dark theme. The default is that of the system.
 "use strict";
 (() => {
   const button = document.getElementById("theme");

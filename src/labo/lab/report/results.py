@@ -1,216 +1,152 @@
-"""The tables of a report, and what is to be said in words."""
+"""The tables that a report has for every task, and sentences about them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from ..analysis.frequency import PARTS
-from ..analysis.significance import mean_std, t_interval
-from ..config import differing_keys
-from ..tables import Cell, Column, Row, Table
-from .figures import view, views
-from .gather import TRANSLATION, Entry, Group, Variant
+from ..analysis.groups import Member, mean_cell
+from ..analysis.printing import difference_cells, difference_columns
+from ..tables import Cell, Column, Row, Table, filled
+from .figures import view
+from .gather import ReportGroup
 
-Value = Callable[[Entry], Any]
+Value = Callable[[Member], float | None]
 
-REFERENCES = ("base", "ls")  # what every method is compared with
-
-_EVEN = 0.5  # points by which confidence and accuracy may differ and still be called even
+_EVEN = 0.5  # points between confidence and accuracy that count as no difference
 
 
-def _cell(variant: Variant, value: Value) -> Cell:
-    """Mean and standard deviation over the seeds that have the number."""
-    known = [number for entry in variant.entries if (number := value(entry)) is not None]
-    return Cell(*mean_std(known)) if known else Cell()
+def mean_table(
+    caption: str, group: ReportGroup, columns: dict[Column, Value], key: str | None = None
+) -> Table | None:
+    """A row per variant of means over seeds; columns and rows without numbers are left out.
+
+    Args:
+        caption: what is shown.
+        group: the runs.
+        columns: how the number of a run is found, for each column.
+        key: the column that a row must have a number in; any if not given.
+    """
+    rows = [
+        Row(v.label, {column.key: v.variant.cell(value) for column, value in columns.items()})
+        for v in group.variants
+    ]
+    needed = [column.key for column in columns] if key is None else [key]
+    rows = [row for row in rows if any(row.cells[k].value is not None for k in needed)]
+    return Table(caption, filled(columns, rows), rows) if rows else None
 
 
-def _differences(variant: Variant, reference: Variant | None, value: Value) -> list[float]:
-    """The differences over the seeds that both have."""
-    if reference is None or variant is reference:
-        return []
-    theirs = {entry.run.seed: value(entry) for entry in reference.entries}
-    pairs = [(value(entry), theirs.get(entry.run.seed)) for entry in variant.entries]
-    return [ours - other for ours, other in pairs if ours is not None and other is not None]
-
-
-def _difference(variant: Variant, reference: Variant | None, value: Value) -> Cell:
-    known = _differences(variant, reference, value)
-    return Cell(*mean_std(known)) if known else Cell()
-
-
-def _ratio(variant: Variant, reference: Variant | None, value: Value) -> Cell:
-    if reference is None:
-        return Cell()
-    ours, base = _cell(variant, value).value, _cell(reference, value).value
-    return Cell(ours / base) if ours is not None and base else Cell()
-
-
-# ------------------------------------------------------------------ results
-
-
-def results_table(group: Group) -> Table | None:
-    """Every method's scores over its seeds; None if no run is finished."""
-    finished = [v for v in group.variants if any(entry.results for entry in v.entries)]
+def results_table(group: ReportGroup) -> Table | None:
+    """The scores of every method over its seeds; None if no run is finished."""
+    compared, split = group.group, group.split
+    finished = [v for v in group.variants if any(m.run.results is not None for m in v.members)]
     if not finished:
         return None
-    reference = {name: _first(finished, name) for name in REFERENCES}
-    if group.task == TRANSLATION:
-        scores = [Column("bleu", "BLEU"), Column("chrf", "chrF"), Column("nll", "NLL", digits=3)]
-        scores.append(Column("length_ratio", "length ratio", digits=3))
-        scale = 1.0
-    else:
-        scores = [Column("accuracy", "accuracy, %", scale=100)]
-        scores += [Column("nll", "NLL", digits=3), Column("ece", "ECE, %", scale=100)]
-        scale = 100.0
-    against = [
-        Column(f"vs_{name}", f"against {name}", scale=scale, signed=True)
-        for name, variant in reference.items()
-        if variant and len(finished) > 1
+    headline, scores = group.kind.headline, group.kind.scores
+    rows = []
+    for drawn in finished:
+        variant = drawn.variant
+        cells = {headline.key: variant.cell(lambda member: member.score(split))}
+        cells |= {c.key: variant.cell(_metric(split, c.key)) for c in scores}
+        for reference in compared.references:
+            if (found := compared.difference(variant, reference)) is not None:
+                cells |= difference_cells(found)
+        cells["time"] = Cell(mean_cell(compared.step_times(variant)).value)
+        memory = variant.cell(lambda member: member.results.get("peak_memory"))
+        cells["memory"] = Cell(memory.value)
+        rows.append(Row(drawn.label, cells))
+    differences = [
+        column
+        for reference in compared.references
+        for column in difference_columns(headline, reference.name)
     ]
     costs = [
         Column("time", "time", suffix="×"),
         Column("memory", "peak memory, MB", digits=0, scale=1e-6),
     ]
-
-    def seconds(entry: Entry) -> Any:
-        return entry.results.get("seconds")
-
-    rows = []
-    for variant in finished:
-        cells = {column.key: _cell(variant, _score(group, column.key)) for column in scores}
-        for name, other in reference.items():
-            cells[f"vs_{name}"] = _difference(variant, other, _score(group, group.metric))
-        cells["time"] = _ratio(variant, reference["base"], seconds)
-        memory = _cell(variant, lambda entry: entry.results.get("peak_memory"))
-        cells["memory"] = Cell(memory.value)
-        rows.append(Row(variant.label, cells))
-    columns = [scores[0], *against, *scores[1:], *costs]
-    filled = [c for c in columns if any(row.cells[c.key].value is not None for row in rows)]
-    return Table(f"Results on the {group.split} split of {group.title}", filled, rows)
+    columns = filled([headline, *differences, *scores, *costs], rows)
+    return Table(f"Results on the {split} split of {group.title}", columns, rows)
 
 
-def _score(group: Group, metric: str) -> Value:
-    return lambda entry: entry.results.get(group.split, {}).get(metric)
-
-
-def _first(variants: Sequence[Variant], name: str) -> Variant | None:
-    return next((variant for variant in variants if variant.name == name), None)
-
-
-def sure_differences(group: Group) -> set[tuple[str, str]]:
-    """(label, column) of the differences in the table whose 95 % interval over seeds excludes 0."""
-    sure = set()
-    for name in REFERENCES:
-        reference = _first(group.variants, name)
-        for variant in group.variants:
-            values = _differences(variant, reference, _score(group, group.metric))
-            interval = t_interval(values) if values else None
-            if interval and interval[0] * interval[1] > 0:
-                sure.add((variant.label, f"vs_{name}"))
-    return sure
-
-
-def unfair(group: Group) -> str:
-    """What besides method and seed differs between the runs; empty if nothing does."""
-    first, *others = [entry.run.recipe for entry in group.entries]
-    keys = {key for other in others for key in differing_keys(first, other)}
-    keys = {key for key in keys if key != "seed" and key.split(".")[0] != "method"}
-    return ", ".join(sorted(keys))
+def _metric(split: str, name: str) -> Value:
+    return lambda member: member.metric(split, name)
 
 
 # ------------------------------------------------------------------ confidence
 
 
-def confidence_table(group: Group) -> Table | None:
-    """What each method claims and what it knows; None without records."""
-    first, second = views(group)
+def view_value(group: ReportGroup, way: str, key: str) -> Value:
+    """A number of a VIEW of a run."""
 
-    def of(way: str, key: str) -> Value:
-        def value(entry: Entry) -> Any:
-            shown = view(entry, group, way)
-            return shown[key] if shown else None
+    def value(member: Member) -> float | None:
+        shown = view(member, group, way)
+        return shown[key] if shown else None
 
-        return value
+    return value
 
-    def temperature(entry: Entry) -> Any:
-        found = (entry.split(group.split) or {}).get("temperature")
+
+def confidence_table(
+    group: ReportGroup, views: tuple[str, str], further: Sequence[tuple[Column, str, str]] = ()
+) -> Table | None:
+    """Accuracy, confidence and calibration of each method; None without records.
+
+    Args:
+        group: the runs.
+        views: the view of the predictions, and that with a temperature.
+        further: more columns: the view and the key of each.
+    """
+    first, second = views
+
+    def temperature(member: Member) -> float | None:
+        found = (member.split(group.split) or {}).get("temperature")
         return found["value"] if found else None
 
     columns: dict[Column, Value] = {
-        Column("accuracy", "right, %", scale=100): of(first, "accuracy"),
-        Column("confidence", "claimed, %", scale=100): of(first, "confidence"),
-        Column("gap", "right − claimed", scale=100, signed=True): of(first, "underconfidence"),
-        Column("ece", "ECE, %", scale=100): of(first, "ece"),
+        Column("accuracy", "accuracy %", scale=100): view_value(group, first, "accuracy"),
+        Column("confidence", "confidence %", scale=100): view_value(group, first, "confidence"),
+        Column("gap", "accuracy − confidence", scale=100, signed=True): view_value(
+            group, first, "underconfidence"
+        ),
+        Column("ece", "ECE %", scale=100): view_value(group, first, "ece"),
         Column("temperature", "temperature"): temperature,
-        Column("ece_after", "ECE after temperature, %", scale=100): of(second, "ece"),
-        Column("ece_own", "ECE own output, %", scale=100): of("decoded", "ece"),
+        Column("ece_after", "ECE after temperature %", scale=100): view_value(group, second, "ece"),
+        **{column: view_value(group, way, key) for column, way, key in further},
     }
-    rows = [
-        Row(variant.label, {column.key: _cell(variant, value) for column, value in columns.items()})
-        for variant in group.variants
-    ]
-    rows = [row for row in rows if row.cells["confidence"].value is not None]
-    shown = [c for c in columns if any(row.cells[c.key].value is not None for row in rows)]
     caption = f"Confidence on the {group.split} split of {group.title}"
-    return Table(caption, shown, rows) if rows else None
+    return mean_table(caption, group, columns, "confidence")
 
 
-def under_confidence(group: Group) -> str:
-    """Plain words on LABO's confidence, with its numbers; empty without records of it."""
-    table = confidence_table(group)
+def confidence_text(group: ReportGroup, table: Table | None) -> str:
+    """LABO's confidence in words, with its numbers; empty without records of it."""
     ours = {variant.label for variant in group.variants if variant.name == "labo"}
     rows = [row for row in (table.rows if table else ()) if row.label in ours]
-    what = "reference tokens" if group.task == TRANSLATION else "images"
-    said = [_plainly(row, what) for row in rows]
+    sentences = [_sentences(row, group.kind.unit) for row in rows]
     if any((row.cells["gap"].value or 0) * 100 > _EVEN for row in rows):
-        said.append(
-            "LABO's objective asks for under-confidence: however sure the model, its label keeps "
-            "mass on other classes, and the more, the larger τ."
+        sentences.append(
+            "LABO's objective leads to underconfidence: its label always keeps mass on the other "
+            "classes, and the more, the larger τ."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
-def _plainly(row: Row, what: str) -> str:
+def _sentences(row: Row, unit: str) -> str:
     numbers = {key: cell.value for key, cell in row.cells.items()}
-    right, claimed, gap = (100 * (numbers[key] or 0) for key in ("accuracy", "confidence", "gap"))
-    text = f"{row.label} is right on {right:.1f} % of the {what} and claims {claimed:.1f} %: "
+    accuracy, confidence, gap = (
+        100 * (numbers[key] or 0) for key in ("accuracy", "confidence", "gap")
+    )
+    text = (
+        f"{row.label} is right on {accuracy:.1f} % of the {unit} with a mean confidence of "
+        f"{confidence:.1f} %: it is "
+    )
     if gap > _EVEN:
-        text += f"it is under-confident, by {gap:.1f} points."
+        text += f"underconfident by {gap:.1f} points."
     elif gap < -_EVEN:
-        text += f"it is over-confident, by {-gap:.1f} points."
+        text += f"overconfident by {-gap:.1f} points."
     else:
-        text += "it is as sure as it is right."
+        text += "neither under- nor overconfident."
     ece, after, temperature = (numbers[key] for key in ("ece", "ece_after", "temperature"))
     if ece is not None and after is not None and temperature is not None:
         text += (
-            f" One temperature, {temperature:.2f}, fitted on the validation split, takes its "
+            f" One temperature, {temperature:.2f}, fitted on the validation split, changes its "
             f"calibration error from {100 * ece:.1f} % to {100 * after:.1f} %."
         )
     return text
-
-
-# ------------------------------------------------------------------ translation
-
-
-def frequency_table(group: Group) -> Table | None:
-    """BLEU of each method on sentences of frequent and of rare words; None without records."""
-
-    def of(part: str) -> Value:
-        def value(entry: Entry) -> Any:
-            found = (entry.split(group.split) or {}).get("frequency")
-            return found[part]["bleu"] if found else None
-
-        return value
-
-    columns = [Column(part, f"{part} frequent") for part in PARTS]
-    rows = [
-        Row(variant.label, {part: _cell(variant, of(part)) for part in PARTS})
-        for variant in group.variants
-    ]
-    rows = [row for row in rows if any(cell.value is not None for cell in row.cells.values())]
-    ls, labo = _first(group.variants, "ls"), _first(group.variants, "labo")
-    if rows and ls and labo:
-        cells = {part: _difference(labo, ls, of(part)) for part in PARTS}
-        rows.append(Row(f"{labo.label} against {ls.label}", cells, ruled=True))
-    return Table(f"BLEU by word frequency, {group.split} split", columns, rows) if rows else None

@@ -1,5 +1,5 @@
-// The sentence browser: a filter, a list that the arrow keys walk through, and every run's output
-// of the chosen sentence, its tokens shaded by the probability the model gave them.
+// The sentence browser: a filter, a list to move through with the arrow keys, and the output of every
+// run for the chosen sentence. The background of a token shows its probability.
 "use strict";
 (() => {
   for (const root of document.querySelectorAll(".browser")) {
@@ -34,7 +34,7 @@
       return text;
     }
 
-    // The space before a word is no part of the shade.
+    // The space before a word has no background.
     function token([text, p]) {
       const span = document.createElement("span");
       span.className = "token";
@@ -93,7 +93,7 @@
         event.preventDefault();
       }
     });
-    // Among the tokens left and right go from one to the next, up and down to another sentence.
+    // Left and right move between tokens.
     view.addEventListener("keydown", (event) => {
       const side = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
       const neighbour = side && event.target[side];

@@ -1,1 +1,1 @@
-"""The tables and figures of the paper, reproduced."""
+"""``labo reproduce``: the tables and figures of the paper."""

@@ -1,25 +1,27 @@
-"""``labo reproduce``: the paper's tables and figures again, at one of three scales.
+"""``labo reproduce``: the paper's tables and figures at one of three scales.
 
-- ``demo``: built-in data stand in for the paper's, in minutes on a laptop. The layout is the
-  paper's; data and models are not.
+- ``demo``: built-in data instead of the paper's, minutes on a laptop. The layout is that of the
+  paper; data and models are not.
 - ``small``: the paper's kind of data as far as ``--data`` has them, small models, few epochs.
 - ``paper``: the paper's data, models and schedules.
 
-An *experiment* is a recipe on a data set; an *exhibit* is a table or figure, made of the runs of
-some experiments. The runs of all exhibits of a scale lie in one folder, and are shared.
+An *experiment* is a recipe on a data set. An *exhibit* is a table or figure, made of the runs of
+experiments. All exhibits of a scale share the runs in one folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..analysis.groups import Group
+from ..analysis.printing import difference_table
 from ..compare import launch
 from ..compare import plan as compare
 from ..compare.execute import carry_out
 from ..compare.plan import Comparison, PlannedRun
-from ..compare.table import Scored, scored_rows
+from ..compare.table import ComparedRow, compared_rows
 from ..errors import RequestError
 from ..tables import Table, write_table
 from . import estimates, paper
@@ -27,83 +29,108 @@ from .exhibits import EXHIBITS, Exhibit, Found, make_table
 
 SCALES = ("demo", "small", "paper")
 
-_SMALL_IMAGES = ("train.epochs=5", "optim.schedule=cosine", "optim.milestones=[]")
-_SMALL_TEXT = ("train.epochs=5", "model.preset=small", "optim.warmup_steps=500")
-_DEMO_TEXT = ("data.size=8000", "optim.warmup_steps=150")  # there are many of them
-_LABO_WARMUP = {"demo": 200, "small": 500}  # steps, where the paper has 5000 or more
-
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe on a data set of the paper, and what stands in for it in the demo.
+    """A recipe on a data set of the paper, and what replaces it in the demo.
 
     Attributes:
-        recipe: of the paper's size.
+        recipe: at the scale of the paper.
         data: the folder below ``--data``.
         needs: what must be in that folder.
-        size: examples to train on.
+        folder_key: the recipe key that names the folder.
+        hours: estimated GPU hours of a run at the scale of the paper.
         settings: overrides of the recipe.
+        small_settings: further overrides at the scale ``small``.
         stand_in: the recipe of the demo.
-        stand_in_settings: its overrides.
+        stand_in_settings: its overrides. They name the folder of the runs: experiments with one
+            stand-in share them.
+        demo_settings: further overrides in the demo.
+        labo_warmup: scale -> warm-up steps of LABO, where the paper's are more than the schedule.
         teacher: the network that distillation learns from.
     """
 
     recipe: str
     data: str
     needs: str
-    size: int
+    folder_key: str
+    hours: Callable[[PlannedRun], float]
     settings: tuple[str, ...] = ()
+    small_settings: tuple[str, ...] = ()
     stand_in: str = "digits"
     stand_in_settings: tuple[str, ...] = ()
+    demo_settings: tuple[str, ...] = ()
+    labo_warmup: Mapping[str, int] = field(default_factory=dict)
     teacher: str | None = None
 
     @property
-    def is_text(self) -> bool:
-        return self.stand_in == "cldr"
-
-    @property
     def stand_in_name(self) -> str:
-        """The folder of its runs in the demo; experiments with one stand-in share them."""
+        """The folder of its runs in the demo."""
         values = (text.partition("=")[2].strip("[]") for text in self.stand_in_settings)
         return "-".join([self.stand_in, *values]).replace(",", "-")
 
     def at(self, scale: str, folder: Path) -> tuple[str, tuple[str, ...]]:
         """The recipe at a scale, with its overrides; ``folder`` has the data."""
         if scale == "demo":
-            return self.stand_in, self.stand_in_settings + (_DEMO_TEXT if self.is_text else ())
-        settings = (*self.settings, f"data.{'path' if self.is_text else 'root'}={folder}")
-        if scale == "small":
-            settings += _SMALL_TEXT if self.is_text else _SMALL_IMAGES
-        return self.recipe, settings
+            return self.stand_in, self.stand_in_settings + self.demo_settings
+        further = self.small_settings if scale == "small" else ()
+        return self.recipe, (*self.settings, f"{self.folder_key}={folder}", *further)
 
-    def hours(self, run: PlannedRun) -> float:
-        """Estimated GPU hours of a run at the paper's scale."""
-        recipe, epochs = run.recipe, run.recipe.train.epochs or 1
-        model = recipe.as_document()["model"]
-        if self.is_text:
-            corpus = self.data.partition(".")[0]
-            return estimates.text_hours(model["preset"], corpus, self.size, epochs)
-        teacher = self.teacher if run.teacher is not None else None
-        return estimates.image_hours(model["name"], self.data, epochs, run.variant.method, teacher)
+    def methods(self, names: Iterable[str], scale: str) -> list[str]:
+        """The rows of an exhibit, as ``labo compare --methods`` takes them."""
+        steps = self.labo_warmup.get(scale)
+        labo = "labo" if steps is None else f"labo:warmup_steps={steps}"
+        return [labo if name == "labo" else name for name in names]
 
 
 def _text(recipe: str, data: str, size: int, *pairs: str) -> Experiment:
-    needs = f"made by `labo prepare`; the recipe {recipe} says how"
-    languages = f"data.languages=[{','.join(pairs)}]"
-    return Experiment(recipe, data, needs, size, (), "cldr", (languages,))
+    def hours(run: PlannedRun) -> float:
+        preset, corpus = run.recipe.as_document()["model"]["preset"], data.partition(".")[0]
+        return estimates.text_hours(preset, corpus, size, run.recipe.train.epochs or 1)
+
+    return Experiment(
+        recipe,
+        data,
+        needs=f"made by `labo prepare`; the recipe {recipe} says how",
+        folder_key="data.path",
+        hours=hours,
+        small_settings=("train.epochs=5", "model.preset=small", "optim.warmup_steps=500"),
+        stand_in="cldr",
+        stand_in_settings=(f"data.languages=[{','.join(pairs)}]",),
+        demo_settings=("data.size=8000", "optim.warmup_steps=150"),  # there are many runs
+        labo_warmup={"demo": 200, "small": 500},  # the paper: 5000 or more
+    )
+
+
+def _images(
+    data: str, model: str, needs: str, few: tuple[str, ...] = (), teacher: str | None = None
+) -> Experiment:
+    def hours(run: PlannedRun) -> float:
+        network, epochs = run.recipe.as_document()["model"]["name"], run.recipe.train.epochs or 1
+        taught_by = teacher if run.teacher is not None else None
+        return estimates.image_hours(network, data, epochs, run.variant.method, taught_by)
+
+    return Experiment(
+        data,
+        data,
+        needs,
+        folder_key="data.root",
+        hours=hours,
+        settings=(f"model.name={model}",),
+        small_settings=("train.epochs=5", "optim.schedule=cosine", "optim.milestones=[]"),
+        stand_in_settings=few,
+        teacher=teacher,
+    )
 
 
 def _cifar(data: str, model: str) -> Experiment:
-    # The stand-in of CIFAR-100 is the harder one: a fifth of the digits to learn from.
+    # The stand-in of CIFAR-100 is the harder one: it has a fifth of the digits to train on.
     few = ("data.holdout=0.8",) if data == "cifar100" else ()
-    needs, size = "the binary or the python version", paper.SIZES[data][0]
-    settings = (f"model.name={model}",)
-    return Experiment(data, data, needs, size, settings, "digits", few, teacher="resnext29")
+    return _images(data, model, "the binary or the python version", few, "resnext29")
 
 
 def _imagenet(model: str) -> Experiment:
-    needs, size = "one folder of images per class, for each split", paper.SIZES["imagenet"][0]
-    return Experiment("imagenet", "imagenet", needs, size, (f"model.name={model}",))
+    return _images("imagenet", model, "one folder of images per class, for each split")
 
 
 _DE, _FR, _WMT = (paper.SIZES[n][0] for n in ("iwslt14-de-en", "iwslt14-fr-en", "wmt14-en-de"))
@@ -138,10 +165,10 @@ class Plan:
         scale: one of ``SCALES``.
         out: the folder of all runs.
         comparisons: experiment -> its runs; in the demo several may share one.
-        teachers: data -> the run that distillation learns from, where it is not a base run.
-        folders: data -> where they are expected.
-        missing: what is not there, in words.
-        overrides: what was set by hand.
+        teachers: data -> the run that distillation learns from, if it is not a base run.
+        folders: data -> the folder they are expected in.
+        missing: the data that were not found, in words.
+        overrides: the settings given on the command line.
     """
 
     exhibit: Exhibit
@@ -197,14 +224,14 @@ def plan(
         if scale == "paper" and experiment.teacher and "kd" in exhibit.methods:
             if experiment.data not in teachers:
                 chosen = (*settings, f"model.name={experiment.teacher}", *overrides)
-                place = out / f"{experiment.data}-teacher"
+                folder = out / f"{experiment.data}-teacher"
                 teachers[experiment.data] = compare.plan(
-                    recipe, ["base"], 1, place, overrides=chosen
+                    recipe, ["base"], 1, folder, overrides=chosen
                 )
             learned_from = teachers[experiment.data].runs[0]
         comparisons[key] = compare.plan(
             recipe,
-            _methods(exhibit, experiment, scale),
+            experiment.methods(exhibit.methods, scale),
             seeds,
             out / (experiment.stand_in_name if scale == "demo" else key),
             overrides=(*settings, *overrides),
@@ -215,16 +242,8 @@ def plan(
     return Plan(exhibit, scale, out, comparisons, teachers, folders, missing, overrides)
 
 
-def _methods(exhibit: Exhibit, experiment: Experiment, scale: str) -> list[str]:
-    """The rows; a short schedule would be over before the paper's warm-up of LABO is."""
-    if not experiment.is_text or scale not in _LABO_WARMUP:
-        return list(exhibit.methods)
-    labo = f"labo:warmup_steps={_LABO_WARMUP[scale]}"
-    return [labo if name == "labo" else name for name in exhibit.methods]
-
-
 def _missing(exhibit: Exhibit, folders: Mapping[str, Path]) -> tuple[str, ...]:
-    """The data that are not there, each once, with what they should be."""
+    """The data that were not found, each once, with what they should be."""
     needs = {EXPERIMENTS[key].data: EXPERIMENTS[key].needs for key in exhibit.experiments}
     return tuple(
         f"{folders[data]} ({data}: {what})"
@@ -234,7 +253,7 @@ def _missing(exhibit: Exhibit, folders: Mapping[str, Path]) -> tuple[str, ...]:
 
 
 def _find_data(exhibit: Exhibit, given: Sequence[str]) -> dict[str, Path]:
-    """Data of the exhibit -> their folder, or where one is expected."""
+    """Data of the exhibit -> their folder, or the folder they are expected in."""
     named = dict(text.split("=", 1) for text in given if "=" in text)
     roots = [Path(text) for text in given if "=" not in text]
     known = {experiment.data for experiment in EXPERIMENTS.values()}
@@ -243,14 +262,14 @@ def _find_data(exhibit: Exhibit, given: Sequence[str]) -> dict[str, Path]:
     folders = {}
     for key in exhibit.experiments:
         name = EXPERIMENTS[key].data
-        places = [Path(named[name])] if name in named else [root / name for root in roots]
+        candidates = [Path(named[name])] if name in named else [root / name for root in roots]
         folders[name] = next(
-            (p for p in places if p.is_dir()), (places or [Path("DATA") / name])[0]
+            (p for p in candidates if p.is_dir()), (candidates or [Path("DATA") / name])[0]
         )
     return folders
 
 
-# ------------------------------------------------------------------ what it would take
+# ------------------------------------------------------------------ the dry run
 
 
 def describe(plan: Plan) -> str:
@@ -275,14 +294,14 @@ def describe(plan: Plan) -> str:
     lines.append(_count(plan))
     if plan.scale == "paper":
         lines.append(
-            f"about {total:,.0f} GPU hours: an estimate by arithmetic for a V100 in single "
-            "precision (labo.lab.reproduce.estimates), not a measurement"
+            f"about {total:,.0f} GPU hours: an estimate for a V100 in single precision "
+            "(labo.lab.reproduce.estimates), not a measurement"
         )
     return "\n".join(lines)
 
 
 def _count(plan: Plan) -> str:
-    """How many runs there are, and why."""
+    """The number of runs and how it comes about."""
     runs = sum(len(comparison.runs) for comparison in plan.all())
     some = next(iter(plan.comparisons.values()), None)
     if some is None:
@@ -312,29 +331,48 @@ def require(plan: Plan) -> None:
 # ------------------------------------------------------------------ carrying it out
 
 
-def reproduce(name: str, plan: Plan, jobs: int | None = None) -> tuple[Table, list[launch.Failure]]:
-    """PlannedRun what is missing, and write the table, and the figure if it is one.
+def reproduce(
+    name: str, plan: Plan, jobs: int | None = None
+) -> tuple[list[Table], list[launch.Failure]]:
+    """Train the missing runs, and write the tables, and the figure if the exhibit is one.
 
     Args:
-        name: of the files.
+        name: of the files: ``NAME.md`` and so on, and ``NAME-differences.md`` and so on.
         plan: what to do.
         jobs: how many runs at once.
 
     Returns:
-        The table, and the runs that failed, which it lacks.
+        The exhibit as a table, and the table of differences between methods, if there are any; and
+        the runs that failed and are not in them.
     """
     failures = carry_out(plan.all(), plan.out, jobs)
-    found = Found({key: _by_method(runs) for key, runs in plan.comparisons.items()})
+    compared = {c.out: compared_rows(c) for c in plan.comparisons.values()}
+    found = Found({key: _by_method(c, compared[c.out][0]) for key, c in plan.comparisons.items()})
     by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []
-    table = make_table(plan.exhibit, found, [*_scale_notes(plan), *by_hand])
-    write_table(table, plan.out / name)
+    groups = {folder.name: groups for folder, (_, groups) in compared.items()}
+    notes = [note for several in groups.values() for group in several for note in group.notes]
+    table = make_table(plan.exhibit, found, [*_scale_notes(plan), *by_hand, *notes])
+    tables = {name: table}
+    if (differences := _differences(groups)) is not None:
+        tables[f"{name}-differences"] = differences
+    for stem, content in tables.items():
+        write_table(content, plan.out / stem)
     if plan.exhibit.draw is not None:
         plan.exhibit.draw(found, plan.out / name)
-    return table, failures
+    return list(tables.values()), failures
 
 
-def _by_method(comparison: Comparison) -> dict[str, Scored]:
-    rows = scored_rows(comparison)
+def _differences(groups: Mapping[str, Sequence[Group]]) -> Table | None:
+    """The differences within each folder of runs."""
+    named = {
+        name if len(several) == 1 else f"{name} {number}": group
+        for name, several in groups.items()
+        for number, group in enumerate(several, 1)
+    }
+    return difference_table("differences between methods, test split", named)
+
+
+def _by_method(comparison: Comparison, rows: Mapping[str, ComparedRow]) -> dict[str, ComparedRow]:
     return {variant.method: rows[variant.label] for variant in comparison.variants}
 
 
@@ -342,13 +380,17 @@ def _scale_notes(plan: Plan) -> list[str]:
     if plan.scale == "paper":
         return []
     if plan.scale == "small":
-        is_text = any(EXPERIMENTS[key].is_text for key in plan.comparisons)
-        settings = " ".join(_SMALL_TEXT if is_text else _SMALL_IMAGES)
-        return [f"ours: {settings}", *(f"no data: {what}" for what in plan.missing)]
+        settings = dict.fromkeys(
+            " ".join(EXPERIMENTS[key].small_settings) for key in plan.comparisons
+        )
+        return [f"ours: {text}" for text in settings] + [
+            f"no data: {what}" for what in plan.missing
+        ]
     stand_ins: dict[str, list[str]] = {}
     for key in plan.comparisons:
         stand_ins.setdefault(EXPERIMENTS[key].stand_in_name, []).append(key)
     return [
-        f"ours: {name} stands in for {', '.join(keys)}; compare rows, not with the paper's numbers"
+        f"ours: {name} stands in for {', '.join(keys)}; rows can be compared with each other, not "
+        "with the paper's numbers"
         for name, keys in stand_ins.items()
     ]

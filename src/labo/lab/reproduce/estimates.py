@@ -1,8 +1,8 @@
-"""How many GPU hours a run of the paper's size would take: an estimate, from arithmetic alone.
+"""Estimates of the GPU hours of runs at the scale of the paper.
 
-Work is counted in floating point operations, a forward pass as one unit and a backward pass as two,
-and divided by what a GPU is assumed to do per second. All assumptions stand here. They were not
-measured: expect the truth within a factor of two.
+Work is counted in floating point operations. A backward pass counts as two forward passes. The
+total is divided by the operations that a GPU is assumed to do per second. The assumptions below
+were not measured; expect an error of up to a factor of two.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from . import paper
 
 # Operations per second that a V100 reaches in single precision (its limit is 15.7e12).
 CONVOLUTIONS = 8e12
-DEPTHWISE = 1e12  # MobileNetV2 moves much memory for few operations
+DEPTHWISE = 1e12  # MobileNetV2 is limited by memory bandwidth
 TRANSFORMER = 6e12
 
-# Forward passes of the model itself beyond the one that is trained on.
+# Forward passes of the model besides the one that is trained on.
 EXTRA_PASSES = {"cs-kd": 1, "beta-ls": 1}
 
 IMAGE_SIZE = {"cifar10": 32, "cifar100": 32, "imagenet": 224}
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000}
 
-# Tokens of a sentence on either side, and types of the target vocabulary, by the name of the data.
+# Tokens of a sentence on each side, and the size of the target vocabulary, by the name of the data.
 TOKENS = {"iwslt14": 25, "iwslt17": 25, "wmt14": 30}
 TYPES = {"iwslt14": 10_000, "iwslt17": 16_000, "wmt14": 40_000}
 
 
 @lru_cache
 def forward_operations(model: str, classes: int, size: int) -> int:
-    """What one image costs a network, counted on tensors without content.
+    """Floating point operations of a forward pass on one image, counted on meta tensors.
 
     Example:
         >>> round(forward_operations("resnet50", 1000, 224) / 1e9, 1)
@@ -55,9 +55,9 @@ def image_hours(
     Args:
         model: the network.
         data: a name of ``IMAGE_SIZE``.
-        epochs: how many.
-        method: how it is trained.
-        teacher: the network it learns from, if it does.
+        epochs: of training.
+        method: the method it is trained with.
+        teacher: the network it learns from, if there is one.
 
     Example:
         >>> round(image_hours("resnet50", "imagenet", epochs=90))
@@ -79,10 +79,10 @@ def text_hours(preset: str, data: str, sentences: int, epochs: int) -> float:
     """GPU hours of a translation model.
 
     Args:
-        preset: its dimensions.
+        preset: the name of its dimensions.
         data: a name of ``TOKENS``.
         sentences: pairs to train on.
-        epochs: how many.
+        epochs: of training.
 
     Example:
         >>> round(text_hours("iwslt", "iwslt14", 160_239, epochs=150), 1)

@@ -1,22 +1,26 @@
-"""The paper's tables and figures in the paper's layout, ours beside the paper's in every cell.
+"""The paper's tables and figures in the paper's layout, with the paper's number in every cell.
 
-``EXHIBITS`` lists them; ``Found`` is what the runs say. Nothing here trains anything.
+``EXHIBITS`` lists them. ``Found`` has the runs they are made of. Nothing here trains.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..analysis.confidence import BINS
+from ..analysis.groups import mean_cell
 from ..analysis.run import load_analysis
-from ..compare.table import Scored, cost, spread_of
+from ..compare.table import ComparedRow
+from ..report.charts import sheet
+from ..report.figures import Figure, label_figure
+from ..report.gather import make_groups, read_runs
 from ..run import files as atomic
 from ..tables import Cell, Column, Row, Table
+from ..text.token_text import token_name
+from ..translation.confidence import BINS
+from ..translation.figures import histogram_figure
 from . import paper
 
 _GROUPS = {
@@ -32,48 +36,42 @@ _NETWORKS = {
     "resnet50": "ResNet50",
     "resnet152": "ResNet152",
 }
-_ANALYSED = "iwslt14-de-en"  # what the paper's Discussion is about
+_ANALYSED = "iwslt14-de-en"  # the experiment of the paper's Discussion
 
 
 @dataclass(frozen=True)
 class Found:
-    """The runs behind an exhibit: experiment -> method -> scored runs, as far as there are any."""
+    """The runs of an exhibit: experiment -> method -> row, as far as there are any."""
 
-    rows: Mapping[str, Mapping[str, Scored]]
+    rows: Mapping[str, Mapping[str, ComparedRow]]
 
     def score(self, experiment: str, method: str, metric: str) -> Cell:
         """A score on the test split."""
-        scored = self.rows.get(experiment, {}).get(method)
-        return spread_of(scored.test(metric).values()) if scored else Cell()
+        row = self.rows.get(experiment, {}).get(method)
+        return Cell() if row is None else row.cell(metric)
 
     def time(self, experiment: str, method: str) -> Cell:
         """The time of a training step relative to base."""
-        rows = self.rows.get(experiment, {})
-        return (
-            cost(rows[method], rows["base"])["time"] if {method, "base"} <= rows.keys() else Cell()
-        )
+        row = self.rows.get(experiment, {}).get(method)
+        return Cell() if row is None else row.time()
 
-    def analysed(self, experiment: str, method: str, *keys: str) -> Cell:
-        """A number of the analysis of each run, given by its keys in ``analysis.json``."""
-        numbers = []
-        for path in self.paths(experiment, method):
-            value: Any = load_analysis(path)
+    def analysed(self, experiment: str, method: str, *keys: str) -> dict[int, float]:
+        """Seed -> a number of the analysis of its run, given by its keys in ``analysis.json``."""
+        numbers = {}
+        row = self.rows.get(experiment, {}).get(method)
+        for seed, member in ({} if row is None else row.scored()).items():
+            value: Any = load_analysis(member.run.path)
             for key in keys:
                 value = None if value is None else value.get(key)
             if value is not None:
-                numbers.append(value)
-        return spread_of(numbers)
+                numbers[seed] = float(value)
+        return numbers
 
     def paths(self, experiment: str, *methods: str) -> list[Path]:
         """The run directories of methods."""
         rows = self.rows.get(experiment, {})
-        return [
-            run.path
-            for method in methods
-            if method in rows
-            for run in rows[method].choice.runs
-            if run.seed in rows[method].results
-        ]
+        found = [rows[method].scored() for method in methods if method in rows]
+        return [member.run.path for scored in found for member in scored.values()]
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,13 @@ class Exhibit:
     Attributes:
         caption: what it shows.
         methods: its rows, as in the paper.
-        experiments: what is trained; see ``reproduce.EXPERIMENTS``.
-        lay_out: makes columns and rows of what was found.
-        seeds: how many at the paper's scale.
-        demo_seeds: how many in the demo.
-        grid: what the paper searched, for ``compare.plan``.
-        notes: what a reader must know.
-        draw: writes the figure, for a path without suffix.
+        experiments: what is trained; names of ``EXPERIMENTS``.
+        lay_out: makes the columns and rows.
+        seeds: at the scale of the paper.
+        demo_seeds: in the demo.
+        grid: the hyper-parameters that the paper searched, for ``compare.plan``.
+        notes: below the table.
+        draw: writes the figure to a path without suffix.
     """
 
     caption: str
@@ -132,7 +130,8 @@ def _multilingual(found: Found) -> tuple[list[Column], list[Row]]:
     for method, numbers in paper.MULTILINGUAL.items():
         cells = {
             pair: _beside(
-                found.analysed("iwslt17", method, "splits", "test", "pairs", pair, "bleu"), number
+                _mean(found.analysed("iwslt17", method, "splits", "test", "pairs", pair, "bleu")),
+                number,
             )
             for pair, number in zip(pairs, numbers, strict=True)
         }
@@ -165,48 +164,44 @@ def _frequency(found: Found) -> tuple[list[Column], list[Row]]:
     parts = paper.FREQUENCY_COLUMNS
     rows = []
     for split, printed in paper.FREQUENCY.items():
-        cells: dict[str, dict[str, Cell]] = {}
-        for method, numbers in printed.items():
-            cells[method] = {
-                part: _beside(
-                    found.analysed(_ANALYSED, method, "splits", split, "frequency", part, "bleu"),
-                    number,
-                )
-                for part, number in zip(parts, numbers, strict=True)
+        bleu = {
+            (method, part): found.analysed(
+                _ANALYSED, method, "splits", split, "frequency", part, "bleu"
+            )
+            for method in printed
+            for part in parts
+        }
+        theirs = {m: dict(zip(parts, numbers, strict=True)) for m, numbers in printed.items()}
+        for method in printed:
+            cells = {
+                part: _beside(_mean(bleu[method, part]), theirs[method][part]) for part in parts
             }
             label = f"{split}: {paper.ROWS[method]}"
-            rows.append(Row(label, cells[method], ruled=(split, method) == ("test", "ls")))
-        rows.append(
-            Row(
-                f"{split}: Δ",
-                {part: _minus(cells["labo"][part], cells["ls"][part]) for part in parts},
-            )
-        )
+            rows.append(Row(label, cells, ruled=(split, method) == ("test", "ls")))
+        differences = {}
+        for part in parts:
+            labo, ls = bleu["labo", part], bleu["ls", part]
+            paired = mean_cell(labo[seed] - ls[seed] for seed in labo if seed in ls)
+            differences[part] = _beside(paired, theirs["labo"][part] - theirs["ls"][part])
+        rows.append(Row(f"{split}: Δ", differences))
     return [Column(part, part.capitalize()) for part in parts], rows
 
 
-def _minus(ours: Cell, theirs: Cell) -> Cell:
-    """The difference of two cells and of the paper's beside them."""
-    value = None if ours.value is None or theirs.value is None else ours.value - theirs.value
-    return Cell(
-        value, None, _minus(ours.paper, theirs.paper) if ours.paper and theirs.paper else None
-    )
+def _mean(numbers: Mapping[int, float]) -> Cell:
+    return mean_cell(numbers.values())
 
 
 # ------------------------------------------------------------------ figures
 
 
 def _one_label(found: Found) -> tuple[list[Column], list[Row]]:
-    from ..report.embed import token_name
-
     kinds = {"one_hot": "one-hot", "ls": "LS", "labo": "LABO", "prediction": "model"}
     rows = []
     labels = [load_analysis(path)["labels"] for path in found.paths(_ANALYSED, "labo")]
     for shown in (samples[0] for samples in labels[:1] if samples):
-        for place, name in enumerate(shown["classes"]):
-            name = token_name(name)
-            label = f"{name} (target)" if place == shown["target"] else name
-            rows.append(Row(label, {kind: Cell(shown[kind][place]) for kind in kinds}))
+        for index, name in enumerate(map(token_name, shown["classes"])):
+            label = f"{name} (target)" if index == shown["target"] else name
+            rows.append(Row(label, {kind: Cell(shown[kind][index]) for kind in kinds}))
         rest = {kind: Cell(shown["rest"][kind]) for kind in kinds}
         rows.append(Row("all others", rest, ruled=True))
     return [Column(kind, heading, digits=3) for kind, heading in kinds.items()], rows
@@ -219,74 +214,35 @@ def _peaks(found: Found) -> tuple[list[Column], list[Row]]:
         cells = {}
         for part in parts:
             keys = ("splits", "test", "confidence")
-            ours = found.analysed(_ANALYSED, method, *keys, "peak", part)
+            ours = _mean(found.analysed(_ANALYSED, method, *keys, "peak", part))
             cells[part] = _beside(ours, peak)
-            cells[f"{part}-mean"] = found.analysed(_ANALYSED, method, *keys, "mean", part)
+            cells[f"{part}-mean"] = _mean(found.analysed(_ANALYSED, method, *keys, "mean", part))
         rows.append(Row(paper.ROWS[method], cells))
     columns = [Column(part, part, "peak") for part in parts]
     return columns + [Column(f"{part}-mean", part, "mean") for part in parts], rows
 
 
 def _draw_label(found: Found, stem: Path) -> None:
-    from ..report.figures import label_figure
-    from ..report.gather import read_runs
-
     for listing in read_runs(found.paths(_ANALYSED, "labo")[:1]):
-        if listing.entry and (figure := label_figure(listing.entry, stem.name)):
-            atomic.write_text(stem.with_suffix(".svg"), sheet(figure.panels, figure.legend))
+        if listing.member and (figure := label_figure(listing.member, stem.name, token_name)):
+            _write(figure, stem)
 
 
 def _draw_histograms(found: Found, stem: Path) -> None:
-    from ..report.figures import translation_figures
-    from ..report.gather import make_groups, read_runs
-
     listings = read_runs(found.paths(_ANALYSED, "ls", "labo"))
-    for group in make_groups([listing.entry for listing in listings if listing.entry]):
-        for figure in translation_figures(group, stem.name):
-            if f'id="{stem.name}-chosen' in figure.panels[0]:
-                atomic.write_text(stem.with_suffix(".svg"), sheet(figure.panels, figure.legend))
+    for group in make_groups([listing.member for listing in listings if listing.member]):
+        for figure in histogram_figure(group, stem.name):
+            _write(figure, stem)
 
 
-_PANEL, _LEGEND = 360, 30  # the width of a panel, the height of a legend
-_VIEW_BOX = re.compile(r'viewBox="0 0 \d+ ([\d.]+)"')
-
-
-def sheet(panels: Sequence[str], legend: Sequence[tuple[str, str]] = ()) -> str:
-    """Panels of a report side by side in one SVG file, which needs no page around it.
-
-    Args:
-        panels: ``<svg>`` elements with a ``viewBox``.
-        legend: (colour, name) of what is drawn.
-    """
-    style = (Path(__file__).parents[1] / "report" / "style.css").read_text(encoding="utf-8")
-    light = re.sub(r"light-dark\(([^,()]+),[^()]+\)", r"\1", style)
-    heights = [float(_VIEW_BOX.findall(panel)[0]) for panel in panels]
-    width, height = _PANEL * len(panels), max(heights) + (_LEGEND if legend else 0)
-    parts = [
-        panel.replace("<svg ", f'<svg x="{place * _PANEL}" y="0" {_sized(_PANEL, tall)} ', 1)
-        for place, (panel, tall) in enumerate(zip(panels, heights, strict=True))
-    ]
-    parts += [
-        f'<text class="end {colour}" x="{20 + 120 * place}" y="{height - 8}">{escape(name)}</text>'
-        for place, (colour, name) in enumerate(legend)
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'{_sized(width, height)} font-family="sans-serif">'
-        f"<style>{light}</style>{''.join(parts)}</svg>\n"
-    )
-
-
-def _sized(width: float, height: float) -> str:
-    """A size that the style of the page, which lets figures fill their column, does not change."""
-    style = f"width: {width}px; height: {height}px; max-width: none"
-    return f'width="{width}" height="{height}" style="{style}"'
+def _write(figure: Figure, stem: Path) -> None:
+    atomic.write_text(stem.with_suffix(".svg"), sheet(figure.panels, figure.legend))
 
 
 # ------------------------------------------------------------------ the list
 
-_BLEU = "BLEU is tokenized BLEU, as the paper's; sacreBLEU is in the CSV and JSON files"
-_KD = "time of KD: without the training of its teacher, which the paper's seems to include"
+_BLEU = "BLEU is tokenized BLEU, as in the paper; sacreBLEU is in the CSV and JSON files"
+_KD = "time of KD: without training its teacher, which the paper's number seems to include"
 _TAU = ("labo.tau=1.15,1.25",)
 
 EXHIBITS: dict[str, Exhibit] = {
@@ -297,7 +253,7 @@ EXHIBITS: dict[str, Exhibit] = {
         _bilingual,
         seeds=5,
         grid=_TAU,
-        notes=(_BLEU, "the paper does not say over how many runs its means are"),
+        notes=(_BLEU, "the paper does not give the number of runs of its means"),
     ),
     "table2": Exhibit(
         "Table 2: BLEU of one multilingual model",
@@ -314,10 +270,10 @@ EXHIBITS: dict[str, Exhibit] = {
         _classifiers(paper.CIFAR_COLUMNS, paper.CIFAR),
         seeds=5,
         demo_seeds=3,
-        notes=(_KD, "KD's alpha and tau are this recipe's; the paper searched 16 pairs"),
+        notes=(_KD, "alpha and tau of KD are those of the recipe; the paper searched 16 pairs"),
     ),
     "table4": Exhibit(
-        "Table 4: BLEU by the frequency of the words, German to English",
+        "Table 4: BLEU by word frequency, German to English",
         ("ls", "labo"),
         (_ANALYSED,),
         _frequency,
@@ -326,7 +282,7 @@ EXHIBITS: dict[str, Exhibit] = {
         notes=("ours: sacreBLEU on equal thirds; the paper cut slices of 2400 sentences",),
     ),
     "figure1": Exhibit(
-        "Figure 1c: the label of one word as three methods give it to the model",
+        "Figure 1c: the label of one word in three methods",
         ("labo",),
         (_ANALYSED,),
         _one_label,
@@ -335,7 +291,7 @@ EXHIBITS: dict[str, Exhibit] = {
         draw=_draw_label,
     ),
     "figure2": Exhibit(
-        "Figure 2: where the probabilities of the tokens chosen by beam search gather",
+        "Figure 2: the mode of the probabilities of the tokens chosen by beam search",
         ("ls", "labo"),
         (_ANALYSED,),
         _peaks,
@@ -356,10 +312,10 @@ EXHIBITS: dict[str, Exhibit] = {
 
 
 def make_table(exhibit: Exhibit, found: Found, notes: Sequence[str]) -> Table:
-    """The exhibit as a table: ours, and in brackets the paper's."""
+    """The exhibit as a table: our number, and in brackets that of the paper."""
     columns, rows = exhibit.lay_out(found)
     brackets = (
-        "in brackets: the paper's figure"
+        "in brackets: the paper's number"
         if any(cell.paper for row in rows for cell in row.cells.values())
         else "the paper prints no numbers here"
     )

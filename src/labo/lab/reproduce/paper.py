@@ -1,7 +1,7 @@
-"""The numbers of the paper (Lu et al. 2023), as it prints them. None of them was measured here.
+"""The numbers of the paper (Lu et al. 2023) as printed there. None of them was measured by us.
 
 The tables by their LaTeX labels: table 1 ``tab:MT``, table 2 ``tab:MMT``, table 3 ``tab:cv-tf``,
-table 4 ``tab:split``; ImageNet (``tab:imagenet``) and the data statistics stand in the appendix.
+table 4 ``tab:split``; ImageNet (``tab:imagenet``) and the data statistics are in the appendix.
 Figure 1 is ``fig2``, figure 2 is ``fig_analysis``. Methods have the names of ``METHODS``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 Score = tuple[float, float]
 
-# Table 1: BLEU, mean and standard deviation, beam 5. Over how many runs is not said.
+# Table 1: BLEU, mean and standard deviation, beam 5. The paper does not give the number of runs.
 BILINGUAL_COLUMNS = (
     "iwslt14-de-en",
     "iwslt14-en-de",
@@ -60,7 +60,7 @@ FREQUENCY: dict[str, dict[str, tuple[float, ...]]] = {
     "test": {"ls": (38.4, 33.5, 32.1), "labo": (39.0, 34.3, 32.7)},
 }
 
-# Figure 2: where the probabilities of the chosen tokens concentrate, from the paper's text.
+# Figure 2: the mode of the probabilities of the chosen tokens, from the paper's text.
 PEAKS = {"ls": 0.9, "labo": 0.4}
 
 # Appendix: ImageNet validation accuracy in percent, and time relative to Base.
@@ -74,8 +74,8 @@ IMAGENET: dict[str, tuple[Score, ...]] = {
     "labo": ((76.55, 1.1), (78.62, 1.1)),
 }
 
-# Appendix: examples to train on, to validate on and to test on. The test sizes of IWSLT'17 and
-# ImageNet are the paper's, though they cannot be sentences, or images with public labels.
+# Appendix: training, validation and test examples. The test sizes of IWSLT'17 and ImageNet are
+# those of the paper, although they cannot be numbers of sentences or of images with public labels.
 SIZES: dict[str, tuple[int, int, int]] = {
     "iwslt14-de-en": (160_239, 7_283, 6_750),
     "iwslt14-fr-en": (168_151, 7_643, 4_493),
@@ -87,7 +87,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "imagenet": (1_281_167, 50_000, 100_000),
 }
 
-# How the paper calls the methods in its rows.
+# The names of the methods in the rows of the paper.
 ROWS = {
     "base": "Base",
     "ls": "LS",

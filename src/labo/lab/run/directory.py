@@ -2,33 +2,65 @@
 
 ::
 
-    recipe.yaml      the resolved recipe, and what it was made with
+    recipe.yaml      the resolved recipe, the versions and the data it was made with
     metrics.jsonl    one line per logged step or evaluation
     checkpoints/     what resuming needs; the newest two
-    best/            the selected model: model.safetensors, config.json and what belongs to them
+    best/            the selected model: model.safetensors, config.json, tokenizers, manifest.json
     results.json     the scores, once finished
-    records/         per-example records written by ``labo evaluate``
+    records/         per-example records written by ``labo evaluate``, and manifest.json
     tensorboard/     the metrics again, for TensorBoard
+    .lock            the process that works in the directory
+
+Every file is written whole or not at all. What is read back is checked: ``best``, ``checkpoints``
+and ``records`` against the checksums in their manifests, ``results.json`` against its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
+import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import Field
 
 from ... import __version__
-from ..config import PROVENANCE, Recipe, differing_keys, read_document
+from ..config import PROVENANCE, Recipe, differing_keys, read_document, read_provenance
 from ..errors import LabError, RequestError
+from . import checksums
 from . import files as atomic
+from .lock import LOCK
 
 if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
     from torch import Tensor
+
+DATA = "data"  # the key of the provenance that names the data
+CHECKSUM = "checksum"  # the key of results.json that guards the others
+
+
+class Results(atomic.Document):
+    """The content of ``results.json``."""
+
+    valid: dict[str, float]
+    test: dict[str, float] | None = None
+    signature: str = ""
+    steps: int = Field(ge=1)
+    selected_step: int | None = None
+    seconds: float = Field(ge=0)
+    peak_memory: float | None = None
+    sacrebleu: dict[str, str] = Field(default_factory=dict)
+
+
+class Facts(atomic.Document):
+    """What ``best/config.json`` says of the selected model. A task adds keys of its own."""
+
+    task: str
+    num_classes: int = Field(ge=1)
 
 
 class RunDirectory:
@@ -50,14 +82,11 @@ class RunDirectory:
         if not self.path.exists():
             return
         if not self.recipe_file.is_file():
-            # A start that was killed leaves at most this.
-            if self.path.is_dir() and not {*self.path.iterdir()} - {
-                atomic.temporary(self.recipe_file)
-            }:
+            # A start that was killed leaves at most these.
+            allowed = {atomic.temporary(self.recipe_file), self.path / LOCK}
+            if self.path.is_dir() and not {*self.path.iterdir()} - allowed:
                 return
-            raise RequestError(
-                f"{self.path} is there, but is no run directory: choose another --out"
-            )
+            raise RequestError(f"{self.path} exists and is no run directory: choose another --out")
         keys = differing_keys(recipe.as_document(), read_document(self.recipe_file))
         if keys:
             raise RequestError(
@@ -65,41 +94,86 @@ class RunDirectory:
                 "choose another --out"
             )
 
-    def start(self, recipe: Recipe) -> None:
-        """Make the directory, with the recipe in it; a run that is there already stays."""
+    def start(self, recipe: Recipe, data: str | None = None) -> None:
+        """Make the directory and write the recipe; a run that is there already stays.
+
+        Args:
+            recipe: of the run.
+            data: the fingerprint of the data.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.recipe_file.exists():
-                document = recipe.as_document() | {PROVENANCE: made_with()}
-                atomic.write_text(self.recipe_file, yaml.safe_dump(document, sort_keys=False))
+                self._write_recipe(recipe.as_document(), {**made_with(), DATA: data})
             self.checkpoints.mkdir(exist_ok=True)
             self.best.mkdir(exist_ok=True)
         except OSError as error:
             raise LabError(f"cannot make {self.path}: {error.strerror}") from error
 
+    def _write_recipe(self, document: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        text = yaml.safe_dump({**document, PROVENANCE: dict(provenance)}, sort_keys=False)
+        atomic.write_text(self.recipe_file, text)
+
     def begun_with(self) -> dict[str, str | None]:
-        """The versions at the start of the run."""
-        document = yaml.safe_load(self.recipe_file.read_text(encoding="utf-8"))
-        made: dict[str, str | None] = document.get(PROVENANCE, {})
-        return made
+        """The versions and the data at the start of the run."""
+        return read_provenance(self.recipe_file)
 
     def changes_since_start(self) -> str:
-        """What the run was begun with that is different now; empty if nothing is."""
+        """The versions that are different now; empty if none is."""
         begun, now = self.begun_with(), made_with()
-        return ", ".join(f"{key} {begun[key]}" for key in begun if begun[key] != now.get(key))
+        return ", ".join(
+            f"{key} {value}" for key, value in begun.items() if key in now and value != now[key]
+        )
+
+    @property
+    def data(self) -> str | None:
+        """The fingerprint of the data that the run was begun with; None if it does not say."""
+        return self.begun_with().get(DATA)
+
+    def check_data(self, found: str) -> None:
+        """Refuse data that are not those of the run.
+
+        Args:
+            found: the fingerprint of the data as they are now.
+
+        Raises:
+            RequestError: the run was begun with others.
+        """
+        begun = self.data if self.recipe_file.is_file() else None
+        if begun is not None and begun.split("+")[-1] != found:
+            raise RequestError(
+                f"the data of {self.path} have changed: {begun} when it was begun, {found} now; "
+                "restore the data, choose another --out, or pass --accept-data to labo train, "
+                "evaluate or compare"
+            )
+
+    def accept_data(self, found: str) -> None:
+        """Go on with other data. The run then names both, joined by "+"."""
+        begun = self.begun_with()
+        known = begun.get(DATA)
+        if known is None or known.split("+")[-1] != found:
+            begun[DATA] = found if known is None else f"{known}+{found}"
+            self._write_recipe(self.document(), begun)
 
     @property
     def finished(self) -> bool:
         return self.results_file.exists()
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        atomic.write_json(self.results_file, results)
+        """Write ``results.json``, with a checksum of its own content."""
+        plain = {name: value for name, value in results.items() if name != CHECKSUM}
+        atomic.write_json(self.results_file, {**plain, CHECKSUM: _checksum(plain)})
 
     def complete(self, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Add to the results the scores of splits they lack; what they have stays."""
         results = self.results()
-        if scores.keys() - results.keys():
-            self.finish({**results, **scores, **results})
+        completed = {**results, **scores, **results}
+        if "signature" in results and (data := self.data) is not None:
+            completed["signature"] = re.sub(
+                r"(?<=\|data:)[^|]*", lambda _: data, results["signature"]
+            )
+        if completed != results:
+            self.finish(completed)
 
     def signature(self, recipe: Recipe, *, data: str, steps: int, processes: int) -> str:
         """What the scores depend on, in one line. Two equal experiments have equal signatures."""
@@ -109,7 +183,7 @@ class RunDirectory:
             "git": begun.get("git"),
             "torch": begun.get("torch"),
             "task": recipe.task,
-            "data": data,
+            "data": begun.get(DATA) or data,
             "method": ",".join(f"{key}={value}" for key, value in recipe.method.items()),
             "seed": recipe.seed,
             "steps": steps,
@@ -126,34 +200,76 @@ class RunDirectory:
         return read_document(self.recipe_file)
 
     def results(self) -> dict[str, Any]:
-        return self._read_json(self.results_file)
+        """The content of ``results.json``, without its checksum."""
+        self.must_have(self.results_file)
+        atomic.read_json(self.results_file, Results)
+        found: dict[str, Any] = json.loads(atomic.read_bytes(self.results_file))
+        checksum = found.pop(CHECKSUM, None)
+        if checksum is not None and checksum != _checksum(found):
+            raise RequestError(
+                f"{self.results_file} was changed after it was written (its checksum does not "
+                "fit): remove it, and the command that trained the run writes it again"
+            )
+        return found
 
     def facts(self) -> dict[str, Any]:
         """What ``best/config.json`` says of the selected model."""
-        config = self._read_json(self.best / "config.json")
-        facts: dict[str, Any] = config.get("labo", config)
-        return facts
-
-    def _read_json(self, path: Path) -> dict[str, Any]:
-        self.must_have(path)
-        try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RequestError(f"{path} is no JSON: {error}") from error
-        return content
+        self.must_have(self.best / "config.json")
+        return read_facts(self.best / "config.json")
 
     def must_have(self, path: Path) -> None:
         if not path.is_file():
             raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
 
+    def verify_best(self) -> None:
+        """Compare ``best`` with its checksums.
+
+        Raises:
+            DamagedError: a file is missing or damaged.
+        """
+        for name in ("config.json", "model.safetensors"):
+            if not (self.best / name).is_file():
+                raise checksums.DamagedError(f"{self.path} is no run with best/{name}")
+        checksums.verify_folder(self.best)
+
     # ------------------------------------------------------------------ writing
 
     def select(self, weights: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-        """Put a model into ``best``."""
-        for name, text in texts.items():
-            (self.best / name).parent.mkdir(exist_ok=True)
-            atomic.write_text(self.best / name, text)
-        atomic.write_tensors(self.best / "model.safetensors", weights)
+        """Put a model into ``best``.
+
+        While files are replaced the manifest lists both their checksums, so that ``best`` is whole
+        whenever the process is killed.
+        """
+        model = self.best / "model.safetensors"
+        try:
+            self.best.mkdir(exist_ok=True)
+            atomic.write_temporary_tensors(model, weights)
+            new = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+            new[model.name] = atomic.sha256(atomic.temporary(model))
+            old = checksums.manifest_of(self.best)
+            both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
+            checksums.write_manifest(self.best, both)
+            for name, text in texts.items():
+                (self.best / name).parent.mkdir(exist_ok=True)
+                atomic.write_text(self.best / name, text)
+            atomic.put_in_place(model)
+            checksums.write_manifest(self.best, {name: [value] for name, value in new.items()})
+        except OSError as error:
+            atomic.temporary(model).unlink(missing_ok=True)
+            raise LabError(f"cannot write {model}: {error.strerror or error}") from error
+
+    def write_records(self, name: str, lines: Iterable[str]) -> None:
+        """Write a file of ``records``, and its checksum into their manifest."""
+        try:
+            self.records.mkdir(exist_ok=True)
+        except OSError as error:
+            raise LabError(f"cannot make {self.records}: {error.strerror}") from error
+        text = "".join(lines)
+        known = checksums.manifest_of(self.records)
+        new = hashlib.sha256(text.encode()).hexdigest()
+        checksums.write_manifest(self.records, {**known, name: {*known.get(name, ()), new}})
+        atomic.write_text(self.records / name, text)
+        checksums.write_manifest(self.records, {**known, name: [new]})
 
     def log(self, line: Mapping[str, Any]) -> None:
         try:
@@ -162,19 +278,48 @@ class RunDirectory:
         except OSError as error:
             raise LabError(f"cannot write {self.metrics_file}: {error.strerror}") from error
 
-    def forget_after(self, step: int) -> None:
-        """Drop the metrics that a resumed run will write again."""
+    def forget_after(self, step: int, report: Callable[[str], None]) -> None:
+        """Drop the metrics that a resumed run will write again, and lines that cannot be read.
+
+        Args:
+            step: the last step that is kept.
+            report: called with a sentence for each line that cannot be read. The last line is
+                dropped without one: it was being written when the run was killed.
+        """
         if not self.metrics_file.exists():
             return
+        lines = atomic.read_bytes(self.metrics_file).split(b"\n")
         kept = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] > step:
-                    break
-            except ValueError:
-                break  # the line that was being written when the run was killed
-            kept.append(line + "\n")
+        for number, line in enumerate(lines, 1):
+            logged = _logged_step(line)
+            if logged is None:
+                if number < len(lines):
+                    report(f"{self.metrics_file}, line {number}: no logged step; left out")
+            elif logged <= step:
+                kept.append(line.decode() + "\n")
         atomic.write_text(self.metrics_file, "".join(kept))
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What a model's ``config.json`` says of it: the document, or what is under "labo" in it."""
+    document = atomic.read_json(path, atomic.Document).model_dump()
+    facts: Any = document.get("labo", document)
+    prefix = "labo." if "labo" in document else ""
+    return atomic.checked(facts, Facts, path, prefix).model_dump()
+
+
+def _logged_step(line: bytes) -> int | None:
+    """The step of a line of metrics; None if it is no such line."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return step if type(step) is int else None
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def made_with() -> dict[str, str | None]:
@@ -191,7 +336,7 @@ def made_with() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package lies in, with -dirty if it was changed since."""
+    """The commit of the checkout that holds this package; ends in -dirty if files were changed."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)

@@ -1,10 +1,16 @@
-"""What the lab needs of many processes beyond what accelerate has."""
+"""Several processes: gathering rows, batch norm over all of them, and what to say if one ends."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
@@ -16,3 +22,116 @@ def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
     padded[: len(rows)] = rows
     gathered = accelerator.gather(padded.to(accelerator.device)).split(max(sizes))
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+
+# What gloo, NCCL and the store say when another process is gone.
+_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|connection.*(closed|lost)|NCCL", re.I)
+
+
+def is_lost_process(error: Exception) -> bool:
+    """Whether an error means that another process of the run has ended."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and bool(_GONE.search(str(error)))
+    )
+
+
+# ------------------------------------------------------------------ batch norm
+
+
+class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    r"""Batch norm over the samples of all processes, on any device and backend.
+
+    ``nn.SyncBatchNorm`` needs GPUs. Mean and variance are those of the whole batch,
+
+    .. math:: \mu = \frac1N \sum_r \sum_i x_{ri}, \quad
+              \sigma^2 = \frac1N \sum_r \sum_i (x_{ri} - \mu)^2,
+
+    by one ``all_reduce`` each, through which the gradient flows. Inputs are (N, C, ...).
+    """
+
+    counted = True  # see nothing_counted
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch norm takes (N, C, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        from torch.distributed.nn.functional import all_reduce
+
+        x = input.float()
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        real = float(self.counted)
+        count = x.new_full((1,), x.numel() / x.shape[1] * real)
+        total: Any = all_reduce(torch.cat([x.sum(dims) * real, count]))
+        mean, size = total[:-1] / total[-1], total[-1].detach()
+        centred = x - mean.view(shape)
+        squares: Any = all_reduce(centred.square().sum(dims) * real)
+        variance = squares / size
+        with torch.no_grad():
+            self._follow(mean, variance * size / (size - 1).clamp(min=1))
+        y = centred * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        return y.to(input.dtype)
+
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+def has_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+
+def synchronize_batchnorm(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with its batch norm taken over all processes; parameters are shared."""
+    if device.type == "cuda":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        return converted
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        new = SynchronizedBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+        )
+        new._parameters, new._buffers = module._parameters, module._buffers
+        new.training = module.training
+        return new
+    for name, child in module.named_children():
+        setattr(module, name, synchronize_batchnorm(child, device))
+    return module
+
+
+def is_synchronized(module: nn.Module) -> bool:
+    kinds = (SynchronizedBatchNorm, nn.SyncBatchNorm)
+    return any(isinstance(part, kinds) for part in module.modules())
+
+
+@contextmanager
+def nothing_counted(nothing: bool) -> Iterator[None]:
+    """Within, if ``nothing``, the samples of this process do not count in batch norm.
+
+    A process without a share of a batch runs the model on a sample whose loss is ignored, because
+    all processes must take part in every step.
+    """
+    SynchronizedBatchNorm.counted = not nothing
+    try:
+        yield
+    finally:
+        SynchronizedBatchNorm.counted = True

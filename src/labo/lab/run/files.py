@@ -1,31 +1,138 @@
-"""Files that are either whole or not there, whatever happens while they are written."""
+"""Files that are written whole or not at all, and read through a model that says what is wrong."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import LabError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-if TYPE_CHECKING:  # the report writes files, too, and needs no tensors
+from ..config import explain
+from ..errors import LabError, RequestError
+
+if TYPE_CHECKING:  # the report writes files too and needs no tensors
     from torch import Tensor
+
+
+class Document(BaseModel):
+    """The content of a JSON file. Keys that are not declared are kept and not checked."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+
+
+D = TypeVar("D", bound=BaseModel)
+
+
+# ------------------------------------------------------------------ reading
 
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 
 
+def open_regular(path: Path) -> Any:
+    """Open a file for reading as bytes. A pipe or a device would block or never end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(None, "not a regular file", str(path))
+    return open(path, "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        RequestError: it is missing or cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            content: bytes = file.read()
+    except FileNotFoundError as error:
+        raise RequestError(f"{path}: no such file") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+    return content
+
+
+def read_json(path: Path, model: type[D]) -> D:
+    """A JSON file as an instance of ``model``.
+
+    Raises:
+        RequestError: the file is missing, is not JSON, or a value in it is wrong: which, and how.
+    """
+    content = read_bytes(path)
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise RequestError(f"{path}: {explain_json(error, model)}") from error
+
+
+def checked(value: Any, model: type[D], path: Path, prefix: str = "") -> D:
+    """A value from a file as an instance of ``model``; ``prefix`` is where it is in the file."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise RequestError(f"{path}: {prefix}{explain_json(error, model)}") from error
+
+
+def explain_json(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with the content of a JSON file, in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return f"not JSON ({first['ctx']['error']})"
+    if not first["loc"]:
+        return "not a JSON object"
+    return "; ".join(explain(error, model)[:3])
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. The format holds tensors only; nothing is executed."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        with open_regular(path):
+            return load_file(path)
+    # A damaged header can also name a type that torch does not have.
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise LabError(f"cannot read {path}: {error}") from error
+
+
+# ------------------------------------------------------------------ writing
+
+
+def refuse_foreign(path: Path, mark: bytes, option: str = "--out") -> None:
+    """Refuse to replace a file that labo did not write.
+
+    Args:
+        path: the file to be written.
+        mark: what the first 4096 bytes of such a file contain if labo wrote it.
+        option: where another path can be chosen.
+    """
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if mark in file.read(4096):
+                return
+    raise RequestError(f"{path} exists and was not written by labo: choose another {option}")
+
+
 def flush(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
+    """Flush a file, or the list of files in a folder, to the disk."""
     if path.is_dir() and os.name != "posix":
         return  # only POSIX can flush a folder
     descriptor = os.open(path, os.O_RDONLY)
@@ -36,11 +143,12 @@ def flush(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """Where a file is while it is written."""
+    """The name of a file while it is being written."""
     return path.with_name(f".{path.name}.tmp")
 
 
-def _put_in_place(path: Path) -> None:
+def put_in_place(path: Path) -> None:
+    """Give a file that was written under its temporary name its own name."""
     flush(temporary(path))
     os.replace(temporary(path), path)
     flush(path.parent)
@@ -49,7 +157,7 @@ def _put_in_place(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     try:
         temporary(path).write_text(text, encoding="utf-8")
-        _put_in_place(path)
+        put_in_place(path)
     except OSError as error:
         temporary(path).unlink(missing_ok=True)
         raise LabError(f"cannot write {path}: {error.strerror or error}") from error
@@ -60,7 +168,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file. Tensors that share memory (tied weights) are written out each."""
+    """Write a safetensors file. Tensors that share memory (tied weights) are each written."""
+    try:
+        write_temporary_tensors(path, tensors)
+        put_in_place(path)
+    except OSError as error:
+        temporary(path).unlink(missing_ok=True)
+        raise LabError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_temporary_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """:func:`write_tensors`, without giving the file its own name yet."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -70,20 +188,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         tensor = tensor.detach().cpu().contiguous()
         plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
+    target = temporary(path)
+    target.unlink(missing_ok=True)
+    target.touch()
+    mode = target.stat().st_mode
     try:
-        save_file(plain, temporary(path), metadata={"format": "pt"})
-        _put_in_place(path)
-    except (OSError, SafetensorError) as error:
-        temporary(path).unlink(missing_ok=True)
-        raise LabError(f"cannot write {path}: {error}") from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; nothing else can be in one, and nothing is run."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise LabError(f"cannot read {path}: {error}") from error
+        save_file(plain, target, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    target.chmod(mode)  # save_file makes files that only their owner may read

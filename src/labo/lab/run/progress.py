@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def notice(text: str) -> None:
+    """Print a line that is no result."""
+    print(f"labo: {text}", file=sys.stderr)
 
 
 class Display:

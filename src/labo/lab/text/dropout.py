@@ -1,7 +1,7 @@
-"""Dropout that does not wait for the generator.
+"""Faster dropout on a CPU.
 
-PyTorch's dropout on a CPU draws a number per element, one after the other; in a small Transformer
-that is a tenth of a training step. Four elements can share a draw of 64 bits.
+PyTorch draws one random number per element, in a single thread. In a small Transformer this takes a
+tenth of a training step. Here four elements share one draw of 64 bits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_VALUES = 1 << 16  # of the 16 bits an element gets
+_VALUES = 1 << 16  # values of the 16 random bits of an element
 
 
 def fast_dropout(input: Tensor, p: float) -> Tensor:
-    """``F.dropout(input, p)`` with ``p`` rounded to 16 bits; noise from PyTorch's generator.
+    """``F.dropout(input, p)`` with ``p`` rounded to 16 bits and PyTorch's generator.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -35,7 +35,7 @@ def fast_dropout(input: Tensor, p: float) -> Tensor:
 
 
 class FastDropout(TorchFunctionMode):
-    """Within it, ``F.dropout`` on a CPU is :func:`fast_dropout`, whoever calls it."""
+    """Context manager in which ``F.dropout`` on a CPU is :func:`fast_dropout`."""
 
     def __torch_function__(
         self,
@@ -51,7 +51,7 @@ class FastDropout(TorchFunctionMode):
 
 
 def _replaced(*args: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """Whether a call of ``F.dropout`` drops anything, in the way ``fast_dropout`` can."""
+    """Whether ``fast_dropout`` can replace this call of ``F.dropout``."""
     return (
         len(args) == 1 and args[0].device.type == "cpu" and training and not inplace and 0 < p < 1
     )

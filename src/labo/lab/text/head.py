@@ -42,10 +42,10 @@ def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None 
     """
     if teacher is not None and teacher.softcap is not None:
         raise ValueError("a teacher whose logits are capped cannot be used: linear_loss has no cap")
-    second: tuple[Tensor, ...] | None = None
+    teacher_logits: tuple[Tensor, ...] | None = None
     if teacher is not None:
         bias = () if teacher.bias is None else (teacher.bias,)
-        second = (teacher.states, teacher.weight, *bias)
+        teacher_logits = (teacher.states, teacher.weight, *bias)
     return linear_loss(
         head.states,
         head.weight,
@@ -53,5 +53,5 @@ def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None 
         loss,
         linear_bias=head.bias,
         softcap=head.softcap,
-        second=second,
+        teacher_logits=teacher_logits,
     )

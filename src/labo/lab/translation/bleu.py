@@ -1,21 +1,24 @@
 """Corpus scores of translations, all computed by sacrebleu.
 
-Two BLEUs that must not be mixed up: *sacreBLEU*, on detokenized text, which is comparable between
-papers; and *tokenized* BLEU, on the Moses tokens the model was trained on, which is what
-fairseq-generate prints and the paper reports.
+There are two BLEU scores. *sacreBLEU* is computed on detokenized text and can be compared between
+papers. *Tokenized* BLEU is computed on the Moses tokens the model was trained on; fairseq-generate
+prints it and the paper reports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from ..analysis.reading import Floats
+from ..analysis.significance import example_draws
 from ..errors import RequestError
 
 _UNKNOWN = "<unk>"
-# What fairseq puts in the place of <unk> in a reference, so that no hypothesis matches it.
+# fairseq replaces <unk> in a reference by this, so that no hypothesis matches it.
 _UNMATCHED = "<<unk>>"
 
 
@@ -25,9 +28,9 @@ def scores(
     """BLEU and chrF of detokenized text, from 0 to 100.
 
     Args:
-        hypotheses: what the model said, one line each.
-        references: what it should have said.
-        lowercase: whether case is to be ignored, as it must be for a model that has none.
+        hypotheses: the output of the model, one line each.
+        references: one line for each hypothesis.
+        lowercase: whether case is ignored, as is right for a model of lowercased text.
 
     Returns:
         ``bleu`` and ``chrf``.
@@ -46,7 +49,7 @@ def scores(
 
 
 def signatures(lowercase: bool) -> dict[str, str]:
-    """What ``scores`` computed, in sacrebleu's own words: ``bleu`` and ``chrf``.
+    """The sacrebleu signatures of what ``scores`` computes: ``bleu`` and ``chrf``.
 
     Example:
         >>> signatures(lowercase=True)["bleu"].rpartition("|")[0]
@@ -54,7 +57,7 @@ def signatures(lowercase: bool) -> dict[str, str]:
     """
     found = {}
     for name, metric in zip(("bleu", "chrf"), _metrics(lowercase), strict=True):
-        metric.corpus_score([""], [[""]])  # a metric knows how many references only afterwards
+        metric.corpus_score([""], [[""]])  # the signature includes the number of references seen
         found[name] = str(metric.get_signature())
     return found
 
@@ -64,7 +67,7 @@ def tokenized_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> floa
 
     Args:
         hypotheses: tokenized (and lowercased, if the model is), subwords joined.
-        references: likewise. An ``<unk>`` in them is matched by nothing.
+        references: likewise. An ``<unk>`` in a reference matches nothing.
 
     Example:
         >>> round(tokenized_bleu(["a b c d <unk> f"], ["a b c d <unk> f"]), 1)
@@ -79,14 +82,76 @@ def tokenized_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> floa
     return metric.corpus_score(hypotheses, [matchable]).score
 
 
+def bleu_metric(signature: str | None = None) -> BLEU:
+    """sacrebleu's BLEU with the tokenization and casing of a signature.
+
+    Args:
+        signature: such as "nrefs:1|case:lc|eff:no|tok:13a|smooth:exp|version:2.6.0".
+
+    Example:
+        >>> bleu_metric("nrefs:1|case:lc|eff:no|tok:intl|smooth:exp").lowercase
+        True
+    """
+    parts = dict(part.split(":", 1) for part in (signature or "").split("|") if ":" in part)
+    tokenizer = parts.get("tok")
+    if tokenizer is not None and tokenizer not in BLEU.TOKENIZERS:
+        raise RequestError(f"sacrebleu has no tokenizer {tokenizer!r} (signature {signature})")
+    # force: no warning about text that looks tokenized
+    return BLEU(lowercase=parts.get("case") == "lc", tokenize=tokenizer, force=True)
+
+
+def bootstrap_bleu(
+    hypotheses: Sequence[str], references: Sequence[str], signature: str | None = None
+) -> Floats:
+    """(1 + B,) corpus BLEU of all sentences and of each draw of the bootstrap over sentences.
+
+    Args:
+        hypotheses: (N,).
+        references: (N,).
+        signature: as for :func:`bleu_metric`.
+
+    Returns:
+        Scores for :func:`labo.lab.analysis.significance.paired_bootstrap`.
+
+    Example:
+        >>> text = ["one two three four five", "six seven eight nine ten"]
+        >>> bootstrap_bleu(text, text).shape, round(float(bootstrap_bleu(text, text)[0]), 6)
+        ((1001,), 100.0)
+    """
+    _check(hypotheses, references)
+    metric = bleu_metric(signature)
+    # Corpus BLEU is a function of sums over sentences: those of a draw are products of matrices.
+    rows = []
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        found = metric.corpus_score([hypothesis], [[reference]])
+        rows.append([found.sys_len, found.ref_len, *found.counts, *found.totals])
+    every = np.ones((1, len(rows)), dtype=np.int64)
+    sums = np.concatenate([every, example_draws(len(rows))]).astype(np.float64) @ np.array(rows)
+    order = metric.max_ngram_order
+    scores = [
+        BLEU.compute_bleu(
+            correct=row[2 : 2 + order],
+            total=row[2 + order :],
+            sys_len=row[0],
+            ref_len=row[1],
+            smooth_method=metric.smooth_method,
+            smooth_value=metric.smooth_value,
+            effective_order=metric.effective_order,
+            max_ngram_order=order,
+        ).score
+        for row in sums.astype(np.int64).tolist()
+    ]
+    return np.array(scores)
+
+
 def _metrics(lowercase: bool) -> tuple[BLEU, CHRF]:
-    # force: no remark about text that looks tokenized
+    # force: no warning about text that looks tokenized
     return BLEU(lowercase=lowercase, force=True), CHRF(lowercase=lowercase)
 
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     if len(hypotheses) != len(references) or not hypotheses:
         raise RequestError(
-            f"{len(hypotheses)} hypotheses for {len(references)} references: BLEU needs as many of "
-            "the one as of the other, and at least one"
+            f"{len(hypotheses)} hypotheses for {len(references)} references: BLEU needs one "
+            "hypothesis for each reference, and at least one"
         )

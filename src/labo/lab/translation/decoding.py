@@ -1,11 +1,11 @@
-"""Beam search, by transformers' ``generate``: from source token ids to scored hypotheses.
+"""Beam search with ``generate`` of transformers: from source token ids to scored hypotheses.
 
-The search is fairseq's, with which the paper was made: a sentence is done when ``beam`` hypotheses
-have ended, the score of one is its log-probability divided by its length to the power of
-``length_penalty``, and its length counts the closing ``</s>``. CTranslate2 searches likewise.
+The search is that of fairseq, which the paper used. A sentence is finished when ``beam`` hypotheses
+have ended. The score of a hypothesis is its log-probability divided by its length to the power of
+``length_penalty``; the length includes the closing ``</s>``. CTranslate2 uses the same rules.
 
-Each sentence has a longest output of its own, so that what comes out does not hang on what else
-stood in the batch. A hypothesis that meets it stays without ``</s>``.
+Each sentence has its own length limit, so that its translation does not depend on the other
+sentences of the batch. A hypothesis that reaches the limit has no ``</s>``.
 """
 
 from __future__ import annotations
@@ -32,22 +32,30 @@ from ..config import Section
 from ..errors import RequestError
 from .model import BOS, EOS, PAD
 
-# Logits held at once when hypotheses are scored: 128 MB of float32.
+# Logits stored at the same time when hypotheses are scored: 128 MB of float32.
 _SCORED_LOGITS = 2**25
 
 
 class Decode(Section):
-    """How translations are searched for.
+    """Beam search. Lengths include ``</s>`` and are limited by the positions of the model."""
 
-    The longest output has ``max_ratio`` times the source's tokens plus ``max_extra``, ``</s>``
-    counted on both sides, and never more than the model has positions for.
-    """
-
-    beam: int = Field(5, ge=1)
-    length_penalty: float = Field(1.0, ge=0)
-    max_ratio: float = Field(1.5, ge=0)
-    max_extra: int = Field(20, ge=1)
-    batch_tokens: int = Field(4096, ge=1)  # sentences x longest source x beam, at most
+    beam: int = Field(5, ge=1, description="Hypotheses kept at each step.")
+    length_penalty: float = Field(
+        1.0,
+        ge=0,
+        description="A hypothesis scores its log-probability divided by its length to this power. "
+        "Larger values favor longer outputs.",
+    )
+    max_ratio: float = Field(
+        1.5,
+        ge=0,
+        description="The longest output has `max_ratio` times the tokens of the source, plus "
+        "`max_extra`.",
+    )
+    max_extra: int = Field(20, ge=1, description="See `max_ratio`.")
+    batch_tokens: int = Field(
+        4096, ge=1, description="The largest batch: sentences times longest source times beam."
+    )
 
 
 @dataclass(frozen=True)
@@ -55,9 +63,9 @@ class Hypothesis:
     """One translation of a sentence.
 
     Attributes:
-        ids: target token ids, without start and without ``</s>``.
-        score: log-probability over length to the power of the length penalty; never above 0.
-        probabilities: what the model gave each token; one more, of ``</s>``, if it ended.
+        ids: target token ids, without the start token and without ``</s>``.
+        score: log-probability divided by length to the power of the length penalty.
+        probabilities: probability of each token, and of ``</s>`` if the hypothesis ended.
     """
 
     ids: tuple[int, ...]
@@ -66,17 +74,17 @@ class Hypothesis:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to ``</s>``, and was not cut off."""
+        """Whether it ended with ``</s>`` and not at the length limit."""
         return len(self.probabilities) > len(self.ids)
 
 
 def longest_output(source_length: int, options: Decode, positions: int) -> int:
-    """The most tokens a translation may have, ``</s>`` counted.
+    """The largest number of tokens of a translation, including ``</s>``.
 
     Args:
-        source_length: tokens of the source, ``</s>`` counted.
+        source_length: tokens of the source, including ``</s>``.
         options: ``max_ratio`` and ``max_extra``.
-        positions: of the model; the start token takes one.
+        positions: positions of the model; the start token takes one.
 
     Example:
         >>> longest_output(10, Decode(), 1024), longest_output(1000, Decode(), 1024)
@@ -88,16 +96,16 @@ def longest_output(source_length: int, options: Decode, positions: int) -> int:
 def generation_config(
     options: Decode, model: MarianConfig, *, nbest: int = 1, max_length: int | None = None
 ) -> GenerationConfig:
-    """The search as ``generate`` takes it: for :func:`decode`, and to be saved with a model.
+    """The options of ``generate``, for :func:`decode` and for the folder of a saved model.
 
     Args:
         options: beam and length penalty.
-        model: its positions.
+        model: the config of the model.
         nbest: hypotheses per sentence.
-        max_length: start token and output together; as many as the model has positions if None.
-            A saved file cannot tie it to the source: there ``</s>`` must end the sentence.
+        max_length: start token and output together. None: all positions of the model. A saved file
+            cannot make it depend on the source.
     """
-    # Without a beam nothing is compared. Unset, both would be taken from the model's own config.
+    # Greedy search compares no hypotheses. Unset options would come from the config of the model.
     wide = options.beam > 1
     return GenerationConfig(
         num_beams=options.beam,
@@ -120,27 +128,30 @@ def decode(
     options: Decode,
     *,
     nbest: int = 1,
+    temperature: float = 1.0,
     advance: Callable[[int], object] | None = None,
 ) -> list[list[Hypothesis]]:
-    """Translate token ids, where the model is and in the mode of evaluation.
+    """Translate token ids, on the device of the model and in eval mode.
 
     Args:
         model: a Marian encoder-decoder.
         sources: one sequence of token ids per sentence, ``</s>`` last.
         options: the search.
-        nbest: how many hypotheses to return of each sentence, at most ``options.beam``.
+        nbest: hypotheses to return per sentence, at most ``options.beam``.
+        temperature: the probabilities of the tokens are those of softmax(logits / temperature).
+            Search and scores are not changed by it.
         advance: called with the number of sentences after each batch.
 
     Returns:
         For each source its hypotheses, best first.
     """
     if not 1 <= nbest <= options.beam:
-        raise RequestError(f"{nbest} best of a beam of {options.beam}: choose 1 to {options.beam}")
+        raise RequestError(f"nbest must be 1 to {options.beam}, the beam size; got {nbest}")
     positions = model.config.max_position_embeddings
     for index, source in enumerate(sources):
         if not 1 <= len(source) <= positions:
             raise RequestError(
-                f"source {index} has {len(source)} tokens, the model has 1 to {positions} positions"
+                f"source {index} has {len(source)} tokens; the model takes 1 to {positions}"
             )
     found: list[list[Hypothesis]] = [[] for _ in sources]
     training = model.training
@@ -148,7 +159,9 @@ def decode(
     try:
         with torch.inference_mode():
             for batch in batches([len(source) for source in sources], options):
-                translated = _decode_batch(model, [sources[i] for i in batch], options, nbest)
+                translated = _decode_batch(
+                    model, [sources[i] for i in batch], options, nbest, temperature
+                )
                 for i, hypotheses in zip(batch, translated, strict=True):
                     found[i] = hypotheses
                 if advance is not None:
@@ -177,25 +190,29 @@ def batches(lengths: Sequence[int], options: Decode) -> Iterator[list[int]]:
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
-    """Ends each sentence of a batch at its own length."""
+    """Ends each sentence of a batch at its own length limit."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        rows, length = input_ids.shape  # candidates of a sentence stand together; with the start
+        rows, length = input_ids.shape  # the beams of a sentence are adjacent; with start token
         return (length > self.lengths).repeat_interleave(rows // len(self.lengths))
 
 
 class _BeamCache(EncoderDecoderCache):  # type: ignore[misc]
-    """Keys and values of a search. All beams of a sentence see the same source: it stays put."""
+    """The cache of a search. All beams of a sentence share the source, which is not reordered."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.self_attention_cache.reorder_cache(beam_idx)
 
 
 def _decode_batch(
-    model: MarianMTModel, sources: Sequence[Sequence[int]], options: Decode, nbest: int
+    model: MarianMTModel,
+    sources: Sequence[Sequence[int]],
+    options: Decode,
+    nbest: int,
+    temperature: float,
 ) -> list[list[Hypothesis]]:
     config, device = model.config, model.device
     longest = [
@@ -220,47 +237,61 @@ def _decode_batch(
         ),
         past_key_values=_BeamCache(DynamicCache(config=config), DynamicCache(config=config)),
     )
-    log_p = _log_probabilities(model, encoded, mask, sequences, nbest)
+    log_p = _log_probabilities(model, encoded, mask, sequences, nbest, (1.0, temperature))
     hypotheses = [
-        _hypothesis(ids, values, options.length_penalty)
-        for ids, values in zip(sequences[:, 1:].tolist(), log_p.tolist(), strict=True)
+        _hypothesis(ids, found, tempered, options.length_penalty)
+        for ids, (found, tempered) in zip(sequences[:, 1:].tolist(), log_p.tolist(), strict=True)
     ]
     return [hypotheses[i : i + nbest] for i in range(0, len(hypotheses), nbest)]
 
 
 def _encoder_outputs(states: Tensor) -> BaseModelOutput:
-    """States for the decoder; new each time, because ``generate`` repeats them in place."""
+    """Encoder states for the decoder. A new object, because ``generate`` modifies it."""
     return BaseModelOutput(states)
 
 
 def _log_probabilities(
-    model: MarianMTModel, encoded: Tensor, mask: Tensor, sequences: Tensor, nbest: int
+    model: MarianMTModel,
+    encoded: Tensor,
+    mask: Tensor,
+    sequences: Tensor,
+    nbest: int,
+    temperatures: Sequence[float],
 ) -> Tensor:
-    """What the model gives each token of the sequences (rows, 1 + T), in one pass: (rows, T)."""
+    """Log-probability of each token of the sequences (rows, 1 + T), in one pass.
+
+    Returns:
+        (rows, temperatures, T).
+    """
     given, tokens = sequences[:, :-1], sequences[:, 1:].unsqueeze(-1)
     rows = max(1, _SCORED_LOGITS // (given.shape[1] * model.lm_head.out_features))
-    pieces = []
-    for piece in torch.arange(len(sequences), device=sequences.device).split(rows):
+    blocks = []
+    for index in torch.arange(len(sequences), device=sequences.device).split(rows):
         logits = model(
-            encoder_outputs=_encoder_outputs(encoded[piece // nbest]),
-            attention_mask=mask[piece // nbest],
-            decoder_input_ids=given[piece],
+            encoder_outputs=_encoder_outputs(encoded[index // nbest]),
+            attention_mask=mask[index // nbest],
+            decoder_input_ids=given[index],
             use_cache=False,
         ).logits.float()
-        pieces.append((logits.gather(-1, tokens[piece]) - logits.logsumexp(-1, True)).squeeze(-1))
-    return torch.cat(pieces)
+        found = {}
+        for t in {*temperatures}:
+            scaled = logits if t == 1 else logits / t
+            found[t] = scaled.gather(-1, tokens[index]).squeeze(-1) - scaled.logsumexp(-1)
+        blocks.append(torch.stack([found[t] for t in temperatures], 1))
+    return torch.cat(blocks)
 
 
-def _hypothesis(ids: list[int], log_p: list[float], length_penalty: float) -> Hypothesis:
-    """Cut a row of ``generate`` behind its end."""
+def _hypothesis(
+    ids: list[int], log_p: list[float], tempered: list[float], length_penalty: float
+) -> Hypothesis:
+    """A row of ``generate``, without what follows its end."""
     if EOS in ids:
         end = ids.index(EOS)
-        log_p = log_p[: end + 1]
-    else:  # cut off; padded if another sentence of the batch is longer
-        end = ids.index(PAD) if PAD in ids else len(ids)
-        log_p = log_p[:end]
+        length = end + 1
+    else:  # at the length limit; padded if another sentence of the batch is longer
+        length = end = ids.index(PAD) if PAD in ids else len(ids)
     return Hypothesis(
         ids=tuple(ids[:end]),
-        score=sum(log_p) / len(log_p) ** length_penalty,
-        probabilities=tuple(map(math.exp, log_p)),
+        score=sum(log_p[:length]) / length**length_penalty,
+        probabilities=tuple(map(math.exp, tempered[:length])),
     )

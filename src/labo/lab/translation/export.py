@@ -5,7 +5,8 @@ start from a row of zeros and have their padding last. Models trained here start
 fairseq's do, so they are converted with the loader for BART that lies below it.
 
 The exported folder stands by itself: the model, its tokenizers, and ``labo.json`` with what is done
-to text before and after.
+to text before and after, and with the temperature of ``labo calibrate``. The exported weights are
+those of the run: the scores of CTranslate2 are calibrated if the temperature is folded in.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def _add_text(folder: ModelFolder, out: Path) -> None:
         "pairs": [vars(pair) for pair in folder.pairs],
         "text": folder.text.model_dump(mode="json"),
         "decode": folder.decode.model_dump(mode="json"),
+        "temperature": folder.temperature,
     }
     atomic.write_json(out / "labo.json", facts)
 

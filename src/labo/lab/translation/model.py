@@ -1,12 +1,11 @@
 """Translation models: Marian encoder-decoders of ``transformers``, built from a config.
 
-Nothing is downloaded and no architecture is home-made: a :class:`TranslationModel` holds a
-``MarianMTModel`` and ends in hidden states and output layer, for :func:`labo.linear_loss` to finish
-without ever storing the logits of a batch. What it saves is a plain Marian model, which
-``AutoModelForSeq2SeqLM`` loads anywhere.
+Nothing is downloaded. A :class:`TranslationModel` wraps a ``MarianMTModel`` and returns hidden
+states and the output layer, so that :func:`labo.linear_loss` can compute the loss without storing
+the logits of a batch. A saved model is a plain Marian model, which ``AutoModelForSeq2SeqLM`` loads.
 
-``MODEL_PRESETS`` has the dimensions: ``iwslt`` and ``base`` are the paper's, ``small`` and ``tiny``
-are for two cores.
+``MODEL_PRESETS`` has the dimensions. ``iwslt`` and ``base`` are those of the paper, ``small`` and
+``tiny`` are for CPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from torch.nn import functional as F
 from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianAttention
 
-from ..._checks import Registry
+from ..._names import Registry
+from ...calibration import fold_temperature
 from ..text.dropout import FastDropout
 from ..text.head import Head
 
-BOS, PAD, EOS, UNK = range(4)  # fairseq's order
+BOS, PAD, EOS, UNK = range(4)  # the order of fairseq
 NUM_SPECIAL = 4
 
 MODEL_PRESETS = Registry(
@@ -52,16 +52,17 @@ def marian_config(
     embeddings: str = "shared",
     positions: int = 1024,
 ) -> MarianConfig:
-    """The config of a Marian model trained from scratch, with fairseq's special tokens.
+    """The config of a Marian model trained from scratch, with the special tokens of fairseq.
 
     Args:
         vocabularies: sizes of source and target vocabulary.
         width, ffn, heads, encoder_layers, decoder_layers: the dimensions.
-        dropout: on embeddings and the outputs of sublayers.
-        attention_dropout, activation_dropout: on attention weights and inside the feed-forward.
-        embeddings: "shared" (source, target and output layer are one matrix), "decoder" (target and
-            output layer are) or "separate" (three matrices).
-        positions: the longest sentence in tokens.
+        dropout: dropout on embeddings and on the outputs of sublayers.
+        attention_dropout, activation_dropout: dropout on attention weights and inside the
+            feed-forward layers.
+        embeddings: "shared" (one matrix for source, target and output layer), "decoder" (one for
+            target and output layer) or "separate" (three matrices).
+        positions: the longest sentence, in tokens.
     """
     source, target = vocabularies
     return MarianConfig(
@@ -92,12 +93,13 @@ def marian_config(
 
 
 class TranslationModel(nn.Module):
-    """A Marian model that stops before its output layer.
+    """A Marian model without the multiplication by its output layer.
 
     Args:
         marian: the model.
-        fixnorm: divide every word embedding by its length at use, on the way in and on the way out
-            (Nguyen and Chiang 2018). The saved model has the divided embeddings and is a plain one.
+        fixnorm: normalize every word embedding to length 1 when it is used, in the input and in
+            the output layer (Nguyen and Chiang 2018). The saved model is a plain Marian model with
+            normalized embeddings.
 
     Example:
         >>> config = marian_config((50, 50), width=8, ffn=16, heads=2, encoder_layers=1,
@@ -118,16 +120,16 @@ class TranslationModel(nn.Module):
 
         Args:
             source: (N, S) token ids.
-            mask: (N, S), 0 where the source is padding; None if nothing is.
-            prefix: (N, T) target ids, beginning with </s>. What follows the end of a target is
-                never looked back on, so it needs no mask.
+            mask: (N, S), 0 where the source is padding; None if there is no padding.
+            prefix: (N, T) target ids, starting with </s>. Padding at the end needs no mask, since
+                attention looks only to the left.
         """
         body = self.marian.model
         if self.fixnorm:
             embed = {
                 "inputs_embeds": F.embedding(source, _unit(body.encoder.embed_tokens.weight))
                 * body.encoder.embed_scale,
-                # Marian scales what the decoder is given, but not what the encoder is given.
+                # Marian scales given embeddings of the decoder, but not those of the encoder.
                 "decoder_inputs_embeds": F.embedding(
                     prefix, _unit(body.decoder.embed_tokens.weight)
                 ),
@@ -140,10 +142,10 @@ class TranslationModel(nn.Module):
         return Head(states, _unit(weight) if self.fixnorm else weight)
 
     def plain_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """What a plain Marian folder holds: no fixed positions, and tied matrices once.
+        """The weights of a plain Marian model, without fixed positions; tied matrices once.
 
         Args:
-            weights: a ``state_dict()`` of this model, or of an average of such; else its own.
+            weights: a ``state_dict()`` of this model or an average of several. Default: its own.
         """
         weights = self.state_dict() if weights is None else weights
         left_out = {*self.marian._keys_to_ignore_on_save, *self.marian.all_tied_weights_keys}
@@ -157,8 +159,25 @@ class TranslationModel(nn.Module):
         return plain
 
     @torch.no_grad()
+    def fold_temperature(self, temperature: float) -> None:
+        """Divide the logits by a temperature for good.
+
+        An output layer that is tied to the embeddings stays as it is. The states it is given are
+        divided instead: they come out of the normalization of the last decoder layer, and go
+        nowhere else.
+        """
+        if self.fixnorm:
+            raise ValueError("fold the temperature into the saved model, which is a plain one")
+        if not self.marian.config.tie_word_embeddings:
+            fold_temperature(self.marian, temperature)
+            return
+        last = self.marian.model.decoder.layers[-1].final_layer_norm
+        for part in (last.weight, last.bias, self.marian.final_logits_bias):
+            part.div_(temperature)
+
+    @torch.no_grad()
     def plain(self) -> MarianMTModel:
-        """The Marian model to decode with; shares memory with this one where it can."""
+        """The Marian model for decoding. It shares memory with this one unless fixnorm is on."""
         if not self.fixnorm:
             return self.marian
         model = MarianMTModel(self.marian.config)
@@ -168,7 +187,7 @@ class TranslationModel(nn.Module):
 
 
 def fresh_translator(config: MarianConfig, *, fixnorm: bool = False) -> TranslationModel:
-    """A model to train from scratch, from PyTorch's generator."""
+    """A model with random weights, drawn from the generator of PyTorch."""
     marian = MarianMTModel(config)
     _initialise(marian, fixnorm)
     return TranslationModel(marian, fixnorm=fixnorm)
@@ -180,7 +199,7 @@ def _unit(embeddings: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _initialise(model: MarianMTModel, fixnorm: bool) -> None:
-    """fairseq's start, or FixNorm's small uniform embeddings."""
+    """Initialize as fairseq does; with FixNorm the embeddings are small and uniform."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not model.lm_head:
             nn.init.xavier_uniform_(module.weight)
@@ -191,12 +210,12 @@ def _initialise(model: MarianMTModel, fixnorm: bool) -> None:
                 nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2))
     body = model.model
     matrices = (body.encoder.embed_tokens, body.decoder.embed_tokens, model.lm_head)
-    # Tied ones are drawn once.
+    # Tied matrices are drawn once.
     for weight in {id(matrix.weight): matrix.weight for matrix in matrices}.values():
         if fixnorm:
             nn.init.uniform_(weight, -0.01, 0.01)
         else:
             nn.init.normal_(weight, std=model.config.d_model**-0.5)
-    if not fixnorm:  # a row of zeros has no direction
+    if not fixnorm:  # a row of zeros cannot be normalized
         for embedding in (body.encoder.embed_tokens, body.decoder.embed_tokens):
             embedding.weight[PAD].zero_()

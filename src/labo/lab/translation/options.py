@@ -1,4 +1,4 @@
-"""What ``labo prepare`` is asked for: files, cleaning, limits, subwords; and the presets."""
+"""The options of ``labo prepare``: files, cleaning, limits, subwords; and the presets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from ..config import Names, Section, explain
 from ..errors import RequestError
 from ..text.subwords import Size
@@ -23,15 +23,15 @@ Tag = Literal["source", "target", "none"]
 
 
 def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
-    """Directions of translation, each with the tag that begins its sources.
+    """Language pairs, each with the tag that is put before its source sentences.
 
     Args:
         names: such as "de-en".
-        tag: the language that the tag names. By default what the model must be told: the target
-            if there are several, else the source if there are several.
+        tag: the language that the tag names. Default: the target if there are several, else the
+            source if there are several.
 
     Raises:
-        ValueError: a name is no pair of two languages, or is given twice.
+        ValueError: a name is not a pair of two languages, or is given twice.
 
     Example:
         >>> [pair.tag for pair in parse_pairs(["de-en", "fr-en"])]
@@ -53,20 +53,59 @@ def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
 
 
 class Processing(Section):
-    """What becomes of sentence pairs. A limit of 0 is none."""
+    """How sentence pairs are cleaned, split and encoded. A limit of 0 means no limit."""
 
     text: TextOptions = TextOptions()
-    train_text: TextOptions | None = None  # where training text is treated otherwise
-    max_tokens: int = Field(default=0, ge=0)  # words on a side, of training pairs
-    max_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
-    max_pieces: int = Field(default=0, ge=0)  # subwords on a side, of training and held-out pairs
-    max_piece_ratio: float = Field(default=0.0, ge=0)  # of the longer to the shorter side, likewise
-    holdout: int = Field(default=0, ge=0)  # every so many-th cleaned training pair goes to valid
-    holdout_test: int = Field(default=0, ge=0)  # every so many-th of the rest goes to test
-    vocabulary: int | None = Field(default=None, ge=1)  # types, special tokens included; or
-    merges: int | None = Field(default=None, ge=0)  # so many byte-pair merges; or
-    codes: str | None = None  # a file of them, as subword-nmt writes it
-    share: Literal["all", "merges", "nothing"] = "all"  # of the subwords, by the two sides
+    train_text: TextOptions | None = None  # if training text is processed differently
+    max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Drop training pairs with more words than this on either side; 0 keeps all.",
+    )
+    max_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        description="Drop training pairs in which one side has more than this many times the words "
+        "of the other; 0 keeps all.",
+    )
+    max_pieces: int = Field(
+        default=0,
+        ge=0,
+        description="Drop training and held-out pairs with more subwords than this on either side; "
+        "0 keeps all.",
+    )
+    max_piece_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        description="Drop training and held-out pairs in which one side has more than this many "
+        "times the subwords of the other; 0 keeps all.",
+    )
+    holdout: int = Field(
+        default=0,
+        ge=0,
+        description="Use every N-th cleaned training pair for validation; 0 holds out none.",
+    )
+    holdout_test: int = Field(
+        default=0,
+        ge=0,
+        description="Use every N-th of the remaining training pairs for testing; 0 holds out none.",
+    )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the vocabulary, special tokens included. Default: 10000.",
+    )
+    merges: int | None = Field(
+        default=None, ge=0, description="Number of byte-pair merges, instead of --vocabulary."
+    )
+    codes: str | None = Field(
+        default=None, description="File of merges from subword-nmt, instead of --vocabulary."
+    )
+    share: Literal["all", "merges", "nothing"] = Field(
+        default="all",
+        description="What the two languages share: all (one vocabulary, the default), merges (one "
+        "set of merges, two vocabularies) or nothing.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Processing:
@@ -96,15 +135,26 @@ class Processing(Section):
 
 
 class PrepareOptions(Processing):
-    """Files of parallel text, and what becomes of them."""
+    """All options of ``labo prepare``."""
 
-    pair: Names  # such as de-en
-    train: Names  # files, see labo.lab.translation.parallel
-    valid: Names = ()
-    test: Names = ()
-    columns: Names = ("source", "target")  # of files with columns
-    # The language that the first token of a source names; by default what the model must know.
-    tag: Tag | None = None
+    pair: Names = Field(description="Source and target language, such as de-en. Can be repeated.")
+    train: Names = Field(
+        description="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET "
+        "for two files, or one tab-separated file. Plain text, .gz, .xml and .sgm are read. "
+        "{pair}, {source} and {target} stand for the languages. Can be repeated."
+    )
+    valid: Names = Field((), description="Validation text, given like --train.")
+    test: Names = Field((), description="Test text, given like --train.")
+    columns: Names = Field(
+        ("source", "target"),
+        description="Columns of a tab-separated file. Default: source,target.",
+    )
+    tag: Tag | None = Field(
+        None,
+        description="Language that a tag before each source sentence names: source, target or "
+        "none. Default: the target if there are several, else the source if there are "
+        "several.",
+    )
 
     @model_validator(mode="after")
     def _has_splits(self) -> PrepareOptions:
@@ -159,7 +209,7 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
 def choose(
     preset: str | None, text: Mapping[str, bool | None], settings: Mapping[str, Any]
 ) -> PrepareOptions:
-    """A preset with what is to differ from it.
+    """The options of a preset, with changes.
 
     Args:
         preset: one of :data:`PREPARE_PRESETS`, or None.

@@ -1,9 +1,8 @@
 """Translation: prepared parallel text, a Transformer, beam search and BLEU.
 
-Batches are made up by their tokens: sentences of like length go together, as many as fit in
-``train.batch_tokens`` with their padding counted, and the batches, fixed for the run, come in
-another order in each epoch. The loss takes hidden states and output layer through
-:func:`labo.linear_loss`; rows that are padding never reach it.
+A batch consists of sentences of similar length, as many as fit into ``train.batch_tokens`` with
+padding counted. The batches are fixed for a run; each epoch uses them in another order. The loss is
+computed from hidden states and output layer by :func:`labo.linear_loss`, without padding.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 from transformers import MarianMTModel
 from transformers.utils import logging
 
-from ..._checks import unknown_name
+from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..run.seeds import permutation, uniforms
-from ..tasks import Batch, Evaluation
+from ..tasks import Batch, Evaluation, Task
 from ..text import forced
 from ..text.batching import batches_by_length, in_order, rounded, text_digest
 from ..text.head import Head, head_loss
@@ -47,48 +46,82 @@ from .prepared import Prepared, Side, TextSplit
 from .text import Pipeline
 
 _IGNORED = -100
-_EXPLORED = 5  # examples with all their logits
+_EXPLORED = 5  # examples saved with all their logits
 
 
 class TextData(config.Section):
-    """Which text: the built-in CLDR phrases, or a folder made by ``labo prepare``."""
+    """The text: the built-in CLDR phrases, or a folder made by ``labo prepare``."""
 
-    name: Literal["cldr", "prepared"]
-    path: str | None = None  # of the prepared folder
-    languages: config.Names = ()  # of the CLDR phrases: de-en, en-de, fr-en, en-fr; or several
-    size: int = Field(20_000, ge=100)  # CLDR training pairs
-    data_seed: int = Field(0, ge=0)  # of the CLDR phrases
-    vocabulary: int = Field(2000, ge=300)  # of the CLDR phrases
-    # SwitchOut (Wang et al. 2018): the temperature of the number of replaced words; 0 is off.
-    switchout_source: float = Field(0.0, ge=0)
-    switchout_target: float = Field(0.0, ge=0)
+    name: Literal["cldr", "prepared"] = Field(
+        description="`cldr`: built-in phrases from the Unicode CLDR. `prepared`: a folder made by "
+        "`labo prepare`."
+    )
+    path: str | None = Field(None, description="With `prepared`: the folder.")
+    languages: config.Names = Field(
+        (), description="With `cldr`: one or several of de-en, en-de, fr-en and en-fr."
+    )
+    size: int = Field(20_000, ge=100, description="With `cldr`: the number of training pairs.")
+    data_seed: int = Field(0, ge=0, description="With `cldr`: the seed of the phrases.")
+    vocabulary: int = Field(2000, ge=300, description="With `cldr`: the size of the vocabulary.")
+    switchout_source: float = Field(
+        0.0,
+        ge=0,
+        description="SwitchOut (Wang et al. 2018) on the source: temperature of the number of "
+        "replaced words; 0 is off.",
+    )
+    switchout_target: float = Field(0.0, ge=0, description="SwitchOut on the target, likewise.")
 
     @model_validator(mode="after")
     def _consistent(self) -> TextData:
         if (self.name == "prepared") != (self.path is not None):
             raise ValueError(
-                "name: prepared needs path=FOLDER, made by `labo prepare`; name: cldr takes none"
+                "name=prepared needs path=FOLDER, made by `labo prepare`; name=cldr takes no path"
             )
         if (self.name == "cldr") != bool(self.languages):
-            raise ValueError("languages, such as [de-en], belong to name: cldr, which needs them")
+            raise ValueError("name=cldr needs languages, such as [de-en]; name=prepared takes none")
         return self
 
 
 class TextModel(config.Section):
-    """A preset, and what is to differ from it."""
+    """The Transformer: a preset, and what differs from it."""
 
-    preset: str
-    width: int | None = Field(None, ge=2)
-    ffn: int | None = Field(None, ge=1)
-    heads: int | None = Field(None, ge=1)
-    encoder_layers: int | None = Field(None, ge=1)
-    decoder_layers: int | None = Field(None, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
-    activation_dropout: float = Field(0.0, ge=0, lt=1)
-    embeddings: Literal["shared", "decoder", "separate"] = "shared"
-    fixnorm: bool = False
-    positions: int = Field(1024, ge=8)  # the longest sentence, in tokens
+    preset: str = Field(
+        description="The dimensions (width/ffn, heads, layers): "
+        + ", ".join(
+            f"{name} ({p['width']}/{p['ffn']}, {p['heads']}, {p['layers']}+{p['layers']})"
+            for name, p in MODEL_PRESETS.items()
+        )
+        + "."
+    )
+    width: int | None = Field(
+        None, ge=2, description="Width of embeddings and layers. null: as in the preset."
+    )
+    ffn: int | None = Field(
+        None, ge=1, description="Width inside the feed-forward layers. null: as in the preset."
+    )
+    heads: int | None = Field(None, ge=1, description="Attention heads. null: as in the preset.")
+    encoder_layers: int | None = Field(
+        None, ge=1, description="Layers of the encoder. null: as in the preset."
+    )
+    decoder_layers: int | None = Field(
+        None, ge=1, description="Layers of the decoder. null: as in the preset."
+    )
+    dropout: float = Field(
+        0.1, ge=0, lt=1, description="Dropout on embeddings and on the outputs of sublayers."
+    )
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on attention weights.")
+    activation_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout inside the feed-forward layers."
+    )
+    embeddings: Literal["shared", "decoder", "separate"] = Field(
+        "shared",
+        description="Tied matrices: source, target and output layer (`shared`), target and output "
+        "layer (`decoder`), or none (`separate`).",
+    )
+    fixnorm: bool = Field(
+        False, description="Use word embeddings of length 1 (Nguyen and Chiang 2018)."
+    )
+    positions: int = Field(1024, ge=8, description="The longest sentence, in tokens.")
 
     @field_validator("preset")
     @classmethod
@@ -103,7 +136,7 @@ class TextModel(config.Section):
         if width % heads or width % 2:
             raise ValueError(f"width {width} must be even and divisible by heads {heads}")
         if self.fixnorm and self.embeddings == "separate":
-            raise ValueError("fixnorm needs embeddings: shared or decoder")
+            raise ValueError("fixnorm needs embeddings=shared or embeddings=decoder")
         return self
 
     def dimensions(self) -> dict[str, int]:
@@ -114,11 +147,17 @@ class TextModel(config.Section):
 
 
 class TextTrain(config.Train):
-    """The loop, and the score on the validation sentences that selects the model."""
+    """The training loop of translation."""
 
-    batch_tokens: int = Field(ge=16)  # sentences x longest side, over all processes and pieces
-    select: Literal["bleu", "nll"] = "bleu"
-    select_beam: int = Field(1, ge=1)  # of the BLEU that selects
+    batch_tokens: int = Field(
+        ge=16,
+        description="Tokens per optimizer step: sentences times the longest side, padding "
+        "included, over all processes and micro-batches.",
+    )
+    select: Literal["bleu", "nll"] = Field(
+        "bleu", description="The score on the validation split that selects the model."
+    )
+    select_beam: int = Field(1, ge=1, description="Beam size of the BLEU that selects the model.")
 
 
 class TextRecipe(config.Recipe):
@@ -132,12 +171,12 @@ class TextRecipe(config.Recipe):
 
 @dataclass(frozen=True)
 class Sentences:
-    """What the model reads: padded sources and target prefixes.
+    """The input of the model: padded sources and target prefixes.
 
     Attributes:
-        source: (N, S).
-        mask: (N, S), False where the source is padding; None if nothing is.
-        prefix: (N, T), </s> and the target without its last token.
+        source: (N, S) token ids.
+        mask: (N, S), False where the source is padding; None if there is no padding.
+        prefix: (N, T), </s> followed by the target without its last token.
     """
 
     source: Tensor
@@ -152,12 +191,13 @@ class Sentences:
         )
 
 
-class TranslationTask:
-    """Sentence pairs, the model that translates them, and its scores."""
+class TranslationTask(Task):
+    """Translation: data, model and scores."""
 
     Recipe = TextRecipe
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
     provides: ClassVar = frozenset({"vocabulary_groups"})
+    tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -173,12 +213,12 @@ class TranslationTask:
         self.num_classes = self.vocabularies[1]
         if recipe.model.embeddings == "shared" and not self._joint:
             raise RequestError(
-                "model.embeddings: shared needs one vocabulary, but this data has two: "
-                "choose decoder or separate"
+                "model.embeddings: shared needs one vocabulary, but this data has two; set it to "
+                "decoder or separate"
             )
         for split in ("train", "valid", "test"):
             if not len(self.data.split(split)):
-                raise RequestError(f"{self.data.path}: its {split} split is empty")
+                raise RequestError(f"{self.data.path}: the {split} split is empty")
         self._train = self.data.split("train")
         self._batches, left_out = self._make_batches()
         self.size = len(self._train)
@@ -206,11 +246,11 @@ class TranslationTask:
 
     @staticmethod
     def load_model(folder: Path) -> TranslationModel:
-        logging.disable_progress_bar()  # a moment is all it takes
+        logging.disable_progress_bar()  # loading takes a moment only
         return TranslationModel(MarianMTModel.from_pretrained(folder, local_files_only=True))
 
     def facts(self) -> dict[str, Any]:
-        """What the saved model says of itself besides its dimensions."""
+        """The facts that are saved with the model, besides its dimensions."""
         return {
             "task": self.recipe.task,
             "num_classes": self.num_classes,
@@ -231,13 +271,13 @@ class TranslationTask:
             "config.json": json.dumps(marian, indent=2) + "\n",
             "generation_config.json": generation.to_json_string(),
         }
-        for folder, place in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/")):
+        for folder, prefix in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/")):
             for path in sorted((self.data.path / folder).glob("*")):
-                texts[place + path.name] = path.read_text(encoding="utf-8")
+                texts[prefix + path.name] = path.read_text(encoding="utf-8")
         return model.plain_weights(weights), texts
 
     def outputs(self, model: nn.Module, batch: Batch) -> Head:
-        """Hidden states and output layer for the target tokens of a batch, padding left out."""
+        """Hidden states for the target tokens of a batch, without padding, and the output layer."""
         sentences: Sentences = batch.inputs
         head: Head = model(sentences.source, sentences.mask, sentences.prefix)
         return head._replace(states=head.states[sentences.prefix != PAD])
@@ -255,15 +295,15 @@ class TranslationTask:
     # ------------------------------------------------------------------ training batches
 
     def _make_batches(self) -> tuple[list[Tensor], list[str]]:
-        """The sentences of each batch, the same in every epoch; and what there is to say of it."""
+        """The sentences of each batch, the same in every epoch, and notes for the user."""
         limit = self.recipe.train.batch_tokens
         longest = torch.maximum(_lengths(self._train, "source"), _lengths(self._train, "target"))
         fits = longest <= min(limit, self.recipe.model.positions)
         if not fits.any():
-            raise RequestError(f"train.batch_tokens: no sentence is as short as {limit} tokens")
+            raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
         batches = batches_by_length(longest, fits, limit, self.recipe.seed)
         missing = int((~fits).sum())
-        notes = [f"{missing} training pairs are too long for a batch and left out"]
+        notes = [f"{missing} training pairs are too long for a batch and are not used"]
         return batches, notes if missing else []
 
     def _epoch_order(self, epoch: int) -> list[int]:
@@ -282,7 +322,7 @@ class TranslationTask:
         return self._batch(self._train, index, epoch, training=True)
 
     def peers(self, batch: Batch) -> Batch:
-        raise RequestError("translation has no other sentence of the same class")
+        raise RequestError("translation has no samples of the same class")
 
     def _batch(self, split: TextSplit, index: Tensor, epoch: int, *, training: bool) -> Batch:
         sides = {}
@@ -301,24 +341,26 @@ class TranslationTask:
         sentences = Sentences(
             source,
             None if bool(mask.all()) else mask,
-            # Whatever follows the end of a target is padding, so that no loss is taken there.
+            # Positions after the end of a target are padding, so no loss is computed there.
             torch.cat([start, target[:, :-1]], 1).masked_fill(target == PAD, PAD),
         )
         return Batch(sentences, target.masked_fill(target == PAD, _IGNORED), index, epoch)
 
     @property
     def _first_type(self) -> int:
-        """The first id that is a piece of text; the special tokens and tags come before."""
+        """The first id of a subword; special tokens and tags come before it."""
         tags = {pair.tag for pair in self.data.pairs if pair.tag}
         return NUM_SPECIAL + len(tags)
 
     def vocabulary_groups(self) -> Tensor:
-        """(V,) of a joint vocabulary: 0 target only, 1 common, 2 source only (masked smoothing).
+        """(V,) group of each type: 0 target only, 1 common, 2 source only.
 
-        The special tokens are common. A type that training never showed is common, too.
+        Special tokens and types that do not occur in the training text are common.
         """
         if not self._joint:
-            raise RequestError("mls and wls need one vocabulary for both languages")
+            raise RequestError(
+                "mls and wls need one vocabulary for both languages: labo prepare --share all"
+            )
         source, target = (self.data.frequencies(side) > 0 for side in ("source", "target"))
         groups = torch.ones(self.num_classes, dtype=torch.int64)
         groups[torch.from_numpy(target & ~source)] = 0
@@ -337,16 +379,16 @@ class TranslationTask:
             metrics |= {"bleu": self._scores(split, self._texts(split, hypotheses))["bleu"]}
         return metrics
 
-    def evaluate(
+    def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
         model: nn.Module,
         split: str,
         accelerator: Accelerator,
         *,
         beams: Sequence[int] = (),
+        temperature: float | None = None,
     ) -> Evaluation:
         chosen = self.data.split(split)
-        temperature = self._temperature(model, accelerator)
         references = self._forced(model, chosen, accelerator, temperature)
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
@@ -396,7 +438,7 @@ class TranslationTask:
         return scores
 
     def _shares(self, split: TextSplit, accelerator: Accelerator) -> list[int]:
-        """This process's sentences."""
+        """The sentences that this process scores."""
         return list(range(accelerator.process_index, len(split), accelerator.num_processes))
 
     def _decode(
@@ -412,7 +454,7 @@ class TranslationTask:
     def _heads(
         self, model: nn.Module, split: TextSplit, accelerator: Accelerator
     ) -> Iterator[tuple[list[int], Batch, Head]]:
-        """This process's sentences by batches, and the model's states at their target tokens."""
+        """Batches of the sentences of this process, and the hidden states at their targets."""
         model.eval()
         mine = self._shares(split, accelerator)
         longest = np.maximum(split.lengths("source"), split.lengths("target"))[mine]
@@ -421,7 +463,7 @@ class TranslationTask:
             batch = batch.to(accelerator.device)
             with accelerator.autocast():
                 head = self.outputs(model, batch)
-            yield part.tolist(), batch, head  # outside: what is measured of it stays exact
+            yield part.tolist(), batch, head  # outside of autocast: statistics are in float32
 
     @torch.no_grad()
     def _forced(
@@ -431,25 +473,27 @@ class TranslationTask:
         accelerator: Accelerator,
         temperature: float | None = None,
     ) -> list[dict[str, Any]]:
-        """What the model says of each reference token, given those before it."""
+        """Statistics of each reference token, given the true prefix."""
         found = []
         for part, batch, head in self._heads(model, split, accelerator):
             stats = forced.token_statistics(head, _tokens(batch), temperature)
             lengths = (batch.target != _IGNORED).sum(-1).tolist()
             columns = {name: column.split(lengths) for name, column in stats.items()}
-            for place, index in enumerate(part):
-                row = {name: pieces[place].cpu() for name, pieces in columns.items()}
+            for position, index in enumerate(part):
+                row = {name: tokens[position].cpu() for name, tokens in columns.items()}
                 found.append((index, row))
         return in_order(gather_object(found))
 
     @torch.no_grad()
-    def _temperature(self, model: nn.Module, accelerator: Accelerator) -> float | None:
-        """The one that makes the references of the validation split likeliest."""
-        losses = [
-            forced.losses_by_beta(head, _tokens(batch))
-            for _, batch, head in self._heads(model, self.data.split("valid"), accelerator)
-        ]
-        return forced.best_temperature(torch.stack(gather_object(losses)).sum(0))
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for _, batch, head in self._heads(model, self.data.split(split), accelerator):
+            yield from forced.blocks(head, _tokens(batch))
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        assert isinstance(model, TranslationModel)
+        model.fold_temperature(temperature)
 
     def _records(
         self,
@@ -462,7 +506,7 @@ class TranslationTask:
     ) -> Iterator[dict[str, Any]]:
         """One record per sentence."""
         counts = self.data.frequencies("source")
-        if self._joint:  # as the paper's source does, the joint dictionary's counts
+        if self._joint:  # counts of the joint dictionary, as in the source of the paper
             counts = counts + self.data.frequencies("target")
         names = self.data.tokenizer.convert_ids_to_tokens
         target_names = self.data.target_tokenizer.convert_ids_to_tokens
@@ -471,7 +515,6 @@ class TranslationTask:
             source = [int(i) for i in split.source(index) if i >= self._first_type]
             reference = split.target(index).tolist()
             ended = len(hypothesis.probabilities) > len(hypothesis.ids)
-            row = references[index]
             record: dict[str, Any] = {
                 "index": index,
                 "pair": f"{pair.source}-{pair.target}",
@@ -483,28 +526,18 @@ class TranslationTask:
                 "probabilities": rounded(hypothesis.probabilities),
                 "score": hypothesis.score,
                 "frequency": float(counts[source].mean()) if source else 0.0,
-                "forced": {
-                    "tokens": target_names(reference),
-                    "probabilities": rounded((-row["nll"]).exp().tolist()),
-                    "confidence": rounded(row["confidence"].tolist()),
-                    "right": (row["right"] > 0).tolist(),
-                    "entropy": rounded(row["entropy"].tolist()),
-                },
+                "forced": forced.forced_record(
+                    target_names(reference), references[index], temperature
+                ),
                 "reference_length": len(reference),
             }
-            if temperature is not None:
-                record["forced"]["tempered"] = {
-                    "temperature": temperature,
-                    "probabilities": rounded((-row["tempered_nll"]).exp().tolist()),
-                    "confidence": rounded(row["tempered_confidence"].tolist()),
-                }
             if by_beam:
                 record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
             yield record
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """Positions where two words compete most, one per sentence, with all their logits."""
+        """Tokens with the most probable second choice, one per sentence, with all logits."""
         chosen = self.data.split(split)
         index = torch.arange(min(len(chosen), 64))
         batch = self._batch(chosen, index, 0, training=False).to(accelerator.device)
@@ -541,6 +574,9 @@ class TranslationTask:
         }
 
 
+TASK = TranslationTask
+
+
 def _load(options: TextData) -> Prepared:
     if options.path is not None:
         return Prepared(options.path)
@@ -555,7 +591,7 @@ def _load(options: TextData) -> Prepared:
 
 
 def _tokens(batch: Batch) -> Tensor:
-    """(tokens,) of the targets, without padding."""
+    """(tokens,) the targets without padding."""
     return batch.target[batch.inputs.prefix != PAD]
 
 
@@ -576,29 +612,29 @@ def _padded(split: TextSplit, side: str, index: Tensor) -> Tensor:
 
 
 def _by_tokens(order: np.ndarray[Any, Any], split: TextSplit, limit: int = 4096) -> Iterator[Any]:
-    """Cut sentences in ascending order of length into batches of so many tokens."""
+    """Batches of at most ``limit`` tokens from sentences in ascending order of length."""
     longest = np.maximum(split.lengths("source"), split.lengths("target"))
     first = 0
-    for place, index in enumerate(order):
-        if place > first and (place + 1 - first) * longest[index] > limit:
-            yield order[first:place]
-            first = place
+    for end, index in enumerate(order):
+        if end > first and (end + 1 - first) * longest[index] > limit:
+            yield order[first:end]
+            first = end
     if len(order):
         yield order[first:]
 
 
 def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int) -> Tensor:
-    r"""SwitchOut: replace some words by others, taken uniformly from the vocabulary.
+    r"""SwitchOut: replace some subwords by others, drawn uniformly from the vocabulary.
 
-    The number of replaced words :math:`k \in \{0 .. L\}` of a sentence of L words (without its
-    end) has :math:`P(k) \propto \exp(-k / temperature)`; then each word is replaced with
-    probability k / L by any other piece of text. Special tokens and tags stay.
+    The number of replaced subwords :math:`k \in \{0 .. L\}` of a sentence of L subwords (without
+    its end) has :math:`P(k) \propto \exp(-k / temperature)`. Each subword is then replaced with
+    probability k / L by any other subword. Special tokens and tags are kept.
 
     Args:
         ids: (N, T) padded token ids.
         u: (N, 1 + 2 T) random numbers in [0, 1).
-        temperature: larger replaces more.
-        first, size: the ids that are pieces of text are first .. size - 1.
+        temperature: larger values replace more.
+        first, size: the ids of subwords are first .. size - 1.
 
     Returns:
         (N, T).
@@ -610,7 +646,7 @@ def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int)
     below = weight.cumsum(-1) / weight.sum(-1, keepdim=True)
     k = (u[:, :1] >= below).sum(-1).clamp(max=int(count.max()))
     replaced = words & (u[:, 1 : 1 + ids.shape[1]] * count.unsqueeze(-1) < k.unsqueeze(-1))
-    # Any other piece: a step of 1 .. size - first - 1 around the circle of them.
+    # Any other subword: a step of 1 .. size - first - 1, modulo their number.
     steps = 1 + (u[:, 1 + ids.shape[1] :] * (size - first - 1)).long().clamp(max=size - first - 2)
     other = first + (ids - first + steps) % (size - first)
     return torch.where(replaced, other, ids)

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ..config import Section
 
@@ -20,15 +20,21 @@ _FINAL_PERIOD = re.compile(r"([^\s.])\.$")
 
 
 class TextOptions(Section):
-    """What is done to every line. With none of it, text only loses the spaces at its ends."""
+    """Steps applied to every line. Without any, only leading and trailing spaces are removed."""
 
-    moses: bool = False  # tokenize as Moses does, special characters escaped
-    tokenized: bool = False  # the lines are Moses-tokenized already
-    aggressive_hyphens: bool = False  # the Moses tokenizer splits at hyphens: "a @-@ b"
-    normalize_punctuation: bool = False  # as the Moses script does
-    remove_nonprinting: bool = False
-    straight_apostrophes: bool = False  # typographic ones become '
-    lowercase: bool = False
+    moses: bool = Field(False, description="Tokenize with the Moses tokenizer.")
+    tokenized: bool = Field(False, description="The text is Moses-tokenized already.")
+    aggressive_hyphens: bool = Field(
+        False, description="Let the Moses tokenizer split at hyphens: a @-@ b."
+    )
+    normalize_punctuation: bool = Field(
+        False, description="Normalize punctuation as the Moses script does."
+    )
+    remove_nonprinting: bool = Field(False, description="Replace control characters by spaces.")
+    straight_apostrophes: bool = Field(
+        False, description="Replace typographic apostrophes by straight ones."
+    )
+    lowercase: bool = Field(False, description="Convert all text to lower case.")
 
     @model_validator(mode="after")
     def _consistent(self) -> TextOptions:

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..config import explain
 from ..errors import RequestError
+from ..run.calibration import divisor_of
 from ..tasks import find_model
 from ..text.stdio import Answer, Notice, answer_lines
 from ..text.subwords import encode
@@ -37,7 +38,7 @@ class Translation:
         text: detokenized, without line breaks.
         score: as in :class:`labo.lab.translation.decoding.Hypothesis`.
         tokens: what the model said, ``</s>`` last unless it was cut off.
-        probabilities: what it gave each token.
+        probabilities: what it gave each token; calibrated if the model is.
     """
 
     text: str
@@ -58,12 +59,15 @@ class ModelFolder:
         pairs: the directions it translates in.
         text: what is done to a line before and after.
         decode: the search it was trained to be used with.
+        temperature: what its logits are divided by for calibrated probabilities, see
+            ``labo calibrate``; 1 if it has none, or if that is folded into the model.
     """
 
     path: Path
     pairs: tuple[Pair, ...]
     text: TextOptions
     decode: Decode
+    temperature: float
 
     @classmethod
     def find(cls, run: str | Path) -> ModelFolder:
@@ -79,6 +83,7 @@ class ModelFolder:
                 tuple(Pair(**pair) for pair in facts["pairs"]),
                 TextOptions.model_validate(facts["text"]),
                 Decode.model_validate(facts["decode"]),
+                divisor_of(path),
             )
         except (KeyError, TypeError, ValidationError) as error:
             raise RequestError(f"{path} holds no model this version can load") from error
@@ -144,6 +149,7 @@ class Translator:
         folder = ModelFolder.find(run)
         chosen = folder.pair(pair)
         self.options = _with(folder.decode, search)
+        self.temperature = folder.temperature
         self.notice = notice
         self.pipeline = Pipeline(folder.text, chosen.source, chosen.target)
         self.tokenizer, self.target_tokenizer = folder.tokenizers()
@@ -183,7 +189,14 @@ class Translator:
         found = [[_NOTHING] * number for _ in lines]
         if advance is not None:
             advance(len(lines) - len(wanted))
-        decoded = decode(self.model, sources, self.options, nbest=number, advance=advance)
+        decoded = decode(
+            self.model,
+            sources,
+            self.options,
+            nbest=number,
+            temperature=self.temperature,
+            advance=advance,
+        )
         for index, hypotheses in zip(wanted, decoded, strict=True):
             found[index] = [self._translation(hypothesis) for hypothesis in hypotheses]
         return found

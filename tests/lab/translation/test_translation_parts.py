@@ -1,4 +1,4 @@
-"""Frequency parts, chosen probabilities, output lengths and token alignment."""
+"""Frequency parts, the bootstrap, chosen probabilities, output lengths and token alignment."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import pytest
 import sacrebleu
 from hypothesis import given
 from hypothesis import strategies as st
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
 
-from labo.lab.analysis.alignment import matched_tokens
-from labo.lab.analysis.confidence import chosen_probabilities, histogram
-from labo.lab.analysis.frequency import bleu_by_part, differences, frequency_parts, frequency_score
-from labo.lab.analysis.lengths import length_bias
+from labo.lab.analysis.significance import example_draws, paired_bootstrap
+from labo.lab.errors import RequestError
+from labo.lab.translation.alignment import matched_tokens
+from labo.lab.translation.bleu import bootstrap_bleu
+from labo.lab.translation.confidence import chosen_probabilities, histogram
+from labo.lab.translation.frequency import (
+    bleu_by_part,
+    frequency_parts,
+    frequency_score,
+)
+from labo.lab.translation.lengths import length_bias
 
 REFERENCES = [
     "the cat sat on the mat",
@@ -84,9 +93,77 @@ def test_bleu_is_cased_as_the_run_was_scored():
     assert bleu_by_part(shouted, REFERENCES, parts, "nrefs:1|case:mixed|tok:13a")["all"] < 1
 
 
-def test_differences_part_by_part():
-    ls, labo = {"most": 38.4, "least": 32.1}, {"most": 39.0, "least": None}
-    assert differences(labo, ls) == {"most": pytest.approx(0.6), "least": None}
+# ------------------------------------------------------------------ the bootstrap over sentences
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def corpus(wrong, seed=0, size=60):
+    """References of eight words, and hypotheses in which a share of the words is wrong."""
+    random = np.random.default_rng(seed)
+    references = [random.choice(WORDS, 8).tolist() for _ in range(size)]
+    hypotheses = [
+        [word if random.random() > wrong else "zero" for word in line] for line in references
+    ]
+    return [" ".join(line) for line in hypotheses], [" ".join(line) for line in references]
+
+
+def bootstrap(ours, theirs, references):
+    """The difference and the p-value of two systems."""
+    drawn = [bootstrap_bleu(hypotheses, references) for hypotheses in (ours, theirs)]
+    p, (seed,) = paired_bootstrap(drawn[:1], drawn[1:])
+    assert p == seed["p"]
+    return seed["difference"], p
+
+
+@pytest.mark.parametrize("size", [5, 60, 300])
+def test_the_paired_bootstrap_is_sacrebleus(size):
+    (ours, references), (theirs, _) = corpus(0.2, size=size), corpus(0.3, size=size)
+    difference, p = bootstrap(ours, theirs, references)
+    test = PairedTest(
+        [("b", theirs), ("a", ours)], {"BLEU": BLEU()}, [references], "bs", n_samples=1000
+    )
+    baseline, system = test()[1]["BLEU"]
+    assert difference == pytest.approx(system.score - baseline.score)
+    assert p == system.p_value
+    assert (difference > 0) & (p < 0.05) or size == 5
+    assert bootstrap(theirs, ours, references)[0] == -difference
+
+
+def test_a_draw_is_scored_as_a_corpus():
+    hypotheses, references = corpus(0.3, size=20)
+    drawn = bootstrap_bleu(hypotheses, references)
+    for number, times in enumerate(example_draws(20)[:3], 1):
+        index = np.repeat(np.arange(20), times)
+        chosen = [[lines[i] for i in index] for lines in (hypotheses, references)]
+        expected = sacrebleu.corpus_bleu(chosen[0], [chosen[1]]).score
+        assert drawn[number] == pytest.approx(expected)
+
+
+def test_equal_output_is_no_significant_difference():
+    hypotheses, references = corpus(0.3)
+    assert bootstrap(hypotheses, hypotheses, references) == (0.0, 1.0)
+
+
+def test_a_signature_of_an_unknown_tokenizer_is_one_clear_line():
+    with pytest.raises(RequestError, match="sacrebleu has no tokenizer 'mine'"):
+        bootstrap_bleu(["a"], ["a"], "nrefs:1|case:lc|tok:mine")
+
+
+def test_two_draws_of_one_model_are_seldom_significantly_different():
+    p_values = []
+    for seed in range(60):
+        _, references = corpus(0.2, seed)
+        random = np.random.default_rng(seed + 1)
+        ours, theirs = (
+            [
+                " ".join(word if random.random() > 0.2 else "zero" for word in line.split())
+                for line in references
+            ]
+            for _ in range(2)
+        )
+        p_values.append(bootstrap(ours, theirs, references)[1])
+    assert sum(p < 0.05 for p in p_values) <= 7  # 3 of 60 are expected
 
 
 # ------------------------------------------------------------------ chosen probabilities

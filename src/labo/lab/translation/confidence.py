@@ -1,4 +1,4 @@
-"""The probabilities of the tokens that beam search chose, as the paper's Discussion shows them."""
+"""Histograms of the probabilities of the tokens that beam search chose (Figure 2 of the paper)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from .calibration import bin_index
-from .reading import Floats, Integers
+from ..analysis.calibration import bin_index
+from ..analysis.reading import Floats, Integers
 
 BINS = 20
 
 
 def histogram(probabilities: Floats, bins: int = BINS) -> list[float] | None:
-    """The share of tokens in each of the bins of equal width; the last bin is closed.
+    """The share of tokens in each of the bins of equal width; the last bin includes 1.
 
     Args:
         probabilities: (tokens,).
-        bins: how many.
+        bins: the number of bins.
 
     Returns:
         (bins,) shares that sum to 1, or None if there are no tokens.
@@ -41,11 +41,12 @@ def chosen_probabilities(
 
     Args:
         probabilities: of the chosen tokens, one array per sentence.
-        parts: from :func:`labo.lab.analysis.frequency.frequency_parts`.
-        bins: how many.
+        parts: from :func:`labo.lab.translation.frequency.frequency_parts`.
+        bins: the number of bins.
 
     Returns:
-        edges, and "all" and each part -> shares, mean, and peak (the middle of the fullest bin).
+        edges; and shares, mean and peak (the middle of the fullest bin), each for "all" and for
+        every part.
 
     Example:
         >>> found = chosen_probabilities([np.array([0.9, 0.8]), np.array([0.3])], {}, bins=2)

@@ -1,9 +1,9 @@
-"""Which tokens of a translation are right: those that line up with the reference.
+"""Which tokens of a translation are right: those that are aligned with an equal reference token.
 
-A decoded token has no label of its own. As in inference calibration (Wang et al. 2020) it counts as
-right if an alignment of minimum edit distance (insert, delete, substitute, each 1) matches it with
-an equal token of the reference. They use TER, which may also move blocks of words at a cost of 1;
-nothing is moved here, so what stands in the wrong place counts as wrong.
+A decoded token has no label. As in inference calibration (Wang et al. 2020) it counts as right if
+an alignment of minimum edit distance (insertion, deletion, substitution, cost 1 each) matches it
+with an equal token of the reference. Wang et al. use TER, which can also shift blocks of words at
+cost 1. Here nothing is shifted, so a right word at a wrong position counts as wrong.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .reading import Booleans
+from ..analysis.reading import Booleans
 
 
 def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Booleans:
     """Which tokens of the hypothesis are matched in a minimum edit-distance alignment.
 
-    Of several such alignments one with the most matches is taken; if there are still several, a
-    fixed rule decides.
+    Of several such alignments one with the most matches is chosen, of several of these always the
+    same one.
 
     Args:
         hypothesis: tokens.
@@ -32,9 +32,9 @@ def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Boole
         >>> matched_tokens("the black cat sat".split(), "the cat sat down".split()).tolist()
         [True, False, True, True]
     """
-    ids = {token: place for place, token in enumerate(dict.fromkeys([*hypothesis, *reference]))}
+    ids = {token: index for index, token in enumerate(dict.fromkeys([*hypothesis, *reference]))}
     ours, theirs = [ids[token] for token in hypothesis], np.array([ids[t] for t in reference], int)
-    # One number for both aims: an edit costs more than all matches together can save.
+    # One cost for both criteria: an edit costs more than all matches together can save.
     edit = min(len(ours), len(theirs)) + 1
     ahead = edit * np.arange(len(theirs) + 1)
     cost = np.empty((len(ours) + 1, len(theirs) + 1), dtype=np.int64)
@@ -42,7 +42,7 @@ def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Boole
     for i, token in enumerate(ours, 1):
         row = cost[i - 1] + edit
         row[1:] = np.minimum(row[1:], cost[i - 1, :-1] + np.where(theirs == token, -1, edit))
-        # An insertion takes from the left in the same row: a running minimum.
+        # An insertion comes from the left in the same row: a running minimum.
         cost[i] = np.minimum.accumulate(row - ahead) + ahead
 
     matched = np.zeros(len(ours), dtype=bool)

@@ -1,7 +1,7 @@
-"""How long the output is against the reference, by beam size.
+"""The length of the output relative to the reference, by beam size.
 
-A wider beam finds likelier outputs, and with label smoothing those are shorter (Liang et al. 2022):
-a comparison at one beam size does not show it.
+A wider beam finds more probable outputs. With label smoothing these are shorter (Liang et al.
+2022), which a comparison at one beam size does not show.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .reading import Integers
+from ..analysis.reading import Integers
 
 
 def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[str, Any]:
@@ -22,9 +22,10 @@ def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[st
         reference: (N,) lengths of the references.
 
     Returns:
-        reference: their mean; beams: of each size the mean, the ratio of the sums (None if the
-        references are empty) and the share of outputs shorter than their reference; drift: the
-        ratio at the widest beam less that at the narrowest.
+        reference: the mean length of the references; beams: for each size the mean length, the
+        ratio of the sums (None if the references are empty) and the share of outputs that are
+        shorter than their reference; drift: the ratio at the widest beam minus that at the
+        narrowest.
 
     Example:
         >>> found = length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))

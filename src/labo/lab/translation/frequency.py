@@ -1,21 +1,21 @@
-r"""Sentences of frequent and of rare words: the paper's frequency score and BLEU per part.
+r"""BLEU on sentences of frequent and of rare words, as in Table 4 of the paper.
 
 .. math:: F(x) = \frac1N \sum_i f(x_i)
 
-with f(x_i) the count of a source token in the training corpus. In order of falling F the sentences
-are cut into the parts most, medium and least. The paper cuts slices of 2400, which leaves 83
-sentences of its validation set over, and makes the last part of its test set 450 short; equal
-thirds are the default here.
+with f(x_i) the count of a source token in the training corpus. The sentences are sorted by
+descending F and cut into three parts: most, medium and least. The paper cuts slices of 2400, which
+leaves 83 sentences of its validation set out and makes the last part of its test set 450 sentences
+short. The default here is equal thirds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from .reading import Floats, Integers
+from ..analysis.reading import Floats, Integers
+from .bleu import bleu_metric
 
 PARTS = ("most", "medium", "least")
 
@@ -39,12 +39,11 @@ def frequency_parts(scores: Floats, size: int | None = None) -> dict[str, Intege
 
     Args:
         scores: (N,) F(x) of each sentence.
-        size: sentences of a part, literally as in the paper (2400): what is left over is dropped,
-            and the last part may be short. Equal thirds if not given.
+        size: sentences of a part, as in the paper (2400): the remaining sentences are dropped, and
+            the last part may be short. Equal thirds if not given.
 
     Returns:
-        part -> indices of its sentences, in order of falling score; of equal scores the first
-        comes first.
+        part -> indices of its sentences, by descending score; ties keep their order.
 
     Example:
         >>> frequency_parts(np.array([5.0, 9.0, 7.0, 1.0, 9.0]))
@@ -59,25 +58,8 @@ def frequency_parts(scores: Floats, size: int | None = None) -> dict[str, Intege
 
 
 def rule(size: int | None) -> str:
-    """How :func:`frequency_parts` cut, in words."""
+    """The rule of :func:`frequency_parts` in words."""
     return "thirds" if size is None else f"slices of {size}"
-
-
-def bleu_metric(signature: str | None = None) -> Any:
-    """sacrebleu's BLEU, tokenizing and casing as the signature of a run says.
-
-    Args:
-        signature: such as "nrefs:1|case:lc|eff:no|tok:13a|smooth:exp|version:2.6.0".
-
-    Example:
-        >>> bleu_metric("nrefs:1|case:lc|eff:no|tok:intl|smooth:exp").lowercase
-        True
-    """
-    from sacrebleu.metrics.bleu import BLEU
-
-    said = dict(part.split(":", 1) for part in (signature or "").split("|") if ":" in part)
-    # force: no remark about text that looks tokenized
-    return BLEU(lowercase=said.get("case") == "lc", tokenize=said.get("tok"), force=True)
 
 
 def bleu_by_part(
@@ -86,13 +68,13 @@ def bleu_by_part(
     parts: Mapping[str, Integers],
     signature: str | None = None,
 ) -> dict[str, float | None]:
-    """Corpus BLEU of each part of the sentences; None of a part without any.
+    """Corpus BLEU of each part of the sentences; None for an empty part.
 
     Args:
         hypotheses: (N,).
         references: (N,).
         parts: name -> indices, as from :func:`frequency_parts`.
-        signature: as for :func:`bleu_metric`.
+        signature: as for :func:`labo.lab.translation.bleu.bleu_metric`.
 
     Example:
         >>> text = ["one two three four", "five six seven eight", "a b c d"]
@@ -109,18 +91,3 @@ def bleu_by_part(
         return float(metric.corpus_score(chosen, [[references[i] for i in index]]).score)
 
     return {part: score(index) for part, index in parts.items()}
-
-
-def differences(
-    ours: Mapping[str, float | None], theirs: Mapping[str, float | None]
-) -> dict[str, float | None]:
-    """ours - theirs, part by part; None where one of them is.
-
-    Example:
-        >>> differences({"most": 40.5, "least": None}, {"most": 40.0, "least": 33.0})
-        {'most': 0.5, 'least': None}
-    """
-    return {
-        part: None if value is None or (other := theirs.get(part)) is None else value - other
-        for part, value in ours.items()
-    }

@@ -1,0 +1,440 @@
+r"""How far confidence and accuracy are apart.
+
+The confidence of a prediction is the largest probability of softmax(z / T). A model is calibrated
+if predictions with confidence c are right with frequency c.
+
+Every function takes logits (..., K) and a target, or batches: an iterable of pairs
+(logits, target), or a function that returns one. Batches are read once and need not fit in memory
+together. The arguments that the functions share:
+
+- target: (...) class indices, or (..., K) class probabilities; a prediction is then right to the
+  degree of the probability of the predicted class.
+- bins: B. A confidence on an edge belongs to the bin above it; the last bin is closed.
+- temperature: T, 1 for the model as it is.
+- ignore_index: rows with this target do not count.
+- dim: the dimension of the classes.
+
+A class whose logit is -inf is masked: its probability is 0. No gradients are recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .._rows import Rows
+from ._batches import Batches, blocks
+
+__all__ = [
+    "ReliabilityBins",
+    "adaptive_calibration_error",
+    "brier_score",
+    "classwise_calibration_error",
+    "expected_calibration_error",
+    "maximum_calibration_error",
+    "reliability_bins",
+]
+
+_NOTHING = "there is nothing to measure: no target counts"
+
+
+@dataclass(frozen=True, eq=False)
+class ReliabilityBins:
+    """The reliability diagram: confidence and accuracy of the predictions in each bin.
+
+    Bins of the same edges can be added: those of batches, or of processes.
+
+    Attributes:
+        edges: (B + 1,) in float64.
+        count: (B,) predictions in each bin, int64.
+        confidence_sum: (B,) their confidences, summed, float64.
+        correct_sum: (B,) how many are right, float64.
+    """
+
+    edges: Tensor
+    count: Tensor
+    confidence_sum: Tensor
+    correct_sum: Tensor
+
+    @classmethod
+    def of(
+        cls, confidence: Tensor, correct: Tensor, bins: int = 15, *, adaptive: bool = False
+    ) -> ReliabilityBins:
+        """From confidences, for when the logits are not at hand.
+
+        Args:
+            confidence: (N,) in [0, 1].
+            correct: (N,) whether the prediction is right: booleans, or degrees in [0, 1].
+            bins: B.
+            adaptive: bins of equal mass instead of equal width, see
+                :func:`adaptive_calibration_error`. There are N bins if N is below B.
+
+        Example:
+            >>> bins = ReliabilityBins.of(
+            ...     torch.tensor([0.2, 0.9, 1.0]), torch.tensor([False, True, False]), bins=2
+            ... )
+            >>> bins.count.tolist(), bins.accuracy.tolist()
+            ([1, 2], [0.0, 0.5])
+            >>> (bins + bins).count.tolist()
+            [2, 4]
+        """
+        _checks.check_hyper(bins=bins)
+        confidence, correct = _flat("confidence", confidence), _flat("correct", correct)
+        if len(confidence) != len(correct):
+            raise ValueError(
+                f"confidence and correct must have one length, got {len(confidence)} and "
+                f"{len(correct)}"
+            )
+        if adaptive:
+            return cls._of_equal_mass(confidence, correct, bins)
+        index = (confidence * bins).long().clamp_(max=bins - 1)
+        edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+        return cls._of_bins(edges, index, confidence, correct)
+
+    @classmethod
+    def _of_equal_mass(cls, confidence: Tensor, correct: Tensor, bins: int) -> ReliabilityBins:
+        """Runs of N / B confidences in ascending order, the longer runs first."""
+        if not len(confidence):
+            raise ValueError(_NOTHING)
+        confidence, order = confidence.sort()
+        # Equal confidences share their accuracy, so that the order of the samples does not matter.
+        _, group, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
+        shared = torch.bincount(group, correct[order]) / size
+        count, (each, longer) = len(confidence), divmod(len(confidence), bins)
+        lengths = torch.full((min(bins, count),), each)
+        lengths[:longer] += 1
+        index = torch.arange(len(lengths)).repeat_interleave(lengths)
+        ends = lengths.cumsum(0)
+        edges = confidence[torch.cat([ends - lengths, torch.tensor([count - 1])])]
+        return cls._of_bins(edges, index, confidence, shared[group])
+
+    @classmethod
+    def _of_bins(
+        cls, edges: Tensor, index: Tensor, confidence: Tensor, correct: Tensor
+    ) -> ReliabilityBins:
+        bins = len(edges) - 1
+        count = torch.bincount(index, minlength=bins)
+        return cls(edges, count, *(torch.bincount(index, x, bins) for x in (confidence, correct)))
+
+    def __add__(self, other: ReliabilityBins) -> ReliabilityBins:
+        if not torch.equal(self.edges, other.edges):
+            raise ValueError("only bins with the same edges can be added")
+        return ReliabilityBins(
+            self.edges,
+            self.count + other.count,
+            self.confidence_sum + other.confidence_sum,
+            self.correct_sum + other.correct_sum,
+        )
+
+    @property
+    def confidence(self) -> Tensor:
+        """(B,) mean confidence; NaN for an empty bin."""
+        return self.confidence_sum / self.count
+
+    @property
+    def accuracy(self) -> Tensor:
+        """(B,) share of right predictions; NaN for an empty bin."""
+        return self.correct_sum / self.count
+
+    @property
+    def gap(self) -> Tensor:
+        """(B,) confidence - accuracy, above 0 where the model is overconfident; 0 if empty."""
+        return (self.confidence_sum - self.correct_sum) / self.count.clamp(min=1)
+
+    @property
+    def expected_error(self) -> float:
+        """The mean size of the gap over the predictions."""
+        gaps = (self.confidence_sum - self.correct_sum).abs().sum()
+        return float(gaps / self._predictions())
+
+    @property
+    def maximum_error(self) -> float:
+        """The largest size of the gap."""
+        self._predictions()
+        return float(self.gap.abs().max())
+
+    def _predictions(self) -> int:
+        count = int(self.count.sum())
+        if not count:
+            raise ValueError(_NOTHING)
+        return count
+
+
+def _flat(name: str, values: Tensor) -> Tensor:
+    values = values.detach().reshape(-1).cpu().double()
+    if not bool(((values >= 0) & (values <= 1)).all()):
+        raise ValueError(f"{name} must lie in [0, 1]")
+    return values
+
+
+@torch.no_grad()
+def reliability_bins(
+    logits: Tensor | Batches,
+    target: Tensor | None = None,
+    *,
+    bins: int = 15,
+    adaptive: bool = False,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dim: int = -1,
+) -> ReliabilityBins:
+    r"""The reliability diagram (DeGroot and Fienberg 1983; Niculescu-Mizil and Caruana 2005).
+
+    .. math::
+        \mathrm{conf}_b = \frac1{n_b} \sum_{n \in b} \max_k p_{nk}, \qquad
+        \mathrm{acc}_b = \frac1{n_b} \sum_{n \in b} [\arg\max_k p_{nk} = y_n]
+
+    Args:
+        logits: (..., K), or batches.
+        adaptive: bins of equal mass instead of equal width.
+        target, bins, temperature, ignore_index, dim: as in the module.
+
+    Returns:
+        Count, confidence and accuracy of each bin, (B,).
+
+    Example:
+        >>> logits = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]).log()
+        >>> found = reliability_bins(logits, torch.tensor([0, 1, 1]), bins=4)
+        >>> found.count
+        tensor([0, 0, 1, 2])
+        >>> found.confidence
+        tensor([   nan,    nan, 0.6000, 0.8500], dtype=torch.float64)
+        >>> found.accuracy
+        tensor([   nan,    nan, 1.0000, 0.5000], dtype=torch.float64)
+    """
+    _checks.check_hyper(bins=bins, temperature=temperature)
+    empty = torch.empty(0)
+    found = [(empty, empty)]
+    total = ReliabilityBins.of(empty, empty, bins)
+    for rows in blocks(logits, target, ignore_index, dim):
+        predictions = _confidence(rows, temperature)
+        if adaptive:  # the edges of the bins depend on all confidences
+            found.append(predictions)
+        else:
+            total = total + ReliabilityBins.of(*predictions, bins)
+    if not adaptive:
+        return total
+    confidence, correct = (torch.cat(column) for column in zip(*found, strict=True))
+    return ReliabilityBins.of(confidence, correct, bins, adaptive=True)
+
+
+def _confidence(rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+    """The largest probability of each row, (M,), and the degree to which its class is right.
+
+    Of equal ones the first counts, as for ``argmax``.
+    """
+    # Of the logits: rounding may make two of their probabilities equal.
+    prediction = rows.logits.argmax(-1)
+    log_p = rows.log_probabilities(temperature).gather(-1, prediction.unsqueeze(-1)).squeeze(-1)
+    if rows.soft:
+        right = rows.target.gather(-1, prediction.unsqueeze(-1)).squeeze(-1).clamp(0, 1)
+    else:
+        right = (prediction == rows.target).to(log_p.dtype)
+    return log_p.exp().cpu(), right.cpu()
+
+
+def expected_calibration_error(
+    logits: Tensor | Batches,
+    target: Tensor | None = None,
+    *,
+    bins: int = 15,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dim: int = -1,
+) -> float:
+    r"""ECE: the mean distance of confidence and accuracy (Naeini et al. 2015, Guo et al. 2017).
+
+    .. math:: \mathrm{ECE} = \sum_{b=1}^{B} \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
+
+    over B bins of equal width. It is biased upwards: with few predictions in a bin it is above 0
+    even for a calibrated model.
+
+    Args:
+        logits: (..., K), or batches.
+        target, bins, temperature, ignore_index, dim: as in the module.
+
+    Returns:
+        A number in [0, 1].
+
+    Example:
+        >>> logits = torch.tensor([[0.9, 0.1]]).log().expand(4, 2)
+        >>> target = torch.tensor([0, 0, 0, 1])  # 90 % sure, 75 % right
+        >>> round(expected_calibration_error(logits, target), 4)
+        0.15
+        >>> round(expected_calibration_error(logits, target, temperature=2.0), 4)
+        0.0
+    """
+    return reliability_bins(
+        logits, target, bins=bins, temperature=temperature, ignore_index=ignore_index, dim=dim
+    ).expected_error
+
+
+def adaptive_calibration_error(
+    logits: Tensor | Batches,
+    target: Tensor | None = None,
+    *,
+    bins: int = 15,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dim: int = -1,
+) -> float:
+    r"""Adaptive ECE: the same with bins of equal mass (Nguyen and O'Connor 2015).
+
+    .. math:: \sum_{b=1}^{B} \frac{n_b}{N} |\mathrm{acc}_b - \mathrm{conf}_b|
+
+    where the N confidences in ascending order are cut into B runs of N / B (the first N mod B runs
+    have one more). Most confidences of a trained model are near 1, so that the bins of equal width
+    put most predictions into the last one. Equal confidences share their accuracy.
+
+    Args:
+        logits: (..., K), or batches.
+        target, bins, temperature, ignore_index, dim: as in the module.
+
+    Returns:
+        A number in [0, 1].
+
+    Example:
+        >>> confidence = torch.tensor([0.6, 0.7, 0.8, 0.9])
+        >>> logits = torch.stack([confidence, 1 - confidence], -1).log()
+        >>> target = torch.tensor([0, 1, 0, 0])  # |1.3 - 1| / 4 + |1.7 - 2| / 4
+        >>> round(adaptive_calibration_error(logits, target, bins=2), 4)
+        0.15
+    """
+    return reliability_bins(
+        logits,
+        target,
+        bins=bins,
+        adaptive=True,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        dim=dim,
+    ).expected_error
+
+
+def maximum_calibration_error(
+    logits: Tensor | Batches,
+    target: Tensor | None = None,
+    *,
+    bins: int = 15,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dim: int = -1,
+) -> float:
+    r"""MCE: the largest distance of confidence and accuracy in any bin (Naeini et al. 2015).
+
+    .. math:: \mathrm{MCE} = \max_b |\mathrm{acc}_b - \mathrm{conf}_b|
+
+    A bin counts however few predictions are in it.
+
+    Args:
+        logits: (..., K), or batches.
+        target, bins, temperature, ignore_index, dim: as in the module.
+
+    Returns:
+        A number in [0, 1].
+
+    Example:
+        >>> logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]]).log()
+        >>> round(maximum_calibration_error(logits, torch.tensor([0, 0, 0])), 4)
+        0.6
+    """
+    return reliability_bins(
+        logits, target, bins=bins, temperature=temperature, ignore_index=ignore_index, dim=dim
+    ).maximum_error
+
+
+@torch.no_grad()
+def classwise_calibration_error(
+    logits: Tensor | Batches,
+    target: Tensor | None = None,
+    *,
+    bins: int = 15,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dim: int = -1,
+) -> float:
+    r"""Class-wise ECE: of the probability of every class (Kull et al. 2019, Nixon et al. 2019).
+
+    .. math:: \frac1K \sum_{k=1}^{K} \sum_{b=1}^{B} \frac{n_{kb}}{N}
+        |\mathrm{freq}_{kb} - \mathrm{conf}_{kb}|
+
+    Bin b of class k holds the samples whose probability of class k lies in the b-th interval of
+    equal width; conf is the mean of these probabilities and freq the share of the samples whose
+    label is k. The memory is that of K x B numbers.
+
+    Args:
+        logits: (..., K), or batches.
+        target, bins, temperature, ignore_index, dim: as in the module.
+
+    Returns:
+        A number in [0, 1].
+
+    Example:
+        >>> logits = torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log()
+        >>> round(classwise_calibration_error(logits, torch.tensor([0, 0])), 4)
+        0.25
+    """
+    _checks.check_hyper(bins=bins, temperature=temperature)
+    count, gaps = 0, None
+    for rows in blocks(logits, target, ignore_index, dim):
+        p = rows.log_probabilities(temperature).exp().cpu().double()
+        classes = p.shape[-1]
+        index = (p * bins).long().clamp_(max=bins - 1)
+        index += torch.arange(classes) * bins
+        gap = (p - rows.label().cpu().double()).flatten()
+        found = torch.bincount(index.flatten(), gap, classes * bins)
+        if gaps is None:
+            gaps = torch.zeros_like(found)
+        if len(gaps) != len(found):
+            raise ValueError(f"a batch has {classes} classes, and one before {len(gaps) // bins}")
+        gaps += found
+        count += len(p)
+    if gaps is None:
+        raise ValueError(_NOTHING)
+    return float(gaps.abs().sum() / (count * (len(gaps) // bins)))
+
+
+@torch.no_grad()
+def brier_score(
+    logits: Tensor | Batches,
+    target: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    dim: int = -1,
+) -> float:
+    r"""The mean squared distance of probabilities and label (Brier 1950).
+
+    .. math:: \frac1N \sum_n \sum_k (p_{nk} - [k = y_n])^2
+
+    The sum runs over all classes, as in Brier's paper: for two classes it is twice the score that
+    looks at one of them. It is a proper score: calibration and sharpness both lower it.
+
+    Args:
+        logits: (..., K), or batches.
+        target, temperature, ignore_index, dim: as in the module.
+
+    Returns:
+        A number from 0 (certain and right) to 2 (certain and wrong).
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).log()
+        >>> round(brier_score(logits, torch.tensor([0, 1])), 4)
+        0.25
+    """
+    _checks.check_hyper(temperature=temperature)
+    count, total = 0, 0.0
+    for rows in blocks(logits, target, ignore_index, dim):
+        p = rows.log_probabilities(temperature).exp()
+        if rows.soft:
+            p -= rows.target
+        else:
+            p.scatter_add_(-1, rows.target.unsqueeze(-1), p.new_full((len(p), 1), -1.0))
+        total += float(p.square_().sum(-1).cpu().double().sum())
+        count += len(p)
+    if not count:
+        raise ValueError(_NOTHING)
+    return total / count

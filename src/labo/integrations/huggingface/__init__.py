@@ -1,0 +1,27 @@
+"""Hugging Face: the losses of labo in a ``Trainer``, and language models that store no logits.
+
+Two entry points:
+
+- :func:`regularize` gives a loss to a ``Trainer``, ``Seq2SeqTrainer`` or TRL ``SFTTrainer``, with
+  its warm-up, its checkpoints and, if wanted, a teacher.
+- :func:`fuse_head` gives a loss to a causal or encoder-decoder model: output layer and loss become
+  one :func:`labo.linear_loss`, in a ``Trainer`` or in any other training loop.
+  :class:`RegularizationCallback` counts the steps of its warm-up in a ``Trainer``.
+
+Both follow the same rules:
+
+- The loss is the sum over the targets of a micro-batch divided by the number of targets in the
+  whole batch (``num_items_in_batch``). Gradient accumulation and data parallelism do not change it.
+- While gradients are enabled the loss is the one that was given. Under ``torch.no_grad()`` or
+  ``torch.inference_mode()`` it is the plain negative log-likelihood. ``model.train()`` and
+  ``model.eval()`` make no difference to the choice.
+- Labels are shifted once for causal models, and not at all for encoder-decoders and classifiers.
+- The router losses of a mixture of experts are added to the training loss.
+- What cannot be done correctly raises an error with the reason.
+"""
+
+from .callback import RegularizationCallback
+from .head import fuse_head, unfuse_head
+from .trainer import regularize
+
+__all__ = ["RegularizationCallback", "fuse_head", "regularize", "unfuse_head"]

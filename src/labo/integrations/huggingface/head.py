@@ -1,0 +1,395 @@
+"""Output layer and loss of a language model in one function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...fused.linear import LinearLossOptions
+from ...losses import CrossEntropyLoss
+from .losses import (
+    FOLLOWED,
+    active,
+    check_loss,
+    check_rowwise,
+    follows_training,
+    mark_used,
+    share,
+)
+from .models import (
+    added_loss,
+    find_head,
+    is_dtensor,
+    output_layer,
+    shifted,
+    shifts,
+    trainer_counts_shifted,
+    unwrapped,
+    with_decoder_inputs,
+)
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def fuse_head(
+    model: _Model, loss: nn.Module, *, options: LinearLossOptions | None = None
+) -> _Model:
+    """Compute the output layer and the loss of a language model by :func:`labo.linear_loss`.
+
+    With labels and with gradients enabled, ``model(...)`` then returns this loss and no logits,
+    which are never stored. ``num_items_in_batch`` is taken into account, so the model can be given
+    to a ``Trainer`` as it is. With labels and under ``torch.no_grad()``, the loss is the plain
+    negative log-likelihood, and the logits are returned. Without labels nothing changes, so
+    ``generate`` works. ``model.train()`` and ``model.eval()`` make no difference to the loss.
+
+    The fused loss is compared with the model's own on four tokens before the model is changed.
+
+    Args:
+        model: a causal or encoder-decoder model of transformers, or PEFT's wrapper of one; changed
+            in place. Call this before the model is compiled or distributed.
+        loss: any row-wise loss Module of labo, or a :class:`labo.Warmup` of two, to be stepped by
+            :class:`RegularizationCallback` in a Trainer and by ``loss.step()`` elsewhere.
+        options: chunk size or memory budget.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: the loss or the model cannot be fused. The message gives the reason.
+    """
+    base = unwrapped(model)
+    kind: Any = type(base)
+    if not issubclass(kind, PreTrainedModel):
+        raise TypeError(
+            f"fuse_head needs a model of transformers, got {kind.__name__}. Fuse the model before "
+            "it is compiled or distributed"
+        )
+    if is_fused(base):
+        raise ValueError("the model is fused already: call unfuse_head first")
+    if "forward" in vars(base):
+        raise ValueError(
+            f"the forward pass of {kind.__name__} was replaced by {_origin(base.forward)}. Call "
+            "fuse_head before that, or use regularize(trainer, loss): with TRL's SFTTrainer, or "
+            "for a model on several devices (device_map)"
+        )
+    check_loss(loss, teacher=False)
+    check_rowwise(loss, "fuse_head")
+    head = find_head(base)
+    shift = shifts(base)
+    check_equal(base, head, shift)
+    base._labo = _Fused(loss.to(head.weight.device), shift, options, base.loss_type)
+    if trainer_counts_shifted(base) != shift:
+        # The Trainer counts targets by loss_type, which GPT-2 does not have. It would count the
+        # first label of each row, and the loss would be too small.
+        base.loss_type = "ForCausalLM" if shift else None
+    _add_tap(head)
+    base.__class__ = _fused_class(kind)
+    return model
+
+
+def unfuse_head(model: _Model) -> _Model:
+    """Undo :func:`fuse_head`, and remove what replaced the forward pass since then.
+
+    Args:
+        model: a fused model, or PEFT's wrapper of one; changed in place.
+
+    Returns:
+        ``model``.
+    """
+    base: Any = unwrapped(model)
+    if not is_fused(base):
+        raise ValueError("the model is not fused")
+    for module in base.modules():
+        taps = [key for key, hook in module._forward_pre_hooks.items() if hook is _tap]
+        for key in taps:
+            del module._forward_pre_hooks[key]
+        if taps:
+            del module._labo_open, module._labo_hidden
+    base.loss_type = base._labo.loss_type
+    del base._labo
+    for name in ("forward", "_labo_expected"):
+        vars(base).pop(name, None)
+    base.__class__ = base._labo_class
+    return model
+
+
+def is_fused(model: nn.Module) -> bool:
+    return hasattr(unwrapped(model), "_labo_class")
+
+
+# ------------------------------------------------------------------ the fused model
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """What a fused model has in addition."""
+
+    loss: nn.Module
+    shift: bool
+    options: LinearLossOptions | None
+    loss_type: str | None
+
+
+@functools.cache
+def _fused_class(cls: Any) -> Any:
+    """A subclass of a model's class, of the same name, whose forward pass ends in the loss.
+
+    With a subclass, unlike with a patched instance, copies and replicas of the model use their own
+    weights.
+    """
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = functools.partial(cls.forward, self)
+        return _fused_forward(self, own, {**kwargs, **dict(zip(names, args, strict=False))})
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name == "forward":
+            value = _guarded(self, value, names)
+        cls.__setattr__(self, name, value)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuild, (cls,), self.__dict__
+
+    members = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__reduce_ex__": reduce,
+        "__setattr__": set_attribute,
+        "_labo_class": cls,
+        "_labo_expected": False,
+        "accepts_loss_kwargs": True,
+        "forward": forward,
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+def _rebuild(cls: Any) -> Any:
+    """An empty fused model, for copying and unpickling."""
+    fused = _fused_class(cls)
+    return fused.__new__(fused)
+
+
+def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    if model._labo_expected:  # see _guarded
+        model._labo_expected = False
+    items = inputs.pop("num_items_in_batch", None)
+    labels = inputs.pop("labels", None)
+    target = inputs.pop("shift_labels", None)
+    if labels is None and target is None:
+        if items is not None:
+            raise ValueError(
+                "the Trainer does not pass the labels to the model, because a "
+                "label_smoothing_factor or a compute_loss_func is set. The loss of a fused model "
+                "needs them: remove that setting, or call unfuse_head"
+            )
+        return forward(**inputs)
+    fused: _Fused = model._labo
+    if target is None:
+        target = shifted(labels) if fused.shift else labels
+    inputs = with_decoder_inputs(model, {**inputs, "labels": labels})
+    inputs.pop("labels")
+    as_dict = inputs.pop("return_dict", None)
+    inputs["return_dict"] = True
+    if torch.is_grad_enabled():
+        if items is not None and not torch.compiler.is_compiling():
+            _warn_without_callback(fused.loss)
+        mark_used(fused.loss)
+        inputs.setdefault("use_cache", False)
+        head = find_head(model)
+        outputs, hidden = run_body(forward, head, inputs)
+        loss, logits = active(fused.loss), None
+        mean = output_layer(model, head).loss(hidden, target, loss, fused.options)
+        value = share(mean, target, items, getattr(loss, "weight", None))
+        added = added_loss(model, outputs)
+        if added is not None:
+            value = value + share(added.to(value.device), target, items)
+    else:
+        outputs = forward(**inputs)
+        logits = outputs.logits
+        value = share(CrossEntropyLoss()(logits, target.to(logits.device)), target, items)
+    outputs = type(outputs)(**{**outputs, "loss": value, "logits": logits})
+    as_dict = model.config.return_dict if as_dict is None else as_dict
+    return outputs if as_dict else outputs.to_tuple()
+
+
+def _warn_without_callback(loss: nn.Module) -> None:
+    """Warn about a warm-up whose steps nobody seems to count.
+
+    Not an error: another loop may pass ``num_items_in_batch`` too, and call ``loss.step()``.
+    """
+    if loss not in FOLLOWED and follows_training(loss):
+        warnings.warn(
+            f"nothing counts the optimizer steps for {type(loss).__name__}: give the Trainer "
+            "callbacks=[RegularizationCallback(loss)], or call loss.step() after each step",
+            stacklevel=2,
+        )
+
+
+# ------------------------------------------------------------------ a replaced forward pass
+
+
+def _guarded(model: Any, forward: Any, names: list[str]) -> Any:
+    """A forward pass that was assigned to a fused model, with a check that it uses the fused one.
+
+    A wrapper such as accelerate's mixed precision does. TRL and Liger compute another loss instead,
+    and training would go on with that.
+    """
+
+    def checked(model: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = {**kwargs, **dict(zip(names, args, strict=False))}
+        if given.get("labels") is None and given.get("shift_labels") is None:
+            return call(*args, **kwargs)
+        model._labo_expected = True
+        outputs = call(*args, **kwargs)
+        if model._labo_expected:
+            model._labo_expected = False
+            raise ValueError(
+                f"fuse_head has no effect: the forward pass of {type(model).__name__} was replaced "
+                f"by {_origin(forward)}, which computes another loss. {_remedy(forward)}"
+            )
+        return outputs
+
+    if isinstance(forward, MethodType) and forward.__self__ is model:
+        function = forward.__func__
+
+        @functools.wraps(function)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return checked(self, functools.partial(function, self), args, kwargs)
+
+        return MethodType(method, model)
+
+    @functools.wraps(forward)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        return checked(model, forward, args, kwargs)
+
+    return closure
+
+
+def _origin(function: Any) -> str:
+    """The module of a function. ``__module__`` is not reliable: functools.wraps copies it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    found = getattr(function, "__globals__", {}).get("__name__")
+    return found or type(function).__module__
+
+
+def _remedy(function: Any) -> str:
+    library = _origin(function).split(".")[0]
+    if library == "trl":
+        return "Give SFTTrainer the model without fuse_head, and call regularize(trainer, loss)"
+    if library == "liger_kernel":
+        return 'Set liger_kernel_config={"fused_linear_cross_entropy": False}'
+    return "Call fuse_head after that, or use regularize(trainer, loss)"
+
+
+# ------------------------------------------------------------------ the body of the model
+
+
+def run_body(forward: Callable[..., Any], head: Any, inputs: dict[str, Any]) -> tuple[Any, Tensor]:
+    """The forward pass of a model without its logits: its outputs and the hidden states (..., D).
+
+    The output layer is called with a single row, so whatever the model does with its logits is done
+    on one row.
+    """
+    if _tap not in head._forward_pre_hooks.values():  # PEFT or resizing installed a new layer
+        _add_tap(head)
+    head._labo_open = True
+    try:
+        outputs = forward(**inputs)
+        hidden = head._labo_hidden
+    finally:
+        head._labo_open, head._labo_hidden = False, None
+    if hidden is None:
+        raise ValueError(
+            "the forward pass of the model does not call its output layer. Was the class patched "
+            "after fuse_head, by Liger for example?"
+        )
+    if is_dtensor(hidden):
+        raise ValueError(
+            "the hidden states are a DTensor, of which each process holds a part: let the last "
+            "layer of the model return whole tensors, or use regularize(trainer, loss)"
+        )
+    return outputs, hidden
+
+
+def _tap(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+    """Forward pre-hook of the output layer: keep the hidden states and pass on a single row.
+
+    They are kept in the layer, so a replica of the model (DataParallel) keeps its own.
+    """
+    if not head._labo_open:
+        return None
+    (hidden,) = args
+    head._labo_hidden = hidden
+    return (hidden[:1, :1],)
+
+
+def _add_tap(head: Any) -> None:
+    head._labo_open, head._labo_hidden = False, None
+    head.register_forward_pre_hook(_tap)
+
+
+# ------------------------------------------------------------------ the comparison
+
+# The largest logit in the comparison: large enough to show a soft cap.
+_LARGE = 60.0
+
+
+@torch.no_grad()
+def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
+    """Raise an error if the model's own loss on four tokens is not what the fused one would be."""
+    name = type(model).__name__
+    layer = output_layer(model, head)
+    if model.main_input_name != "input_ids" or layer.weight.is_meta:
+        raise ValueError(
+            f"{name} cannot be tried on four tokens: it must take input_ids and have its weights "
+            "in memory"
+        )
+    device = model.get_input_embeddings().weight.device
+    tokens = torch.arange(4, device=device).remainder(len(layer.weight)).unsqueeze(0)
+    seen: list[Tensor] = []
+
+    def enlarge(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        logits = nn.functional.linear(args[0], head.weight)
+        seen.append(args[0] * (_LARGE / logits.abs().max().clamp(min=1e-3)))
+        return (seen[-1],)
+
+    handle = head.register_forward_pre_hook(enlarge)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            outputs = model(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                labels=tokens,
+                use_cache=False,
+                return_dict=True,
+            )
+    finally:
+        handle.remove()
+    own: Tensor = outputs.loss
+    target = shifted(tokens) if shift else tokens
+    ours = None
+    if len(seen) == 1 and seen[0].shape[:-1] == tokens.shape:
+        ours = layer.loss(seen[0], target, CrossEntropyLoss())
+        added = added_loss(model, outputs)
+        ours = ours if added is None else ours + added.to(ours)
+    tolerance = 1e-3 if layer.weight.dtype in (torch.float32, torch.float64) else 3e-2
+    if ours is None or not torch.isclose(ours.to(own), own, rtol=tolerance, atol=0.0):
+        value = "unknown" if ours is None else f"{ours.item():.6g}"
+        raise ValueError(
+            f"the loss of {name} is not the cross entropy of its output layer as fuse_head knows "
+            f"it: on four tokens the fused loss is {value} and the model's own {own.item():.6g}. "
+            "Use regularize(trainer, loss), which works on the logits"
+        )

@@ -1,0 +1,261 @@
+"""What has to be known about a model: its labels, its output layer, the losses that it adds."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...fused.linear import LinearLossOptions, linear_loss
+from .losses import IGNORED
+
+DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The model inside PEFT's wrapper, or the model itself."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
+def is_dtensor(tensor: Any) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+# ------------------------------------------------------------------ labels
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def trainer_counts_shifted(model: nn.Module) -> bool:
+    """Whether the Trainer leaves the first label of each row out of its count of targets."""
+    own_loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "")
+    return own_loss is ForCausalLMLoss and not is_encoder_decoder(model)
+
+
+def shifts(model: nn.Module) -> bool:
+    """Whether the logits at a position predict the label of the next position.
+
+    Raises:
+        ValueError: this cannot be derived from the class of the model.
+    """
+    model = unwrapped(model)
+    if is_encoder_decoder(model):
+        return False
+    name = type(model).__name__
+    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or trainer_counts_shifted(model)
+    # Some old decoders (MarianForCausalLM) expect labels that are shifted already.
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    own_way = code is not None and "CrossEntropyLoss" in code.co_names
+    if (causal and own_way) or (not causal and getattr(model, "loss_type", None) is None):
+        raise ValueError(
+            f"it is not known whether a position of {name} predicts its own label or the next "
+            "one: pass shift=False or shift=True to regularize"
+        )
+    return causal
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """For each position the label of the next one, and ``IGNORED`` for the last position."""
+    if labels.is_floating_point():
+        raise ValueError(f"the labels of a causal model must be token indices, got {labels.dtype}")
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with decoder inputs made from the labels, as an encoder-decoder makes them.
+
+    The model makes them itself only if it receives the labels. BART without labels decodes the
+    source instead, without a warning.
+    """
+    if (
+        not is_encoder_decoder(model)
+        or inputs.get("labels") is None
+        or any(inputs.get(name) is not None for name in DECODER_INPUTS)
+    ):
+        return inputs
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if make is None:
+        raise ValueError(
+            f"{type(model).__name__} cannot make decoder inputs from labels: let the collator add "
+            "decoder_input_ids to the batch"
+        )
+    return {**inputs, "decoder_input_ids": make(labels=inputs["labels"])}
+
+
+# ------------------------------------------------------------------ losses that a model adds
+
+
+def added_loss(model: Any, outputs: Any, logits: Tensor | None = None) -> Tensor | None:
+    """What the model adds to the cross entropy in its own loss, or None.
+
+    The load-balancing and z-losses of the routers of a mixture of experts, if its router logits
+    were asked for, and the z-loss of Bamba, if ``logits`` are given.
+
+    Raises:
+        ValueError: the model has a router loss that is not in its outputs.
+    """
+    config = getattr(model, "config", None)
+    sources = (
+        (model, "router_aux_loss_coef"),
+        (model, "aux_loss_coef"),  # JetMoe
+        (getattr(config, "text_config", None), "router_aux_loss_coef"),  # vision-language models
+    )
+    balance = next((getattr(*source) for source in sources if hasattr(*source)), None)
+    weighted = {
+        "aux_loss": balance,
+        "encoder_aux_loss": balance,
+        "decoder_aux_loss": balance,
+        "encoder_z_loss": getattr(model, "router_z_loss_coef", None),
+        "decoder_z_loss": getattr(model, "router_z_loss_coef", None),
+    }
+    parts = [
+        coefficient * value.mean()  # nn.DataParallel returns one value per GPU
+        for name, coefficient in weighted.items()
+        if coefficient is not None and isinstance(value := getattr(outputs, name, None), Tensor)
+    ]
+    if not parts and balance is not None and _has_router_logits(config, outputs):
+        raise ValueError(
+            f"{type(model).__name__} does not return the loss of its routers unless it computes "
+            "its own loss: set output_router_logits=False"
+        )
+    z_loss = getattr(model, "z_loss_coefficient", 0.0)  # Bamba
+    if z_loss and logits is not None:
+        parts.append(z_loss * logits.float().logsumexp(-1).square().mean())
+    return torch.stack(parts).sum() if parts else None
+
+
+def _has_router_logits(config: Any, outputs: Any) -> bool:
+    if not isinstance(outputs, dict):  # a tuple has no names
+        return bool(getattr(config, "output_router_logits", False))
+    return any(name.endswith("router_logits") and len(outputs[name]) > 0 for name in outputs)
+
+
+# ------------------------------------------------------------------ the output layer
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """How a model computes logits from hidden states."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+    def loss(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        loss: nn.Module,
+        options: LinearLossOptions | None = None,
+    ) -> Tensor:
+        """The mean of ``loss`` over the targets, without the logits."""
+        hidden, target = hidden.to(self.weight.device), target.to(self.weight.device)
+        if self.scale != 1:
+            hidden = hidden * self.scale
+        return linear_loss(
+            hidden,
+            self.weight,
+            target,
+            loss,
+            linear_bias=self.bias,
+            softcap=self.softcap,
+            options=options,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) hidden states to (..., V) logits."""
+        hidden = hidden.to(self.weight.device)
+        logits = nn.functional.linear(hidden * self.scale, self.weight, self.bias)
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def find_head(model: Any) -> nn.Linear:
+    """The output layer of a model.
+
+    Raises:
+        ValueError: it is missing, adapted, quantized, sharded or not linear.
+    """
+    head = model.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the layer
+        adapters = [] if head.disable_adapters else head.active_adapters
+        head = head.modules_to_save[adapters[0]] if adapters else head.original_module
+    name = type(model).__name__
+    if head is None:
+        raise ValueError(
+            f"{name} has no output layer (get_output_embeddings() is None), so there is nothing to "
+            "fuse. Use regularize(trainer, loss), which works on the logits"
+        )
+    kind = f"{type(head).__module__.split('.')[0]}'s {type(head).__name__}"
+    if any(cls.__module__.startswith("peft.") for cls in type(head).__mro__):
+        raise ValueError(
+            f"the output layer of {name} is adapted ({kind}), so its weight is only a part of what "
+            "it computes. Leave it out of target_modules, train a full copy of it with "
+            "modules_to_save, or use regularize(trainer, loss), which works on the logits"
+        )
+    weight = getattr(head, "weight", None)
+    if is_dtensor(weight):
+        raise _sharded(name, "a DTensor")
+    if _is_quantized(head, weight):
+        raise ValueError(
+            f"the output layer of {name} is quantized ({kind}). Exclude it from "
+            "quantization (llm_int8_skip_modules or modules_to_not_convert in the quantization "
+            "config), or use regularize(trainer, loss), which works on the logits"
+        )
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"the output layer of {name} is {kind} and not torch.nn.Linear, so it may do more than "
+            "multiply by its weight. Use regularize(trainer, loss), which works on the logits"
+        )
+    return head
+
+
+def _is_quantized(head: nn.Module, weight: Any) -> bool:
+    # Some libraries replace the layer (bitsandbytes, GPTQ), others the tensor in it (torchao).
+    if "quant" in f"{type(head).__module__}.{type(head).__name__}".lower():
+        return True
+    if not isinstance(weight, Tensor):
+        return False
+    return not weight.is_floating_point() or type(weight.data) is not Tensor
+
+
+def _sharded(name: str, how: str) -> ValueError:
+    return ValueError(
+        f"the output layer of {name} is sharded ({how}), and fuse_head needs the whole weight in "
+        "each process. Fuse the model before it is distributed, and keep the layer in the root "
+        "group of FSDP and out of the tensor-parallel plan. Or use regularize(trainer, loss), "
+        "which works on the logits"
+    )
+
+
+def output_layer(model: Any, head: nn.Linear) -> OutputLayer:
+    """The output layer together with what some model families do to the logits.
+
+    Raises:
+        ValueError: the weight is sharded.
+    """
+    if is_dtensor(head.weight):
+        raise _sharded(type(model).__name__, "a DTensor")
+    if head.weight.dim() != 2 or head.weight.numel() == 0:  # ZeRO-3, FSDP1
+        raise _sharded(type(model).__name__, f"shape {tuple(head.weight.shape)}")
+    config = model.config.get_text_config(decoder=True)
+    bias = head.bias
+    added = getattr(model, "final_logits_bias", None)  # Marian, BART and similar models
+    if added is not None:
+        added = added.reshape(-1).to(head.weight.dtype)
+        bias = added if bias is None else bias + added
+    scale = getattr(model, "logit_scale", 1.0)  # Cohere
+    scale /= getattr(config, "logits_scaling", 1.0)  # Granite
+    return OutputLayer(head.weight, bias, scale, getattr(config, "final_logit_softcapping", None))

@@ -1,0 +1,190 @@
+"""A loss for a ``Trainer``, computed from the logits."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ...losses import CrossEntropyLoss, DistillationLoss, _Loss
+from . import sft
+from .callback import RegularizationCallback, check_arguments
+from .head import is_fused
+from .losses import active, check_loss, mark_used, share
+from .models import added_loss, is_dtensor, shifted, shifts, unwrapped, with_decoder_inputs
+
+_Trainer = TypeVar("_Trainer", bound=Trainer)
+
+
+def regularize(
+    trainer: _Trainer,
+    loss: nn.Module,
+    *,
+    teacher: nn.Module | None = None,
+    shift: bool | None = None,
+) -> _Trainer:
+    """Let a ``Trainer`` train with a loss of labo.
+
+    The loss is computed from the logits, with the batches and the model as they are. Decoder inputs
+    of an encoder-decoder are made from the labels. A :class:`RegularizationCallback` for the loss
+    is added. In evaluation the loss is the plain negative log-likelihood.
+
+    TRL's ``SFTTrainer`` computes its loss from hidden states in chunks, and so does this function
+    for it, by :func:`labo.linear_loss`. TRL logs its metrics as usual. Its evaluation is its own.
+
+    Args:
+        trainer: a ``Trainer``, a ``Seq2SeqTrainer``, another subclass that calls
+            ``Trainer.compute_loss``, or TRL's ``SFTTrainer``; changed in place. It may have been
+            made with ``model_init``.
+        loss: any loss Module with mean reduction, or a :class:`labo.Warmup` of two;
+            :class:`labo.DistillationLoss` with a teacher. A weighted loss is the weighted sum over
+            the number of targets. For ``SFTTrainer`` a row-wise loss of labo.
+        teacher: a model that receives the same inputs, in eval mode and without gradients.
+        shift: whether the logits at position i predict label i + 1. By default this is derived
+            from the model: true for causal models, false for encoder-decoders and classifiers.
+
+    Returns:
+        ``trainer``.
+
+    Raises:
+        ValueError: the loss does not fit, or the trainer would use another one.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"regularize needs a transformers.Trainer, got {type(trainer).__name__}")
+    check_loss(loss, teacher=teacher is not None)
+    check_arguments(trainer.args)
+    _check_trainer(trainer)
+    model: Any = trainer.model
+    shift = shifts(model) if shift is None else shift
+    if sft.is_sft_trainer(trainer):
+        sft.attach(trainer, loss, shift=shift, teacher=teacher)
+    else:
+        if teacher is not None:
+            teacher = teacher.to(trainer.args.device).eval().requires_grad_(False)
+        _LogitLoss(trainer, loss.to(trainer.args.device), teacher, shift).attach()
+    # The number of targets. The Trainer derives it from the loss_type of the model that it was
+    # made with, which GPT-2 does not have.
+    trainer._loss_shifts_labels = shift
+    trainer.add_callback(RegularizationCallback(loss))
+    return trainer
+
+
+def _check_trainer(trainer: Any) -> None:
+    owner = getattr(trainer.compute_loss, "__self__", None)
+    if isinstance(owner, _LogitLoss) or sft.is_attached(trainer):
+        raise ValueError("the trainer has a loss of labo already: make a new trainer")
+    if trainer.compute_loss_func is not None:
+        raise ValueError("the trainer has a compute_loss_func, and only one loss can be used")
+    if is_fused(trainer.model):
+        remedy = "use the Trainer as it is, with callbacks=[RegularizationCallback(loss)]"
+        if sft.is_sft_trainer(trainer):
+            remedy = "make the SFTTrainer with a model that is not fused"
+        raise ValueError(f"the model computes the loss already (fuse_head): {remedy}")
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.sp_enabled and parallel.sp_backend == "deepspeed":
+        raise ValueError(
+            "under DeepSpeed sequence parallelism the Trainer uses the model's own loss and no "
+            "other: use fuse_head(model, loss), or sp_size=1"
+        )
+
+
+class _LogitLoss:
+    """The loss of a Trainer, from the logits that its model returns."""
+
+    def __init__(
+        self, trainer: Trainer, loss: nn.Module, teacher: nn.Module | None, shift: bool
+    ) -> None:
+        self.trainer: Any = trainer
+        self.loss = loss
+        self.teacher = teacher
+        self.shift = shift
+        self.trainers_own = trainer.compute_loss
+        # of the current call
+        self.is_shifted = False
+        self.teacher_logits: Tensor | None = None
+
+    def attach(self) -> None:
+        self.trainer.compute_loss = self.compute_loss
+        self.trainer.compute_loss_func = self.from_outputs
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """``Trainer.compute_loss`` with the inputs that the loss needs."""
+        inputs = with_decoder_inputs(unwrapped(self.trainer.model), dict(inputs))
+        inputs.pop("skip_logits", None)  # Liger would leave out what the loss is computed from
+        # Context parallelism and some collators shift the labels themselves.
+        given = inputs.pop("shift_labels", None)
+        self.is_shifted = given is not None
+        if given is not None:
+            inputs["labels"] = given
+        needs_teacher = isinstance(active(self.loss), DistillationLoss)  # not in a warm-up
+        if self.teacher is not None and needs_teacher and torch.is_grad_enabled():
+            self.teacher_logits = self._teacher_logits(self.teacher, inputs)
+        return self.trainers_own(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def from_outputs(
+        self, outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """``compute_loss_func`` of the Trainer."""
+        if labels is None:
+            raise ValueError('the batch has no "labels", so there is no loss to compute')
+        logits = _logits(outputs)
+        target = shifted(labels) if self.shift and not self.is_shifted else labels
+        if target.shape not in (logits.shape[:-1], logits.shape):
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} do not fit logits of shape "
+                f"{tuple(logits.shape)}"
+            )
+        flat = logits.reshape(-1, logits.shape[-1])
+        target = target.reshape(flat.shape if target.is_floating_point() else -1).to(logits.device)
+        if not torch.is_grad_enabled():
+            return share(CrossEntropyLoss()(flat, target), target, num_items_in_batch)
+        loss = active(self.loss)
+        if not isinstance(loss, _Loss):  # the losses of labo are accurate in half precision
+            flat = flat.float()
+        mark_used(self.loss)
+        mean = loss(flat, target, *self._extra(loss, flat))
+        value = share(mean, target, num_items_in_batch, getattr(loss, "weight", None))
+        added = added_loss(unwrapped(self.trainer.model), outputs, logits)
+        if added is not None:
+            value = value + share(added.to(value.device), target, num_items_in_batch)
+        return value
+
+    def _extra(self, loss: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
+        """What the loss takes besides logits and target."""
+        if not isinstance(loss, DistillationLoss):
+            return ()
+        teacher_logits, self.teacher_logits = self.teacher_logits, None
+        if teacher_logits is None:
+            raise ValueError("there are no logits of the teacher for this batch")
+        if teacher_logits.numel() != logits.numel():
+            raise ValueError(
+                f"the teacher has logits of shape {tuple(teacher_logits.shape)} and the model of "
+                f"{tuple(logits.shape)}: both must have the same classes"
+            )
+        return (teacher_logits.reshape(logits.shape),)
+
+    @torch.no_grad()
+    def _teacher_logits(self, teacher: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        with self.trainer.accelerator.autocast():
+            return _logits(teacher(**inputs))
+
+
+def _logits(outputs: Any) -> Tensor:
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    if is_dtensor(logits):
+        raise ValueError(
+            "the logits are a DTensor, of which each process holds a part of the classes: let the "
+            "output layer gather them (colwise_gather_output in the tensor-parallel plan)"
+        )
+    return logits

@@ -1,0 +1,481 @@
+"""The comparison of runs: which belong together, and how much they differ.
+
+``labo compare``, ``analyze``, ``report`` and ``reproduce`` all use this module, so they agree.
+``docs/compare.md`` describes the rules for users, with references:
+
+- A *group* is the runs of one task on the same data with the same model.
+- A *variant* is the runs of a group that differ in their seed alone. Of a student, the method of
+  its teacher counts, not which run the teacher was.
+- A variant has one run per seed. Another run of the same recipe and seed is left out.
+- Every variant is compared with the *references* ``base`` and ``ls``, as far as they are there, by
+  the paired differences over the seeds that both have.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ..config import differing_keys
+from ..errors import RequestError
+from ..tables import Cell
+from .reading import Floats, Run, find_teacher, read_conditions
+from .significance import mean_std, paired_bootstrap, paired_difference
+from .task import Records, TaskAnalysis, find_analysis
+
+REFERENCES = ("base", "ls")
+
+
+# ------------------------------------------------------------------ members
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A run, and the document of :func:`labo.lab.analysis.run.analyze_run` if there is one."""
+
+    run: Run
+    analysis: Mapping[str, Any] | None = None
+    _records: dict[str, Records] = field(default_factory=dict, repr=False)
+    _drawn: dict[str, Floats | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """The content of ``results.json``; empty if the run is not finished."""
+        return self.run.results or {}
+
+    @cached_property
+    def signature(self) -> dict[str, str]:
+        """The parts of the signature in ``results.json``."""
+        parts = str(self.results.get("signature", "")).split("|")
+        return dict(part.split(":", 1) for part in parts if ":" in part)
+
+    @cached_property
+    def data(self) -> str:
+        """The recipe's data section as one text, without where the data lie."""
+        recipe = _without(self.run.recipe, find_analysis(self.run.task).locations)
+        return _text(recipe.get("data"))
+
+    @cached_property
+    def model(self) -> str:
+        """The recipe's model section as one text."""
+        return _text(self.run.recipe.get("model"))
+
+    def split(self, name: str) -> Mapping[str, Any] | None:
+        """The analysis of a split; None if it has no records or was not analysed."""
+        found: Mapping[str, Any] | None = (self.analysis or {}).get("splits", {}).get(name)
+        return found
+
+    def metric(self, split: str, name: str) -> float | None:
+        """A metric of ``results.json``."""
+        found: float | None = self.results.get(split, {}).get(name)
+        return found
+
+    def score(self, split: str) -> float | None:
+        """The headline metric: that of ``results.json``, or else that of the records."""
+        kind = find_analysis(self.run.task)
+        found = self.metric(split, kind.headline.key)
+        analysed = self.split(split)
+        if found is None and analysed is not None:
+            found = kind.measure(analysed)[kind.headline.key]
+        return found
+
+    def records(self, split: str) -> Any:
+        """The records of a split, read once."""
+        if split not in self._records:
+            kind = find_analysis(self.run.task)
+            self._records[split] = kind.read_records(self.run, split)
+        return self._records[split]
+
+    def bootstrap_scores(self, split: str) -> Floats | None:
+        """The headline on the draws of the bootstrap over examples, if the task has one."""
+        if split not in self._drawn:
+            kind = find_analysis(self.run.task)
+            bootstraps = type(kind).bootstrap_scores is not TaskAnalysis.bootstrap_scores
+            self._drawn[split] = (
+                kind.bootstrap_scores(self.run, self.records(split)) if bootstraps else None
+            )
+        return self._drawn[split]
+
+    def fingerprint(self, splits: Iterable[str]) -> str | None:
+        """Which examples were predicted: that of the first of the splits with an analysis."""
+        for name in splits:
+            if (found := self.split(name)) is not None:
+                return str(found["fingerprint"])
+        return None
+
+
+def _text(section: Any) -> str:
+    return json.dumps(section, sort_keys=True, default=str)
+
+
+def _without(recipe: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A copy of a recipe without some dotted keys."""
+    document = copy.deepcopy(dict(recipe))
+    for key in keys:
+        *sections, name = key.split(".")
+        place: Any = document
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place.pop(name, None)
+    return document
+
+
+def _at(document: Any, key: str) -> Any:
+    for name in key.split("."):
+        document = document.get(name) if isinstance(document, Mapping) else None
+    return document
+
+
+# ------------------------------------------------------------------ variants
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """The runs of a group that differ in their seed alone.
+
+    Attributes:
+        label: the name of the method, with what tells it from other variants of that name.
+        recipe: what the runs share: the recipe without the seed and without where the data lie;
+            ``method.teacher`` is the method of the teacher.
+        members: by seed, in ascending order.
+    """
+
+    label: str
+    recipe: Mapping[str, Any]
+    members: Mapping[int, Member]
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return str(self.recipe["method"]["name"])
+
+    def numbers(self, value: Callable[[Member], float | None]) -> dict[int, float]:
+        """Seed -> a number of its run, where there is one."""
+        found = {seed: value(member) for seed, member in self.members.items()}
+        return {seed: number for seed, number in found.items() if number is not None}
+
+    def scores(self, split: str) -> dict[int, float]:
+        """Seed -> the headline metric."""
+        return self.numbers(lambda member: member.score(split))
+
+    def cell(self, value: Callable[[Member], float | None]) -> Cell:
+        """Mean and standard deviation over the seeds."""
+        return mean_cell(self.numbers(value).values())
+
+
+def mean_cell(values: Iterable[float]) -> Cell:
+    """The mean of numbers, and their standard deviation if there are several.
+
+    Example:
+        >>> mean_cell([1.0, 2.0, 3.0])
+        Cell(value=2.0, spread=1.0, paper=None, interval=None)
+    """
+    numbers = list(values)
+    return Cell(*mean_std(numbers)) if numbers else Cell()
+
+
+def _canonical(run: Run, runs: Sequence[Run], locations: Iterable[str]) -> dict[str, Any]:
+    """The recipe that the runs of one variant share."""
+    recipe = _without(run.recipe, ["seed", *locations])
+    if run.method.get("teacher"):
+        teacher = find_teacher(run, runs)
+        found = teacher.method if teacher is not None and teacher.recipe else {"name": "unknown"}
+        found.pop("teacher", None)  # a path; of the teacher's teacher nothing counts
+        recipe["method"]["teacher"] = found
+    return recipe
+
+
+def _labels(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each recipe the name of its method, with the keys in which namesakes differ."""
+    labels = []
+    for recipe in recipes:
+        name = recipe["method"]["name"]
+        namesakes = [other for other in recipes if other["method"]["name"] == name]
+        keys = sorted({key for other in namesakes for key in differing_keys(recipe, other)})
+        # The hyper-parameters of a teacher are named only if its method does not tell.
+        short = [key for key in keys if not key.startswith("method.teacher.")]
+        short += ["method.teacher.name"] if "method.teacher.name" in keys else []
+        if len({_text([_at(other, key) for key in short]) for other in namesakes}) < len(namesakes):
+            short = keys
+        labels.append(" ".join([name, *(f"{_short(key)}={_at(recipe, key)}" for key in short)]))
+    return labels
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("method.").replace("teacher.name", "teacher")
+
+
+# ------------------------------------------------------------------ differences
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much a variant differs from a reference in the headline metric of a split.
+
+    Attributes:
+        variant: its label.
+        reference: the label of the reference.
+        name: the method of the reference.
+        seeds: those that both have.
+        values: the difference for each seed.
+        mean: their mean.
+        interval: 95 % Student interval of the mean over seeds; None for one seed.
+        p: of the exact sign-flip test over seeds; None for one seed.
+        smallest_p: the smallest p that so many seeds can give.
+        bootstrap: for each seed {"seed", "difference", "p"} of the bootstrap over examples; None if
+            the task has none.
+        p_bootstrap: of the bootstrap over examples of the mean difference.
+    """
+
+    variant: str
+    reference: str
+    name: str
+    seeds: list[int]
+    values: list[float]
+    mean: float
+    interval: list[float] | None
+    p: float | None
+    smallest_p: float | None
+    bootstrap: list[dict[str, float]] | None = None
+    p_bootstrap: float | None = None
+
+    @property
+    def cell(self) -> Cell:
+        """The mean with its interval."""
+        interval = None if self.interval is None else (self.interval[0], self.interval[1])
+        return Cell(self.mean, interval=interval)
+
+
+def paired_numbers(
+    variant: Variant, reference: Variant, value: Callable[[Member], float | None]
+) -> dict[int, float]:
+    """Seed -> variant - reference, for the seeds that both have."""
+    ours, theirs = variant.numbers(value), reference.numbers(value)
+    return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The runs of one task on the same data with the same model.
+
+    Attributes:
+        task: their task.
+        split: the split that is compared.
+        variants: in the order in which their runs were given.
+        repeated: notes about runs that were left out.
+    """
+
+    task: str
+    split: str
+    variants: Sequence[Variant]
+    repeated: Sequence[str] = ()
+
+    @cached_property
+    def kind(self) -> TaskAnalysis:
+        """The analysis of the task."""
+        return find_analysis(self.task)
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for variant in self.variants for member in variant.members.values()]
+
+    def first(self, name: str) -> Variant | None:
+        """The first variant of a method."""
+        return next((variant for variant in self.variants if variant.name == name), None)
+
+    @cached_property
+    def references(self) -> list[Variant]:
+        """What every variant is compared with: base and ls, or else the first variant."""
+        scored = [variant for variant in self.variants if variant.scores(self.split)]
+        found = [
+            next((variant for variant in scored if variant.name == name), None)
+            for name in REFERENCES
+        ]
+        return [variant for variant in found if variant is not None] or scored[:1]
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Of every variant to every reference, where they have a seed in common."""
+        return self._compared[0]
+
+    def difference(self, variant: Variant, reference: Variant) -> Difference | None:
+        """That of two variants of the group."""
+        labels = variant.label, reference.label
+        return next((d for d in self.differences if (d.variant, d.reference) == labels), None)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out, and what makes a comparison unfair or impossible."""
+        return list(dict.fromkeys([*self.repeated, *self._compared[1], *self._paces[1]]))
+
+    def step_times(self, variant: Variant) -> list[float]:
+        """Seconds per training step relative to the base run of the same seed, for each seed.
+
+        Times are compared only if both runs were made under the same conditions, as
+        ``conditions.json`` beside them says, or if nothing was noted for either.
+        """
+        base, ratios = self.first(REFERENCES[0]), []
+        for seed, member in variant.members.items():
+            other = None if base is None else base.members.get(seed)
+            ours, theirs = (self._paces[0].get(m) if m else None for m in (member, other))
+            if ours and theirs and len(ours[1]) <= 1 and ours[1] == theirs[1] and theirs[0]:
+                ratios.append(ours[0] / theirs[0])
+        return ratios
+
+    @cached_property
+    def _paces(self) -> tuple[dict[Member, tuple[float, list[dict[str, Any]]]], list[str]]:
+        """The seconds per step of each run and its conditions; and notes."""
+        paces: dict[Member, tuple[float, list[dict[str, Any]]]] = {}
+        notes: list[str] = []
+        for member in self.members if self.first(REFERENCES[0]) is not None else ():
+            seconds, steps = member.results.get("seconds"), member.results.get("steps")
+            if seconds is not None and steps is not None:
+                conditions = _conditions(member.run, notes)
+                if conditions is not None:
+                    paces[member] = seconds / steps, conditions
+        return paces, notes
+
+    @cached_property
+    def _compared(self) -> tuple[list[Difference], list[str]]:
+        differences: list[Difference] = []
+        notes: list[str] = []
+        for reference in self.references:
+            namesakes = [v.label for v in self.variants if v.name == reference.name]
+            if reference.name in REFERENCES and len(namesakes) > 1:
+                notes.append(f"of {', '.join(namesakes)} the reference is {reference.label}")
+            for variant in self.variants:
+                if variant is reference or not variant.scores(self.split):
+                    continue
+                # Two references are compared in both directions; one note is enough.
+                quiet = variant in self.references[: self.references.index(reference)]
+                found = self._difference(variant, reference, [] if quiet else notes)
+                differences += [] if found is None else [found]
+        return differences, notes
+
+    def _difference(
+        self, variant: Variant, reference: Variant, notes: list[str]
+    ) -> Difference | None:
+        pair = f"{variant.label} and {reference.label}"
+        keys = [
+            key
+            for key in differing_keys(variant.recipe, reference.recipe)
+            if not key.startswith("method.")
+        ]
+        if keys:
+            notes.append(f"{pair} differ in {', '.join(keys)}, not only in method")
+        ours, theirs = variant.scores(self.split), reference.scores(self.split)
+        seeds = [seed for seed in ours if seed in theirs]
+        if not seeds:
+            notes.append(f"{pair} have no seed in common")
+            return None
+        found = paired_difference([ours[s] for s in seeds], [theirs[s] for s in seeds])
+        members, others = ([side.members[seed] for seed in seeds] for side in (variant, reference))
+        p, drawn = self._bootstrap(members, others, notes)
+        bootstrap = drawn and [
+            {"seed": seed, **draw} for seed, draw in zip(seeds, drawn, strict=True)
+        ]
+        return Difference(
+            variant.label,
+            reference.label,
+            reference.name,
+            seeds,
+            **found,
+            bootstrap=bootstrap,
+            p_bootstrap=p,
+        )
+
+    def _bootstrap(
+        self, ours: Sequence[Member], theirs: Sequence[Member], notes: list[str]
+    ) -> tuple[float | None, list[dict[str, float]] | None]:
+        try:
+            drawn = [[member.bootstrap_scores(self.split) for member in m] for m in (ours, theirs)]
+            known = [[scores for scores in side if scores is not None] for side in drawn]
+            if len(known[0]) < len(ours) or len(known[1]) < len(theirs):
+                return None, None
+            prints = {m.name: m.records(self.split).fingerprint() for m in (*ours, *theirs)}
+        except RequestError as error:
+            notes.append(f"no bootstrap over examples: {error}")
+            return None, None
+        if len(set(prints.values())) > 1:
+            notes.append(
+                f"no bootstrap over examples: the records of {', '.join(prints)} are not of the "
+                "same examples"
+            )
+            return None, None
+        return paired_bootstrap(*known)
+
+
+def _conditions(run: Run, notes: list[str]) -> list[dict[str, Any]] | None:
+    try:
+        return read_conditions(run.path)
+    except RequestError as error:
+        notes.append(f"times are not compared: {error}")
+        return None
+
+
+# ------------------------------------------------------------------ grouping
+
+
+def group_runs(members: Sequence[Member], split: str | None = None) -> list[Group]:
+    """Sort runs into groups and variants.
+
+    The data are those that the signature in ``results.json`` names by their content. A run without
+    a signature has the data of a run with an equal data section. Runs whose records are of
+    different examples are in different groups.
+
+    Args:
+        members: the runs. Teachers are looked for among them.
+        split: what is compared; if not given, test where a run has been tested, else valid.
+    """
+    names = {m.data: m.signature["data"] for m in members if "data" in m.signature}
+    found: dict[tuple[str, str, str], list[Member]] = {}
+    for member in members:
+        data = member.signature.get("data") or names.get(member.data, member.data)
+        found.setdefault((member.run.task, data, member.model), []).append(member)
+    runs = [member.run for member in members]
+    groups = []
+    for (task, _, _), belonging in found.items():
+        splits = ("test", "valid") if split is None else (split,)
+        prints = [member.fingerprint(splits) for member in belonging]
+        known = next((print_ for print_ in prints if print_), None)
+        parts: dict[str | None, list[Member]] = {}
+        for member, print_ in zip(belonging, prints, strict=True):
+            parts.setdefault(print_ or known, []).append(member)
+        groups += [_group(task, part, split or _split(part), runs) for part in parts.values()]
+    first = {id(member): index for index, member in enumerate(members)}
+    return sorted(groups, key=lambda group: min(first[id(member)] for member in group.members))
+
+
+def _split(members: Iterable[Member]) -> str:
+    tested = any("test" in member.results or member.split("test") for member in members)
+    return "test" if tested else "valid"
+
+
+def _group(task: str, members: Sequence[Member], split: str, runs: Sequence[Run]) -> Group:
+    locations = find_analysis(task).locations
+    recipes: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[Member]] = {}
+    for member in members:
+        recipe = _canonical(member.run, runs, locations)
+        recipes.setdefault(_text(recipe), recipe)
+        found.setdefault(_text(recipe), []).append(member)
+    notes: list[str] = []
+    variants = []
+    for key, label in zip(found, _labels(list(recipes.values())), strict=True):
+        seeds: dict[int, Member] = {}
+        # Of two runs of one seed the one that has a score, else the one given first.
+        for member in sorted(found[key], key=lambda m: (m.run.seed, m.score(split) is None)):
+            kept = seeds.setdefault(member.run.seed, member)
+            if kept is not member:
+                notes.append(f"{member.name} is left out: {kept.name} has the same recipe and seed")
+        variants.append(Variant(label, recipes[key], seeds))
+    return Group(task, split, variants, notes)

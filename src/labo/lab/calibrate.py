@@ -1,0 +1,153 @@
+"""From a finished run to its temperature: fitted on the validation split, stored with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from ..calibration import TemperatureError, TemperatureFit, fit_temperature
+from .errors import RequestError
+from .recipes import recipe_of
+from .run import files as atomic
+from .run.calibration import FILE, MODEL, Calibration, read_calibration, write_calibration
+from .run.directory import RunDirectory, made_with
+from .run.progress import notice
+from .tasks import Task, find_task, load_model
+from .train import on_cpu, owned, repair_best
+
+_SPLIT = "valid"
+
+
+def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
+    """Fit a temperature to the selected model of a run, and write ``best/calibration.json``.
+
+    What is there already is fitted again, unless it is folded into the model.
+
+    Args:
+        path: the run directory; the run must be finished.
+        fold: divide the logits of the saved model for good.
+
+    Returns:
+        What was written.
+
+    Raises:
+        RequestError: no temperature is best, the run is not finished, or its model is folded.
+    """
+    run = RunDirectory(path)
+    recipe = recipe_of(run)
+    run.must_have(run.results_file)
+    _must_not_be_folded(run)
+    accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
+    task = find_task(recipe.task)(recipe)
+    run.check_data(task.fingerprint)
+    with owned(run, accelerator):
+        if accelerator.is_main_process:
+            repair_best(run, recipe, task, task.build_model, notice)
+        accelerator.wait_for_everyone()
+        return _calibrate(run, task, accelerator, fold)
+
+
+def _calibrate(run: RunDirectory, task: Task, accelerator: Accelerator, fold: bool) -> Calibration:
+    model = load_model(run).to(accelerator.device)
+    try:
+        fit = _fit(task, model, accelerator)
+    except TemperatureError as error:
+        raise RequestError(f"{run.path}, {_SPLIT} split: {error}") from error
+    if fold:
+        task.fold_temperature(model, fit.temperature)
+        if accelerator.is_main_process:
+            run.select(*task.model_files(model, model.state_dict()))
+    accelerator.wait_for_everyone()
+    calibration = Calibration(
+        temperature=fit.temperature,
+        folded=fold,
+        split=_SPLIT,
+        data=task.fingerprint,
+        targets=fit.count,
+        nll_before=fit.nll_before,
+        nll_after=fit.nll_after,
+        model=atomic.sha256(run.best / MODEL),
+        made_with=made_with(),
+    )
+    if accelerator.is_main_process:
+        write_calibration(run.best, calibration)
+    return calibration
+
+
+def _must_not_be_folded(run: RunDirectory) -> None:
+    """Refuse to fit again what is folded in; a file of another model is replaced."""
+    try:
+        found = read_calibration(run.best)
+    except RequestError:
+        return
+    if found is not None and found.folded:
+        raise RequestError(
+            f"{run.best / FILE}: the temperature {found.temperature:.4g} is folded into the model "
+            "already"
+        )
+
+
+def stored_or_fitted(
+    run: RunDirectory, task: Task, model: nn.Module, accelerator: Accelerator
+) -> float | None:
+    """What the logits of the selected model are divided by when it is evaluated.
+
+    Returns:
+        The temperature of ``labo calibrate``, 1 if it is folded into the model. Without one the
+        temperature that fits the validation split, if the records must hold what it makes of them;
+        else, or if none is best, None.
+    """
+    stored = read_calibration(run.best)
+    if stored is not None:
+        return stored.divisor
+    if not task.tempered_records:
+        return None
+    try:
+        return _fit(task, model, accelerator).temperature
+    except TemperatureError:
+        return None
+
+
+def _fit(task: Task, model: nn.Module, accelerator: Accelerator) -> TemperatureFit:
+    batches = _Replayed(lambda: task.logits(model, _SPLIT, accelerator))
+    return fit_temperature(batches, reduce=_sum_over(accelerator))
+
+
+class _Replayed:
+    """Batches that are computed once and kept if they are small, and computed each time if not.
+
+    Args:
+        compute: returns a new iterator over the batches.
+    """
+
+    _KEPT = 1 << 26  # numbers: 256 MB of float32
+
+    def __init__(self, compute: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        self.compute = compute
+        self.kept: list[tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.kept is not None:
+            yield from self.kept
+            return
+        batches: list[tuple[Tensor, Tensor]] | None = []
+        size = 0
+        for logits, target in self.compute():
+            size += logits.numel()
+            if batches is not None:
+                batches.append((logits.cpu(), target.cpu()))
+                batches = batches if size <= self._KEPT else None
+            yield logits, target
+        self.kept = batches
+
+
+def _sum_over(accelerator: Accelerator) -> Callable[[Tensor], Tensor] | None:
+    """Sums a tensor over the processes, with the same bits in each of them."""
+    if accelerator.num_processes == 1:
+        return None
+    return lambda share: torch.stack(gather_object([share])).sum(0)

@@ -1,0 +1,84 @@
+"""``calibration.json``: the temperature that was fitted to a model, in the folder of the model.
+
+It lies in ``best`` of a run, written by ``labo calibrate``, and goes with a copy of that folder. It
+names the model by its checksum, so that it is never applied to another one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import RequestError
+from . import files as atomic
+
+FILE = "calibration.json"
+MODEL = "model.safetensors"
+
+
+class Calibration(BaseModel):
+    """A fitted temperature, and what it was fitted on.
+
+    Attributes:
+        temperature: T, which divides the logits of the model as it was trained.
+        folded: whether the saved model is divided by it already.
+        split: what it was fitted on.
+        data: the fingerprint of that data.
+        targets: how many targets that has.
+        nll_before: mean negative log-likelihood there at T = 1, in nats.
+        nll_after: the same at T.
+        model: the SHA-256 of the model file it belongs to.
+        made_with: versions of labo, torch and Python.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    temperature: float = Field(gt=0, allow_inf_nan=False)
+    folded: bool
+    split: str
+    data: str
+    targets: int
+    nll_before: float
+    nll_after: float
+    model: str
+    made_with: dict[str, str | None]
+
+    @property
+    def divisor(self) -> float:
+        """What the logits of the saved model are still to be divided by; 1 if T is folded in."""
+        return 1.0 if self.folded else self.temperature
+
+
+def write_calibration(folder: Path, calibration: Calibration) -> None:
+    atomic.write_json(folder / FILE, calibration.model_dump(mode="json"))
+
+
+def read_calibration(folder: Path) -> Calibration | None:
+    """The calibration of the model in a folder; None if there is none.
+
+    Raises:
+        RequestError: the file is damaged, or belongs to another model.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    again = "run `labo calibrate` again, or remove it"
+    try:
+        found = Calibration.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise RequestError(f"{path} cannot be read: {again}") from error
+    try:
+        model = atomic.sha256(folder / MODEL)
+    except OSError as error:
+        raise RequestError(f"{folder / MODEL} cannot be read: {error.strerror}") from error
+    if model != found.model:
+        raise RequestError(f"{path} belongs to another model than {MODEL} beside it: {again}")
+    return found
+
+
+def divisor_of(folder: Path) -> float:
+    """What the logits of the model in a folder are to be divided by: 1 if it is not calibrated."""
+    found = read_calibration(folder)
+    return 1.0 if found is None else found.divisor

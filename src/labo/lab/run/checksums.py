@@ -1,0 +1,172 @@
+"""Checksums of files, verified when the files are read.
+
+Data can be large, so the digest of a data file is computed once and remembered in the user's cache
+folder, together with the file's size, inode and times of change. A file for which all of these are
+the same is not read again. This finds every change made through the file system. It does not find
+a disk that changes bits by itself: ``--verify`` (or ``LABO_VERIFY=1``) reads every file again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+from ..errors import RequestError
+from .files import Document, read_json, sha256, write_json
+
+MANIFEST = "manifest.json"
+FORCE = "LABO_VERIFY"
+
+_Stamp = tuple[int, int, int, int]  # size, inode, time of modification, time of change
+_SETTLED = 2_000_000_000  # ns; a file changed this recently may change again without a new time
+
+
+class DamagedError(RequestError):
+    """A file is missing, or its content is not what was written."""
+
+
+class Manifest(Document):
+    """The checksums of a folder. While a file is replaced, its old and its new one are listed."""
+
+    sha256: dict[str, list[str]]
+
+
+class _Remembered(Document):
+    """What is known of the files of a folder: name -> [size, inode, mtime, ctime, sha256]."""
+
+    files: dict[str, tuple[int, int, int, int, str]]
+
+
+def cache_folder() -> Path:
+    """$LABO_CACHE, or labo in the user's cache folder."""
+    if place := os.environ.get("LABO_CACHE"):
+        return Path(place)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "labo"
+
+
+# ------------------------------------------------------------------ digests
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of data files, by their names relative to ``folder``; remembered.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+    """
+    memory = _memory_of(folder)
+    known = {} if os.environ.get(FORCE) else _recall(memory)
+    found: dict[str, str] = {}
+    learned = False
+    for name in names:
+        before = _stamp(os.stat(folder / name))
+        if name in known and known[name][:4] == before:
+            found[name] = known[name][4]
+            continue
+        found[name] = sha256(folder / name)
+        if _stamp(os.stat(folder / name)) == before and time.time_ns() - before[3] > _SETTLED:
+            known[name] = (*before, found[name])
+            learned = True
+    if learned:
+        _remember(memory, folder, known)
+    return found
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _memory_of(folder: Path) -> Path:
+    key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
+    return cache_folder() / "digests" / f"{key[:32]}.json"
+
+
+def _recall(memory: Path) -> dict[str, tuple[int, int, int, int, str]]:
+    try:
+        return dict(read_json(memory, _Remembered).files)
+    except RequestError:
+        return {}  # nothing yet, or damaged: everything is hashed again
+
+
+def _remember(
+    memory: Path, folder: Path, known: Mapping[str, tuple[int, int, int, int, str]]
+) -> None:
+    document = {"folder": str(folder), "files": known}
+    unfinished = memory.with_name(f".{memory.name}.{os.getpid()}.tmp")
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(document), encoding="utf-8")
+        os.replace(unfinished, memory)
+    except (OSError, UnicodeError):
+        unfinished.unlink(missing_ok=True)  # no cache: the files are hashed again next time
+
+
+# ------------------------------------------------------------------ folders with a manifest
+
+
+def verify(
+    folder: Path, expected: Mapping[str, str | Iterable[str]], *, remember: bool = False
+) -> None:
+    """Compare the files of a folder with their checksums.
+
+    Args:
+        folder: the folder.
+        expected: name relative to the folder -> checksum, or several of which one must fit.
+        remember: use and update the remembered digests; for data.
+
+    Raises:
+        DamagedError: a file is missing, or its checksum is another one.
+    """
+    for name in expected:
+        check_name(folder, name)
+    try:
+        if remember:
+            found = digests(folder, expected)
+        else:
+            found = {name: sha256(folder / name) for name in expected}
+    except FileNotFoundError as error:
+        raise DamagedError(f"{error.filename} is missing") from error
+    except OSError as error:
+        raise DamagedError(f"{error.filename or folder}: {error.strerror or error}") from error
+    for name, checksums in expected.items():
+        accepted = [checksums] if isinstance(checksums, str) else list(checksums)
+        if found[name] not in accepted:
+            raise DamagedError(f"{folder / name} is damaged (its checksum does not fit)")
+
+
+def check_name(folder: Path, name: str) -> None:
+    """Refuse a name in a manifest that leads out of its folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise DamagedError(f"{folder}: its manifest names a file elsewhere: {name!r}")
+
+
+def verify_folder(folder: Path) -> bool:
+    """Compare a folder with its ``manifest.json``; whether it has one.
+
+    Raises:
+        DamagedError: the manifest is damaged, or a file does not fit it.
+    """
+    if not (folder / MANIFEST).exists():
+        return False
+    try:
+        manifest = read_json(folder / MANIFEST, Manifest)
+    except RequestError as error:
+        raise DamagedError(str(error)) from error
+    verify(folder, manifest.sha256)
+    return True
+
+
+def write_manifest(folder: Path, checksums: Mapping[str, Iterable[str]]) -> None:
+    write_json(folder / MANIFEST, {"sha256": {n: sorted(c) for n, c in sorted(checksums.items())}})
+
+
+def manifest_of(folder: Path) -> dict[str, list[str]]:
+    """The checksums in a folder's manifest; empty if it has none, or a damaged one."""
+    try:
+        return dict(read_json(folder / MANIFEST, Manifest).sha256)
+    except RequestError:
+        return {}

@@ -1,0 +1,156 @@
+"""Every loss once more, row by row in NumPy's longest float, written from its equation.
+
+Nothing here is shared with the library. Each function takes the logits z, (K,), the label y, the
+class weights w, (K,), what the loss takes besides, and its hyper-parameters, and returns the value
+of the row. ``mean`` reduces rows as ``F.cross_entropy`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Row = Any  # (K,) of np.longdouble
+
+
+def real(x: Any) -> Row:
+    return np.asarray(x, dtype=np.longdouble)
+
+
+def log_softmax(z: Row) -> Row:
+    u = z - z.max()
+    return u - np.log(np.exp(u).sum())
+
+
+def softmax(z: Row) -> Row:
+    return np.exp(log_softmax(z))
+
+
+def onehot(y: int, size: int) -> Row:
+    return real(np.arange(size) == y)
+
+
+def entropy(p: Row) -> Row:
+    return -(p * np.log(p)).sum()
+
+
+def kl(p: Row, q: Row) -> Row:
+    return (p * np.log(p / q)).sum()
+
+
+def ce(z: Row, q: Row, w: Row) -> Row:
+    return -(w * q * log_softmax(z)).sum()
+
+
+def smoothed(z: Row, y: int, w: Row, p: Row, alpha: Any) -> Row:
+    return ce(z, (1 - alpha) * onehot(y, len(z)) + alpha * p, w)
+
+
+def cross_entropy(z, y, w):
+    return ce(z, onehot(y, len(z)), w)
+
+
+def label_smoothing(z, y, w, *, alpha=0.1, convention="torch", padding_idx=None):
+    k = len(z)
+    allowed = np.ones(k, dtype=bool)
+    if convention != "torch":
+        allowed[y] = False
+    if padding_idx is not None:
+        allowed[padding_idx] = False
+    return smoothed(z, y, w, real(allowed) / allowed.sum(), real(alpha))
+
+
+def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, alpha_grad=False):
+    k = len(z)
+    if alpha == "adaptive":
+        alpha = 1 - real(rho) * entropy(softmax(z)) / np.log(real(k))
+    p = softmax(z / real(tau))
+    return smoothed(z, y, w, p, real(alpha)) + w[y] * real(alpha) * real(tau) * kl(p, 1 / real(k))
+
+
+def confidence_penalty(z, y, w, *, beta=0.1, threshold=None):
+    h = entropy(softmax(z))
+    penalty = -h if threshold is None else max(real(0), real(threshold) - h)
+    return cross_entropy(z, y, w) + w[y] * real(beta) * penalty
+
+
+def focal(z, y, w, *, gamma=1.0, detach_factor=False):
+    return (1 - softmax(z)[y]) ** real(gamma) * cross_entropy(z, y, w)
+
+
+def anti_focal(z, y, w, *, gamma=1.0, scale=0.5, detach_factor=True):
+    return (1 + real(scale) * softmax(z)[y]) ** real(gamma) * cross_entropy(z, y, w)
+
+
+def generalized_entropy(z, y, w, *, alpha=0.5, beta=0.7, prior=None, generator="kl"):
+    p = softmax(z)
+    u = np.full(len(z), 1 / real(len(z))) if prior is None else real(prior)
+    if generator == "euclidean":
+        divergence = ((u - p) ** 2).sum()
+    elif alpha in (0, 1):
+        divergence = kl(p, u) if alpha == 0 else kl(u, p)
+    else:
+        a = real(alpha)
+        g = [(x * np.log(x)).sum() for x in (u, p, (1 - a) * u + a * p)]
+        divergence = ((1 - a) * g[0] + a * g[1] - g[2]) / (a * (1 - a))
+    return cross_entropy(z, y, w) + w[y] * real(beta) * divergence
+
+
+def tf_reg(z, y, w, *, alpha=0.1, tau=20.0, mode="repo", multiplier=None, confidence=0.99, **rest):
+    k = len(z)
+    v = np.full(k, (1 - real(confidence)) / (k - 1))
+    v[y] = confidence
+    s = softmax(v / real(tau))
+    if mode == "repo":
+        distance = (1 if multiplier is None else real(multiplier) / k) * kl(s, softmax(z))
+    else:
+        distance = kl(s, softmax(z / real(tau)))
+        distance = distance * real(tau) ** 2 if rest.get("tau_squared") else distance
+    return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * distance
+
+
+def tempered_kl(z, teacher, tau):
+    return real(tau) ** 2 * kl(softmax(teacher / real(tau)), softmax(z / real(tau)))
+
+
+def distillation(z, y, w, teacher, *, alpha=0.9, tau=4.0, kl_reduction="batchmean", multiplier=1.0):
+    soft = real(multiplier) * tempered_kl(z, teacher, tau)
+    soft = soft / len(z) if kl_reduction == "elementwise" else soft
+    return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * soft
+
+
+def cs_kd(z, y, w, peer, *, lam=1.0, tau=4.0):
+    return cross_entropy(z, y, w) + w[y] * real(lam) * tempered_kl(z, peer, tau)
+
+
+def ps_kd(z, y, w, past, *, alpha=0.8):
+    return smoothed(z, y, w, softmax(past), real(alpha))
+
+
+def online_label_smoothing(z, y, w, table, *, hard_weight=0.5, soft_weight=0.5):
+    return real(hard_weight) * cross_entropy(z, y, w) + real(soft_weight) * ce(z, table[y], w)
+
+
+def kr_ls(z, y, w, table, *, alpha=0.5, order="pq"):
+    rest = np.arange(len(z)) != y
+    p, q = softmax(z[rest]), softmax(table[y][rest])
+    return cross_entropy(z, y, w) + w[y] * real(alpha) * (kl(p, q) if order == "pq" else kl(q, p))
+
+
+def masked_label_smoothing(z, y, w, mask, *, alpha=0.1):
+    e = real(alpha) / (mask.sum() - 1)
+    return ce(z, (1 - real(alpha) - e) * onehot(y, len(z)) + e * real(mask), w)
+
+
+def weighted_label_smoothing(z, y, w, groups, *, alpha=0.1, shares=(0.4, 0.4, 0.2), normalize=True):
+    present = [g for g in range(3) if (groups == g).any()]
+    total = sum(real(shares[g]) for g in present)
+    e = [real(alpha) * real(shares[g]) / total if g in present else real(0) for g in range(3)]
+    e = [mass / max(1, (groups == g).sum()) for g, mass in enumerate(e)]
+    q = (1 - real(alpha) - e[0]) * onehot(y, len(z)) + real([e[g] for g in groups])
+    return ce(z, q / (1 - e[0]) if normalize else q, w)
+
+
+def mean(values: list[Any], target: list[int], w: Row) -> float:
+    return float(sum(values) / sum(w[y] for y in target))

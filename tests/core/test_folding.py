@@ -1,0 +1,357 @@
+"""A temperature folded into a model: calibrated probabilities exactly, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+)
+
+import labo
+from labo.calibration import fold_temperature
+
+T = 0.7
+HIDDEN = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def assert_folded(logits, folded):
+    torch.testing.assert_close(folded.softmax(-1), (logits / T).softmax(-1))
+    assert not torch.allclose(folded, logits)
+
+
+# ------------------------------------------------------------------ plain layers
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer(bias):
+    layer = nn.Linear(8, 6, bias=bias)
+    before = layer(HIDDEN)
+    assert fold_temperature(layer, T) is layer
+    assert_folded(before, layer(HIDDEN))
+    assert layer.weight.requires_grad
+
+
+def test_the_end_of_a_sequence():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 6)))
+    before = model(HIDDEN)
+    assert_folded(before, fold_temperature(model, T)(HIDDEN))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_an_output_layer_with_its_loss(softcap):
+    head = labo.LinearLoss(8, 6, labo.CrossEntropyLoss(), bias=True, softcap=softcap)
+    before = head.logits(HIDDEN)
+    target = torch.tensor([0, 1, 2, 3, 4])
+    fold_temperature(head, T)
+    assert_folded(before, head.logits(HIDDEN))
+    loss = nn.functional.cross_entropy(before / T, target)
+    torch.testing.assert_close(head(HIDDEN, target), loss)
+
+
+def test_a_fitted_temperature_folded_in_leaves_nothing_to_fit():
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(8, 6), torch.randn(500, 8)
+    target = torch.distributions.Categorical(logits=layer(hidden) * 1.6).sample()
+    fit = labo.calibration.fit_temperature(layer(hidden), target)
+    fold_temperature(layer, fit.temperature)
+    again = labo.calibration.fit_temperature(layer(hidden), target)
+    assert again.temperature == pytest.approx(1, abs=1e-5)
+    assert again.nll_before == pytest.approx(fit.nll_after, rel=1e-6)
+
+
+def test_half_precision_is_rounded_once():
+    layer = nn.Linear(8, 6, dtype=torch.bfloat16)
+    weight = layer.weight.detach().clone()
+    fold_temperature(layer, T)
+    assert torch.equal(layer.weight, (weight.float() / T).bfloat16())
+
+
+# ------------------------------------------------------------------ language models
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BERT = {
+    name: SMALL[name]
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+}
+
+
+def llama(**options):
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **options))
+
+
+def cohere(**options):
+    return CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25, **options))
+
+
+def granite(**options):
+    return GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=3.0, **options))
+
+
+def gemma(**options):
+    config = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.5, **options)
+    return Gemma2ForCausalLM(config)
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32,
+            bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def marian(**options):
+    model = MarianMTModel(
+        MarianConfig(
+            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32,
+            decoder_ffn_dim=32, encoder_attention_heads=2, decoder_attention_heads=2,
+            pad_token_id=1, eos_token_id=2, bos_token_id=0, decoder_start_token_id=2,
+            forced_eos_token_id=None, max_position_embeddings=32, **options,
+        )
+    )  # fmt: skip
+    model.final_logits_bias.normal_()
+    return model
+
+
+def separate_marian():
+    return marian(
+        tie_word_embeddings=False, share_encoder_decoder_embeddings=False, decoder_vocab_size=40
+    )
+
+
+def hyper_clova():
+    """A family that multiplies by what Granite divides by."""
+    model = granite(tie_word_embeddings=True)
+    forward = type(model).forward
+
+    class Multiplies(GraniteForCausalLM):
+        def forward(self, *args, **kwargs):
+            outputs = forward(self, *args, **kwargs)
+            outputs.logits = outputs.logits * self.config.logits_scaling**2
+            return outputs
+
+    model.__class__ = Multiplies
+    return model
+
+
+FOLDED = {
+    "llama": lambda: llama(tie_word_embeddings=False),
+    "cohere, tied": lambda: cohere(tie_word_embeddings=True),
+    "cohere, not tied": lambda: cohere(tie_word_embeddings=False),
+    "granite, tied": lambda: granite(tie_word_embeddings=True),
+    "a multiplier of the same name": hyper_clova,
+    "gemma, not tied": lambda: gemma(tie_word_embeddings=False),
+    "marian, not tied": separate_marian,
+}
+
+
+def built(make):
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():  # so that the logits differ by more than rounding
+        model.get_output_embeddings().weight.mul_(20)
+    return model.eval()
+
+
+def logits_of(model):
+    tokens = torch.tensor([[3, 7, 9, 11, 4], [5, 6, 7, 8, 2]])
+    inputs = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_language_model(name):
+    model = built(FOLDED[name]).train()
+    modes = [module.training for module in model.modules()]
+    before = logits_of(model.eval())
+    model.train()
+    assert fold_temperature(model, T) is model
+    assert [module.training for module in model.modules()] == modes
+    assert_folded(before, logits_of(model.eval()))
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere, tied", "granite, tied", "gemma, not tied"])
+def test_a_folded_model_is_saved_and_loaded(name, tmp_path):
+    model = built(FOLDED[name])
+    before = logits_of(model)
+    fold_temperature(model, T).save_pretrained(tmp_path)
+    assert_folded(before, logits_of(type(model).from_pretrained(tmp_path).eval()))
+
+
+def refused(model, error, sentence):
+    """The model is refused, and as it was."""
+    kept, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
+    with pytest.raises(error, match=sentence):
+        fold_temperature(model, T)
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+    assert model.config.to_dict() == config
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("make", "embeddings"),
+    [
+        (gpt2, "transformer.wte"),
+        (lambda: llama(tie_word_embeddings=True), "model.embed_tokens"),
+        (lambda: gemma(tie_word_embeddings=True), "model.embed_tokens"),
+        (marian, "model.shared"),
+        (lambda: BertForMaskedLM(BertConfig(**BERT)), "bert.embeddings.word_embeddings"),
+    ],
+    ids=["gpt2", "llama", "gemma", "marian", "bert"],
+)
+def test_tied_embeddings_without_a_scale_are_refused(make, embeddings):
+    refused(built(make), ValueError, f"also that of {embeddings} .tied embeddings.*no logit scale")
+
+
+def test_an_untied_gpt2_is_folded():
+    model = built(gpt2)
+    before = logits_of(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert_folded(before, logits_of(fold_temperature(model, T)))
+
+
+def test_an_unknown_use_of_the_logits_is_refused():
+    class Squared(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits**2
+            return outputs
+
+    config = LlamaConfig(**SMALL, tie_word_embeddings=False)
+    refused(Squared(config), ValueError, "the logits of Squared do not come out divided")
+    config = CohereConfig(**SMALL, tie_word_embeddings=True)
+
+    class SquaredCohere(CohereForCausalLM):
+        forward = Squared.forward
+
+    model = CohereForCausalLM(config)
+    model.logit_scale = 5.0  # no longer what the config says: saving would lose it
+    refused(model, ValueError, "do not come out divided")
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_a_classifier_must_name_its_layer():
+    model = BertForSequenceClassification(BertConfig(**BERT))
+    refused(model, TypeError, r"names no output layer.*model\.classifier")
+    tokens = torch.tensor([[3, 7, 9]])
+    model.eval()
+    before = model(tokens).logits
+    fold_temperature(model.classifier, T)
+    assert_folded(before, model(tokens).logits)
+
+
+@pytest.mark.parametrize("model", [nn.Conv2d(1, 2, 3), nn.Sequential(), nn.Sequential(nn.ReLU())])
+def test_no_output_layer(model):
+    with pytest.raises(TypeError, match=r"cannot tell which layer of \w+ makes the logits"):
+        fold_temperature(model, T)
+
+
+class _Sharded(torch.Tensor):
+    """Stands for DTensor and for the weights of quantization libraries."""
+
+
+def layer_with(weight=None, **attributes):
+    layer = nn.Linear(8, 6)
+    if weight is not None:
+        layer.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def with_old_weight_norm():
+    layer = nn.Linear(8, 6)
+    weight = layer._parameters.pop("weight")
+    layer.weight_v, layer.weight = nn.Parameter(weight), weight * 2.0
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (nn.Linear(8, 6, device="meta"), "not in memory"),
+        (parametrizations.weight_norm(nn.Linear(8, 6)), "ParametrizedLinear, not an nn.Linear"),
+        (with_old_weight_norm(), "computed from other parameters"),
+        (layer_with(torch.zeros(6, 8).as_subclass(_Sharded)), "sharded or quantized .*_Sharded"),
+        (layer_with(torch.zeros(0)), r"sharded or quantized .*shape \(0,\)"),
+        (layer_with(torch.zeros(6, 8, dtype=torch.int8)), "quantized .torch.int8"),
+        (nn.modules.linear.NonDynamicallyQuantizableLinear(8, 6), "not an nn.Linear"),
+    ],
+    ids=["meta", "weight_norm", "computed", "subclass", "flat", "int8", "other type"],
+)
+def test_layers_that_cannot_be_divided(layer, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fold_temperature(layer, T)
+
+
+def test_an_adapted_output_layer_is_refused():
+    peft = pytest.importorskip("peft")
+    options = {"task_type": "CAUSAL_LM", "r": 2}
+    model = peft.get_peft_model(
+        llama(tie_word_embeddings=False), peft.LoraConfig(**options, target_modules=["lm_head"])
+    )
+    with pytest.raises(ValueError, match=r"not an nn\.Linear: an adapter must be merged"):
+        fold_temperature(model, T)
+    model = peft.get_peft_model(
+        built(FOLDED["llama"]), peft.LoraConfig(**options, target_modules=["q_proj"])
+    ).eval()
+    before = logits_of(model)
+    assert_folded(before, logits_of(fold_temperature(model, T)))
+
+
+def test_tied_weights_of_any_module():
+    model = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 6))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"also that of 0 \(tied embeddings\)"):
+        fold_temperature(model, T)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan, None, "2"])
+def test_wrong_temperatures(temperature):
+    layer = nn.Linear(8, 6)
+    with pytest.raises((ValueError, TypeError)):
+        fold_temperature(layer, temperature)

@@ -1,0 +1,510 @@
+"""fuse_head on real model classes: values, gradients, memory, copies, adapters, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import accelerate
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import labo
+from labo.integrations import huggingface as hf
+from labo.integrations.huggingface import head as head_module
+from labo.integrations.huggingface.head import is_fused
+from labo.integrations.huggingface.losses import take_used
+from probes import LargestTensor
+from tiny_models import (
+    FAMILIES,
+    V,
+    arguments,
+    assert_same,
+    build,
+    by_hand,
+    collate,
+    examples,
+    gradients,
+    is_seq2seq,
+)
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+# ------------------------------------------------------------------ the fused head
+
+
+@each_family
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_fused_model_equals_the_model_and_the_loss_apart(family, tied):
+    plain = build(family, tied).train()
+    batch = collate(examples(3, is_seq2seq(plain)))
+    fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    expected = by_hand(plain, batch, labo.LABOLoss())
+    output = fused(**batch)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-5)
+    assert_same(gradients(fused, output.loss), gradients(plain, expected), rtol=1e-3, atol=1e-5)
+    head = plain.get_output_embeddings().weight
+    assert (head is plain.get_input_embeddings().weight) == tied
+
+
+@each_family
+@torch.no_grad()
+def test_evaluation_is_the_models_own_with_its_logits(family):
+    plain = build(family).eval()
+    batch = collate(examples(3, is_seq2seq(plain)))
+    expected = plain(**batch)
+    fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    output = fused(**batch)
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert torch.equal(output.logits, expected.logits)
+    torch.testing.assert_close(output[0], expected.loss)
+    as_tuple = fused(**batch, return_dict=False)
+    assert torch.equal(as_tuple[1], expected.logits)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_gradients_decide_which_loss_it_is(mode):
+    """The same rule as in a Trainer: train() and eval() make no difference."""
+    plain, batch = build("Llama"), collate(examples(3))
+    fused = getattr(hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss()), mode)()
+    output = fused(**batch)
+    torch.testing.assert_close(output.loss, by_hand(plain, batch, labo.LABOLoss()))
+    assert output.logits is None
+    nll = by_hand(plain, batch, nn.CrossEntropyLoss())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            output = fused(**batch)
+        torch.testing.assert_close(output.loss, nll)
+        assert output.logits.shape[-1] == V
+
+
+def test_the_cap_of_gemma_matters_here():
+    plain = build("Gemma2")
+    batch = collate(examples(3))
+    capped = by_hand(plain, batch, labo.CrossEntropyLoss())
+    plain.config.final_logit_softcapping = None
+    assert abs(by_hand(plain, batch, labo.CrossEntropyLoss()) - capped) > 0.01
+
+
+def test_a_forgotten_cap_would_be_noticed(monkeypatch):
+    """With Gemma's cap of 30, although untrained logits are far below it."""
+    model = build("Gemma2")
+    model.config.final_logit_softcapping = 30.0
+    known = head_module.output_layer
+    monkeypatch.setattr(
+        head_module, "output_layer", lambda *x: dataclasses.replace(known(*x), softcap=None)
+    )
+    with pytest.raises(ValueError, match="the loss of Gemma2ForCausalLM is not the cross entropy"):
+        hf.fuse_head(model, labo.LABOLoss())
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Marian"])
+def test_generation_and_undoing(family):
+    model = build(family).eval()
+    ids = collate(examples(2, True))["input_ids"][:, :3]
+    settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    before, kind, kind_of_loss = model.generate(ids, **settings), type(model), model.loss_type
+    names = set(vars(model))
+    hf.fuse_head(model, labo.LABOLoss())
+    assert isinstance(model, kind)
+    assert torch.equal(model.generate(ids, **settings), before)
+    hf.unfuse_head(model)
+    assert type(model) is kind
+    assert model.loss_type == kind_of_loss
+    assert set(vars(model)) == names
+    assert not model.get_output_embeddings()._forward_pre_hooks
+    with pytest.raises(ValueError, match="not fused"):
+        hf.unfuse_head(model)
+
+
+def test_fused_training_stores_no_logits():
+    """Not even in the model's own code, such as a bias that is added to every row."""
+    for family in ("Llama", "Gemma2", "Marian"):
+        model = build(family, tied=False, vocabulary=500)
+        batch = collate(examples(40, is_seq2seq(model)))
+        hf.fuse_head(model, labo.LABOLoss(), options=labo.LinearLossOptions(batch_chunk_size=16))
+        with LargestTensor() as seen:
+            model(**batch).loss.backward()
+        assert seen.largest < batch["labels"].numel() * 500 / 4, family
+
+
+def test_num_items_and_labels_that_are_shifted_already():
+    model = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    batch = collate(examples(3))
+    mean = model(**batch).loss
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    torch.testing.assert_close(model(**batch, num_items_in_batch=7).loss, mean * count / 7)
+    items = torch.tensor(7)
+    torch.testing.assert_close(model(**batch, num_items_in_batch=items).loss, mean * count / 7)
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    assert torch.equal(model(**batch, shift_labels=shifted).loss, mean)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    nothing = model(**batch, num_items_in_batch=7).loss
+    assert nothing == 0
+    assert all(g is None or not g.any() for g in gradients(model, nothing))
+
+
+def test_positional_inputs_and_leading_tuple():
+    model = hf.fuse_head(build("GPT2"), labo.LABOLoss())
+    batch = collate(examples(2))
+    loss = model(batch["input_ids"], labels=batch["labels"], return_dict=False)[0]
+    assert torch.equal(loss, model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+
+
+def test_warmup_inside_a_fused_model():
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
+    plain = build("Llama")
+    fused, batch = hf.fuse_head(copy.deepcopy(plain), loss), collate(examples(3))
+    torch.testing.assert_close(fused(**batch).loss, by_hand(plain, batch, loss.before))
+    loss.step()
+    torch.testing.assert_close(fused(**batch).loss, by_hand(plain, batch, loss.after))
+    assert not any("loss" in name for name in fused.state_dict())
+
+
+def test_a_generic_loss_goes_through_too():
+    plain, batch = build("Llama"), collate(examples(3))
+    fused = hf.fuse_head(copy.deepcopy(plain), labo.ConfidencePenaltyLoss(beta=0.1))
+    expected = by_hand(plain, batch, labo.ConfidencePenaltyLoss(beta=0.1))
+    torch.testing.assert_close(fused(**batch).loss, expected)
+
+
+def test_half_precision():
+    plain = build("Llama").bfloat16()
+    batch = collate(examples(3))
+    fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    torch.testing.assert_close(
+        fused(**batch).loss, by_hand(plain, batch, labo.LABOLoss()), rtol=1e-2, atol=1e-2
+    )
+
+
+def test_gradient_checkpointing_changes_nothing():
+    plain = build("Llama").train()
+    batch = collate(examples(3))
+    expected = gradients(plain, by_hand(plain, batch, labo.LABOLoss()))
+    fused = hf.fuse_head(plain, labo.LABOLoss())
+    fused.gradient_checkpointing_enable()
+    assert_same(gradients(fused, fused(**batch).loss), expected)
+
+
+def test_compiled_with_ignored_rows_equals_eager():
+    """And is compiled once, although a Trainer checks in each step that the loss was used."""
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
+    expected = model(**batch, num_items_in_batch=20).loss
+    slopes = gradients(model, expected)
+    torch._dynamo.reset()
+    backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert take_used(model._labo.loss)
+        value = compiled(**batch, num_items_in_batch=20).loss
+        torch.testing.assert_close(value, expected)
+        assert_same(gradients(model, value), slopes)
+    assert backend.frame_count == 1
+
+
+def test_copies_are_models_of_their_own():
+    model = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    batch = collate(examples(3))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        assert torch.equal(twin(**batch).loss, model(**batch).loss)
+        with torch.no_grad():
+            twin.get_output_embeddings().weight.zero_()
+        assert not torch.equal(twin(**batch).loss, model(**batch).loss)
+
+
+def test_saved_as_the_class_it_was(tmp_path):
+    model = hf.fuse_head(build("Marian"), labo.LABOLoss())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.MarianMTModel
+    assert_same(loaded.state_dict().values(), model.state_dict().values(), rtol=0, atol=0)
+
+
+def test_a_resized_vocabulary_is_followed():
+    plain = build("Llama", tied=False)
+    fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    for model in (plain, fused):
+        torch.manual_seed(3)
+        model.resize_token_embeddings(V + 8, mean_resizing=False)
+    batch = collate(examples(3))
+    torch.testing.assert_close(fused(**batch).loss, by_hand(plain, batch, labo.LABOLoss()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (labo.DistillationLoss(), "needs a teacher"),
+        (labo.CSKDLoss(), "needs a second sample"),
+        (labo.KRLSLoss(V), "has trainable parameters"),
+        (labo.OnlineLabelSmoothingLoss(V), "OnlineLabelSmoothingLoss is not one"),
+        (nn.CrossEntropyLoss(), r"torch.nn.CrossEntropyLoss is not.*use labo.CrossEntropyLoss\(\)"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), r"use labo.LabelSmoothingLoss\(alpha=0.1\)"),
+        (
+            labo.Warmup(nn.CrossEntropyLoss(), labo.LABOLoss(), 3),
+            "torch.nn.CrossEntropyLoss is not",
+        ),
+        (nn.NLLLoss(), "needs a loss of labo, got NLLLoss"),
+        (labo.LABOLoss(reduction="sum"), 'must have reduction="mean"'),
+        (labo.LABOLoss(ignore_index=0), "counts every label except -100"),
+        (labo.LABOLoss(dim=1), "the classes are the last dimension"),
+        (
+            labo.Warmup(labo.FocalLoss(reduction="none"), labo.LABOLoss(), 3),
+            'must have reduction="mean"',
+        ),
+    ],
+)
+def test_fuse_head_refuses_a_loss(loss, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        hf.fuse_head(build("Llama"), loss)
+
+
+def test_fuse_head_refuses_a_model():
+    own_way = build("Llama")
+    own_way.loss_function = lambda logits, labels, *_, **__: 2 * logits.logsumexp(-1).mean()
+    with pytest.raises(ValueError, match="the loss of LlamaForCausalLM is not the cross entropy"):
+        hf.fuse_head(own_way, labo.LABOLoss())
+    config = build("Marian").config
+    config.is_decoder, config.is_encoder_decoder = True, False
+    unshifted = transformers.MarianForCausalLM(config)
+    with pytest.raises(ValueError, match="not known whether a position of Marian"):
+        hf.fuse_head(unshifted, labo.LABOLoss())
+    with pytest.raises(ValueError, match="have its weights in memory"):
+        hf.fuse_head(build("Llama").to("meta"), labo.LABOLoss())
+    replaced = build("Llama")
+    replaced.forward = replaced.forward
+    with pytest.raises(ValueError, match="was replaced by transformers"):
+        hf.fuse_head(replaced, labo.LABOLoss())
+    dispatched = accelerate.hooks.add_hook_to_module(build("Llama"), accelerate.hooks.ModelHook())
+    with pytest.raises(ValueError, match=r"was replaced by accelerate\.hooks.*device_map"):
+        hf.fuse_head(dispatched, labo.LABOLoss())
+    with pytest.raises(TypeError, match="needs a model of transformers, got Linear"):
+        hf.fuse_head(nn.Linear(2, 2), labo.LABOLoss())
+    twice = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    with pytest.raises(ValueError, match="fused already"):
+        hf.fuse_head(twice, labo.LABOLoss())
+
+
+# ------------------------------------------------------------------ a replaced forward pass
+
+
+def test_a_replaced_forward_pass_is_noticed():
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(2))
+    own = transformers.LlamaForCausalLM.forward
+    model.forward = own.__get__(model)
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(ValueError, match=r"no effect.*by transformers"):
+            model(**batch)
+    with pytest.raises(ValueError, match="fuse_head has no effect"):
+        model(batch["input_ids"], None, None, None, None, batch["labels"])
+    assert model(input_ids=batch["input_ids"]).logits is not None  # no labels, no loss
+    hf.unfuse_head(model)
+    assert model.forward.__func__ is own
+
+
+def test_a_wrapped_forward_pass_is_not_refused():
+    """As by accelerate, and with copies that use their own weights."""
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(2))
+    expected, inner = model(**batch).loss, model.forward.__func__
+    model.forward = (lambda self, *args, **kwargs: inner(self, *args, **kwargs)).__get__(model)
+    bound = model.forward
+    model.forward = lambda *args, **kwargs: bound(*args, **kwargs)  # around the first one
+    assert torch.equal(model(**batch).loss, expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch).loss, expected)
+
+
+@pytest.fixture
+def _fresh_accelerator():
+    """Accelerators share their state, which other tests have set."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("_fresh_accelerator")
+def test_accelerate_may_wrap_but_not_unwrap():
+    """When it removes its mixed precision, accelerate installs the forward pass of the class."""
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(2))
+    expected = model(**batch).loss
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare_model(model)
+    torch.testing.assert_close(prepared(**batch).loss, expected, rtol=1e-2, atol=1e-2)
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    with pytest.raises(ValueError, match="fuse_head has no effect"):
+        plain(**batch)
+
+
+def test_liger_replaces_the_forward_pass(tmp_path):
+    """Its loss only: the other kernels do not run on a CPU."""
+    data, only_loss = examples(4), {"rope": False, "rms_norm": False, "swiglu": False}
+
+    def trainer(**config):
+        return transformers.Trainer(
+            model=hf.fuse_head(build("Llama"), labo.LABOLoss()),
+            args=arguments(
+                tmp_path, max_steps=1, use_liger_kernel=True, liger_kernel_config=config
+            ),
+            train_dataset=data,
+            data_collator=collate,
+        )
+
+    with pytest.raises(ValueError, match=r"by liger_kernel.*fused_linear_cross_entropy.: False"):
+        trainer(**only_loss).train()
+    allowed = trainer(**only_loss, fused_linear_cross_entropy=False)
+    with torch.no_grad():
+        nll = allowed.model(**collate(data)).loss.item()
+    assert allowed.evaluate(data)["eval_loss"] == pytest.approx(nll, rel=1e-5)
+    loss = by_hand(build("Llama"), collate(data), labo.LABOLoss()).item()
+    assert allowed.train().training_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_class_that_is_patched(monkeypatch):
+    """Liger's forward pass computes logits if it gets no labels, so it can be fused."""
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    fused, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(2))
+    expected = fused(**batch).loss
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lce_forward)
+    assert torch.equal(fused(**batch).loss, expected)
+    with pytest.raises(ValueError, match="is not the cross entropy of its output layer"):
+        hf.fuse_head(build("Llama").train(), labo.LABOLoss())
+
+    def without_the_layer(self, input_ids, **kwargs):
+        return self.model(input_ids).last_hidden_state @ self.lm_head.weight.T
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", without_the_layer)
+    with pytest.raises(ValueError, match="does not call its output layer"):
+        fused(**batch)
+
+
+# ------------------------------------------------------------------ the output layer
+
+
+def test_an_output_layer_that_is_missing_or_not_linear():
+    missing = build("Llama")
+    missing.get_output_embeddings = lambda: None
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no output layer"):
+        hf.fuse_head(missing, labo.LABOLoss())
+    other = build("Llama", tied=False)
+    other.lm_head = nn.Bilinear(32, 32, V)
+    with pytest.raises(ValueError, match=r"is torch's Bilinear and not torch\.nn\.Linear"):
+        hf.fuse_head(other, labo.LABOLoss())
+
+
+def test_a_quantized_output_layer():
+    class Linear8bit(nn.Linear):
+        """As in bitsandbytes: the weight is made of integers."""
+
+        def __init__(self):
+            super().__init__(32, V, bias=False)
+            self.weight = nn.Parameter(torch.ones(V, 32, dtype=torch.int8), requires_grad=False)
+
+    class QuantLinear(nn.Module):
+        """As for GPTQ: there is no weight."""
+
+    class Quantized(torch.Tensor):
+        """As in torchao: a tensor in an ordinary layer."""
+
+    ordinary = nn.Linear(32, V, bias=False)
+    ordinary.weight = nn.Parameter(torch.randn(V, 32).as_subclass(Quantized), requires_grad=False)
+    for layer in (Linear8bit(), QuantLinear(), ordinary):
+        model = build("Llama", tied=False)
+        model.lm_head = layer
+        name = type(layer).__name__
+        with pytest.raises(ValueError, match=rf"is quantized \(.*{name}\).*skip_modules"):
+            hf.fuse_head(model, labo.LABOLoss())
+
+
+@pytest.fixture
+def mesh():
+    """A process group of one process."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_output_layer(mesh):
+    model, batch = build("Llama", tied=False), collate(examples(2))
+    torch.distributed.fsdp.fully_shard(model.lm_head, mesh=mesh)
+    with pytest.raises(ValueError, match=r"is sharded \(a DTensor\).*root group of FSDP"):
+        hf.fuse_head(model, labo.LABOLoss())
+    later = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
+    torch.distributed.fsdp.fully_shard(later.lm_head, mesh=mesh)
+    torch.distributed.fsdp.fully_shard(later, mesh=mesh)
+    with pytest.raises(ValueError, match=r"is sharded \(a DTensor\)"):
+        later(**batch)
+    in_the_root = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
+    torch.distributed.fsdp.fully_shard(in_the_root, mesh=mesh)
+    expected = by_hand(build("Llama", tied=False), batch, labo.LABOLoss())
+    torch.testing.assert_close(in_the_root(**batch).loss, expected)
+
+
+def test_a_weight_that_is_elsewhere():
+    """As under ZeRO-3, where a parameter is empty between its uses."""
+    model = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
+    model.lm_head.register_forward_hook(
+        lambda *_: setattr(model.lm_head.weight, "data", torch.empty(0))
+    )
+    with pytest.raises(ValueError, match=r"is sharded \(shape \(0,\)\)"):
+        model(**collate(examples(2)))
+
+
+def test_hidden_states_in_parts(mesh):
+    model = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
+    placement = [torch.distributed.tensor.Replicate()]
+
+    def distribute(module, args, output):
+        return torch.distributed.tensor.DTensor.from_local(output, mesh, placement)
+
+    model.model.norm.register_forward_hook(distribute)
+    model.lm_head.register_forward_pre_hook(lambda layer, args: (args[0].to_local(),))
+    with pytest.raises(ValueError, match="the hidden states are a DTensor"):
+        model(**collate(examples(2)))
+
+
+# ------------------------------------------------------------------ PEFT
+
+
+def adapted(model, **settings):
+    torch.manual_seed(2)
+    attention = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**attention, **settings))
+
+
+@pytest.mark.parametrize("first", ["fuse", "adapt"])
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["adapters", "and the head"])
+def test_lora_models_are_fused(first, saved):
+    plain = adapted(build("Llama", tied=False), modules_to_save=saved)
+    if first == "adapt":
+        fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    else:
+        base = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
+        fused = adapted(base, modules_to_save=saved)
+    batch = collate(examples(3))
+    expected, value = by_hand(plain, batch, labo.LABOLoss()), fused(**batch).loss
+    torch.testing.assert_close(value, expected)
+    assert_same(gradients(fused, value), gradients(plain, expected))
+    learning = [name for name, p in fused.named_parameters() if p.requires_grad]
+    assert all("lora" in name or "modules_to_save" in name for name in learning)
+    assert not is_fused(hf.unfuse_head(fused))
+
+
+def test_an_adapted_output_layer_is_refused_not_ignored():
+    config = LoraConfig(r=4, target_modules=["lm_head"])
+    with pytest.raises(ValueError, match=r"is adapted \(peft's Linear\).*modules_to_save"):
+        hf.fuse_head(get_peft_model(build("Llama", tied=False), config), labo.LABOLoss())
+    later = get_peft_model(hf.fuse_head(build("Llama", tied=False), labo.LABOLoss()), config)
+    with pytest.raises(ValueError, match="is adapted"):
+        later(**collate(examples(2)))

@@ -1,0 +1,662 @@
+"""regularize and fuse_head inside the real Trainer: steps, evaluation, resuming, teachers.
+
+Each step is compared with the same step computed by hand. Known mistakes of other integrations are
+tests here: gradients that grow with accumulation, labels shifted twice or not at all, a second
+label smoothing that is ignored, evaluation by the training loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import re
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.tensor
+import transformers
+from packaging.requirements import Requirement
+from packaging.version import Version
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainingArguments
+from transformers.utils.import_utils import ACCELERATE_MIN_VERSION
+
+import labo
+from labo.integrations import huggingface as hf
+from scripts import ROOT, load_example
+from tiny_models import (
+    V,
+    arguments,
+    assert_same,
+    build,
+    by_hand,
+    collate,
+    examples,
+    gradients,
+    is_seq2seq,
+    kind_of_arguments,
+    stepped,
+    targets_and_logits,
+    trained,
+)
+from tiny_sft import conversations, make
+
+WAYS = ["regularized", "fused"]
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def make_trainer(way, model, loss, args, data=None, teacher=None, **settings):
+    """A Trainer that gets the loss in one of the two ways."""
+    settings = {"data_collator": collate, "train_dataset": data or [], **settings}
+    cls = transformers.Seq2SeqTrainer if is_seq2seq(model) else transformers.Trainer
+    if way == "regularized":
+        return hf.regularize(cls(model=model, args=args, **settings), loss, teacher=teacher)
+    callbacks = [hf.RegularizationCallback(loss)]
+    return cls(model=hf.fuse_head(model, loss), args=args, callbacks=callbacks, **settings)
+
+
+@each_way
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "T5", "Marian"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_is_that_of_the_whole_batch(way, family, accumulate, tmp_path):
+    """One SGD step on 8 sequences of uneven lengths, in 1 or 4 micro-batches."""
+    model = build(family)
+    data = examples(8, is_seq2seq(model))
+    expected = copy.deepcopy(model).train()
+    slopes = gradients(expected, by_hand(expected, collate(data), labo.LABOLoss()))
+    args = arguments(
+        tmp_path,
+        kind_of_arguments(model),
+        max_steps=1,
+        per_device_train_batch_size=8 // accumulate,
+        gradient_accumulation_steps=accumulate,
+    )
+    make_trainer(way, model, labo.LABOLoss(), args, data).train()
+    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(next(model.parameters()), next(expected.parameters()))
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("family", "generate"), [("GPT2", False), ("Marian", False), ("Marian", True)]
+)
+def test_evaluation_loss_is_the_plain_nll(way, family, generate, tmp_path):
+    model = build(family).eval()
+    data = examples(6, is_seq2seq(model))
+    with torch.no_grad():
+        nll = by_hand(model, collate(data), nn.CrossEntropyLoss()).item()
+    extra = {"predict_with_generate": True, "generation_max_length": 6} if generate else {}
+    args = arguments(tmp_path, kind_of_arguments(model), **extra)
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=5)
+    metrics = make_trainer(way, model, loss, args).evaluate(data)
+    assert metrics["eval_loss"] == pytest.approx(nll, rel=1e-5)
+
+
+@each_way
+def test_metrics_see_the_logits(way, tmp_path):
+    seen = []
+    trainer = make_trainer(
+        way,
+        build("Llama"),
+        labo.LABOLoss(),
+        arguments(tmp_path),
+        compute_metrics=lambda prediction: seen.append(prediction.predictions.shape) or {},
+    )
+    trainer.evaluate(examples(3))
+    assert [shape[-1] for shape in seen] == [V]
+
+
+@each_way
+def test_two_smoothings_are_refused(way, tmp_path):
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0.1 .* both set"):
+        make_trainer(way, build("Llama"), labo.LABOLoss(), args)
+
+
+@pytest.mark.parametrize("action", ["train", "evaluate"])
+def test_a_second_smoothing_of_a_fused_model_without_the_callback(action, tmp_path):
+    """Nothing sees the arguments, but the model sees that the labels are missing."""
+    args = arguments(tmp_path, label_smoothing_factor=0.1, max_steps=1)
+    trainer = transformers.Trainer(
+        model=hf.fuse_head(build("Llama"), labo.LABOLoss()),
+        args=args,
+        train_dataset=examples(4),
+        eval_dataset=examples(4),
+        data_collator=collate,
+    )
+    with pytest.raises(ValueError, match="does not pass the labels to the model"):
+        getattr(trainer, action)()
+
+
+@torch.no_grad()
+def test_a_fused_model_predicts_without_labels(tmp_path):
+    data = [{"input_ids": row["input_ids"]} for row in examples(3)]
+    model = build("Llama")
+    expected = model(input_ids=torch.tensor([data[0]["input_ids"]])).logits
+    trainer = transformers.Trainer(
+        model=hf.fuse_head(model, labo.LABOLoss()),
+        args=arguments(tmp_path, per_device_eval_batch_size=1),
+        data_collator=transformers.default_data_collator,
+    )
+    predicted = torch.tensor(trainer.predict(data[:1]).predictions)
+    torch.testing.assert_close(predicted, expected)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_gradients_decide_which_loss_it_is(mode, tmp_path):
+    """The same rule as in a fused model: train() and eval() make no difference."""
+    model, batch = build("Llama"), collate(examples(3))
+    trainer = make_trainer("regularized", model, labo.LABOLoss(), arguments(tmp_path))
+    getattr(model, mode)()
+    value = trainer.compute_loss(model, batch)
+    torch.testing.assert_close(value, by_hand(model, batch, labo.LABOLoss()))
+    with torch.no_grad():
+        value = trainer.compute_loss(model, batch)
+        torch.testing.assert_close(value, by_hand(model, batch, nn.CrossEntropyLoss()))
+
+
+@each_way
+def test_the_loss_can_be_computed_after_training(way, tmp_path):
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
+    data = examples(8)
+    model = build("Llama")
+    trainer = make_trainer(way, model, loss, arguments(tmp_path, max_steps=3), data)
+    trainer.train()
+    value = trainer.compute_loss(model, collate(data))
+    plain = build("Llama")
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(value, by_hand(plain, collate(data), labo.LABOLoss()))
+
+
+# ------------------------------------------------------------------ a model made by the Trainer
+
+
+@each_way
+@pytest.mark.parametrize("family", ["GPT2", "Llama"])
+def test_model_init_and_the_number_of_targets(way, family, tmp_path):
+    """GPT-2 does not say that its labels are shifted, and each train() makes a new model."""
+    data = examples(8)
+    settings = {"train_dataset": data, "data_collator": collate}
+    args = arguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
+    expected = build(family).train()
+    slopes = gradients(expected, by_hand(expected, collate(data), labo.LABOLoss()))
+    if way == "fused":
+        make = lambda: hf.fuse_head(build(family), labo.LABOLoss())
+        trainer = transformers.Trainer(model_init=make, args=args, **settings)
+    else:
+        trainer = transformers.Trainer(model_init=lambda: build(family), args=args, **settings)
+        hf.regularize(trainer, labo.LABOLoss())
+    for _ in range(2):
+        trainer.train()
+        assert_same(trained(trainer.model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+
+
+@each_way
+def test_every_training_starts_with_its_warmup(way, tmp_path):
+    """As its schedule of learning rates does; with model_init there is a new model each time."""
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=3)
+    seen = []
+    args = arguments(tmp_path, max_steps=4)
+    trainer = make_trainer(way, build("Llama"), loss, args, examples(8))
+    watch = transformers.TrainerCallback()
+    watch.on_step_begin = lambda *_, **__: seen.append(type(loss.active).__name__)
+    trainer.add_callback(watch)
+    for _ in range(2):
+        trainer.train()
+        assert loss.steps_done == 4
+    assert seen == ["LabelSmoothingLoss", "LabelSmoothingLoss", "LABOLoss", "LABOLoss"] * 2
+
+
+# ------------------------------------------------------------------ another loss than the one given
+
+
+def test_one_loss_only(tmp_path, monkeypatch):
+    def trainer(model=None, **settings):
+        return transformers.Trainer(
+            model=model or build("Llama"), args=arguments(tmp_path), **settings
+        )
+
+    with pytest.raises(ValueError, match="has a compute_loss_func"):
+        hf.regularize(trainer(compute_loss_func=print), labo.LABOLoss())
+    fused = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    with pytest.raises(ValueError, match="the model computes the loss already"):
+        hf.regularize(trainer(fused), labo.LABOLoss())
+    regularized = hf.regularize(trainer(), labo.LABOLoss())
+    with pytest.raises(ValueError, match="has a loss of labo already"):
+        hf.regularize(regularized, labo.LABOLoss())
+    with pytest.raises(TypeError, match=r"needs a transformers\.Trainer, got LlamaForCausalLM"):
+        hf.regularize(build("Llama"), labo.LABOLoss())
+    with pytest.raises(TypeError, match="loss must be a Module"):
+        hf.regularize(trainer(), print)
+    parallel = trainer()
+    config = SimpleNamespace(sp_enabled=True, sp_backend="deepspeed")
+    monkeypatch.setattr(type(parallel.accelerator), "parallelism_config", config)
+    with pytest.raises(ValueError, match="under DeepSpeed sequence parallelism"):
+        hf.regularize(parallel, labo.LABOLoss())
+
+
+def test_a_callback_without_its_loss_is_noticed(tmp_path):
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
+    trainer = transformers.Trainer(
+        model=build("Llama"),
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=examples(4),
+        data_collator=collate,
+        callbacks=[hf.RegularizationCallback(loss)],
+    )
+    with pytest.raises(ValueError, match="Warmup was not computed in step 1"):
+        trainer.train()
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_noticed(tmp_path):
+    class Own(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    args = arguments(tmp_path, max_steps=1)
+    trainer = Own(model=build("Llama"), args=args, train_dataset=examples(4), data_collator=collate)
+    with pytest.raises(ValueError, match="LABOLoss was not computed in step 1"):
+        hf.regularize(trainer, labo.LABOLoss()).train()
+
+
+def test_a_fused_warmup_without_its_callback_warns():
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
+    fused = hf.fuse_head(build("Llama"), loss)
+    with pytest.warns(UserWarning, match=r"callbacks=\[RegularizationCallback\(loss\)\]"):
+        fused(**collate(examples(2)), num_items_in_batch=9)  # as the Trainer does
+    fused(**collate(examples(2)))
+
+
+def test_liger_and_a_loss_on_logits(tmp_path):
+    """Liger's forward pass computes the logits if it gets no labels, also in evaluation."""
+    data, model = examples(4), build("Llama")
+    config = {"rope": False, "rms_norm": False, "swiglu": False}
+    args = arguments(tmp_path, max_steps=1, use_liger_kernel=True, liger_kernel_config=config)
+    trainer = make_trainer("regularized", model, labo.LABOLoss(), args, data)
+    expected = by_hand(model, collate(data), labo.LABOLoss()).item()
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        nll = by_hand(model, collate(data), nn.CrossEntropyLoss()).item()
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(nll, rel=1e-5)
+
+
+# ------------------------------------------------------------------ labels
+
+
+@pytest.mark.parametrize("family", ["Marian", "Bart"])
+def test_decoder_inputs_are_made_from_the_labels(family, tmp_path, monkeypatch):
+    """BART would make them from the source, without a warning."""
+    model, batch = build(family), collate(examples(4, True))
+    args = arguments(tmp_path, Seq2SeqTrainingArguments)
+    trainer = make_trainer("regularized", model, labo.LABOLoss(), args)
+    value = trainer.compute_loss(model, batch)
+    torch.testing.assert_close(value, by_hand(model, batch, labo.LABOLoss()))
+    assert "decoder_input_ids" not in batch
+    monkeypatch.setattr(model, "prepare_decoder_input_ids_from_labels", None)
+    with pytest.raises(ValueError, match="cannot make decoder inputs from labels"):
+        trainer.compute_loss(model, batch)
+
+
+def test_the_usual_collator_of_translation(tmp_path):
+    class Tokenizer:
+        """As much of a tokenizer as DataCollatorForSeq2Seq needs."""
+
+        padding_side = "right"
+
+        def pad(self, rows, **_):
+            return collate([{**row, "labels": row.get("labels", [-100])} for row in rows])
+
+    model = build("Marian")
+    data = examples(4, True)
+    expected = by_hand(model, collate(data), labo.LABOLoss()).item()
+    args = arguments(tmp_path, Seq2SeqTrainingArguments, max_steps=1)
+    collator = DataCollatorForSeq2Seq(Tokenizer(), model=model)
+    trainer = make_trainer(
+        "regularized", model, labo.LABOLoss(), args, data, data_collator=collator
+    )
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-5)
+
+
+@each_way
+def test_labels_that_the_collator_shifts(way, tmp_path):
+    """As for context parallelism and for packed sequences."""
+    data = examples(4)
+
+    def shift(rows):
+        batch = collate(rows)
+        labels = batch["labels"]
+        batch["shift_labels"] = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return batch
+
+    expected = by_hand(build("Llama"), collate(data), labo.LABOLoss()).item()
+    trainer = make_trainer(
+        way,
+        build("Llama"),
+        labo.LABOLoss(),
+        arguments(tmp_path, max_steps=1, remove_unused_columns=False),
+        data,
+        data_collator=shift,
+    )
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_shift_is_known_or_asked_for(tmp_path):
+    config = build("Marian").config
+    config.is_decoder, config.is_encoder_decoder = True, False
+    model, args = transformers.MarianForCausalLM(config), arguments(tmp_path, max_steps=1)
+    data = examples(2)
+    settings = {"train_dataset": data, "data_collator": collate}
+    trainer = transformers.Trainer(model=model, args=args, **settings)
+    with pytest.raises(ValueError, match="pass shift=False or shift=True"):
+        hf.regularize(trainer, labo.LABOLoss())
+    hf.regularize(trainer, labo.LABOLoss(), shift=False)
+    batch = collate(data)
+    outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    kept = batch["labels"] != -100
+    expected = labo.LABOLoss()(outputs.logits[kept], batch["labels"][kept])
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+    assert trainer._get_num_items_in_batch([batch], "cpu") == kept.sum()
+
+
+def test_inputs_are_checked(tmp_path):
+    args = arguments(tmp_path)
+    function = make_trainer("regularized", build("Llama"), labo.LABOLoss(), args).compute_loss_func
+    logits = torch.randn(2, 5, V)
+    with pytest.raises(ValueError, match='the batch has no "labels"'):
+        function({"logits": logits}, None)
+    with pytest.raises(ValueError, match=r"labels of shape \(2, 4\) do not fit logits"):
+        function({"logits": logits}, torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="the labels of a causal model must be token indices"):
+        function({"logits": logits}, logits.softmax(-1))
+
+
+def test_logits_in_parts(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        args = arguments(tmp_path)
+        trainer = make_trainer("regularized", build("Llama"), labo.LABOLoss(), args)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        parts = [torch.distributed.tensor.Shard(2)]
+        logits = torch.distributed.tensor.distribute_tensor(torch.randn(2, 5, V), mesh, parts)
+        with pytest.raises(ValueError, match="the logits are a DTensor"):
+            trainer.compute_loss_func({"logits": logits}, torch.zeros(2, 5, dtype=torch.long))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------------ classifiers
+
+
+def classifier(classes: int = 5):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_labels=classes,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def sentences(count: int, soft: bool = False) -> list[dict]:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, V, (count, 6), generator=generator)
+    labels = torch.randint(5, (count,), generator=generator)
+    if soft:
+        labels = torch.rand(count, 5, generator=generator).softmax(-1)
+    return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["indices", "probabilities", "class weights", "torch's own"])
+def test_a_classifier_under_accumulation(case, tmp_path):
+    soft = case == "probabilities"
+    weight = torch.linspace(0.5, 2, 5)
+    loss = labo.LABOLoss(weight=weight if case == "class weights" else None)
+    if case == "torch's own":
+        loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    data, model = sentences(8, soft), classifier()
+    expected = copy.deepcopy(model).train()
+    ids, labels = (torch.stack([row[key] for row in data]) for key in ("input_ids", "labels"))
+    mean = loss(expected(input_ids=ids).logits, labels)
+    if case == "class weights":  # the weighted sum over the number of targets
+        mean = mean * weight[labels].sum() / 8
+    slopes = gradients(expected, mean)
+    args = arguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
+    collator = transformers.default_data_collator
+    make_trainer("regularized", model, loss, args, data, data_collator=collator).train()
+    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------ resuming
+
+
+@each_way
+def test_resuming_goes_on_with_the_warmup(way, tmp_path):
+    """20 steps are 10 and 10, with a switch of the loss at step 14."""
+    data = examples(24)
+
+    def run(resume=None, **settings):
+        model = build("Llama")
+        loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=14)
+        args = arguments(
+            tmp_path,
+            max_steps=20,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=0.05,
+            train_sampling_strategy="random",
+            **settings,
+        )
+        make_trainer(way, model, loss, args, data).train(resume_from_checkpoint=resume)
+        return model, loss
+
+    straight, loss = run(save_strategy="steps", save_steps=10)
+    assert loss.steps_done == 20
+    resumed, again = run(str(tmp_path / "checkpoint-10"))
+    assert again.steps_done == 20
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    args = arguments(tmp_path, max_steps=20, gradient_accumulation_steps=2)
+    other = make_trainer(way, build("Llama"), labo.LABOLoss(), args, data)
+    with pytest.raises(ValueError, match="has the state of another loss"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+
+
+def test_resuming_restores_a_table(tmp_path):
+    """Online label smoothing, from inside an epoch and from its last step (epochs have 6)."""
+    data, collator = sentences(24), transformers.default_data_collator
+
+    def run(resume=None):
+        model, loss = classifier(), labo.OnlineLabelSmoothingLoss(5)
+        args = arguments(tmp_path, num_train_epochs=3, save_strategy="steps", save_steps=3)
+        trainer = make_trainer("regularized", model, loss, args, data, data_collator=collator)
+        trainer.train(resume_from_checkpoint=resume)
+        return [*model.state_dict().values(), *loss.state_dict().values()]
+
+    straight = run()
+    for step in (3, 6, 9, 12):
+        for one, other in zip(straight, run(str(tmp_path / f"checkpoint-{step}")), strict=True):
+            assert torch.equal(one, other), step
+
+
+def test_a_checkpoint_without_the_state_of_the_loss_is_refused(tmp_path):
+    data = examples(8)
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    make_trainer("regularized", build("Llama"), labo.LABOLoss(), args, data).train()
+    state = tmp_path / "checkpoint-1" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"labo"', '"other"'))
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
+    trainer = make_trainer("regularized", build("Llama"), loss, args, data)
+    with pytest.raises(ValueError, match="checkpoint of step 1 has no state of the loss"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    # a loss without a state does not need one
+    stateless = make_trainer("regularized", build("Llama"), labo.LABOLoss(), args, data)
+    stateless.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+# ------------------------------------------------------------------ teachers
+
+
+@pytest.mark.parametrize("family", ["Llama", "Marian"])
+def test_a_teacher_under_accumulation(family, tmp_path):
+    model, teacher = build(family), build(family, seed=7)
+    data = examples(8, is_seq2seq(model))
+    expected = copy.deepcopy(model).train()
+    teacher_logits, _ = targets_and_logits(teacher, collate(data))
+    logits, target = targets_and_logits(expected, collate(data))
+    slopes = gradients(expected, labo.DistillationLoss()(logits, target, teacher_logits.detach()))
+    args = arguments(
+        tmp_path,
+        kind_of_arguments(model),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+    )
+    before = copy.deepcopy(teacher.state_dict())
+    loss = labo.DistillationLoss()
+    trainer = make_trainer("regularized", model, loss, args, data, teacher=teacher.train())
+    trainer.train()
+    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+    assert not teacher.training
+    assert_same(teacher.state_dict().values(), before.values(), rtol=0, atol=0)
+    with torch.no_grad():
+        nll = by_hand(model.eval(), collate(data), nn.CrossEntropyLoss()).item()
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(nll, rel=1e-5)
+
+
+def test_a_warmup_to_a_teacher(tmp_path):
+    """Label smoothing first, which uses no teacher."""
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
+    args = arguments(tmp_path, max_steps=3)
+    teacher, calls = build("Llama", seed=7), []
+    teacher.register_forward_hook(lambda *_: calls.append(loss.steps_done))
+    make_trainer("regularized", build("Llama"), loss, args, examples(12), teacher=teacher).train()
+    assert loss.steps_done == 3
+    assert calls == [1, 2]
+
+
+def test_teachers_refused(tmp_path):
+    args = arguments(tmp_path, max_steps=1)
+
+    def trainer(loss, **settings):
+        return make_trainer("regularized", build("Llama"), loss, args, examples(4), **settings)
+
+    with pytest.raises(ValueError, match="DistillationLoss needs a teacher"):
+        trainer(labo.DistillationLoss())
+    teacher = build("Llama")
+    with pytest.raises(ValueError, match="LABOLoss does not use a teacher"):
+        trainer(labo.LABOLoss(), teacher=teacher)
+    teacher.resize_token_embeddings(V + 3, mean_resizing=False)
+    with pytest.raises(ValueError, match="both must have the same classes"):
+        trainer(labo.DistillationLoss(), teacher=teacher).train()
+
+
+# ------------------------------------------------------------------ PEFT and processes
+
+
+@each_way
+def test_lora_trains_its_adapters_only(way, tmp_path):
+    torch.manual_seed(2)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(build("Llama"), config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    args = arguments(tmp_path, max_steps=2)
+    make_trainer(way, model, labo.LABOLoss(), args, examples(8)).train()
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed
+    assert changed == {name for name in before if "lora" in name}
+
+
+def three_steps(way: str, family: str, out, batch_size: int):
+    model = build(family)
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.02,
+    }
+    if way == "sft":
+        hf.regularize(make(out, model, conversations(24), **settings), loss).train()
+    else:
+        args = arguments(out, kind_of_arguments(model), **settings)
+        make_trainer(way, model, loss, args, examples(24, is_seq2seq(model))).train()
+    return model
+
+
+CASES = [
+    ("regularized", "GPT2"),
+    ("regularized", "Marian"),
+    ("fused", "Llama"),
+    ("fused", "T5"),
+    ("sft", "Llama"),
+]
+
+
+def as_one_of_two(rank: int, port: int, out: str) -> None:
+    """One of two processes: three steps of each case."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }
+    torch.set_num_threads(1)
+    for index, (way, family) in enumerate(CASES):
+        model = three_steps(way, family, out, batch_size=2)
+        torch.save(model.state_dict(), f"{out}/{index}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_are_one(tmp_path):
+    """Three accumulated steps on uneven numbers of targets, in two processes and in one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(as_one_of_two, (port, str(tmp_path)), nprocs=2)
+    for index, (way, family) in enumerate(CASES):
+        one = three_steps(way, family, tmp_path, batch_size=4).state_dict()
+        for rank in range(2):
+            two = torch.load(tmp_path / f"{index}-{rank}.pt")
+            assert_same(two.values(), one.values(), rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------ the package and its examples
+
+
+def test_the_extra_installs_what_training_arguments_need():
+    (listed,) = re.findall(r"^hf = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (needed,) = [r for r in map(Requirement, ast.literal_eval(listed)) if r.name == "accelerate"]
+    (oldest,) = [Version(bound.version) for bound in needed.specifier]
+    assert oldest >= Version(ACCELERATE_MIN_VERSION)
+
+
+@pytest.mark.parametrize(
+    ("name", "tiny", "lines"),
+    [("causal_lm", ["--steps", "4", "--size", "16"], 4), ("seq2seq_trainer", ["--steps", "3"], 1)],
+)
+def test_an_example_prints_what_it_shows(name, tiny, lines, capsys):
+    """Except for numbers, and for the last line of the second, which depends on the training."""
+    example = load_example(name)
+    example.main(tiny)
+    shown = example.__doc__.partition(f"$ python examples/{name}.py\n")[2].splitlines()
+
+    def form(text: list[str]) -> list[str]:
+        return [" ".join(re.sub(r"\d+(\.\d+)?", "#", line).split()) for line in text[:lines]]
+
+    assert form(capsys.readouterr().out.splitlines()) == form(shown)

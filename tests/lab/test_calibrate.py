@@ -1,0 +1,315 @@
+"""``labo calibrate``: the temperature of a run, where it is stored, and who uses it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
+from transformers import AutoModelForSeq2SeqLM
+
+from lab_runs import log_of, run
+from labo.calibration import fit_temperature
+from labo.lab import calibrate
+from labo.lab.calibrate import calibrate_run
+from labo.lab.errors import RequestError
+from labo.lab.evaluate import evaluate_run
+from labo.lab.recipes import recipe_of
+from labo.lab.run.calibration import divisor_of, read_calibration
+from labo.lab.run.directory import RunDirectory
+from labo.lab.tasks import find_task, load_model
+from labo.lab.translation.export import export
+from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
+
+IMAGES = ["digits", "method=ls", "model.name=plain", "train.epochs=2"]
+TEXT = ["cldr", "method=ls", "data.size=400", "data.vocabulary=400", "model.width=16"]
+TEXT += ["model.ffn=32", "model.heads=2", "model.positions=128", "model.dropout=0.0"]
+TEXT += ["model.encoder_layers=1", "model.decoder_layers=1", "train.batch_tokens=256"]
+TEXT += ["train.epochs=2", "decode.beam=2", "optim.warmup_steps=5"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LABO_CACHE", str(folder))
+        yield folder
+
+
+def trained(out: Path, settings: list[str], cache: Path) -> Path:
+    arguments = ["train", *settings, "--out", str(out)]
+    assert run(arguments, log_of(out), environment={"LABO_CACHE": str(cache)}) == {0}, log_of(
+        out
+    ).read_text()
+    return out
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory, cache):
+    return trained(tmp_path_factory.mktemp("images") / "run", IMAGES, cache)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, cache):
+    return trained(tmp_path_factory.mktemp("text") / "run", TEXT, cache)
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory, cache):
+    settings = [*TEXT, "model.embeddings=separate"]
+    return trained(tmp_path_factory.mktemp("separate") / "run", settings, cache)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The network without batch norm that the runs have."""
+    from lab_runs import plain_net
+    from labo.lab.images.networks import CONVNETS
+
+    monkeypatch.setitem(CONVNETS, "plain", plain_net)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of a run, to be changed."""
+
+    def copy(out: Path) -> Path:
+        return Path(shutil.copytree(out, tmp_path / "copied"))
+
+    return copy
+
+
+def valid_logits(path: Path):
+    """Logits and targets of the validation split, from the saved model."""
+    found = RunDirectory(path)
+    recipe = recipe_of(found)
+    task, model = find_task(recipe.task)(recipe), load_model(found)
+    parts = list(task.logits(model, "valid", Accelerator(cpu=True)))
+    return torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def read_records(path: Path) -> list[dict]:
+    lines = (path / "records" / "test.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# ------------------------------------------------------------------ fitting
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_the_temperature_is_fitted_on_validation_and_stored_with_the_model(kind, request, copied):
+    path = copied(request.getfixturevalue(kind))
+    found = calibrate_run(path)
+    logits, target = valid_logits(path)
+    fit = fit_temperature(logits, target)
+    assert found.temperature == pytest.approx(fit.temperature, rel=1e-6)
+    assert found.targets == len(target)
+    before, after = (F.cross_entropy(logits / t, target).item() for t in (1, found.temperature))
+    assert found.nll_before == pytest.approx(before, rel=1e-5)
+    assert found.nll_after == pytest.approx(after, rel=1e-5)
+    assert after < before
+    results = json.loads((path / "results.json").read_text())
+    assert found.nll_before == pytest.approx(results["valid"]["nll"], rel=1e-5)
+    assert read_calibration(path / "best") == found
+    stored = json.loads((path / "best" / "calibration.json").read_text())
+    assert stored["split"] == "valid"
+    assert not stored["folded"]
+    assert stored["data"] in results["signature"]
+    assert stored["made_with"]["torch"] == torch.__version__
+    assert divisor_of(path / "best") == found.temperature
+    assert calibrate_run(path) == found
+
+
+def test_logits_are_computed_once_if_they_are_few_and_each_time_if_not(monkeypatch):
+    passes = []
+
+    def compute():
+        passes.append(1)
+        yield torch.arange(3.0), torch.tensor(0)
+        yield torch.arange(3.0) + 1, torch.tensor(1)
+
+    few = calibrate._Replayed(compute)
+    first, second = list(few()), list(few())
+    assert len(passes) == 1
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
+    monkeypatch.setattr(calibrate._Replayed, "_KEPT", 5)
+    many = calibrate._Replayed(compute)
+    assert len(list(many())) == len(list(many())) == 2
+    assert len(passes) == 3
+
+
+def test_two_processes_fit_what_one_does(images, cache, copied):
+    path = copied(images)
+    alone = calibrate_run(path)
+    log = path.with_suffix(".log")
+    assert run(["calibrate", str(path)], log, world=2) == {0}, log.read_text()
+    together = read_calibration(path / "best")
+    assert together.temperature == pytest.approx(alone.temperature, rel=1e-6)
+    assert together.targets == alone.targets
+    assert log.read_text().count("T = ") == 1
+
+
+def test_the_command_prints_what_it_found(images, copied):
+    path = copied(images)
+    log = path.with_suffix(".log")
+    assert run(["calibrate", str(path)], log) == {0}
+    found = read_calibration(path / "best")
+    line = f"T = {found.temperature:.4f}, fitted on {found.targets} targets of valid: NLL "
+    assert line + f"{found.nll_before:.4f} -> {found.nll_after:.4f}" in log.read_text()
+
+
+# ------------------------------------------------------------------ folding
+
+
+@pytest.mark.parametrize("kind", ["images", "text", "separate"])
+def test_a_folded_model_is_calibrated_for_everyone(kind, request, copied):
+    path = copied(request.getfixturevalue(kind))
+    before, target = valid_logits(path)
+    found = calibrate_run(path, fold=True)
+    assert found.folded
+    after, _ = valid_logits(path)
+    torch.testing.assert_close(after.softmax(-1), (before / found.temperature).softmax(-1))
+    assert divisor_of(path / "best") == 1.0
+    again = fit_temperature(after, target)
+    assert again.temperature == pytest.approx(1, abs=1e-4)
+    with pytest.raises(RequestError, match="is folded into the model already"):
+        calibrate_run(path)
+    with pytest.raises(RequestError, match="is folded into the model already"):
+        calibrate_run(path, fold=True)
+
+
+@pytest.mark.parametrize("kind", ["text", "separate"])
+def test_a_folded_translator_is_a_plain_folder_of_the_same_size(kind, request, copied):
+    path = copied(request.getfixturevalue(kind))
+    size = (path / "best" / "model.safetensors").stat().st_size
+    before = AutoModelForSeq2SeqLM.from_pretrained(path / "best").eval()
+    found = calibrate_run(path, fold=True)
+    after = AutoModelForSeq2SeqLM.from_pretrained(path / "best").eval()
+    assert (path / "best" / "model.safetensors").stat().st_size == size
+    tokens = torch.tensor([[5, 9, 7, 2]])
+    logits = [model(input_ids=tokens, decoder_input_ids=tokens).logits for model in (before, after)]
+    expected = (logits[0] / found.temperature).softmax(-1)
+    torch.testing.assert_close(logits[1].softmax(-1), expected)
+
+
+# ------------------------------------------------------------------ who uses it
+
+
+def test_images_are_evaluated_with_it(images, copied):
+    path = copied(images)
+    plain = evaluate_run(path, ("test",))["test"]
+    assert "calibrated_nll" not in plain
+    records = read_records(path)
+    found = calibrate_run(path)
+    scores = evaluate_run(path, ("test",))["test"]
+    assert {name: scores[name] for name in plain} == plain
+    p = torch.tensor([record["probabilities"] for record in records])
+    labels = torch.tensor([record["label"] for record in records])
+    nll = F.cross_entropy(p.log() / found.temperature, labels).item()
+    assert scores["calibrated_nll"] == pytest.approx(nll, rel=1e-4)
+    assert scores["calibrated_nll"] < scores["nll"]
+    assert 0 <= scores["calibrated_ece"] <= 1
+    assert read_records(path) == records
+
+
+def test_translation_is_evaluated_with_it(text, copied):
+    path = copied(text)
+    fitted = evaluate_run(path, ("test",))["test"]  # fits one of its own
+    records = read_records(path)
+    found = calibrate_run(path)
+    assert records[0]["forced"]["tempered"]["temperature"] == pytest.approx(found.temperature)
+    # Another temperature than the fitted one shows who is asked.
+    file = path / "best" / "calibration.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.25}))
+    scores = evaluate_run(path, ("test",))["test"]
+    after = read_records(path)
+    for one, other in zip(records, after, strict=True):
+        tempered = other["forced"].pop("tempered")
+        assert tempered["temperature"] == 0.25
+        one["forced"].pop("tempered")
+        assert one == other
+    assert scores.pop("calibrated_nll") > fitted.pop("calibrated_nll")
+    assert scores == fitted
+
+
+def test_translate_prints_calibrated_probabilities_and_searches_as_before(text, copied):
+    path = copied(text)
+    lines = ["3. Mai 2021", "Montag"]
+
+    def translations():
+        target = io.BytesIO()
+        translate_stream(path, io.BytesIO("\n".join(lines).encode()), target, scores=True)
+        return [json.loads(line) for line in target.getvalue().splitlines()]
+
+    plain, model = translations(), Translator(path).model
+    found = calibrate_run(path)
+    calibrated = translations()
+    for one, other in zip(plain, calibrated, strict=True):
+        for name in ("text", "score", "tokens"):
+            assert one[name] == other[name]
+    translator = Translator(path)
+    ids = translator.tokenizer(lines[0], return_tensors="pt").input_ids
+    tokens = translator.target_tokenizer.convert_tokens_to_ids(calibrated[0]["tokens"])
+    prefix = torch.tensor([[2, *tokens[:-1]]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, decoder_input_ids=prefix).logits[0]
+    p = (logits / found.temperature).softmax(-1)[torch.arange(len(tokens)), tokens]
+    assert calibrated[0]["probabilities"] == pytest.approx(p.tolist(), rel=1e-4)
+    calibrate_run(path, fold=True)
+    assert ModelFolder.find(path).temperature == 1.0
+
+
+def test_it_goes_with_a_copy_of_the_model_folder_and_with_an_export(text, copied, tmp_path):
+    path = copied(text)
+    found = calibrate_run(path)
+    folder = shutil.copytree(path / "best", tmp_path / "elsewhere")
+    assert ModelFolder.find(folder).temperature == found.temperature
+    export(folder, tmp_path / "exported")
+    facts = json.loads((tmp_path / "exported" / "labo.json").read_text())
+    assert facts["temperature"] == found.temperature
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_a_run_that_is_not_finished(images, copied):
+    path = copied(images)
+    (path / "results.json").unlink()
+    with pytest.raises(RequestError, match=r"is no run with results\.json"):
+        calibrate_run(path)
+
+
+def test_no_temperature_is_best(images, copied, monkeypatch):
+    path = copied(images)
+    task = find_task("image_classification")
+    always_right = [(torch.eye(10), torch.arange(10))]
+    monkeypatch.setattr(task, "logits", lambda *_: iter(always_right))
+    with pytest.raises(RequestError, match="valid split: no temperature is best: all 10 "):
+        calibrate_run(path)
+    assert not (path / "best" / "calibration.json").exists()
+
+
+@pytest.mark.parametrize("use", [evaluate_run, calibrate_run])
+def test_a_file_of_another_model(use, images, copied):
+    path = copied(images)
+    calibrate_run(path, fold=True)
+    model = path / "best" / "model.safetensors"
+    shutil.copy(images / "best" / "model.safetensors", model)  # as if folding had been cut short
+    if use is calibrate_run:
+        assert calibrate_run(path).temperature == calibrate_run(path).temperature
+        return
+    with pytest.raises(RequestError, match=r"belongs to another model than model\.safetensors"):
+        evaluate_run(path, ("test",))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"temperature": -1}'])
+def test_a_damaged_file(content, images, copied):
+    path = copied(images)
+    (path / "best" / "calibration.json").write_text(content)
+    with pytest.raises(RequestError, match=r"calibration\.json cannot be read: run `labo"):
+        evaluate_run(path, ("test",))
