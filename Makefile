@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench docs soak clean
+.PHONY: demo test check bench gpu docs soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/labo demo
@@ -19,6 +19,12 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+# On a machine with a GPU: the kernels are tested and timed there; prints tables ready to paste.
+gpu: $(INSTALLED)
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU'"
+	LABO_ALL_KERNELS=1 $(BIN)/python -m pytest tests/core
+	$(BIN)/python -m benchmarks.gpu
 
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict

@@ -21,7 +21,7 @@ from rich.table import Table
 
 import labo
 
-from . import contenders, huggingface, translation
+from . import contenders, huggingface, parallel, translation
 from .memory import in_fresh_process
 from .plot import line_chart
 from .race import race
@@ -227,6 +227,16 @@ def translating(smoke: bool) -> list[Row]:
     return rows
 
 
+def vocabulary_parallel(smoke: bool) -> list[Row]:
+    """Two processes: columns split over them, beside rows split over them, per process."""
+    size = parallel.SMOKE if smoke else parallel.FULL
+    rows = []
+    for work, times in parallel.measure(size).items():
+        name = f"two processes, {work}, N={size.rows} V={size.classes}"
+        rows += _compare(name, times, [(parallel.COLUMNS, parallel.ROWS, 1.15)])
+    return rows
+
+
 def against_vocabulary(smoke: bool) -> dict[str, str]:
     """Plots of time and of memory against V."""
     sizes = (64, 128) if smoke else (1024, 4096, 16384, 65536, 131072)
@@ -258,6 +268,7 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "memory": linear_memory,
     "growth": linear_growth,
     "steps": training_steps,
+    "parallel": vocabulary_parallel,
     "huggingface": language_model,
     "translation": translating,
 }

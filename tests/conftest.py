@@ -41,6 +41,7 @@ class LossCase:
     linear: bool = True
     rowwise: bool = True
     detached: bool = False
+    shifts: bool = True  # adding a number to all logits of a row changes nothing
     worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
@@ -51,12 +52,24 @@ class LossCase:
 
     def take(self, extra: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
         """The extra arguments for some of the rows: a teacher has rows, a table has classes."""
-        return tuple(x[index] for x in extra) if self.extra is teacher else extra
+        return tuple(x[index] for x in extra) if self.has_teacher else extra
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.extra in (teacher, stored_teacher)
 
 
 def teacher(logits: Tensor) -> tuple[Tensor]:
     """Teacher logits: a fixed function of each row, so that rows may be permuted."""
     return ((logits.detach() * 0.5).sin(),)
+
+
+def stored_teacher(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The three largest probabilities of that teacher, one of them padding."""
+    top = teacher(logits)[0].log_softmax(-1).topk(min(3, logits.shape[-1]))
+    indices = top.indices.clone()
+    indices[..., 2:] = -1
+    return indices, top.values
 
 
 def table(logits: Tensor) -> tuple[Tensor]:
@@ -78,7 +91,8 @@ def class_groups(logits: Tensor) -> tuple[Tensor]:
 
 
 def draws(logits: Tensor) -> Tensor:
-    return torch.linspace(0.2, 0.9, logits.shape[:-1].numel()).reshape(logits.shape[:-1])
+    rows = logits.shape[:-1].numel()
+    return (0.2 + 0.7 * torch.arange(rows) / rows).reshape(logits.shape[:-1])
 
 
 def beta_smoothing(logits: Tensor, target: Tensor, ema: Tensor, **arguments: Any) -> Tensor:
@@ -101,10 +115,24 @@ LOSS_CASES = [
     LossCase("labo-grad", F.labo_loss, {"alpha_grad": True}),
     LossCase("cp", F.confidence_penalty_loss, off={"beta": 0.0}),
     LossCase("cp-hinge", F.confidence_penalty_loss, {"threshold": 1.0}, off={"beta": 0.0}),
+    LossCase("maxsup", F.max_suppression_loss, off={"lam": 0.0}, worked=0.596813),
+    LossCase("mbls", F.margin_smoothing_loss, {"margin": 1.5}, off={"lam": 0.0}, worked=0.496813),
     LossCase("fl", F.focal_loss, {"gamma": 2.0}, off={"gamma": 0.0}, linear=False),
     LossCase("fl-detached", F.focal_loss, {"detach_factor": True}, linear=False, detached=True),
     LossCase("afl", F.anti_focal_loss, off={"gamma": 0.0}, linear=False, detached=True),
     LossCase("afl-full", F.anti_focal_loss, {"detach_factor": False}, linear=False),
+    LossCase("poly", F.poly1_loss, off={"epsilon": 0.0}, worked=1.173180),
+    LossCase("logitnorm", F.logit_norm_loss, {"tau": 1.0}, shifts=False, worked=0.883711),
+    LossCase("dft", F.dft_loss, linear=False, detached=True, worked=0.286692),
+    LossCase("eaft", F.eaft_loss, off={"gamma": 0.0}, detached=True, worked=0.311364),
+    LossCase(
+        "eaft-top",
+        F.eaft_loss,
+        {"top_k": 2, "normalizer": None},
+        off={"gamma": 0.0},
+        detached=True,
+        worked=0.261591,
+    ),
     LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
     LossCase("ger-cp", F.generalized_entropy_loss, {"alpha": 0.0}),
     LossCase("ger-ls", F.generalized_entropy_loss, {"alpha": 1.0}),
@@ -113,6 +141,32 @@ LOSS_CASES = [
     LossCase("tfreg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
     LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
+    LossCase("kd-standardized", F.distillation_loss, {"standardize": True}, teacher),
+    LossCase(
+        "dkd",
+        F.decoupled_distillation_loss,
+        extra=teacher,
+        off={"multiplier": 0.0},
+        linear=False,
+    ),
+    LossCase(
+        "dkd-standardized",
+        F.decoupled_distillation_loss,
+        {"standardize": True, "tau": 2.0},
+        teacher,
+        linear=False,
+    ),
+    *(
+        LossCase(
+            f"topk-{tail}",
+            F.topk_distillation_loss,
+            {"tail": tail},
+            stored_teacher,
+            off={"alpha": 0.0},
+            detached=tail == "labo",
+        )
+        for tail in ("bucket", "uniform", "labo", "drop", "renormalize")
+    ),
     LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase(

@@ -154,8 +154,8 @@ def _hyper_kind(key: str, field: FieldInfo) -> str:
         return ", ".join(f"`{choice}`" for choice in _checks._CHOICES[key])
     if key in _checks._RANGES:
         optional = " or null" if type(None) in get_args(field.annotation) else ""
-        adaptive = "`adaptive` or " if str in get_args(field.annotation) else ""
-        return adaptive + _checks._RANGES[key][1] + optional
+        word = f"`{_checks._WORDS[key]}` or " if str in get_args(field.annotation) else ""
+        return word + _checks._RANGES[key][1] + optional
     return _kind(field)
 
 

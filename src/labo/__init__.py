@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from . import calibration as calibration
     from . import functional as functional
     from . import smoothing as smoothing
+    from .fused import parallel as parallel
+    from .fused.adapted import LowRankWeight as LowRankWeight
     from .fused.dispatch import backends as backends
     from .fused.linear import LinearLoss as LinearLoss
     from .fused.linear import LinearLossOptions as LinearLossOptions
     from .fused.linear import linear_loss as linear_loss
     from .losses import *  # noqa: F403
 
-_MODULES = ("calibration", "functional", "smoothing")
+_MODULES = {
+    "calibration": "calibration",
+    "functional": "functional",
+    "parallel": "fused.parallel",
+    "smoothing": "smoothing",
+}
 _HOMES = {
     "LinearLoss": "fused.linear",
     "LinearLossOptions": "fused.linear",
+    "LowRankWeight": "fused.adapted",
     "backends": "fused.dispatch",
     "linear_loss": "fused.linear",
 }
@@ -40,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted([*_MODULES, *_HOMES, *_losses().__all__, "__version__"])
     if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
     if name in _HOMES:
         home = importlib.import_module(f".{_HOMES[name]}", __name__)
     elif name[0].isupper() and name in _losses().__all__:

@@ -8,6 +8,7 @@ asynchronous asserts, which need neither a synchronisation nor a graph break.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -57,6 +58,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "gamma": _NOT_NEGATIVE,
     "scale": (lambda value: value >= -1, "a number of -1 or more"),
     "lam": _NOT_NEGATIVE,
+    "margin": _NOT_NEGATIVE,
+    "normalizer": _POSITIVE,
+    "top_k": (lambda value: isinstance(value, int) and value > 1, "a whole number of 2 or more"),
+    "epsilon": (lambda value: -1 <= value < math.inf, "a finite number of -1 or more"),
     "multiplier": _NOT_NEGATIVE,
     "confidence": _UNIT,
     "threshold": _NOT_NEGATIVE,
@@ -65,7 +70,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "a": _POSITIVE,
     "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
     "bins": (lambda value: isinstance(value, int) and value > 0, "a whole number of 1 or more"),
+    "warmup_epochs": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "a whole number of 0 or more",
+    ),
 }
+# Hyper-parameters that are a number or this word.
+_WORDS = {"alpha": "adaptive", "normalizer": "log_k"}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "reduction": ("none", "mean", "sum"),
     "convention": ("torch", "fairseq", "joeynmt"),
@@ -73,6 +84,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kl_reduction": ("batchmean", "elementwise"),
     "generator": ("kl", "euclidean"),
     "order": ("pq", "qp"),
+    "tail": ("bucket", "uniform", "labo", "drop", "renormalize"),
     "impl": ("auto", "reference", "blocked", "native"),
     "first_table": ("zeros", "uniform"),
 }
@@ -81,7 +93,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 def check_hyper(**values: object) -> None:
     """Refuse a hyper-parameter outside its range or choices. None and tensors are not checked."""
     for name, value in values.items():
-        if value is None or isinstance(value, Tensor) or (name == "alpha" and value == "adaptive"):
+        word = _WORDS.get(name)
+        if value is None or isinstance(value, Tensor) or value == word:
             continue
         if name in _CHOICES:
             if value not in _CHOICES[name]:
@@ -89,7 +102,7 @@ def check_hyper(**values: object) -> None:
         elif name in _RANGES:
             holds, wanted = _RANGES[name]
             if not _is_number(value) or not holds(value):  # type: ignore[arg-type]
-                also = ' or "adaptive"' if name == "alpha" and isinstance(value, str) else ""
+                also = f' or "{word}"' if word and isinstance(value, str) else ""
                 raise ValueError(f"{name} must be {wanted}{also}, got {value!r}")
 
 
@@ -103,6 +116,28 @@ def is_plain(tensor: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether ``x`` is a DTensor; where that module was never imported nothing can be one."""
+    if type(x) in _PLAIN_TYPES:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(name: str, x: Tensor) -> Tensor:
+    """A replicated DTensor as the plain tensor that each process holds; others are refused."""
+    if not is_dtensor(x):
+        return x
+    if not all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name} must be a plain tensor or a replicated DTensor, got placements "
+            f"{tuple(x.placements)}: use {name}.full_tensor() "  # type: ignore[attr-defined]
+            "(cross entropy, label smoothing and LABO take logits that are split over the classes)"
+        )
+    plain: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return plain
 
 
 def can_read(tensor: Tensor) -> bool:
@@ -205,13 +240,17 @@ def check_range(target: Tensor, num_classes: int, ignore_index: int | None = Non
     )
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """How far a sum of probabilities that are given in ``dtype`` may be from 1."""
+    return _PROBABILITY_TOLERANCE.get(dtype, 1e-2)
+
+
 def check_distribution(name: str, probabilities: Tensor) -> None:
     """Refuse rows that are not distributions. NaN passes, so that it shows in the loss.
 
     ``probabilities`` in the dtype in which they were given: it says how precise a sum can be.
     """
     off = (probabilities.sum(-1) - 1).abs()
-    tolerance = _PROBABILITY_TOLERANCE.get(probabilities.dtype, 1e-2)
     message = f"{name} must be probabilities: 0 or more, and sum to 1 over the classes"
 
     def failure() -> ValueError:
@@ -219,7 +258,7 @@ def check_distribution(name: str, probabilities: Tensor) -> None:
         lowest = probabilities.min().item()
         return ValueError(f"{message} (a sum is off by {worst:.3g}, the lowest is {lowest:.3g})")
 
-    ensure(~(off > tolerance) & ~(probabilities < 0).any(-1), failure, message)
+    ensure(~(off > tolerance(probabilities.dtype)) & ~(probabilities < 0).any(-1), failure, message)
 
 
 def check_alpha_tensor(alpha: Tensor) -> None:

@@ -41,6 +41,17 @@ def row_sum(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
+def spread(x: Tensor, num_classes: int) -> Tensor:
+    """A value per row, (M,), repeated for each class, (M, K).
+
+    The backward pass sums over the classes. As in :func:`row_sum`, the bits of a row depend on that
+    row alone; plain broadcasting does not guarantee this for a single row.
+    """
+    if not torch.compiler.is_compiling() and x.numel() == 1 and num_classes >= _SPLIT:
+        return x.expand(2, *x.shape).unsqueeze(-1).expand(2, *x.shape, num_classes)[0]
+    return x.unsqueeze(-1).expand(*x.shape, num_classes)
+
+
 def times(factor: float | Tensor, x: Tensor) -> Tensor:
     """``factor * x`` with 0 * inf = 0, in value and in gradient. 0 * NaN is NaN."""
     if isinstance(factor, Tensor):
@@ -112,6 +123,7 @@ class Rows:
             linear: whether the loss is linear in the label, and so accepts class probabilities.
         """
         _checks.check_hyper(reduction=reduction)
+        logits, target = _checks.local("logits", logits), _checks.local("target", target)
         _checks.check_logits(logits, dim)
         self.soft = _checks.check_target(logits.shape, target, dim)
         if self.soft and not linear:
@@ -167,6 +179,7 @@ class Rows:
             raise _checks.TeacherError(
                 f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
             )
+        logits = _checks.local(name, logits)
         shape = (*self.shape, self.num_classes)
         if logits.dim() != len(shape) or logits.movedim(self.dim, -1).shape != shape:
             raise _checks.TeacherError(

@@ -372,6 +372,12 @@ def prepare(
         ),
     ] = None,
     lowercase: Annotated[bool | None, _cleaning(help="Convert all text to lower case.")] = None,
+    max_characters: Annotated[
+        int | None,
+        _limits(
+            help="Drop training pairs with more characters than this on either side; 0 keeps all."
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         _limits(help="Drop training pairs with more words than this on either side; 0 keeps all."),
@@ -448,6 +454,7 @@ def prepare(
             "tag": tag,
             "holdout": holdout,
             "holdout_test": holdout_test,
+            "max_characters": max_characters,
             "max_tokens": max_tokens,
             "max_ratio": max_ratio,
             "max_pieces": max_pieces,

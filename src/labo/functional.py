@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import _checks, smoothing
 from ._checks import check_hyper
-from ._rows import Rows, entropy, row_sum, shifted, times, zero_log
+from ._rows import Rows, entropy, row_sum, shifted, spread, times, zero_log
 from .fused import dispatch, spec
 
 __all__ = [
@@ -43,18 +43,27 @@ __all__ = [
     "confidence_penalty_loss",
     "cross_entropy_loss",
     "cs_kd_loss",
+    "decoupled_distillation_loss",
+    "dft_loss",
     "distillation_loss",
+    "eaft_loss",
     "focal_loss",
     "generalized_entropy_loss",
     "kr_ls_loss",
     "label_smoothing_loss",
     "labo_loss",
+    "logit_norm_loss",
+    "margin_smoothing_loss",
     "masked_label_smoothing_loss",
+    "max_suppression_loss",
     "online_label_smoothing_loss",
+    "poly1_loss",
     "ps_kd_loss",
     "smoothed_cross_entropy",
     "tf_reg_loss",
+    "topk_distillation_loss",
     "weighted_label_smoothing_loss",
+    "z_loss",
 ]
 
 # ------------------------------------------------------------------ the paper's objective
@@ -593,6 +602,108 @@ def confidence_penalty_loss(
     return rows.reduce(rows.nll(log_p) + rows.weigh(beta * penalty))
 
 
+def max_suppression_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Max suppression (MaxSup): the penalty of label smoothing, on the largest logit.
+
+    .. math:: -\log p_y + \lambda \Bigl(\max_j z_j - \frac{1}{K} \sum_j z_j\Bigr)
+
+    Label smoothing is the same with z_y in place of the maximum. The two agree where the prediction
+    is correct.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda. The authors raise it from 0.1 to 0.2 in the course of the training.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> max_suppression_loss(logits, target, lam=0.1)
+        tensor(0.5968)
+
+    Reference:
+        Zhou et al. 2025, MaxSup: Overcoming Representation Collapse in Label Smoothing.
+    """
+    check_hyper(lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    below, top, present = _below_maximum(rows)
+    penalty = lam * (top + row_sum(below) / row_sum(present).clamp(min=1))
+    return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
+
+
+def margin_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    margin: float = 10.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Margin-based label smoothing (MbLS): logits may differ by a margin without a penalty.
+
+    .. math:: -\log p_y + \frac{\lambda}{K} \sum_j \max(0, \max_i z_i - z_j - m)
+
+    With m = 0 it is max suppression.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda, called alpha by the authors. Their paper sums over the classes; their
+            code, as here, takes the mean.
+        margin: the difference m to the largest logit up to which there is no penalty.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> margin_smoothing_loss(logits, target, lam=0.1, margin=1.5)
+        tensor(0.4968)
+
+    Reference:
+        Liu et al. 2022, The Devil is in the Margin: Margin-based Label Smoothing for Network
+        Calibration.
+    """
+    check_hyper(lam=lam, margin=margin)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    below, top, present = _below_maximum(rows)
+    active = row_sum((below.detach() > margin).to(below.dtype))
+    excess = row_sum((below - margin).relu()) + active * top
+    penalty = lam * excess / row_sum(present).clamp(min=1)
+    return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
+
+
+def _below_maximum(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """How far the logits are below the largest of their row.
+
+    Returns:
+        c - z_j, (M, K), 0 for masked classes, where c is the largest logit, held constant; max z
+        - c, (M,), which is 0 and has the gradient of the maximum; and 1 for the classes that are
+        not masked, (M, K).
+    """
+    masked = rows.logits == -math.inf
+    u = rows.shifted - rows.shifted.detach().amax(-1, keepdim=True)
+    # Of several largest logits the first one gets the whole gradient; amax would share it.
+    top = u.max(-1).values
+    return -u.masked_fill(masked, 0.0), top, (~masked).to(u.dtype)
+
+
 def focal_loss(
     logits: Tensor,
     target: Tensor,
@@ -681,6 +792,241 @@ def _modulated(rows: Rows, log_p: Tensor, base: Tensor, gamma: float, detach: bo
     factor = base.detach() if detach else base
     # A power below 1 has an infinite slope at 0, where the product with log p_y = 0 has none.
     return factor.clamp(min=torch.finfo(factor.dtype).tiny) ** gamma * rows.nll(log_p)
+
+
+def poly1_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    epsilon: float = 2.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Poly-1: cross entropy with another first coefficient in its series in 1 - p_y.
+
+    .. math:: -\log p_y + \epsilon (1 - p_y)
+
+    The gradient is that of the cross entropy times :math:`1 + \epsilon p_y`: more weight on
+    well-fitted samples. Class probabilities q give
+    :math:`\sum_j q_j (-\log p_j + \epsilon (1 - p_j))`.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        epsilon: what is added to the coefficient, -1 or more; 0 is cross entropy.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> poly1_loss(logits, target, epsilon=2)
+        tensor(1.1732)
+
+    Reference:
+        Leng et al. 2022, PolyLoss: A Polynomial Expansion Perspective of Classification Loss
+        Functions.
+    """
+    check_hyper(epsilon=epsilon)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    log_p = rows.log_probabilities()
+    return rows.reduce(rows.nll(log_p + epsilon * torch.expm1(log_p)))
+
+
+def logit_norm_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tau: float = 0.04,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""LogitNorm: cross entropy of logits that are divided by their norm.
+
+    .. math:: -\log \mathrm{softmax}\Bigl(\frac{z}{\tau \lVert z \rVert}\Bigr)_y
+
+    The loss does not depend on the scale of the logits. Unlike the other losses it changes when a
+    number is added to all logits. The norm is that of the classes that are not masked. It is
+    at least 0.001, which bounds the gradient at 0.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        tau: temperature. The smallest value that the loss can have grows with it.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> logit_norm_loss(logits, target, tau=1.0)
+        tensor(0.8837)
+
+    Reference:
+        Wei et al. 2022, Mitigating Neural Network Overconfidence with Logit Normalization.
+    """
+    check_hyper(tau=tau)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    masked = rows.logits == -math.inf
+    z = rows.logits.masked_fill(masked, 0.0)
+    z = z / spread(_norm(z) + 1e-7, rows.num_classes) / tau  # 1e-7 as in the authors' code
+    log_p = torch.log_softmax(z.masked_fill(masked, -math.inf), -1)
+    return rows.reduce(rows.nll(log_p))
+
+
+def _norm(x: Tensor) -> Tensor:
+    """max(|x|, 0.001) per row, (M,), without overflow of the squares."""
+    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-3)
+    # The sum is below 1 only if all entries, and so the norm, are below 0.001.
+    squares = row_sum((x / size).square()).clamp(min=1.0)
+    return size.squeeze(-1) * squares.sqrt()
+
+
+def dft_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Dynamic fine-tuning (DFT): cross entropy times the probability of the target.
+
+    .. math:: -p_y \log p_y
+
+    with the factor held constant. The gradient is that of the cross entropy times :math:`p_y`:
+    targets that the model finds unlikely hardly count. The mean divides by the number of rows, not
+    by the sum of the factors.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> dft_loss(logits, target)
+        tensor(0.2867)
+
+    Reference:
+        Wu et al. 2025, On the Generalization of SFT: A Reinforcement Learning Perspective with
+        Reward Rectification.
+    """
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    log_p = rows.log_probabilities()
+    return rows.reduce(times(rows.pick(log_p.detach()).exp(), rows.nll(log_p)))
+
+
+def eaft_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    gamma: float = 1.0,
+    top_k: int | None = None,
+    normalizer: float | str | None = "log_k",
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Entropy-adaptive fine-tuning (EAFT): cross entropy times the entropy of the prediction.
+
+    .. math:: -\Bigl(\frac{H(p)}{\log K}\Bigr)^\gamma \log p_y
+
+    with the factor held constant. A confident prediction, correct or not, hardly changes. At
+    gamma = 1 the adaptive alpha of LABO is 1 minus rho times this factor. The mean divides by the
+    number of rows, not by the sum of the factors.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        gamma: exponent of the factor; 0 is cross entropy.
+        top_k: compute the entropy of the k largest probabilities, divided by their sum; 20 in the
+            authors' code. None computes it exactly.
+        normalizer: what the entropy is divided by: "log_k" for its largest value, log K or log k
+            (masked classes do not count); a number, such as 3.0 in the authors' code; or None.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> eaft_loss(logits, target)
+        tensor(0.3114)
+        >>> eaft_loss(logits, target, top_k=2)
+        tensor(0.3774)
+
+    Reference:
+        Diao et al. 2026, Entropy-Adaptive Fine-Tuning: Resolving Confident Conflicts to Mitigate
+        Forgetting.
+    """
+    check_hyper(gamma=gamma, top_k=top_k, normalizer=normalizer)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    log_p = rows.log_probabilities()
+    factor = _relative_entropy(log_p.detach(), top_k, normalizer) ** gamma
+    return rows.reduce(times(factor, rows.nll(log_p)))
+
+
+def _relative_entropy(log_p: Tensor, top_k: int | None, normalizer: float | str | None) -> Tensor:
+    """The entropy of the k largest probabilities per row, divided by the normalizer."""
+    if top_k is not None and top_k < log_p.shape[-1]:
+        log_p = torch.log_softmax(log_p.topk(top_k, -1).values, -1)
+    h = entropy(log_p)
+    if not isinstance(normalizer, str):
+        return h if normalizer is None else h / normalizer
+    count = row_sum((log_p != -math.inf).to(log_p.dtype))
+    return h / count.log().masked_fill(count <= 1, math.inf)  # 0 / log 1 is 0
+
+
+def z_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 1e-4,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""z-loss: a penalty that keeps the log-sum-exp of the logits near 0, to add to any loss.
+
+    .. math:: \lambda \Bigl(\log \sum_j e^{z_j}\Bigr)^2
+
+    Softmax does not determine the sum of the logits; this does, and leaves the probabilities free.
+    The target tells only which rows count, and with which class weight, so that the sum
+    ``cross_entropy_loss(logits, target) + z_loss(logits, target)`` has one reduction.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: strength lambda.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> z_loss(logits, target, lam=0.01)
+        tensor(0.0600)
+
+    Reference:
+        Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.
+    """
+    check_hyper(lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    return rows.reduce(rows.weigh(lam * _log_sum(rows.logits).square()))
 
 
 def generalized_entropy_loss(
@@ -790,6 +1136,7 @@ def distillation_loss(
     tau: float = 4.0,
     kl_reduction: str = "batchmean",
     multiplier: float = 1.0,
+    standardize: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -805,6 +1152,10 @@ def distillation_loss(
     its default reduction does (Tf-KD; the temperatures of the LABO paper fit that scale). With
     ``multiplier`` it is Tf-KD_self.
 
+    ``standardize=True`` takes (t - mean t) / std t and (z - mean z) / std z in place of t and z in
+    the KL divergence: the student is free to have another mean and scale of its logits. The
+    standard deviation is the unbiased one. Masked classes are left out of it.
+
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
@@ -813,6 +1164,7 @@ def distillation_loss(
         tau: temperature of teacher and model.
         kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
         multiplier: the factor m of the KL divergence.
+        standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim: as for every loss here.
 
     Returns:
@@ -825,11 +1177,17 @@ def distillation_loss(
 
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
+        Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
     check_hyper(alpha=alpha, tau=tau, multiplier=multiplier, kl_reduction=kl_reduction)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     factor = multiplier / (rows.num_classes if kl_reduction == "elementwise" else 1)
-    soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
+    if standardize:
+        teacher = _standardized(rows.teacher("teacher_logits", teacher_logits)) / tau
+        log_p = torch.log_softmax(_standardized(rows.logits) / tau, -1)
+        soft = tau**2 * _kl(torch.softmax(teacher, -1), log_p)
+    else:
+        soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
     hard = rows.nll(rows.log_probabilities())
     return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * factor * soft))
 
@@ -838,6 +1196,116 @@ def _tempered_kl(rows: Rows, name: str, teacher_logits: Tensor | None, tau: floa
     """tau^2 KL(softmax(teacher_logits / tau) || softmax(z / tau)) per row."""
     teacher = smoothing.tempered(rows.teacher(name, teacher_logits), tau)
     return tau**2 * _kl(teacher, rows.log_probabilities(tau))
+
+
+def _standardized(logits: Tensor) -> Tensor:
+    """(z - mean z) / (std z + 1e-7) per row, over the classes that are not masked."""
+    masked = logits == -math.inf
+    classes = logits.shape[-1]
+    count = row_sum((~masked).to(logits.dtype))
+    z = shifted(logits)
+    z = (z - z.detach().amax(-1, keepdim=True)).masked_fill(masked, 0.0)
+    z = (z - spread(row_sum(z) / count, classes)).masked_fill(masked, 0.0)
+    deviation = _norm(z) / (count - 1).clamp(min=1).sqrt()
+    return (z / spread(deviation + 1e-7, classes)).masked_fill(masked, -math.inf)
+
+
+def decoupled_distillation_loss(
+    logits: Tensor,
+    target: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 8.0,
+    tau: float = 4.0,
+    hard_weight: float = 1.0,
+    multiplier: float | Tensor = 1.0,
+    standardize: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Decoupled distillation (DKD): the target class and the other classes, weighted apart.
+
+    With :math:`s = \mathrm{softmax}(z/\tau)` and :math:`u = \mathrm{softmax}(t/\tau)`, and a hat
+    for the distribution over the classes other than y:
+
+    .. math::
+        w\,\mathrm{CE} + m \tau^2 \bigl(\alpha\,
+        \mathrm{KL}((u_y, 1-u_y) \Vert (s_y, 1-s_y)) +
+        \beta\,\mathrm{KL}(\hat u \Vert \hat s)\bigr)
+
+    Distillation with the weights 1 and :math:`1-u_y` of the two terms is ordinary distillation.
+    With two classes the second term is 0.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        teacher_logits: as ``logits``, required; held constant.
+        alpha: weight of the target class, in [0, 1]. For more, raise ``multiplier``.
+        beta: weight of the other classes; from 0.5 to 8 in the authors' settings.
+        tau: temperature of teacher and model.
+        hard_weight: w, weight of the cross entropy.
+        multiplier: the factor m of both KL divergences.
+        standardize: standardize the logits of both models in the KL divergences, as for
+            :func:`distillation_loss`.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> decoupled_distillation_loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.7009)
+
+    Reference:
+        Zhao et al. 2022, Decoupled Knowledge Distillation.
+    """
+    check_hyper(alpha=alpha, beta=beta, tau=tau, hard_weight=hard_weight, multiplier=multiplier)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    teacher = rows.teacher("teacher_logits", teacher_logits)
+    if standardize:
+        student, teacher = _standardized(rows.logits) / tau, _standardized(teacher) / tau
+    else:
+        student, teacher = rows.shifted / tau, shifted(teacher) / tau
+    classes = torch.arange(rows.num_classes, device=rows.target.device)
+    label = rows.target.unsqueeze(-1) == classes
+    soft = alpha * _target_kl(label, teacher, student) + beta * _others_kl(label, teacher, student)
+    hard = rows.nll(rows.log_probabilities())
+    return rows.reduce(times(hard_weight, hard) + rows.weigh(multiplier * tau**2 * soft))
+
+
+def _target_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL between (u_y, 1 - u_y) and (s_y, 1 - s_y) per row, from logits, with 0 log 0 = 0."""
+    log_u, log_s = torch.log_softmax(teacher, -1), torch.log_softmax(student, -1)
+
+    def term(part: Tensor) -> Tensor:
+        # A sum over the other classes: 1 - p_y would lose its digits near p_y = 1.
+        log_a, log_b = (_log_sum(x.masked_fill(~part, -math.inf)) for x in (log_u, log_s))
+        return log_a.exp() * (zero_log(log_a) - zero_log(log_b))
+
+    return term(label) + term(~label)
+
+
+def _others_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """KL between the distributions over the classes other than the label, per row, from logits."""
+    absent = label | (teacher == -math.inf)
+    alone = absent.all(-1)  # the teacher has no other class
+    absent = absent & ~alone.unsqueeze(-1)
+    u = torch.softmax(teacher.masked_fill(absent, -math.inf), -1)
+    log_s = torch.log_softmax(student.masked_fill(label & ~alone.unsqueeze(-1), -math.inf), -1)
+    return _kl(u, log_s).masked_fill(alone, 0.0)
+
+
+def _log_sum(log_p: Tensor) -> Tensor:
+    """log sum exp per row; -inf without a gradient if all entries are -inf."""
+    top = log_p.detach().amax(-1)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    total = row_sum((log_p - top.unsqueeze(-1)).exp())
+    empty = total == 0
+    return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
 
 
 def cs_kd_loss(
@@ -984,6 +1452,180 @@ def beta_smoothing_loss(
     moved = smoothing.beta_alpha(rows.pick(ema), b, rows.valid)
     others = smoothing.others(rows.logits, rows.target)
     return rows.reduce(_objective(rows, others, alpha * moved))
+
+
+def topk_distillation_loss(
+    logits: Tensor,
+    target: Tensor,
+    indices: Tensor,
+    log_probabilities: Tensor,
+    *,
+    alpha: float = 0.5,
+    tail: str = "bucket",
+    tau: float = 1.25,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""Distillation from the stored k largest probabilities of a teacher.
+
+    :math:`(1-\alpha)\,\mathrm{CE} + \alpha\,\mathrm{KL}`, where the KL divergence at temperature 1
+    is known for the stored classes S only. With t_j the probabilities of the teacher,
+    :math:`m = 1 - \sum_S t_j` the mass of its other classes and :math:`w = \sum_{j \notin S} p_j`
+    that of the model, ``tail`` says what takes its place:
+
+    ================  ============================================================================
+    tail              divergence
+    ================  ============================================================================
+    ``bucket``        :math:`\sum_S t_j \log(t_j/p_j) + m \log(m/w)`: the other classes as one
+                      class. Never above the KL divergence to the whole teacher.
+    ``uniform``       KL(Q || p) with the mass m spread evenly over the other classes
+    ``labo``          KL(Q || p) with m spread as softmax(z / tau) over the other classes, held
+                      constant: the optimal smoothing of LABO; at tau = 1 it equals ``bucket``
+    ``drop``          :math:`\sum_S t_j \log(t_j/p_j)`: no tail; may be negative
+    ``renormalize``   KL(t_S / (1-m) || p): the stored probabilities divided by their sum
+    ================  ============================================================================
+
+    A class that is masked for the model (logit -inf) is masked for the teacher too.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        indices: (..., k) the stored classes, each at most once; a negative index is padding.
+        log_probabilities: (..., k) their log-probabilities under the whole softmax of the teacher;
+            held constant.
+        alpha: weight of the teacher, in [0, 1].
+        tail: "bucket", "uniform", "labo", "drop" or "renormalize".
+        tau: temperature of the tail "labo".
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> teacher = torch.tensor([[3.0, 1.0, 0.2, -0.5]]).log_softmax(-1)
+        >>> stored = teacher.topk(2)
+        >>> topk_distillation_loss(logits, target, stored.indices, stored.values)
+        tensor(0.2630)
+    """
+    check_hyper(alpha=alpha, tail=tail, tau=tau)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    teacher = _Stored(rows, indices, log_probabilities)
+    log_p = rows.log_probabilities()
+    if tail == "renormalize":
+        total = zero_log(_log_sum(teacher.log_t)).unsqueeze(-1)
+        soft = teacher.divergence(teacher.log_t - total, log_p)
+    else:
+        soft = teacher.divergence(teacher.log_t, log_p)
+    if tail in ("bucket", "uniform", "labo"):
+        soft = soft + teacher.mass * (
+            _log_or_0(teacher.mass) + _tail(rows, teacher, log_p, tail, tau)
+        )
+    hard = rows.nll(log_p)
+    return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * soft))
+
+
+def _log_or_0(x: Tensor) -> Tensor:
+    """log x, and 0 for x = 0."""
+    return torch.where(x > 0, x, 1.0).log()
+
+
+def _tail(rows: Rows, teacher: _Stored, log_p: Tensor, tail: str, tau: float) -> Tensor:
+    """The cross entropy, minus the entropy, of the tail's own distribution, (M,).
+
+    Rows without other classes get any finite value: their tail has no mass.
+    """
+    outside = ~teacher.others
+    if tail == "bucket":
+        return -zero_log(_log_sum(log_p.masked_fill(outside, -math.inf)))
+    count = row_sum(teacher.others.to(log_p.dtype)).clamp(min=1)
+    if tail == "uniform":
+        return -count.log() - row_sum(log_p.masked_fill(outside, 0.0)) / count
+    outside = outside & teacher.others.any(-1, keepdim=True)
+    z = rows.shifted.detach().masked_fill(outside, -math.inf)
+    return _kl(torch.softmax(z / tau, -1), log_p)
+
+
+class _Stored:
+    """The stored part of a teacher, as rows.
+
+    Attributes:
+        index: (M, k) classes; any class where there is no entry.
+        log_t: (M, k) log-probabilities; -inf where there is no entry or the class is masked.
+        mass: (M,) probability of the classes that are not stored.
+        others: (M, K) bool, the classes that are neither stored nor masked.
+    """
+
+    def __init__(self, rows: Rows, indices: Tensor, log_probabilities: Tensor) -> None:
+        size, k = rows.num_classes, _check_stored(rows, indices, log_probabilities)
+        index = indices.reshape(-1, k).long()
+        log_t = log_probabilities.detach().reshape(-1, k)
+        if rows.valid is not None:
+            index = index.masked_fill(~rows.valid.unsqueeze(-1), -1)
+        padding = index < 0
+        log_t = log_t.masked_fill(padding, -math.inf)
+        _check_stored_values(index, log_t, size)
+        # Padding is written to a column that is then left out.
+        column = index.masked_fill(padding, size)
+        stored = column.new_zeros(len(column), size + 1, dtype=torch.bool)
+        stored = stored.scatter(-1, column, True)[:, :size]
+        self.index = index.clamp(min=0)
+        self.others = ~stored & (rows.logits != -math.inf)
+        log_t = log_t.to(rows.logits.dtype)
+        mass = -torch.expm1(_log_sum(log_t).clamp(max=0.0))
+        mass = mass.masked_fill(~self.others.any(-1), 0.0)
+        masked = rows.logits.detach().gather(-1, self.index) == -math.inf
+        log_t = log_t.masked_fill(masked, -math.inf)
+        # What remains sums to 1 again; this also takes away the rounding of the stored numbers.
+        total = _log_sum(log_t).exp() + mass
+        self.mass = mass / total.masked_fill(total == 0, 1.0)
+        self.log_t = log_t - _log_or_0(total).unsqueeze(-1)
+
+    def divergence(self, log_t: Tensor, log_p: Tensor) -> Tensor:
+        """sum_S t_j log(t_j / p_j), (M,), with 0 log 0 = 0."""
+        t = log_t.exp()
+        log_p = log_p.gather(-1, self.index).masked_fill(t == 0, 0.0)
+        return row_sum(t * (zero_log(log_t) - log_p))
+
+
+def _check_stored(rows: Rows, indices: Tensor, log_probabilities: Tensor) -> int:
+    """Refuse tensors that are not stored classes and their log-probabilities; return k."""
+    given = (indices, log_probabilities)
+    if not all(isinstance(x, Tensor) for x in given):
+        raise _checks.TeacherError("this loss needs indices and log_probabilities of a teacher")
+    whole = (
+        not (indices.is_floating_point() or indices.is_complex()) and indices.dtype != torch.bool
+    )
+    if not whole or not log_probabilities.is_floating_point():
+        raise _checks.TeacherError(
+            "indices must be integers and log_probabilities floating point, got "
+            f"{indices.dtype} and {log_probabilities.dtype}"
+        )
+    shape = indices.shape
+    if shape[:-1] != rows.shape or shape != log_probabilities.shape or shape[-1:].numel() == 0:
+        raise _checks.TeacherError(
+            f"indices and log_probabilities must have shape {(*rows.shape, 'k')}, "
+            f"got {tuple(shape)} and {tuple(log_probabilities.shape)}"
+        )
+    _checks.check_devices(rows.logits, indices=indices, log_probabilities=log_probabilities)
+    return shape[-1]
+
+
+def _check_stored_values(index: Tensor, log_t: Tensor, num_classes: int) -> None:
+    """Refuse classes that do not exist or occur twice, and probabilities that exceed 1."""
+
+    def refuse(fine: Tensor, message: str) -> None:
+        _checks.ensure(fine, lambda: _checks.TeacherError(message), message)
+
+    refuse(index < num_classes, f"an entry of indices is not below the {num_classes} classes")
+    ordered = index.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    refuse(~twice, "a row of indices has a class twice")
+    total = row_sum(log_t.exp())
+    fine = ~(total > 1 + _checks.tolerance(log_t.dtype))
+    refuse(fine, "a row of log_probabilities has a sum of probabilities above 1")
 
 
 # ------------------------------------------------------------------ with a table of classes

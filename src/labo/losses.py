@@ -5,7 +5,8 @@ the arguments. ``LOSSES`` lists them by short name.
 
 Losses with state need two calls from the training loop: ``step()`` after each optimizer step
 (:class:`Warmup`) and ``end_epoch()`` after each epoch (:class:`OnlineLabelSmoothingLoss`,
-:class:`PSKDLoss`). Their state is in ``state_dict()``, so that a run can be resumed.
+:class:`PSKDLoss`, :class:`DecoupledDistillationLoss`). Their state is in ``state_dict()``, so that
+a run can be resumed.
 """
 
 from __future__ import annotations
@@ -30,16 +31,24 @@ __all__ = [
     "CSKDLoss",
     "ConfidencePenaltyLoss",
     "CrossEntropyLoss",
+    "DFTLoss",
+    "DecoupledDistillationLoss",
     "DistillationLoss",
+    "EAFTLoss",
     "FocalLoss",
     "GeneralizedEntropyLoss",
     "KRLSLoss",
     "LABOLoss",
     "LabelSmoothingLoss",
+    "LogitNormLoss",
+    "MarginSmoothingLoss",
     "MaskedLabelSmoothingLoss",
+    "MaxSuppressionLoss",
     "OnlineLabelSmoothingLoss",
     "PSKDLoss",
+    "Poly1Loss",
     "TFRegLoss",
+    "TopKDistillationLoss",
     "Warmup",
     "WeightedLabelSmoothingLoss",
 ]
@@ -65,6 +74,8 @@ class _Loss(nn.Module):
     # The name of the function's argument for teacher logits, if it has one.
     teacher_argument: str | None = None
     teacher_optional = False
+    # Whether the teacher is given as stored classes and their log-probabilities, not as logits.
+    teacher_is_stored = False
     _function_name: str
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -269,6 +280,57 @@ class ConfidencePenaltyLoss(_Loss):
         super().__init__(weight, ignore_index, reduction, dim, beta=beta, threshold=threshold)
 
 
+class MaxSuppressionLoss(_Loss):
+    """Max suppression: the penalty of label smoothing, on the largest logit.
+
+    See :func:`labo.functional.max_suppression_loss`.
+
+    Example:
+        >>> loss = MaxSuppressionLoss(lam=0.1)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.5968)
+    """
+
+    function = staticmethod(F.max_suppression_loss)
+
+    def __init__(
+        self,
+        *,
+        lam: float = 0.1,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam)
+
+
+class MarginSmoothingLoss(_Loss):
+    """Margin-based label smoothing: logits may differ by a margin without a penalty.
+
+    See :func:`labo.functional.margin_smoothing_loss`.
+
+    Example:
+        >>> loss = MarginSmoothingLoss(lam=0.1, margin=1.5)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.4968)
+    """
+
+    function = staticmethod(F.margin_smoothing_loss)
+
+    def __init__(
+        self,
+        *,
+        lam: float = 0.1,
+        margin: float = 10.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam, margin=margin)
+
+
 class FocalLoss(_Loss):
     """Focal loss: less weight on well-fitted samples.
 
@@ -330,6 +392,108 @@ class AntiFocalLoss(_Loss):
             scale=scale,
             detach_factor=detach_factor,
         )
+
+
+class Poly1Loss(_Loss):
+    """Poly-1: cross entropy plus epsilon (1 - p_y).
+
+    See :func:`labo.functional.poly1_loss`.
+
+    Example:
+        >>> loss = Poly1Loss(epsilon=2)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(1.1732)
+    """
+
+    function = staticmethod(F.poly1_loss)
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 2.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, epsilon=epsilon)
+
+
+class LogitNormLoss(_Loss):
+    """LogitNorm: cross entropy of logits that are divided by their norm.
+
+    See :func:`labo.functional.logit_norm_loss`.
+
+    Example:
+        >>> loss = LogitNormLoss(tau=1.0)
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.8837)
+    """
+
+    function = staticmethod(F.logit_norm_loss)
+
+    def __init__(
+        self,
+        *,
+        tau: float = 0.04,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, tau=tau)
+
+
+class DFTLoss(_Loss):
+    """Dynamic fine-tuning: cross entropy times the probability of the target, held constant.
+
+    See :func:`labo.functional.dft_loss`.
+
+    Example:
+        >>> loss = DFTLoss()
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.2867)
+    """
+
+    function = staticmethod(F.dft_loss)
+
+    def __init__(
+        self,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim)
+
+
+class EAFTLoss(_Loss):
+    """Entropy-adaptive fine-tuning: cross entropy times the entropy of the prediction.
+
+    See :func:`labo.functional.eaft_loss`.
+
+    Example:
+        >>> loss = EAFTLoss()
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
+        tensor(0.3114)
+    """
+
+    function = staticmethod(F.eaft_loss)
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 1.0,
+        top_k: int | None = None,
+        normalizer: float | str | None = "log_k",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"gamma": gamma, "top_k": top_k, "normalizer": normalizer}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper)
 
 
 class GeneralizedEntropyLoss(_Loss):
@@ -424,6 +588,7 @@ class DistillationLoss(_Loss):
         tau: float = 4.0,
         kl_reduction: str = "batchmean",
         multiplier: float = 1.0,
+        standardize: bool = False,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
@@ -438,7 +603,134 @@ class DistillationLoss(_Loss):
             tau=tau,
             kl_reduction=kl_reduction,
             multiplier=multiplier,
+            standardize=standardize,
         )
+
+
+class DecoupledDistillationLoss(_Loss):
+    """Decoupled distillation with its warm-up; called as ``loss(logits, target, teacher_logits)``.
+
+    In epoch e = 1, 2, ... the multiplier of the two KL divergences is
+    ``multiplier * min(e / warmup_epochs, 1)``. Call ``end_epoch()`` after each epoch.
+    See :func:`labo.functional.decoupled_distillation_loss`.
+
+    Args:
+        warmup_epochs: epochs until the teacher has its full weight; 0 and 1 mean no warm-up.
+
+    Example:
+        >>> loss = DecoupledDistillationLoss(warmup_epochs=1)
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> loss(logits, target, torch.tensor([[3.0, 1.0, 0.2, -0.5]]))
+        tensor(0.7009)
+    """
+
+    function = staticmethod(F.decoupled_distillation_loss)
+    teacher_argument = "teacher_logits"
+    multiplier: float
+    epoch: Tensor
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 1.0,
+        beta: float = 8.0,
+        tau: float = 4.0,
+        hard_weight: float = 1.0,
+        multiplier: float = 1.0,
+        standardize: bool = False,
+        warmup_epochs: int = 20,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index,
+            reduction,
+            dim,
+            alpha=alpha,
+            beta=beta,
+            tau=tau,
+            hard_weight=hard_weight,
+            multiplier=multiplier,
+            standardize=standardize,
+        )
+        check_hyper(warmup_epochs=warmup_epochs)
+        self.warmup_epochs = warmup_epochs
+        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+
+    def arguments(self) -> dict[str, Any]:
+        progress = _progress(self.epoch, max(1, self.warmup_epochs))
+        return super().arguments() | {"multiplier": self.multiplier * progress}
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+
+    def extra_repr(self) -> str:
+        return f"warmup_epochs={self.warmup_epochs}, {super().extra_repr()}"
+
+
+class TopKDistillationLoss(_Loss):
+    """Distillation from the stored k largest probabilities of a teacher.
+
+    Called as ``loss(logits, target, indices, log_probabilities)``. In :func:`labo.linear_loss` the
+    two are passed as ``teacher_logits=(indices, log_probabilities)``.
+    See :func:`labo.functional.topk_distillation_loss`.
+
+    Example:
+        >>> loss = TopKDistillationLoss(alpha=0.5, tail="bucket")
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> stored = torch.tensor([[3.0, 1.0, 0.2, -0.5]]).log_softmax(-1).topk(2)
+        >>> loss(logits, target, stored.indices, stored.values)
+        tensor(0.2630)
+    """
+
+    function = staticmethod(F.topk_distillation_loss)
+    teacher_argument = "indices"
+    teacher_is_stored = True
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.5,
+        tail: str = "bucket",
+        tau: float = 1.25,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, tail=tail, tau=tau)
+
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        indices: Tensor | None = None,
+        log_probabilities: Tensor | None = None,
+    ) -> Tensor:
+        self.check_teacher(indices is not None and log_probabilities is not None)
+        assert indices is not None
+        assert log_probabilities is not None
+        return type(self).function(logits, target, indices, log_probabilities, **self.arguments())
+
+    def check_teacher(self, given: bool) -> None:
+        if not given:
+            raise TeacherError(
+                "TopKDistillationLoss needs indices and log_probabilities: the stored classes of "
+                "a teacher"
+            )
+
+
+def _progress(epoch: Tensor, epochs: int) -> Tensor:
+    """min((epoch + 1) / epochs, 1), for an epoch counted from 0.
+
+    A tensor, so that torch.compile does not compile again for each epoch; in float64, so that it
+    does not limit the precision of the loss (MPS has no float64).
+    """
+    dtype = torch.float32 if epoch.device.type == "mps" else torch.float64
+    return (epoch + 1).clamp(max=epochs).to(dtype) / epochs
 
 
 class CSKDLoss(_Loss):
@@ -553,11 +845,7 @@ class PSKDLoss(_Loss):
         self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
 
     def arguments(self) -> dict[str, Any]:
-        # A tensor, so that torch.compile does not compile again for each epoch; in float64, so
-        # that it does not limit the precision of the loss (MPS has no float64).
-        dtype = torch.float32 if self.epoch.device.type == "mps" else torch.float64
-        progress = (self.epoch + 1).clamp(max=self.epochs).to(dtype)
-        return super().arguments() | {"alpha": self.alpha * progress / self.epochs}
+        return super().arguments() | {"alpha": self.alpha * _progress(self.epoch, self.epochs)}
 
     def end_epoch(self) -> None:
         self.epoch += 1
@@ -833,9 +1121,16 @@ LOSSES = Registry(
         "ce": CrossEntropyLoss,
         "ls": LabelSmoothingLoss,
         "cp": ConfidencePenaltyLoss,
+        "maxsup": MaxSuppressionLoss,
+        "mbls": MarginSmoothingLoss,
         "fl": FocalLoss,
         "afl": AntiFocalLoss,
+        "poly": Poly1Loss,
+        "logitnorm": LogitNormLoss,
+        "dft": DFTLoss,
+        "eaft": EAFTLoss,
         "kd": DistillationLoss,
+        "dkd": DecoupledDistillationLoss,
         "cskd": CSKDLoss,
         "tfreg": TFRegLoss,
         "betals": BetaSmoothingLoss,

@@ -75,6 +75,34 @@ def confidence_penalty(z, y, w, *, beta=0.1, threshold=None):
     return cross_entropy(z, y, w) + w[y] * real(beta) * penalty
 
 
+def max_suppression(z, y, w, *, lam=0.1):
+    return cross_entropy(z, y, w) + w[y] * real(lam) * (z.max() - z.mean())
+
+
+def margin_smoothing(z, y, w, *, lam=0.1, margin=10.0):
+    excess = [max(real(0), z.max() - x - real(margin)) for x in z]
+    return cross_entropy(z, y, w) + w[y] * real(lam) * sum(excess) / len(z)
+
+
+def poly1(z, y, w, *, epsilon=2.0):
+    return cross_entropy(z, y, w) + w[y] * real(epsilon) * (1 - softmax(z)[y])
+
+
+def logit_norm(z, y, w, *, tau=0.04):
+    return cross_entropy(z / (real(tau) * (np.sqrt((z * z).sum()) + real(1e-7))), y, w)
+
+
+def dft(z, y, w):
+    return softmax(z)[y] * cross_entropy(z, y, w)
+
+
+def eaft(z, y, w, *, gamma=1.0, top_k=None, normalizer="log_k"):
+    p = np.sort(softmax(z))[-(top_k or len(z)) :]
+    largest = np.log(real(len(p)))
+    by = {"log_k": largest, None: real(1)}.get(normalizer, normalizer)
+    return (entropy(p / p.sum()) / real(by)) ** real(gamma) * cross_entropy(z, y, w)
+
+
 def focal(z, y, w, *, gamma=1.0, detach_factor=False):
     return (1 - softmax(z)[y]) ** real(gamma) * cross_entropy(z, y, w)
 
@@ -114,9 +142,66 @@ def tempered_kl(z, teacher, tau):
     return real(tau) ** 2 * kl(softmax(teacher / real(tau)), softmax(z / real(tau)))
 
 
-def distillation(z, y, w, teacher, *, alpha=0.9, tau=4.0, kl_reduction="batchmean", multiplier=1.0):
-    soft = real(multiplier) * tempered_kl(z, teacher, tau)
+def standardized(z):
+    return (z - z.mean()) / (np.std(z, ddof=1) + real(1e-7))
+
+
+def distillation(
+    z,
+    y,
+    w,
+    teacher,
+    *,
+    alpha=0.9,
+    tau=4.0,
+    kl_reduction="batchmean",
+    multiplier=1.0,
+    standardize=False,
+):
+    pair = (standardized(z), standardized(teacher)) if standardize else (z, teacher)
+    soft = real(multiplier) * tempered_kl(*pair, tau)
     soft = soft / len(z) if kl_reduction == "elementwise" else soft
+    return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * soft
+
+
+def decoupled_distillation(
+    z,
+    y,
+    w,
+    teacher,
+    *,
+    alpha=1.0,
+    beta=8.0,
+    tau=4.0,
+    hard_weight=1.0,
+    multiplier=1.0,
+    standardize=False,
+):
+    pair = (standardized(z), standardized(teacher)) if standardize else (z, teacher)
+    s, u = (softmax(x / real(tau)) for x in pair)
+    rest = np.arange(len(z)) != y
+    binary = kl(real([u[y], u[rest].sum()]), real([s[y], s[rest].sum()]))
+    others = kl(u[rest] / u[rest].sum(), s[rest] / s[rest].sum())
+    soft = real(alpha) * binary + real(beta) * others
+    soft = real(multiplier) * real(tau) ** 2 * soft
+    return real(hard_weight) * cross_entropy(z, y, w) + w[y] * soft
+
+
+def topk_distillation(z, y, w, teacher, *, alpha=0.5, tail="bucket", tau=1.25):
+    """With the two largest probabilities of the teacher stored."""
+    p, t = softmax(z), softmax(teacher)
+    kept = np.argsort(t)[-2:]
+    rest = np.setdiff1d(np.arange(len(z)), kept)
+    m, q = t[rest].sum(), t.copy()
+    if tail == "bucket":
+        soft = kl(np.append(t[kept], m), np.append(p[kept], p[rest].sum()))
+    elif tail == "drop":
+        soft = kl(t[kept], p[kept])
+    elif tail == "renormalize":
+        soft = kl(t[kept] / t[kept].sum(), p[kept])
+    else:
+        q[rest] = m * (softmax(z[rest] / real(tau)) if tail == "labo" else 1 / real(len(rest)))
+        soft = kl(q, p)
     return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * soft
 
 

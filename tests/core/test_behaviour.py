@@ -99,12 +99,85 @@ def test_two_classes(case):
     assert gradient(lambda z: case(z, target, extra=extra), logits).isfinite().all()
 
 
+NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
+
+
 @each_loss
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_small_integer_targets(case, dtype):
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integer_targets(case, dtype):
+    """More classes than the type can name, and an ignore_index outside of it."""
+    logits, _ = sample(4, 300)
+    target = torch.tensor([0, 7, 100, 126])
+    assert torch.equal(case(logits, target.to(dtype)), case(logits, target))
+    arguments = {"ignore_index": 7}
+    assert torch.equal(
+        case(logits, target.to(dtype), **arguments), case(logits, target, **arguments)
+    )
+    with pytest.raises(IndexError, match="target 126 at position 3 is outside"):
+        case(logits[:, :120], target.to(dtype))
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "native"])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integer_targets_on_every_backend(impl, dtype):
+    classes = 33_000 if dtype == torch.int16 else 300
+    logits, target = sample(3, classes, dtype=torch.float32)[0], torch.tensor([0, 7, 126])
+    expected = F.labo_loss(logits, target)
+    torch.testing.assert_close(F.labo_loss(logits, target.to(dtype), impl=impl), expected)
+    strided = torch.stack([target, target], 1).to(dtype)[:, 0]
+    torch.testing.assert_close(F.labo_loss(logits, strided, impl=impl), expected)
+    hidden, matrix = torch.ones(3, 1), logits[:1].T
+    torch.testing.assert_close(
+        labo.linear_loss(hidden, matrix, target.to(dtype), labo.LABOLoss(), impl=impl),
+        labo.linear_loss(hidden, matrix, target, labo.LABOLoss()),
+    )
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integer_targets_of_distributions(dtype):
+    """As an index a uint8 tensor would be a mask."""
+    logits, target = torch.randn(3, 300), torch.tensor([1, 0, 126])
+    table = torch.rand(300, 300).softmax(-1)
+    for function in (
+        smoothing.others,
+        smoothing.virtual_teacher,
+        lambda z, t: smoothing.class_table(table, t, z),
+        lambda z, t: smoothing.smoothed_target(t, smoothing.uniform(z), 0.1),
+    ):
+        assert torch.equal(function(logits, target.to(dtype)), function(logits, target))
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integer_groups(dtype):
+    logits, target = sample(4, 300)
+    groups = torch.arange(300) % 3
+    assert torch.equal(
+        F.weighted_label_smoothing_loss(logits, target, groups.to(dtype)),
+        F.weighted_label_smoothing_loss(logits, target, groups),
+    )
+
+
+@pytest.mark.parametrize("bad", [3, -1])
+def test_groups_out_of_range_are_refused(bad):
     logits, target = sample(4, 5)
-    arguments = {"ignore_index": 250} if dtype == torch.uint8 else {}
-    assert torch.equal(case(logits, target.to(dtype), **arguments), case(logits, target))
+    groups = torch.tensor([0, 1, 2, bad, 0])
+    with pytest.raises(ValueError, match="groups must be 0, 1 or 2, got values from"):
+        F.weighted_label_smoothing_loss(logits, target, groups)
+
+
+@each_loss
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_probability_targets(case, dtype):
+    """A sum of rounded probabilities is not 1 to within 1e-3."""
+    logits, _ = sample(4, 100, dtype=torch.float32)
+    soft = torch.rand(4, 100).softmax(-1).to(dtype)
+    if case.linear:
+        torch.testing.assert_close(
+            case(logits, soft, extra=case.extra(logits)),
+            case(logits.double(), soft.double() / soft.double().sum(-1, keepdim=True),
+                 extra=case.extra(logits)).float(),
+            rtol=1e-2, atol=1e-2,
+        )  # fmt: skip
 
 
 @each_loss
@@ -280,7 +353,7 @@ def test_func_transforms(case):
     def one(z, t, *teacher):
         return case(z, t, extra=teacher or extra)
 
-    teachers = extra if extra and extra[0].shape == logits.shape else ()
+    teachers = extra if case.has_teacher else ()
     each = torch.func.vmap(torch.func.grad(one))(logits, target, *teachers)
     whole = gradient(lambda z: case(z, target, reduction="sum", extra=extra), logits)
     torch.testing.assert_close(each, whole)
@@ -368,6 +441,10 @@ WRONG = [
     (F.confidence_penalty_loss, {"beta": -1}, "beta must be a finite number of 0 or more"),
     (F.focal_loss, {"gamma": -1}, "gamma must be"),
     (F.anti_focal_loss, {"scale": -2}, "scale must be"),
+    (F.poly1_loss, {"epsilon": -1.1}, "epsilon must be a finite number of -1 or more"),
+    (F.margin_smoothing_loss, {"margin": -1}, "margin must be a finite number of 0 or more"),
+    (F.eaft_loss, {"top_k": 1}, "top_k must be a whole number of 2 or more, got 1"),
+    (F.eaft_loss, {"normalizer": "log"}, 'a finite number above 0 or "log_k", got'),
     (F.tf_reg_loss, {"mode": "papper"}, "did you mean 'paper'"),
     (F.generalized_entropy_loss, {"alpha": 2}, "alpha must be"),
     (F.generalized_entropy_loss, {"prior": torch.ones(3) / 3}, r"prior must have shape \(5,\)"),
@@ -399,7 +476,7 @@ def test_refuses_wrong_smoothing():
         objective(uniform, alpha=torch.tensor([0.1, 0.2, -0.3, 0.4]))
 
 
-def test_refuses_wrong_second_arguments():
+def test_refuses_wrong_extra_arguments():
     logits, target = sample(4, 5)
     with pytest.raises(ValueError, match="teacher_logits must have the shape of the logits"):
         F.distillation_loss(logits, target, logits[:, :4])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import LOSS_CASES, each_loss, gradient
+from conftest import LOSS_CASES, each_loss, gradient, stored_teacher
 from labo import functional as F
 from labo import smoothing
 
@@ -173,6 +173,13 @@ def test_gradcheck(case):
         )
 
 
+def with_tail(logits, indices, log_probabilities):
+    """The two stored probabilities, and LABO's distribution for the rest."""
+    known = torch.zeros_like(logits).scatter(1, indices[:, :2], log_probabilities[:, :2].exp())
+    tail = (logits / 1.25).masked_fill(known > 0, -math.inf).softmax(-1)
+    return known + (1 - known.sum(-1, keepdim=True)) * tail
+
+
 @pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.detached], ids=lambda c: c.name)
 def test_gradient_of_losses_with_detached_parts(case):
     """The gradient is that of the loss with the detached part frozen at its present value."""
@@ -180,6 +187,8 @@ def test_gradient_of_losses_with_detached_parts(case):
     p = logits.softmax(-1)
     p_y = p.gather(1, target[:, None])
     onehot = torch.nn.functional.one_hot(target, 5)
+    top = p.topk(2).values
+    top = top / top.sum(-1, keepdim=True)
     expected = {
         "labo": p
         - smoothing.smoothed_target(
@@ -187,6 +196,10 @@ def test_gradient_of_losses_with_detached_parts(case):
         ),
         "fl-detached": (1 - p_y) * (p - onehot),
         "afl": (1 + 0.5 * p_y) * (p - onehot),
+        "dft": p_y * (p - onehot),
+        "topk-labo": p - 0.5 * onehot - 0.5 * with_tail(logits, *stored_teacher(logits)),
+        "eaft": -torch.special.xlogy(p, p).sum(-1, keepdim=True) / math.log(5) * (p - onehot),
+        "eaft-top": -torch.special.xlogy(top, top).sum(-1, keepdim=True) * (p - onehot),
     }[case.name]
     slope = gradient(lambda z: case(z, target, reduction="sum"), logits)
     torch.testing.assert_close(slope, expected)
@@ -231,10 +244,125 @@ def test_micro_batches_add_up(case):
     torch.testing.assert_close(gradient(accumulated, logits), whole)
 
 
+class TestStoredTeacher:
+    """topk_distillation_loss on classes that are padding, masked, wrong, or all of them."""
+
+    TAILS = ("bucket", "uniform", "labo", "drop", "renormalize")
+
+    def stored(self, k):
+        logits, target = batch(5, 6, 5)
+        teacher = batch(6, 6, 5)[0]
+        top = teacher.log_softmax(-1).topk(k)
+        return logits, target, teacher, top.indices, top.values
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_all_classes_stored_is_distillation(self, tail):
+        """With masked classes too: they are masked for the teacher, as in distillation_loss."""
+        logits, target, teacher, indices, log_t = self.stored(5)
+        logits[:, 3] = -math.inf
+        target = target.masked_fill(target == 3, 4)
+        kd = {"alpha": 0.7, "reduction": "none"}
+        torch.testing.assert_close(
+            F.topk_distillation_loss(logits, target, indices, log_t, tail=tail, **kd),
+            F.distillation_loss(logits, target, teacher, tau=1.0, **kd),
+        )
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_padding_is_not_there(self, tail):
+        logits, target, _, indices, log_t = self.stored(2)
+        more = torch.cat([torch.full_like(indices, -1), indices], 1)
+        values = torch.cat([torch.full_like(log_t, math.nan), log_t], 1)
+        torch.testing.assert_close(
+            F.topk_distillation_loss(logits, target, more, values, tail=tail),
+            F.topk_distillation_loss(logits, target, indices, log_t, tail=tail),
+        )
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_nothing_stored(self, tail):
+        logits, target, _, indices, log_t = self.stored(2)
+        value = F.topk_distillation_loss(
+            logits, target, indices.fill_(-1), log_t, alpha=1.0, tail=tail
+        )
+        assert value.isfinite()
+        if tail not in ("uniform", "labo"):
+            assert value.item() == pytest.approx(0, abs=1e-12)
+
+    @pytest.mark.parametrize("tail", TAILS)
+    def test_ignored_rows_may_hold_anything(self, tail):
+        logits, target, _, indices, log_t = self.stored(2)
+        expected = F.topk_distillation_loss(
+            logits[1:], target[1:], indices[1:], log_t[1:], tail=tail
+        )
+        target[0], indices[0], log_t[0] = -100, 99, math.nan
+        value = F.topk_distillation_loss(logits, target, indices, log_t, tail=tail)
+        torch.testing.assert_close(value, expected)
+
+    def test_rounded_probabilities_are_accepted(self):
+        """bfloat16 log-probabilities of all classes sum to more than 1 at times."""
+        logits, target, teacher, indices, log_t = self.stored(5)
+        half = log_t.bfloat16()
+        value = F.topk_distillation_loss(logits, target, indices, half, alpha=1.0)
+        whole = F.distillation_loss(logits, target, teacher, tau=1.0, alpha=1.0)
+        torch.testing.assert_close(value, whole, atol=2e-2, rtol=0)
+        assert value.dtype == torch.float64
+
+    def test_refuses(self):
+        logits, target, _, indices, log_t = self.stored(2)
+
+        def refused(message, indices=indices, log_t=log_t):
+            with pytest.raises(ValueError, match=message):
+                F.topk_distillation_loss(logits, target, indices, log_t)
+
+        refused("has a class twice", indices=indices * 0)
+        refused("not below the 5 classes", indices=indices + 4)
+        refused("sum of probabilities above 1", log_t=log_t * 0)
+        refused("must be integers", indices=indices.double())
+        refused(r"must have shape \(6, 'k'\)", indices=indices[:5])
+        refused(r"must have shape \(6, 'k'\)", indices=indices[:, :0], log_t=log_t[:, :0])
+        refused("needs indices", log_t=None)
+        with pytest.raises(ValueError, match="unknown tail 'buckets'; did you mean 'bucket'"):
+            F.topk_distillation_loss(logits, target, indices, log_t, tail="buckets")
+
+
+class TestZLoss:
+    def test_gradcheck(self):
+        logits, target = batch(5, 4, 5)
+        target[2] = -100
+        leaf = logits.requires_grad_()
+        for reduction in ("none", "mean"):
+            assert torch.autograd.gradcheck(
+                lambda z, r=reduction: F.z_loss(z, target, lam=0.3, reduction=r), (leaf,)
+            )
+
+    @pytest.mark.parametrize("weight", WEIGHTS, ids=["unweighted", "weighted"])
+    def test_value_with_ignored_rows_masks_and_weights(self, weight):
+        logits, target = batch(5, 6, 5)
+        logits[:, 3] = -math.inf
+        logits[2] = math.nan
+        target[2] = -100
+        rows = [0, 1, 3, 4, 5]
+        w = torch.ones(5, dtype=torch.float64) if weight is None else weight
+        z = logits[rows].logsumexp(-1)
+        expected = (w[target[rows]] * 0.3 * z**2).sum() / w[target[rows]].sum()
+        torch.testing.assert_close(F.z_loss(logits, target, lam=0.3, weight=weight), expected)
+        slope = gradient(lambda z: F.z_loss(z, target, lam=0.3, weight=weight), logits)
+        assert slope.isfinite().all()
+        assert slope[:, 3].count_nonzero() == slope[2].count_nonzero() == 0
+
+    def test_only_the_shift_matters(self):
+        """At any probabilities the logits with log-sum-exp 0 cost nothing."""
+        logits, target = batch(5, 4, 5)
+        assert F.z_loss(logits.log_softmax(-1), target).item() == pytest.approx(0, abs=1e-30)
+        assert F.z_loss(logits.half(), target).dtype == torch.float32
+        torch.testing.assert_close(
+            F.z_loss(logits[:, :1], target * 0), 1e-4 * logits[:, 0].square().mean()
+        )
+
+
 # ------------------------------------------------------------------ properties
 
 
-@each_loss
+@pytest.mark.parametrize("case", [c for c in LOSS_CASES if c.shifts], ids=lambda c: c.name)
 @quick
 @given(shapes, st.floats(-50, 50))
 def test_shift_invariance(case, shape, shift):
@@ -365,7 +493,7 @@ WITHOUT = [
     case
     for case in LOSS_CASES
     # K itself, or a table or mask over K classes, is part of these
-    if case.name.split("-")[0] not in ("labo", "tfreg", "ols", "krls", "mls", "wls")
+    if case.name.split("-")[0] not in ("labo", "tfreg", "ols", "krls", "mls", "wls", "topk")
     and case.name not in ("ls-joeynmt", "kd-elementwise")
 ]
 
@@ -470,3 +598,36 @@ def test_generalized_entropy_prior():
             logits, target, alpha=near, beta=0.5, prior=prior, reduction="none"
         )
         torch.testing.assert_close(close, value, atol=1e-4, rtol=0)
+
+
+def test_generalized_entropy_at_alpha_0_needs_a_positive_prior():
+    """KL(p || u) is infinite where the prior is 0; its gradient would be NaN."""
+    logits, target = batch(6, 5, 4)
+    prior = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    with pytest.raises(ValueError, match="at alpha=0 the prior must be above 0 for every class"):
+        F.generalized_entropy_loss(logits, target, alpha=0, prior=prior)
+    for alpha in (1e-3, 0.5, 1.0):
+        slope = gradient(
+            lambda z, a=alpha: F.generalized_entropy_loss(z, target, alpha=a, prior=prior), logits
+        )
+        assert slope.isfinite().all()
+    F.generalized_entropy_loss(logits, target, alpha=0, prior=prior, generator="euclidean")
+
+
+def test_generalized_entropy_at_alpha_0_with_a_masked_class():
+    """A class that is masked may have a prior of 0; in ignored rows nothing is checked."""
+    logits, target = batch(6, 5, 4)
+    prior = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    logits[:, 1] = -math.inf
+    target = target.masked_fill(target == 1, 2)
+    logits[2, 1], target[2] = 0.3, -100
+    slope = gradient(lambda z: F.generalized_entropy_loss(z, target, alpha=0, prior=prior), logits)
+    assert slope.isfinite().all()
+    keep, rows = [0, 2, 3], [0, 1, 3, 4]
+    expected = gradient(
+        lambda z: F.generalized_entropy_loss(
+            z, (target - (target > 1).long())[rows], alpha=0, prior=prior[keep]
+        ),
+        logits[rows][:, keep],
+    )
+    torch.testing.assert_close(slope[rows][:, keep], expected)

@@ -16,6 +16,7 @@ import labo
 from conftest import gradient
 from labo import functional as F
 from labo.fused import dispatch, native
+from probes import LargestTensor
 
 LOSSES = {
     "ce": (F.cross_entropy_loss, {}),
@@ -222,16 +223,26 @@ def test_scaled_loss(name, impl):
 
 @each_loss
 @each_backend
-def test_in_place_is_the_same_and_needs_no_buffer(name, impl):
-    logits, target = sample(40, 3000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_in_place_is_the_same_and_needs_no_buffer(name, impl, dtype):
+    if dtype == torch.float16 and impl == "native":
+        impl = "auto"
+    logits, target = sample(2000, 3000, dtype=dtype)
     expected, expected_slope = both(name, logits, target, impl=impl)
-    leaf = logits.clone().requires_grad_()
-    output = leaf * 1
-    value = call(name, output, target, impl=impl, inplace=True)
-    (slope,) = torch.autograd.grad(value, leaf)
-    assert torch.equal(value, expected)
-    assert torch.equal(slope, expected_slope)
-    assert torch.equal(output.detach(), expected_slope)
+    largest = {}
+    for inplace in (False, True):
+        output = logits.clone().requires_grad_() * 1
+        with LargestTensor() as seen:
+            value = call(name, output, target, impl=impl, inplace=inplace)
+            (slope,) = torch.autograd.grad(value, output)
+        largest[inplace] = seen.largest
+        assert torch.equal(value, expected)
+        assert torch.equal(slope, expected_slope)
+        assert torch.equal(output.detach(), expected_slope) == inplace
+        assert (slope.data_ptr() == output.data_ptr()) == inplace
+    assert largest[False] == logits.numel()
+    # the blocked backend has three buffers for a block of rows
+    assert largest[True] <= (3 * 2 << 20) // 4 < logits.numel() / 2
 
 
 @each_backend
@@ -244,11 +255,84 @@ def test_in_place_tells_those_who_saved_the_logits(impl):
         loss.backward()
 
 
-def test_in_place_refuses():
+class Same(torch.autograd.Function):
+    """A function that hands on its input, as wrappers of modules do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream
+
+
+SHARING = {
+    "itself": lambda leaf: leaf,
+    "view": lambda leaf: leaf.view(2, 2, 9),
+    "slice": lambda leaf: leaf[1:3],
+    "views of views": lambda leaf: leaf.view(36)[9:].view(3, 9),
+    "squeezed": lambda leaf: leaf.unsqueeze(0).squeeze(0),
+    "chunk": lambda leaf: leaf.chunk(2)[0],
+    "unsafe chunk": lambda leaf: torch.unsafe_chunk(leaf, 2)[0],
+    "reshaped": lambda leaf: leaf.reshape(1, 4, 9),
+    "function": Same.apply,
+    "function of a view": lambda leaf: Same.apply(leaf[1:3]).view(2, 9),
+    "transposed twice": lambda leaf: leaf.T.T,
+}
+
+
+@pytest.mark.parametrize("how", SHARING)
+@pytest.mark.parametrize("parameter", [False, True])
+@each_backend
+def test_in_place_refuses_the_memory_of_a_leaf(how, parameter, impl):
+    """It would overwrite a parameter."""
+    logits, _ = sample(4, 9)
+    leaf = torch.nn.Parameter(logits.clone()) if parameter else logits.clone().requires_grad_()
+    shared = SHARING[how](leaf)
+    target = torch.zeros(shared.shape[:-1], dtype=torch.long)
+    with pytest.raises(ValueError, match="not a leaf that requires a gradient, nor a view of one"):
+        F.labo_loss(shared, target, impl=impl, inplace=True)
+    assert torch.equal(leaf, logits)
+
+
+@each_backend
+def test_in_place_accepts_views_of_the_output_of_a_layer(impl):
     logits, target = sample(4, 9)
     leaf = logits.clone().requires_grad_()
-    with pytest.raises(ValueError, match="not a leaf that requires a gradient"):
-        F.labo_loss(leaf, target, inplace=True)
+    for output in (leaf * 1, (leaf * 1).view(2, 2, 9), (leaf + 0)[:2], leaf.clone().view(4, 9)):
+        rows = target[: output.shape[:-1].numel()].view(output.shape[:-1])
+        F.labo_loss(output, rows, impl=impl, inplace=True).backward()
+    assert torch.equal(leaf, logits)
+
+
+@each_backend
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_in_place_without_a_gradient_changes_nothing(impl, mode):
+    """As in an evaluation: no gradient is computed, so none is written over the logits."""
+    logits, target = sample(4, 9)
+    output = logits.clone().requires_grad_() * 1
+    for some in (output, logits.clone()):
+        with mode():
+            value = F.labo_loss(some, target, impl=impl, inplace=True)
+        assert torch.equal(some, logits)
+        assert torch.equal(value, F.labo_loss(logits, target, impl=impl))
+    plain = logits.clone()
+    F.labo_loss(plain, target, impl=impl, inplace=True)  # nothing requires a gradient
+    assert torch.equal(plain, logits)
+
+
+@each_backend
+def test_no_gradient_is_computed_without_grad_mode(impl):
+    logits, target = sample(2000, 3000)
+    logits.requires_grad_()
+    with torch.no_grad(), LargestTensor() as seen:
+        F.labo_loss(logits, target, impl=impl)
+    assert seen.largest < logits.numel() / 2
+
+
+def test_in_place_refuses():
+    logits, target = sample(4, 9)
     with pytest.raises(ValueError, match="contiguous"):
         F.labo_loss(logits.T.contiguous().T, target, inplace=True)
     with pytest.raises(ValueError, match="not possible with the reference"):
@@ -329,6 +413,26 @@ def test_bits_depend_on_the_row_alone(name, impl):
                 assert torch.equal(again_slope, slope[part])
     finally:
         torch.set_num_threads(threads)
+
+
+@each_backend
+def test_class_weights_that_require_a_gradient(impl):
+    """Only the reference gives them one."""
+    logits, target = sample(4, 9)
+    weight = torch.rand(9, requires_grad=True)
+    with pytest.raises(ValueError, match="does not support class weights that require a gradient"):
+        F.labo_loss(logits, target, weight=weight, impl=impl)
+    F.labo_loss(logits, target, weight=weight).backward()
+    assert weight.grad is not None
+
+
+@each_backend
+def test_refuses_tensors_on_other_devices(impl):
+    logits, target = sample(4, 9)
+    with pytest.raises(ValueError, match="target is on meta, the logits are on cpu"):
+        F.labo_loss(logits, target.to("meta"), impl=impl)
+    with pytest.raises(ValueError, match="weight is on meta, the logits are on cpu"):
+        F.labo_loss(logits, target, weight=torch.ones(9, device="meta"), impl=impl)
 
 
 # ------------------------------------------------------------------ choosing a backend

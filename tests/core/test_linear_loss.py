@@ -16,7 +16,7 @@ from labo.fused.dispatch import RowLoss
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
-WITH_TEACHER = {"kd", "cskd", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
 ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 each_loss = pytest.mark.parametrize("name", ROWWISE)
 SMALL = labo.LinearLossOptions(batch_chunk_size=4)
@@ -202,6 +202,46 @@ def test_no_tensor_of_the_size_of_the_logits(name, reduction):
     # the hidden states, the weight, or a chunk of logits (three such are one buffer for a chunk)
     assert seen.largest <= max(rows * width, classes * width, 3 * 16 * classes)
     assert seen.largest < rows * classes / 4
+
+
+@pytest.mark.parametrize("tail", ["bucket", "labo"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_stored_teacher(tail, reduction, compiled):
+    x, weight, bias, target = problem()
+    stored = teacher("kd").log_softmax(-1).topk(3)
+    loss = labo.TopKDistillationLoss(tail=tail, reduction=reduction)
+    upstream = None if reduction == "mean" else torch.linspace(0, 2, N, dtype=torch.float64)
+    expected = gradients(
+        lambda x, w, b: loss(torch.nn.functional.linear(x, w, b), target, *stored[::-1]),
+        x,
+        weight,
+        bias,
+        upstream=upstream,
+    )
+
+    def fused(x, w, b):
+        return labo.linear_loss(
+            x, w, target, loss, linear_bias=b, teacher_logits=(stored[1], stored[0]), options=SMALL
+        )
+
+    torch._dynamo.reset()
+    call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
+    result = gradients(call, x, weight, bias, upstream=upstream)
+    torch.testing.assert_close(result, expected)
+
+
+def test_stored_teacher_refused():
+    x, weight, _, target = problem()
+    loss, stored = labo.TopKDistillationLoss(), torch.zeros(N, 2)
+    for given, sentence in (
+        (None, "needs indices and log_probabilities"),
+        (stored, "must be the pair"),
+        ((stored, stored), "indices, integers, and log_probabilities must have shape"),
+        ((stored[1:].long(), stored[1:]), r"must have shape \(13, 'k'\)"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            labo.linear_loss(x, weight, target, loss, teacher_logits=given)
 
 
 @pytest.mark.parametrize("name", sorted(WITH_TEACHER))
@@ -555,3 +595,99 @@ def test_options_refuse():
         labo.LinearLossOptions(batch_chunk_size=0)
     with pytest.raises(ValueError, match="memory_budget must be 1 or more"):
         labo.LinearLossOptions(memory_budget=-1)
+
+
+# ------------------------------------------------------------------ teachers
+
+
+def shaped_problem():
+    x, weight, _, _ = problem()
+    x = torch.randn(3, 4, D, dtype=torch.float64)
+    return x, weight, torch.randint(V, (3, 4)), torch.randn(3, 4, V, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
+def test_refuses_a_teacher_of_other_rows(name):
+    """The same number of rows is not enough: it may be unshifted, transposed or flat."""
+    x, weight, target, logits = shaped_problem()
+    loss = build(name)
+    labo.linear_loss(x, weight, target, loss, teacher_logits=logits)
+    wrong = (
+        logits.transpose(0, 1),
+        logits.reshape(12, V),
+        torch.cat([logits, logits[:, :1]], 1),  # before the shift by one
+        logits[:, :3],
+        logits[..., :-1],
+        logits[0],
+    )
+    for teacher_logits in wrong:
+        for error in (TypeError, ValueError):
+            with pytest.raises(error, match=r"teacher_logits must have shape \(3, 4, 11\)"):
+                labo.linear_loss(x, weight, target, loss, teacher_logits=teacher_logits)
+    hidden, matrix = torch.randn(3, 4, 5).double(), torch.randn(V, 5).double()
+    labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden, matrix))
+    for layer in (
+        (hidden.transpose(0, 1), matrix),
+        (hidden[:, :3], matrix),
+        (hidden.reshape(12, 5), matrix),
+        (hidden, matrix[:-1]),
+    ):
+        with pytest.raises(ValueError, match=r"hidden states must have shape \(3, 4, 'E'\)"):
+            labo.linear_loss(x, weight, target, loss, teacher_logits=layer)
+    with pytest.raises(ValueError, match=r"weight must have shape \(V, D\) for the teacher's"):
+        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden, matrix[:, :-1]))
+    with pytest.raises(ValueError, match=r"bias must have shape \(11,\)"):
+        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden, matrix, matrix[0]))
+    with pytest.raises(ValueError, match="must have the same dtype"):
+        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden.float(), matrix))
+    with pytest.raises(ValueError, match="got 1 tensors"):
+        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_missing_and_unused_teachers_are_refused(reduction):
+    x, weight, target, logits = shaped_problem()
+    for name in ("kd", "cskd"):
+        with pytest.raises(TypeError, match="needs teacher_logits: the logits of a teacher"):
+            labo.linear_loss(x, weight, target, build(name, reduction=reduction))
+    for name in ("labo", "ce", "cp"):
+        with pytest.raises(TypeError, match="takes no teacher logits"):
+            labo.linear_loss(
+                x, weight, target, build(name, reduction=reduction), teacher_logits=logits
+            )
+    past = build("pskd", reduction=reduction)
+    torch.testing.assert_close(
+        labo.linear_loss(x, weight, target, past), past(x @ weight.T, target)
+    )
+
+
+def test_warmup_drops_the_teacher_of_the_loss_that_takes_none():
+    x, weight, target, logits = shaped_problem()
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
+    before = labo.linear_loss(x, weight, target, loss, teacher_logits=logits)
+    torch.testing.assert_close(before, loss.before(x @ weight.T, target))
+    loss.step()
+    after = labo.linear_loss(x, weight, target, loss, teacher_logits=logits)
+    torch.testing.assert_close(after, loss.after(x @ weight.T, target, logits))
+
+
+def test_teacher_under_autocast():
+    """Its output layer is cast as the student's is."""
+    x, weight, target, _ = shaped_problem()
+    x, weight = x.float(), weight.float()
+    hidden, matrix = torch.randn(3, 4, 5), torch.randn(V, 5)
+    loss = labo.DistillationLoss()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = labo.linear_loss(
+            x, weight, target, loss, teacher_logits=(hidden.bfloat16(), matrix)
+        )
+        linear = torch.nn.functional.linear
+        expected = loss(linear(x, weight), target, linear(hidden, matrix))
+    torch.testing.assert_close(value, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_refuses_class_weights_that_require_a_gradient():
+    x, weight, _, target = problem()
+    loss = build("ce", weight=torch.rand(V, dtype=torch.float64, requires_grad=True))
+    with pytest.raises(ValueError, match="no gradient for class weights"):
+        labo.linear_loss(x, weight, target, loss)

@@ -1,4 +1,4 @@
-"""Modules: the same as their functions, with hyper-parameters, state, repr and copies."""
+"""Modules: hyper-parameters, state, repr and copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conftest import MODULES, gradient
 from labo import functional as F
 
 K = 6
-WITH_TEACHER = {"kd", "cskd", "betals", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
 
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
 
@@ -93,14 +93,13 @@ def test_compiles_whole(name):
 
 @each_module
 def test_hyper_parameters_may_change_on_the_way(name):
-    """An attribute is the truth: a schedule may set it."""
+    """The attribute counts, so that a schedule may set it."""
     logits, target = batch()
     loss = build(name)
     loss.reduction = "sum"
     total = call(name, loss, logits, target)
     loss.reduction = "mean"
-    if name != "ols":
-        torch.testing.assert_close(call(name, loss, logits, target), total / 8)
+    torch.testing.assert_close(call(name, loss, logits, target), total / 8)
 
 
 def test_labo_tau_may_change():
@@ -118,6 +117,8 @@ def test_labo_tau_may_change():
         (lambda: labo.CrossEntropyLoss(reduction="avg"), "unknown reduction"),
         (lambda: labo.TFRegLoss(mode="x"), "unknown mode"),
         (lambda: labo.PSKDLoss(epochs=0), "epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=-1), "warmup_epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=1.5), "warmup_epochs must be"),
         (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
         (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
         (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
@@ -198,7 +199,7 @@ def test_ols_gathers_only_right_rows_that_count():
     torch.testing.assert_close(loss.table, torch.full((K, K), 1 / K))
 
 
-def test_ols_freezes_sure_rows():
+def test_ols_freezes_confident_rows():
     loss = labo.OnlineLabelSmoothingLoss(2, first_table="uniform", freeze_above=0.88)
     assert loss.table.tolist() == [[0.5, 0.5], [0.5, 0.5]]
     loss(torch.tensor([[9.0, 0.0], [0.0, 0.5]]), torch.tensor([0, 1]))
@@ -208,6 +209,22 @@ def test_ols_freezes_sure_rows():
     loss.end_epoch()
     assert torch.equal(loss.table[0], first[0])
     assert not torch.equal(loss.table[1], first[1])
+
+
+def test_ols_makes_a_frozen_row_uniform_after_an_epoch_without_a_correct_prediction():
+    """As the authors' code does, and as for rows that are not frozen."""
+    loss = labo.OnlineLabelSmoothingLoss(2, freeze_above=0.88)
+    sure = torch.tensor([[9.0, 0.0], [0.0, 9.0]])
+    loss(sure, torch.tensor([0, 1]))
+    loss.end_epoch()
+    assert (loss.table.amax(-1) > 0.99).all()
+    loss(sure, torch.tensor([1, 1]))  # class 0 does not occur
+    loss.end_epoch()
+    assert loss.table[0].tolist() == [0.5, 0.5]
+    assert loss.table[1, 1] > 0.99
+    loss(sure, torch.tensor([1, 0]))  # class 0 and 1 are predicted wrongly
+    loss.end_epoch()
+    assert loss.table.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_ols_table_in_use_survives_the_end_of_the_epoch():
@@ -238,6 +255,20 @@ def test_kr_ls_table_learns():
     )
 
 
+def test_dkd_teacher_weight_grows_to_its_end():
+    logits, target = batch()
+    teacher = logits.flip(1)
+    loss = labo.DecoupledDistillationLoss(warmup_epochs=4, multiplier=3.0)
+    for multiplier in (0.75, 1.5, 2.25, 3.0, 3.0):
+        expected = F.decoupled_distillation_loss(logits, target, teacher, multiplier=multiplier)
+        torch.testing.assert_close(loss(logits, target, teacher), expected)
+        loss.end_epoch()
+    for epochs in (0, 1):
+        loss = labo.DecoupledDistillationLoss(warmup_epochs=epochs)
+        expected = F.decoupled_distillation_loss(logits, target, teacher)
+        torch.testing.assert_close(loss(logits, target, teacher), expected)
+
+
 def test_ps_kd_alpha_grows_to_its_end():
     logits, target = batch()
     past = logits.flip(1)
@@ -246,3 +277,70 @@ def test_ps_kd_alpha_grows_to_its_end():
         expected = F.ps_kd_loss(logits, target, past, alpha=alpha)
         torch.testing.assert_close(loss(logits, target, past), expected)
         loss.end_epoch()
+
+
+# ------------------------------------------------------------------ teacher logits
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER - {"pskd"}))
+def test_missing_teacher_logits_are_named(name):
+    logits, target = batch()
+    loss = build(name)
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=f"{type(loss).__name__} needs teacher_logits"):
+            loss(logits, target)
+    function, argument = type(loss).function, loss.teacher_argument
+    for call in (lambda: function(logits, target), lambda: function(logits, target, None)):
+        with pytest.raises(TypeError, match=f"this loss needs {argument}: the logits of a teacher"):
+            call()
+
+
+def test_ps_kd_without_a_past_is_cross_entropy():
+    logits, target = batch()
+    expected = F.cross_entropy_loss(logits, target)
+    torch.testing.assert_close(build("pskd")(logits, target), expected)
+
+
+@pytest.mark.parametrize("name", sorted(set(labo.LOSSES) - WITH_TEACHER))
+def test_teacher_logits_that_a_loss_does_not_take_are_refused(name):
+    logits, target = batch()
+    loss = build(name)
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=f"{type(loss).__name__} takes no teacher logits"):
+            loss(logits, target, logits)
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
+def test_teacher_logits_of_another_shape_are_refused(name):
+    logits, target = batch()
+    loss = build(name)
+    for wrong in (logits[:4], logits.T, logits[:, :4], logits[0], logits[None], logits[0, 0]):
+        with pytest.raises(ValueError, match="must have the shape of the logits"):
+            loss(logits, target, wrong)
+    with pytest.raises(ValueError, match="is on meta, the logits are on cpu"):
+        loss(logits, target, logits.to("meta"))
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
+def test_teacher_logits_by_keyword(name):
+    logits, target = batch()
+    loss = build(name)
+    torch.manual_seed(0)
+    expected = loss(logits, target, logits.sin())
+    torch.manual_seed(0)
+    assert torch.equal(loss(logits, target, teacher_logits=logits.sin()), expected)
+
+
+def test_warmup_passes_teacher_logits_to_the_loss_that_takes_them():
+    logits, target = batch()
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
+    teacher = logits.sin()
+    assert torch.equal(loss(logits, target, teacher), loss.before(logits, target))
+    loss.step()
+    assert torch.equal(loss(logits, target, teacher), loss.after(logits, target, teacher))
+    with pytest.raises(TypeError, match="DistillationLoss needs teacher_logits"):
+        loss(logits, target)
+    draws = torch.linspace(0.1, 0.9, 8)
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.BetaSmoothingLoss(), steps=0)
+    expected = loss.after(logits, target, teacher, draws)
+    assert torch.equal(loss(logits, target, teacher, draws), expected)

@@ -29,6 +29,12 @@ def either(**options):
     return st.fixed_dictionaries({}, optional=options)
 
 
+def from_two_stored(logits, target, teacher, **arguments):
+    """Distillation from the two largest probabilities of the teacher."""
+    top = teacher.log_softmax(-1).topk(2)
+    return F.topk_distillation_loss(logits, target, top.indices, top.values, **arguments)
+
+
 # (name, function, oracle, hyper-parameters, what it takes besides). Numbers such as 0.1 are not
 # dyadic: a detour through float32 changes them by 1e-9.
 LOSSES = [
@@ -60,6 +66,28 @@ LOSSES = [
         F.confidence_penalty_loss,
         oracle.confidence_penalty,
         either(beta=strength, threshold=strength),
+        None,
+    ),
+    ("maxsup", F.max_suppression_loss, oracle.max_suppression, either(lam=strength), None),
+    (
+        "mbls",
+        F.margin_smoothing_loss,
+        oracle.margin_smoothing,
+        either(lam=strength, margin=strength),
+        None,
+    ),
+    ("poly", F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3)), None),
+    ("logitnorm", F.logit_norm_loss, oracle.logit_norm, either(tau=tau), None),
+    ("dft", F.dft_loss, oracle.dft, either(), None),
+    (
+        "eaft",
+        F.eaft_loss,
+        oracle.eaft,
+        either(
+            gamma=strength,
+            top_k=st.integers(2, 9),
+            normalizer=st.sampled_from(["log_k", 3.0, None]),
+        ),
         None,
     ),
     ("fl", F.focal_loss, oracle.focal, either(gamma=strength), None),
@@ -99,6 +127,32 @@ LOSSES = [
             tau=tau,
             kl_reduction=st.sampled_from(["batchmean", "elementwise"]),
             multiplier=strength,
+            standardize=st.booleans(),
+        ),
+        "teacher",
+    ),
+    (
+        "dkd",
+        F.decoupled_distillation_loss,
+        oracle.decoupled_distillation,
+        either(
+            alpha=unit,
+            beta=strength,
+            tau=tau,
+            hard_weight=strength,
+            multiplier=strength,
+            standardize=st.booleans(),
+        ),
+        "teacher",
+    ),
+    (
+        "topk",
+        from_two_stored,
+        oracle.topk_distillation,
+        either(
+            alpha=unit,
+            tail=st.sampled_from(["bucket", "uniform", "labo", "drop", "renormalize"]),
+            tau=tau,
         ),
         "teacher",
     ),
@@ -240,7 +294,8 @@ def test_float64_of_linear_loss(name, compute, needs, impl, weighted):
     weight = [0.1, 0.3, 0.7, 1.1, 0.9, 1.3] if weighted else None
     if weighted:
         loss.weight = torch.tensor(weight, dtype=torch.float64)
-    hyper = {"alpha": 0.8 / 4} if name == "pskd" else {}
+    # the first of 4 and of 20 epochs
+    hyper = {"pskd": {"alpha": 0.8 / 4}, "dkd": {"multiplier": 1 / 20}}.get(name, {})
     value = labo.linear_loss(
         logits,
         torch.eye(K, dtype=torch.float64),
@@ -413,10 +468,10 @@ def test_float16_gradients_of_linear_loss(name, compiled):
     """The error is that of the layer and the loss apart, which autograd scales before rounding."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(16384, 8, generator=random).half()
-    weight = torch.randn(24, 8, generator=random).half()
-    bias = torch.randn(24, generator=random).half()
-    target = torch.randint(24, (16384,), generator=random)
-    loss = MODULES[name](24)
+    weight = torch.randn(500, 8, generator=random).half()
+    bias = torch.randn(500, generator=random).half()
+    target = torch.randint(500, (16384,), generator=random)
+    loss = MODULES[name](500)
 
     def fused(x, w, b):
         return SCALE * labo.linear_loss(x, w, target, loss, linear_bias=b)

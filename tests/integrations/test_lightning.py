@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ import labo
 from scripts import load_example
 
 pl = pytest.importorskip("lightning.pytorch")
-from labo.integrations import lightning as integration  # noqa: E402
 from labo.integrations.lightning import (  # noqa: E402
     EMATeacher,
     FrozenTeacher,
@@ -106,12 +104,6 @@ def test_several_optimizers_by_hand_count_once_per_batch(tmp_path):
     module = ByHand(warmup(3))
     trainer(tmp_path, enable_checkpointing=False).fit(module, data())
     assert module.loss.steps_done == 5
-
-
-def test_doctests():
-    result = doctest.testmod(integration)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_a_missing_loss_is_named(tmp_path):

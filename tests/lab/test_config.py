@@ -134,7 +134,7 @@ def test_files_that_are_no_recipes(text, problem, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_resolved_copy_is_a_recipe_again(method):
-    teacher = ["method.teacher=runs/x"] if method in ("kd", "tf-kd-self") else []
+    teacher = ["method.teacher=runs/x"] if method in ("kd", "dkd", "tf-kd-self") else []
     name = "digits" if method in methods_for("image_classification") else "cldr"
     recipe = load_recipe(name, [f"method={method}", *teacher])
     copy = yaml.safe_load(yaml.safe_dump(recipe.as_document()))

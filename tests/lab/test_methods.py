@@ -12,6 +12,7 @@ import torch
 from lab_runs import IMAGE_METHODS, log_of, losses, settings_of, train
 from labo import LOSSES
 from labo.lab.methods import METHODS
+from labo.lab.teachers import Frozen, Teacher
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to change numbers
@@ -41,6 +42,20 @@ def test_every_loss_is_a_method():
     """By the same stem, with ce as base."""
     stems = {name.replace("-", "") for name in METHODS}
     assert set(LOSSES) - {"ce"} <= stems
+
+
+PLAIN = {n: m for n, m in METHODS.items() if not m.needs and m.teacher in (Teacher, Frozen)}
+
+
+@pytest.mark.parametrize("method", PLAIN.values(), ids=PLAIN)
+def test_methods_that_mix_labels_are_those_whose_loss_takes_them(method):
+    loss, logits = method.loss(), torch.randn(4, 6)
+    teacher = (logits.sin(),) if getattr(loss, "teacher_argument", None) else ()
+    if method.mixes:
+        assert loss(logits, logits.softmax(-1), *teacher).isfinite()
+    else:
+        with pytest.raises(ValueError, match="not linear in the label"):
+            loss(logits, logits.softmax(-1), *teacher)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

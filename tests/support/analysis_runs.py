@@ -1,4 +1,4 @@
-"""Run directories made by hand, for the tests of the analysis."""
+"""Handmade run directories for the tests of the analysis."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def image_records(probabilities: np.ndarray, labels: np.ndarray) -> list[dict[st
 def drawn_images(
     size: int, classes: int, *, sharpness: float = 1.0, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Labels drawn from distributions, which are then told with this sharpness: 1 is calibrated."""
+    """Predictions and labels. The labels are drawn from the predictions at sharpness 1."""
     random = np.random.default_rng(seed)
     truth = random.dirichlet(np.full(classes, 0.4), size)
     labels = (random.random(size)[:, None] > truth.cumsum(-1)).sum(-1).clip(max=classes - 1)
-    told = np.maximum(truth, 1e-12) ** sharpness
-    return told / told.sum(-1, keepdims=True), labels
+    predicted = np.maximum(truth, 1e-12) ** sharpness
+    return predicted / predicted.sum(-1, keepdims=True), labels
 
 
 def sentence(
@@ -75,7 +75,7 @@ def sentence(
     frequency: float = 10.0,
     **fields: Any,
 ) -> dict[str, Any]:
-    """A record of a translation whose every token has probability ``p``, or ``tempered``."""
+    """A record of a translation; every token has probability ``p``, tempered ``tempered``."""
     tokens, reference_tokens = [*hypothesis.split(), "</s>"], [*reference.split(), "</s>"]
     n = len(reference_tokens)
     after = None

@@ -27,7 +27,7 @@ from torch import nn
 from labo.lab.methods import methods_for
 
 Kill = tuple[str, int]
-TEACHERLESS = {"kd", "tf-kd-self"}  # methods that want another run as their teacher
+TEACHERLESS = {"kd", "dkd", "tf-kd-self"}  # methods that want another run as their teacher
 IMAGE_METHODS = methods_for("image_classification")
 TEXT_METHODS = methods_for("translation")
 
@@ -160,6 +160,34 @@ def run(
 def train(out: Path, settings: list[str], world: int = 1, kill: Kill | None = None) -> set[int]:
     """``labo train digits SETTINGS --out OUT``; what it prints is in ``log_of(out)``."""
     return run(["train", "digits", *settings, "--out", str(out)], log_of(out), world, kill)
+
+
+def replace_and_die(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
+    """``replace_folder`` in a process that is killed after so many of its system calls."""
+    child = _server.Process(target=_replace, args=(new, folder, can_swap, moment))
+    child.start()
+    child.join()
+
+
+def _replace(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
+    from labo.lab.run import files
+
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            result = function(*arguments, **named)
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    swap = files._swap if can_swap else lambda *paths: False
+    files._swap, os.replace, shutil.rmtree = map(counted, (swap, os.replace, shutil.rmtree))
+    files.replace_folder(new, folder)
 
 
 def log_of(out: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Run directories made by hand, as ``labo train`` and ``labo evaluate`` leave them."""
+"""Handmade run directories with the files of ``labo train`` and ``labo evaluate``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_run(
     finished: bool = True,
     records: bool = True,
 ) -> Path:
-    """A run of three evaluations; finished and evaluated unless told otherwise."""
+    """A run with three evaluations, by default finished and evaluated."""
     rng = random.Random(f"{method['name']} {seed}")
     images = task == "image_classification"
     data = {"name": "digits"} if images else {"name": "cldr", "languages": ["de-en"]}
@@ -158,7 +158,7 @@ def translation_records(sure: float, rng: random.Random, copies: int = 10) -> li
 
 
 def write_examples(path: Path, classes: int, rng: random.Random) -> None:
-    """Two samples: one the model is sure of, and one whose target it finds unlikely."""
+    """Two samples: a confident one, and one whose target is improbable."""
     names = (
         [str(i) for i in range(10)] if classes == 10 else [f"\u0120w{i}" for i in range(classes)]
     )
@@ -179,7 +179,7 @@ def examples_of(path: Path) -> dict[str, Any]:
 
 
 def make_hostile(path: Path) -> None:
-    """Put markup wherever a user's text can stand in a translation run."""
+    """Put markup into every text of a translation run that comes from a user."""
     records = path / "records" / "test.jsonl"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     for key in ("source", "reference", "hypothesis"):

@@ -16,6 +16,7 @@ with the KL term for LABO only, and the gradient :math:`(\sum_k w_k \hat P_k)\, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -182,3 +183,81 @@ class _Block:
             g.masked_fill_(~self.valid.unsqueeze(1), 0.0)
         if g is not grad:
             grad.copy_(g)
+
+
+# ------------------------------------------------------------------ columns split over processes
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Blocks of rows whose copies in the wide type stay in the cache."""
+    count, classes = logits.shape
+    budget = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES_ELSEWHERE)
+    size = max(1, budget // (4 * max(1, classes)))
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _masses(z: Tensor, u: Tensor, spec: RowSpec) -> Tensor:
+    """The unnormalised smoothing distribution q."""
+    if spec.mode == LABEL_SMOOTHING:
+        return (z != -math.inf).to(u.dtype)
+    return torch.exp(u / spec.tau)
+
+
+def shard_sums(
+    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """The sums of every row over a shard of its columns; see :mod:`labo.fused.shards`."""
+    sums = torch.zeros(len(logits), 7, dtype=torch.float64, device=logits.device)
+    if logits.shape[1] == 0:
+        sums[:, 0] = -math.inf
+        return sums
+    for part in _blocks(logits):
+        z = logits[part].to(wide(logits.dtype))
+        top = z.amax(1, keepdim=True)
+        # Finite, so that 0 * u is 0 for a masked class.
+        u = (z - top.masked_fill(top == -math.inf, 0.0)).clamp_(min=torch.finfo(z.dtype).min)
+        e = u.exp()
+        found = {0: top.squeeze(1), 1: row_sum(e)}
+        if spec.mode == LABO_ADAPTIVE:
+            found[2] = row_sum(u * e)
+        if spec.mode != CROSS_ENTROPY:
+            q = _masses(z, u, spec)
+            found[3] = row_sum(q)
+            if spec.mode == LABEL_SMOOTHING or weight is not None:
+                found[4] = row_sum(u * q)
+            if weight is not None:
+                q *= weight.to(q.dtype)
+                found |= {5: row_sum(q), 6: row_sum(u * q)}
+        for column, value in found.items():
+            sums[part, column] = value.to(sums.dtype)
+    return sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
+
+
+def shard_gradient(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    results: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.shards`."""
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    classes = logits.shape[1]
+    if classes == 0:
+        return grad
+    for part in _blocks(logits):
+        z, y = logits[part].to(wide(logits.dtype)), target[part].unsqueeze(1)
+        top, from_e, from_q, at_target = results[part].to(z.dtype).unsqueeze(2).unbind(1)
+        u = z - top
+        g = u.exp() * from_e
+        if spec.mode != CROSS_ENTROPY:
+            q = _masses(z, u, spec)
+            if weight is not None:
+                q *= weight.to(q.dtype)
+            g.addcmul_(q, from_q, value=-1)
+        here, column = (y >= 0) & (y < classes), y.clamp(0, classes - 1)
+        g.scatter_(1, column, torch.where(here, at_target, g.gather(1, column)))
+        grad[part] = g.masked_fill_(y == ignore_index, 0.0)
+    return grad

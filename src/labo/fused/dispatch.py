@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._rows import row_sum, wide
-from . import blocked, native
+from . import blocked, native, shards
 from .spec import RowSpec
 
 
@@ -94,6 +94,8 @@ def choose(
         inplace: whether the gradient is to be written over the logits.
         reference_only: an option of the loss that only the reference supports.
     """
+    if _checks.is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):  # type: ignore[attr-defined]
+        return _choose_parallel(impl, target, inplace, reference_only)
     reason = reference_only or _fused_refuses(logits, target, weight)
     if impl == "auto":
         backend = "reference" if reason else _fastest(logits, inplace)
@@ -108,6 +110,21 @@ def choose(
     elif reason:
         raise ValueError(f'impl="{impl}" does not support {reason}; use impl="auto"')
     return backend
+
+
+def _choose_parallel(impl: str, target: Tensor, inplace: bool, reference_only: str | None) -> str:
+    """For logits that are split over processes: "parallel", which has no options."""
+    reason = reference_only or (
+        "class probabilities as targets" if target.is_floating_point() else None
+    )
+    reason = reason or ("inplace=True" if inplace else None)
+    reason = reason or (f'impl="{impl}"' if impl != "auto" else None)
+    if reason:
+        raise ValueError(
+            f"logits that are split over processes do not go with {reason}: change that, or "
+            "gather the logits first with logits.full_tensor()"
+        )
+    return "parallel"
 
 
 def _fastest(logits: Tensor, inplace: bool) -> str:
@@ -328,6 +345,9 @@ def row_loss(
     backend = choose(impl, logits, target, weight, inplace, reference_only)
     if backend == "reference":
         return None
+    if backend == "parallel":
+        shared = (weight, ignore_index, reduction, dim)
+        return shards.row_loss(logits, target, spec, *shared)
     _checks.check_logits(logits, dim)
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]

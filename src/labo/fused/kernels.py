@@ -24,6 +24,9 @@ independently. Neither stores anything else of size K, and neither uses atomics.
 
 As in every backend, 0 * inf = 0, and u is finite where z is: a difference that overflows is the
 lowest finite number.
+
+Where the columns are split over processes (:mod:`labo.fused.shards`), one kernel gives
+the sums of its columns, and another the gradient from what all processes have added up.
 """
 
 # The arguments of a kernel have no Python types, and triton.jit and torch.cuda.device_of have none.
@@ -38,6 +41,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .spec import LABEL_SMOOTHING, RowSpec
+
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
 ADAPTIVE = tl.constexpr(3)
@@ -48,6 +53,9 @@ LS_MASS = tl.constexpr(2.0**-24)
 
 # Columns of the statistics: max z, 1 / sum exp(u), alpha, 1 / Q, sum_k w_k P_hat_k.
 STATISTICS = 5
+
+# Columns of the sums of a shard: max z, and the sums of e, ue, q, uq, wq and wuq.
+SHARD_SUMS = 7
 
 # The forward kernel keeps a block of logits, its exponentials and its weights in registers. At 16
 # elements a thread even weighted LABO stays within 64 registers on sm_80; blocks of 8192, which
@@ -63,37 +71,19 @@ def _finite(u):
 
 
 @triton.jit
-def _statistics_kernel(
+def _row_sums(
     logits,
-    target,
     weight,
-    values,
-    statistics,
-    row_stride,
     K,
-    alpha,
-    tau,
     inv_tau,
-    entropy_scale,
-    ignore_index,
     MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Value and statistics of one row, in one pass under a running maximum."""
-    row = tl.program_id(0).to(tl.int64)
-    values += row
-    statistics += row * WIDTH
-    y = tl.load(target + row)
-    if y == ignore_index:
-        # The logits of an ignored row are never read: they may hold anything.
-        tl.store(values, 0.0)
-        for i in tl.static_range(WIDTH):
-            tl.store(statistics + i, 0.0)
-        return
-    logits += row * row_stride
+    """The maximum of a row and the sums of e, ue, q, uq, wq and wuq, in one pass.
 
+    Sums that the mode does not need are 0.
+    """
     top = -float("inf")
     s1 = 0.0  # sum e^u
     ue = 0.0  # sum u e^u
@@ -139,6 +129,43 @@ def _statistics_kernel(
                 wuq_sum = q_shrink * (wuq_sum + d * wq_sum) + tl.sum(w * uq, axis=0)
                 wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
+    return top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum
+
+
+@triton.jit
+def _statistics_kernel(
+    logits,
+    target,
+    weight,
+    values,
+    statistics,
+    row_stride,
+    K,
+    alpha,
+    tau,
+    inv_tau,
+    entropy_scale,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Value and statistics of one row, in one pass under a running maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    values += row
+    statistics += row * WIDTH
+    y = tl.load(target + row)
+    if y == ignore_index:
+        # The logits of an ignored row are never read: they may hold anything.
+        tl.store(values, 0.0)
+        for i in tl.static_range(WIDTH):
+            tl.store(statistics + i, 0.0)
+        return
+    logits += row * row_stride
+    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = _row_sums(
+        logits, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK
+    )
 
     # A target outside [0, K) is taken as NaN, not read from memory, and makes the whole row NaN.
     known = (y >= 0) & (y < K)
@@ -236,6 +263,80 @@ def _gradient_kernel(
             share *= w
         g -= share
     tl.store(out, (factor * g).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _shard_sums_kernel(
+    logits,
+    target,
+    weight,
+    sums,
+    row_stride,
+    K,
+    inv_tau,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of one row over the columns of a shard."""
+    row = tl.program_id(0).to(tl.int64)
+    sums += row * WIDTH
+    if tl.load(target + row) == ignore_index:
+        for i in tl.static_range(WIDTH):
+            tl.store(sums + i, 0.0)
+        return
+    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = _row_sums(
+        logits + row * row_stride, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK
+    )
+    tl.store(sums, top)
+    tl.store(sums + 1, s1)
+    tl.store(sums + 2, ue)
+    tl.store(sums + 3, q_sum)
+    tl.store(sums + 4, uq_sum)
+    tl.store(sums + 5, wq_sum)
+    tl.store(sums + 6, wuq_sum)
+
+
+@triton.jit
+def _shard_gradient_kernel(
+    logits,
+    target,
+    weight,
+    results,
+    out,
+    row_stride,
+    out_stride,
+    K,
+    blocks,
+    inv_tau,
+    ignore_index,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns of the gradient of one row of a shard: from_e e - from_q w q."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    cols = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < K
+    out += row * out_stride + cols
+    y = tl.load(target + row)
+    if y == ignore_index:
+        tl.store(out, tl.zeros([BLOCK], tl.float32).to(out.dtype.element_ty), mask=inside)
+        return
+    results += row * 4
+    z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    u = z - tl.load(results)
+    g = tl.load(results + 1) * tl.exp(u)
+    if MODE >= LS:
+        q = tl.where(z == -float("inf"), 0.0, 1.0) if MODE == LS else tl.exp(u * inv_tau)
+        if HAS_WEIGHT:
+            q *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+        g -= tl.load(results + 2) * q
+    g = tl.where(cols == y, tl.load(results + 3), g)
+    tl.store(out, g.to(out.dtype.element_ty), mask=inside)
 
 
 def row_statistics(
@@ -367,6 +468,78 @@ def row_gradient(
             MODE=mode,
             HAS_WEIGHT=weight is not None,
             WIDTH=STATISTICS,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return out
+
+
+def shard_sums(
+    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """The sums of every row over a shard of its columns; see `labo.fused.shards`."""
+    _check(logits)
+    rows, classes = logits.shape
+    sums = logits.new_empty((rows, SHARD_SUMS), dtype=torch.float32)
+    if classes == 0:
+        sums.zero_()[:, 0] = -math.inf
+    elif rows:
+        block, warps = _tile(classes)
+        with torch.cuda.device_of(logits):
+            _shard_sums_kernel[(rows,)](
+                logits,
+                target.contiguous(),
+                None if weight is None else weight.contiguous(),
+                sums,
+                logits.stride(0),
+                classes,
+                1.0 / spec.tau,
+                ignore_index,
+                MODE=spec.mode,
+                HAS_WEIGHT=weight is not None,
+                WIDTH=SHARD_SUMS,
+                BLOCK=block,
+                num_warps=warps,
+            )
+    wide = sums.double()
+    if spec.mode == LABEL_SMOOTHING:
+        wide[:, 3:] /= LS_MASS.value  # elsewhere the q of label smoothing is 1
+    return wide
+
+
+def shard_gradient(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    results: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The gradient of a shard from sums over all of them; see `labo.fused.shards`."""
+    _check(logits)
+    rows, classes = logits.shape
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    block, warps = _tile(classes)
+    blocks = triton.cdiv(classes, block)
+    with torch.cuda.device_of(logits):
+        _shard_gradient_kernel[(rows * blocks,)](
+            logits,
+            target.contiguous(),
+            None if weight is None else weight.contiguous(),
+            results.float().contiguous(),
+            out,
+            logits.stride(0),
+            out.stride(0),
+            classes,
+            blocks,
+            1.0 / spec.tau,
+            ignore_index,
+            MODE=spec.mode,
+            HAS_WEIGHT=weight is not None,
             BLOCK=block,
             num_warps=warps,
         )

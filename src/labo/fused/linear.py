@@ -17,11 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _checks
 from .._rows import row_sum, wide
+from . import shards
+from .adapted import LowRankWeight, adapted_loss
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
 from .spec import RowSpec
 
@@ -34,6 +37,7 @@ class RowwiseLoss(Protocol):
 
     ``rowwise``: whether the value of a row depends on that row alone.
     ``teacher_argument``: the name of its argument for teacher logits, or None.
+    ``teacher_is_stored``: whether it takes k stored classes and their log-probabilities instead.
     """
 
     rowwise: bool
@@ -43,6 +47,7 @@ class RowwiseLoss(Protocol):
     dim: int
 
     teacher_argument: str | None
+    teacher_is_stored: bool
 
     def spec(self) -> RowSpec | None:
         """The loss as the fused backends know it, or None."""
@@ -145,7 +150,8 @@ class _AutogradLoss(NamedTuple):
         name: the registered name of its function.
         arguments: the arguments of the function, for one value per row.
         teacher: the teacher logits, (N, V), or hidden states (N, E), weight and perhaps bias of
-            the teacher's output layer; empty for a loss without a teacher.
+            the teacher's output layer, or the stored classes, (N, k), and their log-probabilities;
+            empty for a loss without a teacher.
     """
 
     name: str
@@ -157,6 +163,8 @@ class _AutogradLoss(NamedTuple):
         if not self.teacher:
             return self
         first, *layer = self.teacher
+        if not first.is_floating_point():  # stored classes
+            return self._replace(teacher=tuple(x[part] for x in self.teacher))
         if layer:
             head = _Head(first, layer[0], layer[1] if len(layer) > 1 else None)
             return self._replace(teacher=(head.logits(part),))
@@ -210,7 +218,7 @@ class _AutogradLoss(NamedTuple):
         return cls(name, arguments, tuple(tensors[: int(teachers)]))
 
 
-_Loss = RowLoss | _AutogradLoss
+_Loss = RowLoss | _AutogradLoss | shards.ShardedRows
 _NOTHING = (False, False, False)
 
 
@@ -337,7 +345,7 @@ class _GradientsLater(torch.autograd.Function):
 
 def linear_loss(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: Tensor | LowRankWeight,
     target: Tensor,
     loss: nn.Module,
     *,
@@ -356,15 +364,19 @@ def linear_loss(
 
     Args:
         input: (..., D) hidden states.
-        linear_weight: (V, D).
+        linear_weight: (V, D). A DTensor that is split over the classes is used where it is (see
+            :mod:`labo.fused.parallel`), one that FSDP2 has split is gathered. Or a
+            :class:`labo.LowRankWeight`, for a layer with a LoRA or DoRA adapter.
         target: (...) class indices or (..., V) class probabilities.
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         linear_bias: (V,).
         softcap: if given, the logits are softcap tanh(z / softcap), as in Gemma 2.
-        teacher_logits: for a loss with teacher logits (``labo.DistillationLoss``, ``CSKDLoss``,
-            ``PSKDLoss``): those logits, (..., V), or hidden states (..., E), weight (V, E) and
-            optionally bias (V,) of the teacher's output layer, whose logits are then computed by
-            chunks too, without a cap. Held constant.
+        teacher_logits: for a loss with teacher logits (``labo.DistillationLoss``,
+            ``DecoupledDistillationLoss``, ``CSKDLoss``, ``PSKDLoss``): those logits,
+            (..., V), or hidden states (..., E), weight (V, E) and optionally bias (V,) of the
+            teacher's output layer, whose logits are then computed by chunks too, without a cap.
+            For ``TopKDistillationLoss`` the pair (indices, log_probabilities), each (..., k). Held
+            constant.
         impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
         options: chunk size or memory budget.
 
@@ -379,6 +391,13 @@ def linear_loss(
     """
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
+    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
+        local = shards.local_head(input, linear_weight, linear_bias, target)
+        if local.group is not None and (teacher_logits is not None or impl != "auto"):
+            raise ValueError("a split linear_weight goes with neither a teacher nor impl=")
+        if local.group is not None:
+            return sharded_linear_loss(local, loss, softcap, options)
+        input, linear_weight, linear_bias, target = local[:4]
     active: Any = loss
     while hasattr(active, "active"):  # Warmup
         active = active.active
@@ -389,6 +408,21 @@ def linear_loss(
         )
     if active is not loss and active.teacher_argument is None:
         teacher_logits = None  # as in Warmup.forward
+    adapter = None
+    if isinstance(linear_weight, LowRankWeight):
+        if torch.compiler.is_compiling():
+            return _eagerly(
+                input,
+                linear_weight,
+                target,
+                loss,
+                linear_bias=linear_bias,
+                softcap=softcap,
+                teacher_logits=teacher_logits,
+                impl=impl,
+                options=options,
+            )
+        adapter, linear_weight = linear_weight, linear_weight.base
     head, labels = _check(input, linear_weight, linear_bias, softcap, target, active)
     teacher = _check_teacher(teacher_logits, active, input.shape[:-1], len(head.weight))
     rows = _choose(active, head, labels, teacher, impl)
@@ -405,7 +439,10 @@ def linear_loss(
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     compute = _compiled if torch.compiler.is_compiling() else _eager
     with torch.autocast(input.device.type, enabled=False):
-        value = compute(head, labels, rows, most, divisor, active.reduction)
+        if adapter is None:
+            value = compute(head, labels, rows, most, divisor, active.reduction)
+        else:
+            value = _adapted(adapter, head, labels, rows, most, divisor, active.reduction)
     return value.reshape(input.shape[:-1]) if active.reduction == "none" else value
 
 
@@ -495,9 +532,15 @@ def _check_layer(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Refuse tensors that are not input, weight and bias of a linear layer; autocast them."""
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        hint = ""
+        if weight.dim() == 1:
+            hint = (
+                "; FullyShardedDataParallel and ZeRO-3 flatten parameters outside of the forward "
+                "pass of their module: use a LinearLoss inside of the wrapped model"
+            )
         raise ValueError(
             f"{names[1]} must have shape (V, D) for {names[0]} of shape (..., D), got "
-            f"{tuple(weight.shape)} and {tuple(input.shape)}"
+            f"{tuple(weight.shape)} and {tuple(input.shape)}{hint}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{names[2]} must have shape ({len(weight)},), got {tuple(bias.shape)}")
@@ -521,22 +564,28 @@ def _check(
     loss: RowwiseLoss,
 ) -> tuple[_Head, Tensor]:
     """The output layer with its rows, (N, D), and the targets, (N,) or (N, V)."""
+    head = _lay_out(input, weight, bias, softcap, loss)
+    _checks.check_weight(loss.weight, len(weight))
+    _checks.check_target(torch.Size((*input.shape[:-1], len(weight))), target, -1)
+    _checks.check_devices(input, target=target, weight=loss.weight)
+    if target.is_floating_point():
+        return head, target.reshape(-1, len(weight))
+    return head, target.reshape(-1).long()
+
+
+def _lay_out(
+    input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, loss: RowwiseLoss
+) -> _Head:
+    """The output layer with its rows, (N, D), in the dtype of autocast if that is on."""
     if loss.dim != -1:
         raise ValueError(
             f"linear_loss has the classes last: the loss must have dim=-1, not {loss.dim}"
         )
-    rows = input.shape[:-1]
-    input, weight, bias = _check_layer(_LAYER, input, weight, bias)
-    _checks.check_logits(input, -1)
-    _checks.check_weight(loss.weight, len(weight))
-    _checks.check_target(torch.Size((*rows, len(weight))), target, -1)
-    _checks.check_devices(input, target=target, weight=loss.weight)
     if loss.weight is not None and loss.weight.requires_grad:
         raise ValueError("linear_loss computes no gradient for class weights: detach them")
-    head = _Head(input.reshape(-1, input.shape[-1]), weight, bias, softcap)
-    if target.is_floating_point():
-        return head, target.reshape(-1, len(weight))
-    return head, target.reshape(-1).long()
+    input, weight, bias = _check_layer(_LAYER, input, weight, bias)
+    _checks.check_logits(input, -1)
+    return _Head(input.reshape(-1, input.shape[-1]), weight, bias, softcap)
 
 
 _LAYER = ("input", "linear_weight", "linear_bias")
@@ -553,6 +602,8 @@ def _check_teacher(
     loss.check_teacher(teacher is not None)
     if teacher is None:
         return ()
+    if loss.teacher_is_stored:
+        return _check_stored(teacher, rows)
     want = f"for input of shape {(*rows, 'D')} and {classes} classes"
     if isinstance(teacher, Tensor):
         if teacher.shape != (*rows, classes):
@@ -577,9 +628,23 @@ def _check_teacher(
     return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
 
 
+def _check_stored(teacher: Tensor | tuple[Tensor, ...], rows: torch.Size) -> tuple[Tensor, Tensor]:
+    """Stored classes and their log-probabilities, (N, k). The loss checks their values."""
+    if isinstance(teacher, Tensor) or len(teacher) != 2:
+        raise _checks.TeacherError("teacher_logits must be the pair (indices, log_probabilities)")
+    indices, log_probabilities = (x.detach() for x in teacher)
+    shape = indices.shape
+    if shape[:-1] != rows or shape != log_probabilities.shape or indices.is_floating_point():
+        raise _checks.TeacherError(
+            f"indices, integers, and log_probabilities must have shape {(*rows, 'k')}, got "
+            f"{indices.dtype} of shape {tuple(shape)} and {tuple(log_probabilities.shape)}"
+        )
+    return indices.reshape(-1, shape[-1]), log_probabilities.reshape(-1, shape[-1])
+
+
 def _choose(
     loss: RowwiseLoss, head: _Head, target: Tensor, teacher: tuple[Tensor, ...], impl: str
-) -> _Loss:
+) -> RowLoss | _AutogradLoss:
     """The loss on the backend that serves the call."""
     spec = None if teacher or target.is_floating_point() else loss.spec()
     logits = head.input.new_empty(0, len(head.weight))
@@ -609,13 +674,90 @@ def _eager(
     return values if reduction == "none" else row_sum(values) / divisor
 
 
+@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
+def _eagerly(*args: Any, **options: Any) -> Tensor:
+    return linear_loss(*args, **options)
+
+
+# ------------------------------------------------------------------ classes split over processes
+
+
+def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, RowSpec]:
+    """The loss that computes (the current one of a warm-up), if it works on parts of rows."""
+    active: Any = loss
+    while hasattr(active, "active"):  # Warmup
+        active = active.active
+    spec = active.spec() if getattr(active, "rowwise", False) else None
+    if spec is None:
+        raise ValueError(
+            f"{active!r} cannot work on logits that are split over processes. CrossEntropyLoss, "
+            'LabelSmoothingLoss with convention="torch" and LABOLoss without alpha_grad can. For '
+            "other losses, gather the logits or the weight first: full_tensor() of a DTensor"
+        )
+    return active, spec
+
+
+@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
+def sharded_linear_loss(
+    shard: shards.LocalHead,
+    loss: nn.Module,
+    softcap: float | None,
+    options: LinearLossOptions | None,
+) -> Tensor:
+    """:func:`linear_loss` on this process's classes; see :mod:`labo.fused.parallel`."""
+    _check_softcap(softcap)
+    member, spec = loss_and_spec(loss)
+    input, target, reduction = shard.input, shard.target, member.reduction
+    head = _lay_out(input, shard.weight, shard.bias, softcap, member)
+    shards.check_columns(input, target, -1)
+    late = reduction == "none" or head.input.dtype in LATE_GRADIENT
+    labels = target.reshape(-1).long()
+    weight = shards.replicated("weight", member.weight)
+    rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, keep=late)
+    divisor = rows.divisor() if reduction == "mean" else 1.0
+    # The chunks must be the same on all processes, because each of them communicates.
+    row_bytes = max(1, shard.widest) * head.input.element_size() * (1 + (softcap is not None))
+    most = (options or LinearLossOptions()).most_rows(row_bytes)
+    with torch.autocast(input.device.type, enabled=False):
+        value = _eager(head, labels, rows, most, divisor, reduction)
+    return value.reshape(input.shape[:-1]) if reduction == "none" else value
+
+
+# ------------------------------------------------------------------ low-rank adapters
+
+
+def _adapted(
+    adapter: LowRankWeight,
+    head: _Head,
+    target: Tensor,
+    loss: _Loss,
+    most: int,
+    divisor: float | Tensor,
+    reduction: str,
+) -> Tensor:
+    """As :func:`_eager`, for an output layer with an adapter."""
+
+    def rows(
+        logits: Tensor, part: slice, factor: float | Tensor | None, out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        chunk = loss if isinstance(loss, RowLoss) else loss.for_chunk(part)
+        return chunk.rows(logits, target[part], factor, out)
+
+    layer = (head.input, head.weight, head.bias, head.softcap)
+    size = max((part.stop - part.start for part in _chunks(len(head.input), most)), default=1)
+    if reduction == "none" or head.input.dtype in LATE_GRADIENT:
+        values = adapted_loss(adapter, *layer, rows, size, 1.0, "none")
+        return values if reduction == "none" else row_sum(values) / divisor
+    return adapted_loss(adapter, *layer, rows, size, divisor, reduction)
+
+
 # ------------------------------------------------------------------ torch.compile
 
 
 def _compiled(
     head: _Head,
     target: Tensor,
-    loss: _Loss,
+    loss: RowLoss | _AutogradLoss,
     most: int,
     divisor: float | Tensor,
     reduction: str,

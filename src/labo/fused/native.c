@@ -20,6 +20,9 @@
  * reading comes from memory, the others find the row in the cache. The bits of a row depend on
  * that row alone: not on its neighbours, nor on whether and where its gradient is written.
  *
+ * Where the columns of the logits are split over processes, a row is done in two calls: one gives
+ * the sums over the columns that are here, the other writes the gradient from sums over all of them.
+ *
  * The file is plain C11 and uses neither Python nor PyTorch. Its row loops are written once,
  * over a vector type `vec` of LANES floats and eleven operations on it. The file includes itself to
  * compile those loops for each instruction set, and selects one when it is loaded.
@@ -52,7 +55,23 @@
 /* The modes are part of the interface. */
 enum { CROSS_ENTROPY, LABEL_SMOOTHING, LABO_FIXED, LABO_ADAPTIVE };
 
-/* The arguments of labo_rows_*; strides count elements. */
+/* Sums over the classes of a row, of products of u, e = exp(u), q and w. */
+typedef struct {
+    double e, ue, q, qu, wq, wqu;
+} row_sums;
+
+/* The sums over a shard of a row, with u = z - top and top the largest logit of the shard. */
+typedef struct {
+    double top;
+    row_sums sums;
+} shard_sums;
+
+/* What the gradient of a shard of a row needs; u = z - top, now with the largest of all logits. */
+typedef struct {
+    double top, from_e, from_q, at_target;
+} shard_result;
+
+/* The arguments of labo_rows_* and labo_shard_*; strides count elements. */
 typedef struct {
     const void *logits;
     int64_t rows, classes, stride;
@@ -66,12 +85,9 @@ typedef struct {
     void *grad; /* NULL for values only; may be the logits */
     int64_t grad_stride;
     double log_classes;
+    shard_sums *sums;             /* sums only, or NULL */
+    const shard_result *results; /* gradient only, or NULL */
 } batch;
-
-/* Sums over the classes of a row, of products of u, e = exp(u), q and w. */
-typedef struct {
-    double e, ue, q, qu, wq, wqu;
-} row_sums;
 
 /* At the target. */
 typedef struct {
@@ -596,6 +612,34 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
     active->run(&b, true);
 }
 
+/*
+ * A shard of the columns: the sums of every row, or, with `results`, its gradient. A target
+ * counts columns of the shard; one outside of it belongs to another shard.
+ */
+EXPORT void labo_shard_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
+                           const int64_t *target, int64_t ignore_index, const float *weight,
+                           int32_t mode, double tau, shard_sums *sums,
+                           const shard_result *results, float *grad, int64_t grad_stride)
+{
+    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
+                     .target = target, .ignore_index = ignore_index, .weight = weight,
+                     .mode = mode, .tau = tau, .sums = sums, .results = results, .grad = grad,
+                     .grad_stride = grad_stride};
+    active->run(&b, false);
+}
+
+EXPORT void labo_shard_bf16(const uint16_t *logits, int64_t rows, int64_t classes, int64_t stride,
+                            const int64_t *target, int64_t ignore_index, const float *weight,
+                            int32_t mode, double tau, shard_sums *sums,
+                            const shard_result *results, uint16_t *grad, int64_t grad_stride)
+{
+    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
+                     .target = target, .ignore_index = ignore_index, .weight = weight,
+                     .mode = mode, .tau = tau, .sums = sums, .results = results, .grad = grad,
+                     .grad_stride = grad_stride};
+    active->run(&b, true);
+}
+
 #else /* LANES is defined: the row loops, for one instruction set */
 
 typedef struct {
@@ -761,7 +805,21 @@ INLINE target_entry find_target(const batch *b, int64_t i, const row_view *row, 
 
 INLINE row_result run_variant(const batch *b, int64_t i, const row_view *row, variant v)
 {
+    /* Shards measure q in units of its largest possible value, as all backends must alike. */
+    const double unit = first(q_of(splat(0.0f), splat(0.0f), row->over_tau, v));
+    if (b->results) {
+        const shard_result *given = &b->results[i];
+        const row_result result = {0.0, (float)given->from_e, (float)(given->from_q / unit),
+                                   (float)given->at_target};
+        write_gradient(row, &result, v);
+        return result;
+    }
     const row_sums sums = sum_row(row, v);
+    if (b->sums) {
+        b->sums[i].sums = (row_sums){sums.e, sums.ue, sums.q / unit, sums.qu / unit,
+                                     sums.wq / unit, sums.wqu / unit};
+        return (row_result){0};
+    }
     const target_entry y = find_target(b, i, row, v);
     const row_result result = finish_row(b, i, &y, &sums);
     if (b->grad)
@@ -796,7 +854,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
 {
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
-    const bool keep = b->grad && b->classes <= KEPT;
+    const bool shard = b->sums || b->results;
+    const bool keep = b->grad && !shard && b->classes <= KEPT;
     float kept_e[KEPT], kept_q[KEPT], tail_weight[LANES] = {0};
     vec_buffer tail_logits, tail_grad;
     for (int k = 0; k < LANES; k++)
@@ -816,8 +875,12 @@ TARGET static void run_batch(const batch *b, bool bf16)
         const int64_t y = b->target[i];
         const char *logits = (const char *)b->logits + i * b->stride * size;
         char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
-        if (y == b->ignore_index || y < 0 || y >= b->classes) {
-            b->values[i] = y == b->ignore_index ? 0.0f : NAN;
+        const bool here = y >= 0 && y < b->classes; /* else ignored, wrong, or in another shard */
+        if (y == b->ignore_index || !(here || shard)) {
+            if (b->values)
+                b->values[i] = y == b->ignore_index ? 0.0f : NAN;
+            if (b->sums)
+                b->sums[i] = (shard_sums){0};
             if (grad)
                 memset(grad, 0, (size_t)(b->classes * size));
             continue;
@@ -825,13 +888,20 @@ TARGET static void run_batch(const batch *b, bool bf16)
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
         row.parts[0].grad = grad;
-        row.top = row_max(&row, bf16);
+        row.top = b->results ? (float)b->results[i].top : row_max(&row, bf16);
+        if (b->sums) {
+            b->sums[i].top = row.top;
+            /* All that is here is masked: any finite number serves, and all sums are 0. */
+            row.top = row.top == -INFINITY ? 0.0f : row.top;
+        }
         const row_result result = bf16 ? choose_mode(b, i, &row, true)
                                        : choose_mode(b, i, &row, false);
-        b->values[i] = (float)result.value;
+        if (b->values)
+            b->values[i] = (float)result.value;
         if (grad) {
             memcpy(grad + whole * size, &tail_grad, (size_t)(rest * size));
-            put(grad, y, result.at_target, bf16);
+            if (here)
+                put(grad, y, result.at_target, bf16);
         }
     }
 }

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ _ROWS_ARGUMENTS: list[Any] = [
     *(ctypes.c_int32, _DOUBLE, _DOUBLE, _DOUBLE),  # mode, alpha, tau, rho
     *(_DOUBLE, _POINTER, _POINTER, _POINTER, _INT),  # scale, row_scale, values, grad, grad_stride
 ]
+_SHARD_ARGUMENTS: list[Any] = [
+    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
+    *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
+    *(ctypes.c_int32, _DOUBLE),  # mode, tau
+    *(_POINTER, _POINTER, _POINTER, _INT),  # sums, results, grad, grad_stride
+]
 
 
 class _Library:
@@ -49,9 +55,14 @@ class _Library:
             torch.float32: library.labo_rows_f32,
             torch.bfloat16: library.labo_rows_bf16,
         }
-        for function in self.rows.values():
-            function.argtypes = _ROWS_ARGUMENTS
-            function.restype = None
+        self.shard = {
+            torch.float32: library.labo_shard_f32,
+            torch.bfloat16: library.labo_shard_bf16,
+        }
+        for functions, arguments in ((self.rows, _ROWS_ARGUMENTS), (self.shard, _SHARD_ARGUMENTS)):
+            for function in functions.values():
+                function.argtypes = arguments
+                function.restype = None
         self.check_targets = library.labo_check_targets
         self.check_targets.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER]
         self.check_targets.restype = _INT
@@ -69,6 +80,10 @@ def _load() -> tuple[_Library | None, str | None]:
         return _Library(), None
     except (OSError, AttributeError) as problem:
         return None, str(problem)
+
+
+# What :func:`shard_sums` and :func:`shard_gradient` take.
+SHARD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 # At import: it takes a millisecond, and torch.compile can read the result as a constant.
@@ -279,13 +294,18 @@ def rows(
             g_stride,
         )
 
+    _in_threads(run, count, classes)
+    return values, grad
+
+
+def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:
+    """``run(start, stop)`` for all rows, shared out over threads if there is enough to do."""
     threads = min(torch.get_num_threads(), count, count * classes // _PER_THREAD)
     if threads <= 1:
         run(0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
         _workers.run([partial(run, *part) for part in pairwise(edges)])
-    return values, grad
 
 
 def _check_overlap(out: Tensor, logits: Tensor) -> None:
@@ -298,3 +318,92 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
     same_rows = out.data_ptr() == logits.data_ptr() and out.stride() == logits.stride()
     if same_memory and not same_rows:
         raise ValueError("out must be the logits themselves or not overlap with them")
+
+
+# ------------------------------------------------------------------ columns split over processes
+
+
+def shard_sums(
+    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """The sums of every row over a shard of its columns; see :mod:`labo.fused.shards`."""
+    sums = torch.empty(len(logits), 7, dtype=torch.float64)
+    _run_shard(logits, target, spec, weight, ignore_index, sums, None, None)
+    return sums
+
+
+def shard_gradient(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    results: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.shards`."""
+    grad = out
+    if grad is None:
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    else:
+        _check_overlap(grad, logits)
+    _run_shard(logits, target, spec, weight, ignore_index, None, _contiguous(results), grad)
+    return grad
+
+
+def _run_shard(
+    logits: Tensor,
+    target: Tensor,
+    spec: RowSpec,
+    weight: Tensor | None,
+    ignore_index: int,
+    sums: Tensor | None,
+    results: Tensor | None,
+    grad: Tensor | None,
+) -> None:
+    count, classes = logits.shape
+    dtype = logits.dtype
+    logits, target = _contiguous(logits), _contiguous(target)
+    z = _Column(_pointer("logits", logits, dtype, count, classes), logits)
+    y = _Column(_pointer("target", target, torch.int64, count), target)
+    w = None
+    if weight is not None:
+        weight = _contiguous(weight.detach().float())
+        w = _pointer("weight", weight, torch.float32, classes)
+    s = r = g = None
+    if sums is not None:
+        s = _Column(_pointer("sums", sums, torch.float64, count, 7), sums)
+    if results is not None:
+        r = _Column(_pointer("results", results, torch.float64, count, 4), results)
+    if grad is not None:
+        g = _Column(_pointer("out", grad, dtype, count, classes), grad)
+    function = _open().shard[dtype]
+
+    def run(start: int, stop: int) -> None:
+        function(
+            z.at(start),
+            stop - start,
+            classes,
+            logits.stride(0),
+            y.at(start),
+            ignore_index,
+            w,
+            spec.mode,
+            spec.tau,
+            None if s is None else s.at(start),
+            None if r is None else r.at(start),
+            None if g is None else g.at(start),
+            0 if grad is None else grad.stride(0),
+        )
+
+    _in_threads(run, count, classes)
+
+
+class _Column(NamedTuple):
+    """The address of a checked tensor, and the tensor, which stays alive with it."""
+
+    address: int
+    tensor: Tensor
+
+    def at(self, row: int) -> int:
+        return self.address + row * self.tensor.stride(0) * self.tensor.element_size()

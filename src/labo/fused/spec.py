@@ -14,7 +14,18 @@ and :mod:`labo.fused.kernels`. Each has one function
 - ``values``: (N,), at least float32. The value and the gradient of an ignored row are 0, whatever
   its logits are.
 
-The bits of a row depend on that row alone.
+The rules, which the reference follows too:
+
+- A class whose logit is -inf is masked. It has no part in P, and its gradient is 0 unless it is
+  the label.
+- 0 * inf = 0. A masked label costs infinity, unless its share 1 - alpha (in the precision of the
+  computation) or its class weight is 0: then it costs nothing. 0 * NaN is NaN.
+- The mean divides by the sum of the weights of the labels. If that is 0, because no row counts or
+  because all labels have weight 0, the mean and its gradient are 0.
+- The computation uses u = z - max z in at least float32. Where z is finite u is too: if the
+  difference overflows, it is the lowest finite number. Such a class is not masked.
+- A row with a NaN or a +inf, or with all classes masked, has the value NaN.
+- The bits of a row depend on that row alone.
 """
 
 from __future__ import annotations

@@ -202,6 +202,18 @@ METHODS: dict[str, Method] = {
         losses.ConfidencePenaltyLoss,
         mixes=True,
     ),
+    "maxsup": Method(
+        "max suppression: the penalty of label smoothing, on the largest logit",
+        "Zhou et al. 2025",
+        losses.MaxSuppressionLoss,
+        mixes=True,
+    ),
+    "mbls": Method(
+        "margin-based label smoothing: penalize logits far below the largest",
+        "Liu et al. 2022",
+        losses.MarginSmoothingLoss,
+        mixes=True,
+    ),
     "fl": Method(
         "focal loss: less weight on samples with a high probability",
         "Lin et al. 2017",
@@ -212,12 +224,41 @@ METHODS: dict[str, Method] = {
         "Raunak et al. 2020",
         losses.AntiFocalLoss,
     ),
+    "poly": Method(
+        "Poly-1: cross entropy plus epsilon (1 - p_y)",
+        "Leng et al. 2022",
+        losses.Poly1Loss,
+        mixes=True,
+    ),
+    "logitnorm": Method(
+        "cross entropy of logits divided by their norm",
+        "Wei et al. 2022",
+        losses.LogitNormLoss,
+        mixes=True,
+    ),
+    "dft": Method(
+        "cross entropy times the probability of the target, held constant",
+        "Wu et al. 2025",
+        losses.DFTLoss,
+    ),
+    "eaft": Method(
+        "cross entropy times the entropy of the prediction, held constant",
+        "Diao et al. 2026",
+        losses.EAFTLoss,
+        mixes=True,
+    ),
     "kd": Method(
         "knowledge distillation from the run named by method.teacher",
         "Hinton et al. 2015",
         losses.DistillationLoss,
         Frozen,
         mixes=True,
+    ),
+    "dkd": Method(
+        "decoupled distillation: target class and other classes of the teacher weighted apart",
+        "Zhao et al. 2022",
+        losses.DecoupledDistillationLoss,
+        Frozen,
     ),
     "tf-kd-self": Method(
         "distillation from an earlier run of the same model, named by method.teacher",

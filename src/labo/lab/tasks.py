@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from .._names import unknown_name
 from .config import Recipe
 from .errors import RequestError
+from .run.checksums import verify_folder
 from .run.directory import RunDirectory
+from .run.files import Document, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -266,14 +268,12 @@ def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
     found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
     if not found:
         raise RequestError(f"{run} is no run with best/config.json")
-    path = found[0] / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        facts: dict[str, Any] = config.get("labo", config)
-        theirs = facts.get("task")
-    except (OSError, ValueError, AttributeError) as error:
-        raise RequestError(f"{path} describes no model") from error
+    folder = found[0]
+    verify_folder(folder)
+    document = read_json(folder / "config.json", Document).model_dump()
+    facts = document.get("labo", document)
+    theirs = facts.get("task") if isinstance(facts, dict) else None
     if theirs != task:
-        what = "no model of labo" if theirs is None else f"a model for {theirs}"
-        raise RequestError(f"{run} holds {what}: this command takes a run of the task {task}")
-    return found[0], facts
+        kind = f"a model for {theirs}" if isinstance(theirs, str) else "no model of labo"
+        raise RequestError(f"{run} holds {kind}, not a model for {task}")
+    return folder, facts

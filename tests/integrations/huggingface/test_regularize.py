@@ -511,14 +511,21 @@ def test_a_checkpoint_without_the_state_of_the_loss_is_refused(tmp_path):
 # ------------------------------------------------------------------ teachers
 
 
-@pytest.mark.parametrize("family", ["Llama", "Marian"])
-def test_a_teacher_under_accumulation(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("Llama", labo.DistillationLoss),
+        ("Marian", labo.DistillationLoss),
+        ("Llama", labo.DecoupledDistillationLoss),
+    ],
+)
+def test_a_teacher_under_accumulation(family, kind, tmp_path):
     model, teacher = build(family), build(family, seed=7)
     data = examples(8, is_seq2seq(model))
     expected = copy.deepcopy(model).train()
     teacher_logits, _ = targets_and_logits(teacher, collate(data))
     logits, target = targets_and_logits(expected, collate(data))
-    slopes = gradients(expected, labo.DistillationLoss()(logits, target, teacher_logits.detach()))
+    slopes = gradients(expected, kind()(logits, target, teacher_logits.detach()))
     args = arguments(
         tmp_path,
         kind_of_arguments(model),
@@ -527,7 +534,7 @@ def test_a_teacher_under_accumulation(family, tmp_path):
         gradient_accumulation_steps=4,
     )
     before = copy.deepcopy(teacher.state_dict())
-    loss = labo.DistillationLoss()
+    loss = kind()
     trainer = make_trainer("regularized", model, loss, args, data, teacher=teacher.train())
     trainer.train()
     assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)

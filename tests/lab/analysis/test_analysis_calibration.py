@@ -186,3 +186,25 @@ def test_a_temperature_does_not_change_the_predictions():
         scaled = calibration.tempered(np.log(p), temperature)
         assert (scaled.argmax(-1) == p.argmax(-1)).all()
         np.testing.assert_allclose(np.exp(scaled).sum(-1), 1)
+
+
+def test_a_temperature_with_classes_of_probability_0():
+    """They change nothing: the temperature is that of the classes that are left."""
+    p, labels = drawn_images(200, 4)
+    log_p = np.log(p)
+    masked = np.concatenate([log_p, np.full((200, 2), -np.inf)], axis=1)
+    found = calibration.fit_temperature(masked, labels)
+    assert found == pytest.approx(calibration.fit_temperature(log_p, labels), rel=1e-9)
+
+
+def test_no_temperature_can_be_fitted_to_a_label_of_probability_0():
+    """The NLL is infinite at every temperature."""
+    p, labels = drawn_images(200, 4)
+    log_p = np.log(p)
+    log_p[3, labels[3]] = -np.inf
+    assert calibration.fit_temperature(log_p, labels) is None
+
+
+def test_entropy_with_classes_of_probability_0():
+    log_p = np.array([[math.log(0.5), math.log(0.5), -np.inf], [0.0, -np.inf, -np.inf]])
+    np.testing.assert_allclose(calibration.entropy(log_p), [math.log(2), 0.0])

@@ -357,6 +357,15 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, content, reason):
     assert reason in note
 
 
+def test_a_run_whose_model_facts_are_damaged_is_named_and_left_out(tmp_path):
+    comparison = tiny(tmp_path, ["base", "labo"])
+    finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
+    (tmp_path / "labo-s0" / "best" / "config.json").write_text("[]")
+    table = tabulate(comparison)
+    assert [row.cells["runs"].value for row in table.rows] == [1, 0]
+    assert any("labo-s0 is left out: " in note and "config.json" in note for note in table.notes)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"base-s0": 3}', '{"base-s0": [{"jobs": "2"}]}'])
 def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content):
     comparison = tiny(tmp_path, ["base", "labo"])

@@ -279,9 +279,9 @@ def test_kinds_are_not_mixed(tmp_path):
         ("manifest", "no prepared data here"),
         ("task", "not made by `labo prepare-text`"),
         ("kind", "damaged"),
-        ("split", r"valid\.arrow: missing"),
-        ("columns", "its columns are not those of a prepared split"),
-        ("content", "cannot be read"),
+        ("split", r"valid\.arrow is missing"),
+        ("columns", "its checksum does not fit"),
+        ("content", "its checksum does not fit"),
     ],
 )
 def test_damaged_folders_are_refused(corpus, damage, message):
@@ -306,5 +306,5 @@ def test_damaged_folders_are_refused(corpus, damage, message):
 def test_a_translation_task_refuses_documents_and_the_other_way_round(corpus):
     from labo.lab.translation.prepared import Prepared
 
-    with pytest.raises(RequestError, match="not parallel text made by `labo prepare`"):
+    with pytest.raises(RequestError, match="not made by `labo prepare`"):
         Prepared(run(corpus).path)

@@ -218,6 +218,16 @@ def test_runs_of_other_models_stand_in_tables_of_their_own(tmp_path):
     assert [group.title for group in groups] == ["digits, small", "digits, large"]
 
 
+def test_groups_that_nothing_but_their_examples_tells_apart_are_numbered(tmp_path):
+    one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LABO)
+    records = other / "records" / "test.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:50]))
+    groups = make_groups([listing.member for listing in read_runs([one, other])])
+    assert [group.title for group in groups] == [
+        f"digits, small, digits@0123456789ab ({number})" for number in (1, 2)
+    ]
+
+
 def test_unfair_comparisons_are_named(tmp_path):
     one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LABO)
     recipe = other / "recipe.yaml"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 import re
@@ -111,9 +110,3 @@ def test_sides_of_different_length_are_refused(function):
         function(["a", "b"], ["a"])
     with pytest.raises(RequestError, match="at least one"):
         function([], [])
-
-
-def test_doctests():
-    result = doctest.testmod(bleu)
-    assert result.attempted > 0
-    assert result.failed == 0

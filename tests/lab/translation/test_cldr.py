@@ -14,7 +14,7 @@ import pytest
 from babel import Locale
 
 from labo.lab.errors import DataError
-from labo.lab.text.folder import cache_folder
+from labo.lab.run.checksums import cache_folder
 from labo.lab.translation import cldr
 from labo.lab.translation.cldr import cldr_data, draw_phrases
 from labo.lab.translation.options import parse_pairs
@@ -206,3 +206,9 @@ def test_other_languages_are_refused(names):
     with pytest.raises(DataError, match="languages: ") as caught:
         cldr_data(names)
     assert "\n" not in str(caught.value)
+
+
+def test_a_corpus_larger_than_there_are_phrases_is_refused(monkeypatch):
+    monkeypatch.setattr(cldr._Phrasebook, "draw", lambda self, chance: lambda language: language)
+    with pytest.raises(DataError, match="only some 1 different phrases for de-en"):
+        cldr.draw_phrases(parse_pairs(["de-en"]), size=100, held_out=10, seed=0)

@@ -1,8 +1,7 @@
-"""Beam search: against one written out in plain Python, and whatever stands in the batch."""
+"""Beam search: against one written out in plain Python, and in batches of any kind."""
 
 from __future__ import annotations
 
-import doctest
 import logging
 import math
 
@@ -41,7 +40,8 @@ def oracle(model, source, options):
                     torch.tensor([source]), decoder_input_ids=torch.tensor([prefix])
                 ).logits[0, -1]
             for token, log_p in enumerate(logits.log_softmax(-1).tolist()):
-                if token not in SUPPRESSED:
+                too_short = token == EOS and length <= options.min_length
+                if token not in SUPPRESSED and not too_short:
                     candidates.append((score + log_p, (*prefix, token)))
         candidates.sort(key=lambda candidate: -candidate[0])
         running = []
@@ -81,6 +81,30 @@ def test_beam_search_finds_what_a_plain_one_finds(beam, penalty, embeddings):
                 assert found.score == pytest.approx(score, abs=1e-5)
                 seen.add(found.ended)
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("min_length", [0, 1, 3])
+def test_an_output_has_at_least_so_many_tokens(min_length, beam):
+    """As in fairseq: with the default of 1 no output is empty, nor takes a beam by being so."""
+    model, sources = random_model(ending=12.0), sentences(6, seed=2)
+    options = Decode(beam=beam, min_length=min_length)
+    found = decode(model, sources, options, nbest=beam)
+    assert min(len(best.ids) for best, *_ in found) == min_length
+    for source, hypotheses in zip(sources, found, strict=True):
+        expected = oracle(model, source, options)
+        assert [(*h.ids, *[EOS] * h.ended) for h in hypotheses] == [ids for _, ids in expected]
+    assert Decode().min_length == 1
+
+
+def test_beams_that_no_memory_holds_are_refused():
+    with pytest.raises(ValueError, match="beam of 100000 needs batch_tokens"):
+        Decode(beam=100_000)
+    assert Decode(beam=100_000, batch_tokens=100_000).beam == 100_000
+    with pytest.raises(RequestError, match="beam of 5000 needs batch_tokens"):
+        Decode().with_beam(5000)
+    with pytest.raises(ValueError, match="min_length must not be larger than max_extra"):
+        Decode(min_length=30)
 
 
 def test_beam_search_of_a_trained_model():
@@ -244,8 +268,10 @@ def test_a_generation_config_survives_its_file(beam, tmp_path):
     config = generation_config(Decode(beam=beam), random_model().config)
     (tmp_path / "generation_config.json").write_text(config.to_json_string())
     read = GenerationConfig.from_pretrained(tmp_path)
-    for key in ("num_beams", "length_penalty", "early_stopping", "max_length", "suppress_tokens"):
+    keys = ("num_beams", "length_penalty", "early_stopping", "max_length", "suppress_tokens")
+    for key in (*keys, "min_length"):
         assert getattr(read, key) == getattr(config, key)
+    assert read.min_length == 2  # the start token counts
     assert read.eos_token_id == read.decoder_start_token_id == EOS
 
 
@@ -265,9 +291,3 @@ def test_the_smallest_vocabulary_fills_a_beam():
     model = random_model(9, 9)
     ((*found,),) = decode(model, [[5, EOS]], Decode(beam=5), nbest=5)
     assert all(hypothesis.score > -100 for hypothesis in found)
-
-
-def test_doctests():
-    result = doctest.testmod(decoding)
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -70,8 +70,8 @@ def test_states_and_output_layer_make_the_logits_of_marian(embeddings):
 
 def test_padding_changes_nothing():
     model = tiny()
-    together, _ = model(SOURCE, SOURCE != PAD, PREFIX)
-    alone, _ = model(SOURCE[1:, :2], None, PREFIX[1:, :2])
+    together, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
+    alone, *_ = model(SOURCE[1:, :2], None, PREFIX[1:, :2])
     torch.testing.assert_close(together[1, :2], alone[0], rtol=1e-5, atol=1e-6)
 
 
@@ -92,11 +92,11 @@ def test_what_is_saved_is_a_plain_marian_model(embeddings, fixnorm, tmp_path):
 
 def test_fixnorm_uses_directions_only():
     model = tiny(fixnorm=True)
-    before, weight = model(SOURCE, SOURCE != PAD, PREFIX)
+    before, weight, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
     torch.testing.assert_close(weight.norm(dim=-1), torch.ones(len(weight)))
     with torch.no_grad():
         model.marian.model.shared.weight.mul_(torch.rand(40, 1) + 0.5)
-    after, _ = model(SOURCE, SOURCE != PAD, PREFIX)
+    after, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
     torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-5)
 
 

@@ -6,6 +6,8 @@ import gzip
 import hashlib
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +19,23 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+import lab_runs
 from labo.cli import main
+from labo.lab import compressed
 from labo.lab.errors import DataError, LabError, RequestError
+from labo.lab.run import checksums
+from labo.lab.run.files import sealed, sha256
 from labo.lab.text import arrow
+from labo.lab.text import folder as folders
+from labo.lab.text import lines as text_lines
 from labo.lab.text.lines import read_lines
-from labo.lab.translation import cleaning, prepare
+from labo.lab.translation import cleaning, prepare, prepared
 from labo.lab.translation.options import PREPARE_PRESETS, Processing, choose, parse_pairs
 from labo.lab.translation.parallel import find_parallel_text
 from labo.lab.translation.prepare import prepare_pairs
@@ -564,7 +573,7 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(corpus, tmp_path, plai
     assert Prepared(out).manifest["vocabulary"]["source"] == 310
     other = tmp_path / "other"
     write(other / "mine.txt", "precious")
-    with refused("other exists, and is no prepared data", RequestError):
+    with refused("other exists and holds no prepared data", RequestError):
         prepare.prepare(options, other, force=True)
     assert (other / "mine.txt").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
@@ -595,26 +604,238 @@ def test_what_cannot_be_written_is_said_in_one_line(corpus, tmp_path):
 def test_folders_that_are_not_prepared_are_refused(plain, tmp_path):
     with refused("no prepared data here; `labo prepare` makes it"):
         Prepared(tmp_path / "none")
-    write(tmp_path / "prepared.json", '{"format": 2}')
-    with refused("prepared.json: not of format 1"):
+    write(tmp_path / "prepared.json", '{"format": 1}')
+    with refused("prepared.json: not of format 2"):
         Prepared(tmp_path)
     write(tmp_path / "prepared.json", "{")
-    with refused("prepared.json: cannot be read"):
+    with refused("prepared.json: not JSON"):
         Prepared(tmp_path)
-    write(tmp_path / "prepared.json", '{"format": 1}')
-    with refused("prepared.json: damaged"):
+    write(tmp_path / "prepared.json", '{"format": 2}')
+    with refused("prepared.json: checksum: missing; sha256: missing; pairs: missing"):
         Prepared(tmp_path)
     manifest = (plain.path / "prepared.json").read_text()
     write(tmp_path / "prepared.json", manifest)
-    with refused("frequencies.json: missing; run `labo prepare` again"):
+    with refused("frequencies.json is missing; run `labo prepare` again"):
         Prepared(tmp_path)
     for file in json.loads(manifest)["sha256"]:
         write(tmp_path / file, (plain.path / file).read_bytes()[:100])
-    for name in SPLITS:
-        with refused(f"{name}.arrow: cannot be read"):
-            Prepared(tmp_path).split(name)
-    with refused("frequencies.json: cannot be read"):
-        Prepared(tmp_path).frequencies("source")
+    with refused(r"is damaged .its checksum does not fit.; run `labo prepare` again"):
+        Prepared(tmp_path)
+
+
+@pytest.fixture
+def copy(plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABO_CACHE", str(tmp_path / "cache"))
+    return shutil.copytree(plain.path, tmp_path / "copy")
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_of_a_prepared_folder_is_found(copy):
+    chance = random.Random(0)
+    files = sorted(path for path in copy.rglob("*") if path.is_file())
+    for number in range(150):
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        flip(path, chance.randrange(len(whole)), chance.randrange(8))
+        with pytest.raises(DataError):
+            Prepared(copy)
+        path.write_bytes(whole)
+    Prepared(copy)
+
+
+def test_a_verified_folder_is_not_read_again_unless_it_changed_or_verify_says_so(copy, monkeypatch):
+    monkeypatch.setattr(checksums, "_SETTLED", -(10**18))
+    Prepared(copy)
+    read = []
+    real = checksums.sha256
+    monkeypatch.setattr(checksums, "sha256", lambda path: read.append(path.name) or real(path))
+    Prepared(copy)
+    assert read == []
+    os.utime(copy / "valid.arrow")
+    Prepared(copy)
+    assert read == ["valid.arrow"]
+    monkeypatch.setenv("LABO_VERIFY", "1")
+    Prepared(copy)
+    assert len(read) > 5
+
+
+def test_a_file_that_was_changed_a_moment_ago_is_not_remembered(copy, monkeypatch):
+    """Its time of change may stay the same when it is changed once more."""
+    Prepared(copy)
+    stamp = (copy / "valid.arrow").stat()
+    flip(copy / "valid.arrow", 100)
+    os.utime(copy / "valid.arrow", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with refused("valid.arrow is damaged"):
+        Prepared(copy)
+
+
+def seal(folder: Path) -> None:
+    """Make the checksums of a folder fit what is in it."""
+    manifest = json.loads((folder / "prepared.json").read_text())
+    manifest["sha256"] = {name: sha256(folder / name) for name in manifest["sha256"]}
+    write(folder / "prepared.json", json.dumps(sealed(manifest)))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("source", [[10**6]], "a source token id is outside"),
+        ("target", [[-1]], "a target token id is outside"),
+        ("target", [[]], "a target sentence has no token"),
+        ("pair", [5], "a language pair is outside"),
+        ("source", [None], "it has empty cells"),
+    ],
+)
+def test_ids_that_fit_no_vocabulary_are_refused(copy, column, value, message):
+    """Whoever wrote the folder: an index out of range would be read from anywhere in memory."""
+    columns = {"source": [[5]], "target": [[5]], "pair": [0]} | {column: value}
+    table = pa.table(columns, schema=prepared.schema("train"))
+    with (
+        pa.OSFile(str(copy / "train.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    seal(copy)
+    with refused(message):
+        Prepared(copy).split("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("frequencies.json", "{}", "source: missing"),
+        ("frequencies.json", '{"source": [1], "target": [1]}', "1 counts of source types, not"),
+        ("frequencies.json", '{"source": [-1], "target": [1]}', "greater than or equal to 0"),
+        ("train.arrow", "", "train.arrow: cannot be read"),
+        ("train.arrow", "ARROW1", "train.arrow: cannot be read"),
+        ("tokenizer/tokenizer.json", "{}", "tokenizer: cannot be read"),
+    ],
+)
+def test_files_of_the_wrong_kind_are_refused_in_a_line(copy, name, content, message):
+    write(copy / name, content)
+    seal(copy)
+    with refused(message):
+        data = Prepared(copy)
+        data.split("train")
+        data.frequencies("source")
+        _ = data.tokenizer
+
+
+def test_a_manifest_cannot_name_files_elsewhere(copy):
+    manifest = json.loads((copy / "prepared.json").read_text())
+    manifest["sha256"]["../secret"] = "0" * 64
+    write(copy / "prepared.json", json.dumps(sealed(manifest)))
+    with refused("names a file elsewhere"):
+        Prepared(copy)
+
+
+# Replacing --------------------------------------------------------------------------------------
+
+
+def test_force_follows_a_link_and_replaces_what_it_leads_to(corpus, tmp_path):
+    real, link = tmp_path / "disk" / "data", tmp_path / "link"
+    prepare.prepare(ask(corpus), real)
+    link.symlink_to(real)
+    before = Prepared(link).fingerprint
+    prepare.prepare(ask(corpus, vocabulary=310), link, force=True)
+    assert link.is_symlink()
+    assert Prepared(real).fingerprint == Prepared(link).fingerprint != before
+    assert [path.name for path in real.parent.iterdir()] == ["data"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
+@pytest.mark.parametrize("swap", ["with", "without"])
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_a_replacement_that_is_killed_leaves_the_old_or_the_new(plain, tmp_path, swap, moment):
+    for name in ("data", "new"):
+        shutil.copytree(plain.path, tmp_path / name)
+        (tmp_path / name / f"{name}.mark").touch()
+    lab_runs.replace_and_die(tmp_path / "new", tmp_path / "data", swap == "with", moment)
+    Prepared(tmp_path / "data")
+    assert len(list((tmp_path / "data").glob("*.mark"))) == 1
+
+
+def test_a_failed_replacement_keeps_the_old(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    before = prepare.prepare(ask(corpus), out).fingerprint
+
+    def fail(*paths):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(folders, "replace_folder", fail)
+    with pytest.raises(LabError, match="Input/output error"):
+        prepare.prepare(ask(corpus, vocabulary=310), out, force=True)
+    assert Prepared(out).fingerprint == before
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+# No hang, no abort ------------------------------------------------------------------------------
+
+
+def test_a_word_of_a_megabyte_is_dropped_or_refused_and_never_learned_from(tmp_path):
+    files = {f"{split}.{side}": "the cat sat\n" * 4 for split in SPLITS for side in ("de", "en")}
+    files["train.de"] += "x" * 1_000_000 + "\n"
+    files["train.en"] += "a cat\n"
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    names = {split: [str(tmp_path / split)] for split in SPLITS}
+    settings = {"pair": ["de-en"], **names, "vocabulary": 300}
+    data = prepare.prepare(choose(None, {}, settings), tmp_path / "out")
+    assert data.manifest["dropped"]["train"] == {"too many characters": 1}
+    assert data.manifest["read"]["train"] == 5
+    # Without the limit the word is encoded, and the subwords are learned in no more time.
+    data = prepare.prepare(choose(None, {}, settings | {"max_characters": 0}), tmp_path / "all")
+    assert data.manifest["sizes"]["train"] == 5
+    write(tmp_path / "valid.de", "the cat sat\n" * 3 + "x" * 10_001 + "\n")
+    with refused("line 4 of the valid split has 10001 characters; .* set by --max-characters"):
+        prepare.prepare(choose(None, {}, settings), tmp_path / "no")
+
+
+@pytest.mark.parametrize("text", ["<seg id=1>" * 20_000, "<seg id=1>\n" * 20_000, "<seg " * 20_000])
+def test_unclosed_tags_are_refused_at_once(tmp_path, text):
+    write(tmp_path / "a.xml", text)
+    write(tmp_path / "b.xml", text)
+    with refused(r"a.xml:1: a <seg> (without its end|tag that does not end)"):
+        list(find_parallel_text(f"{tmp_path}/a.xml,{tmp_path}/b.xml", "de", "en"))
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_lines, "_LONGEST_LINE", 1000)
+    write(tmp_path / "a.tsv", "a\tb\n" + "x" * 1001)
+    with refused(r"a.tsv:2: a line of more than 1000 bytes"):
+        list(find_parallel_text(str(tmp_path / "a.tsv"), "de", "en"))
+
+
+def test_text_that_inflates_a_thousandfold_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(compressed, "_ALWAYS_ALLOWED", 1 << 16)
+    write(tmp_path / "a.tsv.gz", gzip.compress(b"a\tb\n" * 100_000))
+    with refused(r"a.tsv.gz: inflates to more than 200 times its size"):
+        list(find_parallel_text(str(tmp_path / "a.tsv.gz"), "de", "en"))
+
+
+def test_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with refused("pipe: truncated or damaged after line 0 .* not a regular file"):
+        list(read_lines(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("option", ["--vocabulary", "--merges"])
+def test_a_vocabulary_that_no_memory_holds_is_refused(corpus, tmp_path, capsys, option):
+    arguments = ["prepare", str(tmp_path / "out"), "--pair", "de-en", option, str(10**12)]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--train", "x", "--valid", "x", "--test", "x"])
+    assert f"{option[2:]}: should be less than or equal to 10000000" in capsys.readouterr().err
+
+
+def test_names_are_filled_in_and_nothing_else(tmp_path):
+    for name in ("{pair.upper}", "{source:1000000000}", "{0}", "{", "}", "{}", "{other}"):
+        with refused("only {pair}, {source} and {target} are filled in"):
+            find_parallel_text(str(tmp_path / name), "de", "en")
 
 
 # Presets ----------------------------------------------------------------------------------------

@@ -6,14 +6,18 @@ import io
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from labo import cli
 from labo.lab.errors import RequestError
+from labo.lab.run.checksums import write_manifest
+from labo.lab.run.files import sha256
 from labo.lab.text import stdio
 from labo.lab.text.subwords import encode
 from labo.lab.translation.decoding import Decode, Hypothesis, decode
@@ -248,12 +252,17 @@ def damaged(tmp_path, name: str, content: bytes | None):
     ("name", "content", "line"),
     [
         ("config.json", None, "is no run with best/config.json"),
-        ("config.json", b"{", "config.json describes no model"),
-        ("config.json", b"[]", "config.json describes no model"),
+        ("config.json", b"{", "config.json: not JSON"),
+        ("config.json", b"[]", "config.json: not a JSON object"),
         ("config.json", b'{"model_type": "marian"}', "holds no model of labo"),
-        ("config.json", b'{"labo": {"task": "translation"}}', "no model this version can load"),
-        ("model.safetensors", None, "holds no model this version can load"),
-        ("model.safetensors", b"damage", "holds no model this version can load"),
+        (
+            "config.json",
+            b'{"labo": {"task": "translation"}}',
+            "labo.pairs: missing; labo.text: missing",
+        ),
+        ("config.json", b'{"labo": 3}', "holds no model of labo"),
+        ("model.safetensors", None, "has no model.safetensors"),
+        ("model.safetensors", b"damage", "cannot read .*model.safetensors"),
         ("tokenizer.json", None, "holds no tokenizer"),
         ("tokenizer.json", b"{}", "holds no tokenizer"),
     ],
@@ -264,6 +273,81 @@ def test_a_damaged_folder_is_refused(name, content, line, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+class Malicious:
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return Path.touch, (self.trace,)
+
+
+@pytest.mark.parametrize("command", [["translate"], ["export", "--out", "out"]])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_pickled_weights_are_refused_and_not_run(command, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trace = tmp_path / "was here"
+    folder = damaged(tmp_path, "model.safetensors", None) / "best"
+    for weights in (name, "adapter_model.bin", "training_args.bin"):
+        (folder / weights).write_bytes(pickle.dumps(Malicious(trace)))
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command[0], ".", *command[1:]])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"best has {name}, a pickle, which can run code and is not read" in said
+    assert "save_pretrained('best')" in said
+    assert not trace.exists()
+
+
+def test_pickles_and_adapters_beside_the_weights_are_not_looked_at(tmp_path):
+    trace = tmp_path / "was here"
+    folder = byte_folder(tmp_path / "best")
+    expected = Translator(folder).translate(["one"])
+    for weights in ("pytorch_model.bin", "adapter_model.bin"):
+        (folder / weights).write_bytes(pickle.dumps(Malicious(trace)))
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert Translator(folder).translate(["one"]) == expected
+    assert not trace.exists()
+
+
+def test_a_model_that_is_not_the_one_that_was_saved_is_refused(tmp_path):
+    folder = byte_folder(tmp_path / "best")
+    names = [path.name for path in folder.iterdir()]
+    write_manifest(folder, {name: [sha256(folder / name)] for name in names})
+    Translator(folder)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(RequestError, match=r"model.safetensors is damaged"):
+        Translator(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"d_model": 0}, "holds no Marian model"),
+        ({"d_model": "wide"}, "holds no Marian model"),
+        ({"vocab_size": 3, "decoder_vocab_size": 3}, "holds no Marian model"),
+        ({"encoder_layers": 2}, "model.safetensors lacks model.encoder.layers.1"),
+        ({"decoder_layers": 1}, "has model.decoder.layers.1.* no part of a Marian model"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused(changes, line, tmp_path):
+    path = byte_folder(tmp_path / "best") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(RequestError, match=line) as caught:
+        Translator(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_line_of_a_megabyte_is_cut_with_a_notice(run, capsys):
+    assert stream(run, b"x" * 1_000_000 + b"\none").count(b"\n") == 2
+    assert (
+        "has 1000000 characters, of which the first 20000 are translated" in capsys.readouterr().err
+    )
+
+
 def test_an_image_run_and_no_run_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     image_folder(tmp_path / "best")
@@ -272,8 +356,7 @@ def test_an_image_run_and_no_run_are_refused(tmp_path, monkeypatch, capsys):
         for run, line in [
             (
                 ".",
-                "labo: . holds a model for image_classification: this command takes a run of the "
-                "task translation\n",
+                "labo: . holds a model for image_classification, not a model for translation\n",
             ),
             ("nowhere", "labo: nowhere is no run with best/config.json\n"),
         ]:

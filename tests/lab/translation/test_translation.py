@@ -274,7 +274,7 @@ def test_the_selected_model_is_a_hugging_face_folder_that_translates_alike(finis
 def records(out: Path) -> list[str]:
     file = out / "records" / "test.jsonl"
     if not file.exists():
-        evaluate_run(out, ("test",), (1, 3))
+        evaluate_run(out, ("test",), {"beams": [1, 3]})
     return file.read_text().splitlines()
 
 

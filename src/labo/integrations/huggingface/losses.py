@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from ...losses import (
     BetaSmoothingLoss,
     CSKDLoss,
+    DecoupledDistillationLoss,
     DistillationLoss,
     PSKDLoss,
     Warmup,
     _Loss,
 )
+
+# Losses that take the logits of a frozen teacher.
+DISTILLATION = (DistillationLoss, DecoupledDistillationLoss)
 
 # Hugging Face collators write this where there is no target, and the Trainer does not count it.
 IGNORED = -100
@@ -56,7 +60,7 @@ def check_loss(loss: nn.Module, *, teacher: bool) -> None:
                 f"{name} needs a second sample, an averaged model or earlier predictions, which a "
                 "Trainer does not provide: use `labo train`"
             )
-        if isinstance(leaf, DistillationLoss) and not teacher:
+        if isinstance(leaf, DISTILLATION) and not teacher:
             raise ValueError(f"{name} needs a teacher: use regularize(trainer, loss, teacher=...)")
         if any(parameter.requires_grad for parameter in leaf.parameters()):
             raise ValueError(
@@ -77,7 +81,7 @@ def check_loss(loss: nn.Module, *, teacher: bool) -> None:
             raise ValueError(
                 f"{name} must have dim=-1, got {leaf.dim}: the classes are the last dimension"
             )
-    if teacher and not any(isinstance(leaf, DistillationLoss) for leaf in leaves(loss)):
+    if teacher and not any(isinstance(leaf, DISTILLATION) for leaf in leaves(loss)):
         raise ValueError(
             f"{type(loss).__name__} does not use a teacher: leave teacher out, or use "
             "labo.DistillationLoss()"

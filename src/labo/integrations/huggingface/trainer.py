@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ...losses import CrossEntropyLoss, DistillationLoss, _Loss
+from ...losses import CrossEntropyLoss, _Loss
 from . import sft
 from .callback import RegularizationCallback, check_arguments
 from .head import is_fused
-from .losses import active, check_loss, mark_used, share
+from .losses import DISTILLATION, active, check_loss, mark_used, share
 from .models import added_loss, is_dtensor, shifted, shifts, unwrapped, with_decoder_inputs
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
@@ -124,7 +124,7 @@ class _LogitLoss:
         self.is_shifted = given is not None
         if given is not None:
             inputs["labels"] = given
-        needs_teacher = isinstance(active(self.loss), DistillationLoss)  # not in a warm-up
+        needs_teacher = isinstance(active(self.loss), DISTILLATION)  # not in a warm-up
         if self.teacher is not None and needs_teacher and torch.is_grad_enabled():
             self.teacher_logits = self._teacher_logits(self.teacher, inputs)
         return self.trainers_own(
@@ -161,7 +161,7 @@ class _LogitLoss:
 
     def _extra(self, loss: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
         """What the loss takes besides logits and target."""
-        if not isinstance(loss, DistillationLoss):
+        if not isinstance(loss, DISTILLATION):
             return ()
         teacher_logits, self.teacher_logits = self.teacher_logits, None
         if teacher_logits is None:

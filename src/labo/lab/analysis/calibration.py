@@ -223,7 +223,13 @@ def entropy(log_p: Floats) -> Floats:
         >>> entropy(np.log([[0.5, 0.5]])).round(4)
         array([0.6931])
     """
-    values: Floats = -(np.exp(log_p) * log_p).sum(-1)
+    values: Floats = -(np.exp(log_p) * _finite(log_p)).sum(-1)
+    return values
+
+
+def _finite(log_p: Floats) -> Floats:
+    """Log-probabilities with 0 for -inf, so that p log p is 0 where p is."""
+    values: Floats = np.where(log_p == -np.inf, 0.0, log_p)
     return values
 
 
@@ -266,11 +272,14 @@ def fit_temperature(log_p: Floats, labels: Integers) -> float | None:
     """
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     label = np.take_along_axis(log_p, labels[:, None], -1)[:, 0]
+    if not np.isfinite(label).all():
+        return None  # the NLL is infinite at every temperature
+    z = _finite(log_p)
 
     def slope_and_curvature(s: float) -> tuple[float, float]:
         p = np.exp(tempered(log_p, 1 / s))
-        mean = (p * log_p).sum(-1)
-        return float((mean - label).mean()), float(((p * log_p**2).sum(-1) - mean**2).mean())
+        mean = (p * z).sum(-1)
+        return float((mean - label).mean()), float(((p * z**2).sum(-1) - mean**2).mean())
 
     if slope_and_curvature(low)[0] >= 0 or slope_and_curvature(high)[0] <= 0:
         return None

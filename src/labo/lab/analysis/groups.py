@@ -59,7 +59,7 @@ class Member:
 
     @cached_property
     def data(self) -> str:
-        """The recipe's data section as one text, without where the data lie."""
+        """The recipe's data section as one text, without the location of the data."""
         recipe = _without(self.run.recipe, find_analysis(self.run.task).locations)
         return _text(recipe.get("data"))
 
@@ -98,9 +98,8 @@ class Member:
         """The headline on the draws of the bootstrap over examples, if the task has one."""
         if split not in self._drawn:
             kind = find_analysis(self.run.task)
-            bootstraps = type(kind).bootstrap_scores is not TaskAnalysis.bootstrap_scores
             self._drawn[split] = (
-                kind.bootstrap_scores(self.run, self.records(split)) if bootstraps else None
+                kind.bootstrap_scores(self.run, self.records(split)) if kind.bootstraps else None
             )
         return self._drawn[split]
 
@@ -121,11 +120,9 @@ def _without(recipe: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     document = copy.deepcopy(dict(recipe))
     for key in keys:
         *sections, name = key.split(".")
-        place: Any = document
-        for section in sections:
-            place = place.get(section) if isinstance(place, dict) else None
-        if isinstance(place, dict):
-            place.pop(name, None)
+        section = _at(document, ".".join(sections)) if sections else document
+        if isinstance(section, dict):
+            section.pop(name, None)
     return document
 
 
@@ -143,8 +140,8 @@ class Variant:
     """The runs of a group that differ in their seed alone.
 
     Attributes:
-        label: the name of the method, with what tells it from other variants of that name.
-        recipe: what the runs share: the recipe without the seed and without where the data lie;
+        label: the name of the method, with the keys in which variants of that name differ.
+        recipe: what the runs share: the recipe without the seed and the location of the data;
             ``method.teacher`` is the method of the teacher.
         members: by seed, in ascending order.
     """
@@ -189,7 +186,7 @@ def _canonical(run: Run, runs: Sequence[Run], locations: Iterable[str]) -> dict[
     if run.method.get("teacher"):
         teacher = find_teacher(run, runs)
         found = teacher.method if teacher is not None and teacher.recipe else {"name": "unknown"}
-        found.pop("teacher", None)  # a path; of the teacher's teacher nothing counts
+        found.pop("teacher", None)  # the teacher of the teacher does not count
         recipe["method"]["teacher"] = found
     return recipe
 
@@ -201,7 +198,7 @@ def _labels(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
         name = recipe["method"]["name"]
         namesakes = [other for other in recipes if other["method"]["name"] == name]
         keys = sorted({key for other in namesakes for key in differing_keys(recipe, other)})
-        # The hyper-parameters of a teacher are named only if its method does not tell.
+        # Hyper-parameters of a teacher are named only if its method is not enough.
         short = [key for key in keys if not key.startswith("method.teacher.")]
         short += ["method.teacher.name"] if "method.teacher.name" in keys else []
         if len({_text([_at(other, key) for key in short]) for other in namesakes}) < len(namesakes):

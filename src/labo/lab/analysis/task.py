@@ -51,9 +51,10 @@ class TaskAnalysis(ABC):
         higher_is_better: whether a larger headline is better.
         scores: the other metrics that tables show, in order. CSV and JSON files have all metrics.
         measures: the columns of the table of ``labo analyze``: numbers of :meth:`measure`.
+        bootstraps: whether :meth:`bootstrap_scores` is defined.
         unit: what the predictions of a split are, in the plural.
-        locations: dotted recipe keys that say where the data lie. Runs that differ in them alone
-            are runs of one recipe.
+        locations: dotted recipe keys of folders of data. Runs that differ in nothing else are
+            runs of one recipe.
         evaluate_options: what ``labo evaluate RUN NAME=VALUE`` accepts; passed to
             :meth:`labo.lab.tasks.Task.evaluate`.
         analyze_options: what ``labo analyze RUN... NAME=VALUE`` accepts; passed to
@@ -64,6 +65,7 @@ class TaskAnalysis(ABC):
     higher_is_better: bool = True
     scores: Sequence[Column] = ()
     measures: Sequence[Column] = ()
+    bootstraps: bool = False
     unit: str = "samples"
     locations: Sequence[str] = ()
     evaluate_options: Sequence[TaskOption] = ()
@@ -97,13 +99,15 @@ class TaskAnalysis(ABC):
     def bootstrap_scores(self, run: Run, records: Any) -> Floats | None:
         """(1 + B,) the headline on all examples and on each of the draws of the bootstrap.
 
+        It is called if ``bootstraps`` is true. Without it differences are tested over seeds alone.
+
         Args:
             run: the run.
             records: of :meth:`read_records`.
 
         Returns:
-            The scores on :func:`labo.lab.analysis.significance.example_draws`, or None (the
-            default) if differences are tested over seeds alone.
+            The scores on :func:`labo.lab.analysis.significance.example_draws`; None if this run
+            has none.
         """
         return None
 

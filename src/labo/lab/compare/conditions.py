@@ -18,7 +18,7 @@ from .plan import PlannedRun
 def note_conditions(run: PlannedRun, share: Share) -> None:
     """Add the conditions of a launch to ``conditions.json`` beside the run directory.
 
-    A file that cannot be read is written anew. The times of the runs it was about are then not
+    A file that cannot be read is replaced. The times of the runs it was about are then not
     compared with others.
     """
     file, now = run.path.parent / "conditions.json", share.conditions()

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..analysis.reading import read_results
+from ..analysis.reading import read_results, read_run
 from ..analysis.task import find_analysis
 from ..config import Recipe
 from ..errors import RequestError
@@ -99,14 +99,13 @@ class PlannedRun:
 
     def problem(self) -> str | None:
         """Why a run that has ended cannot be used."""
-        try:
-            ended = read_results(self.path) is not None
-        except RequestError as error:
-            return str(error)
+        run = read_run(self.path) if self.directory.finished else None
+        if run is None:
+            return None
         metric = find_analysis(self.recipe.task).headline.key
-        if ended and self.score() is None:
+        if run.state.kind != "broken" and self.score() is None:
             return f"{self.directory.results_file}: valid.{metric} is missing"
-        return None
+        return run.state.reason
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ def compared_rows(comparison: Comparison) -> tuple[dict[str, ComparedRow], list[
     """The rows of a comparison by what was asked for, and the groups of their runs."""
     choices = comparison.choices()
     paths = dict.fromkeys(run.path for choice in choices.values() for run in choice.runs)
-    groups = group_runs([Member(read_run(path)) for path in paths], SPLIT)
+    runs = [read_run(path) for path in paths]
+    groups = group_runs([Member(run) for run in runs if run.state.kind != "broken"], SPLIT)
     rows = {}
     for label, choice in choices.items():
         chosen = {run.path for run in choice.runs}

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 from ..errors import DataError, RequestError
+from ..run.checksums import cache_folder
 from ..run.seeds import mix
-from ..text.folder import FORMAT, MANIFEST, cache_folder
+from ..text.folder import FORMAT, MANIFEST
 from .documents import Part, RawDocument
 from .options import Tokenization
 from .prepare import prepare_documents

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import DataError
-from ..text.folder import MANIFEST, load_tokenizer, read_manifest
+from ..text.folder import SPLITS, FolderManifest, load_tokenizer, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,6 +26,12 @@ __all__ = ["IGNORED", "TASK", "DocumentSplit", "PreparedDocuments", "schema"]
 
 TASK = "language_modeling"
 IGNORED = -100  # the label of a token that is given, not learned
+
+_ALWAYS_THERE = (
+    *(f"{split}.arrow" for split in SPLITS),
+    "frequencies.json",
+    "tokenizer/tokenizer.json",
+)
 
 Tokens = npt.NDArray[np.int32]
 
@@ -99,6 +105,15 @@ class _Lists:
         return self._values[chunk][start + first : start + stop]
 
 
+class _TextManifest(FolderManifest):
+    """What ``prepared.json`` must hold; it says more."""
+
+    kind: Literal["text", "prompt", "chat"]
+    begin: int | None
+    end: int
+    vocabulary: int
+
+
 class PreparedDocuments:
     """A prepared folder.
 
@@ -119,24 +134,16 @@ class PreparedDocuments:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.manifest: dict[str, Any] = read_manifest(self.path)
-        if self.manifest.get("task") != TASK:
-            raise DataError(f"{self.path}: not made by `labo prepare-text`")
-        try:
-            self.fingerprint: str = self.manifest["fingerprint"]
-            self.kind: str = self.manifest["kind"]
-            self.begin: int | None = self.manifest["begin"]
-            self.end: int = self.manifest["end"]
-            files = list(self.manifest["sha256"])
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{self.path / MANIFEST}: damaged ({error!r})") from error
-        for file in files:
-            if not (self.path / file).is_file():
-                raise DataError(f"{self.path / file}: missing; run `labo prepare-text` again")
+        checked = read_manifest(self.path, _TextManifest, "labo prepare-text", _ALWAYS_THERE, TASK)
+        self.manifest: dict[str, Any] = checked.model_dump()
+        self.fingerprint = checked.content_fingerprint
+        self.kind: str = checked.kind
+        self.begin, self.end = checked.begin, checked.end
+        self._vocabulary = checked.vocabulary
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return load_tokenizer(self.path / "tokenizer")
+        return load_tokenizer(self.path / "tokenizer", self._vocabulary)
 
     def split(self, name: str) -> DocumentSplit:
         """The training, validation or test split: "train", "valid" or "test"."""

@@ -145,7 +145,7 @@ def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
 
 
 def _titles(members: Sequence[Member]) -> list[str]:
-    """For each group the name of its data, with model and hash if the names are not different."""
+    """For each group the name of its data; with model, hash and number if names are equal."""
     names = []
     for member in members:
         model = _section(member, "model")
@@ -155,7 +155,7 @@ def _titles(members: Sequence[Member]) -> list[str]:
     for candidates in zip(*names, strict=True):
         if len(set(candidates)) == len(candidates):
             return list(candidates)
-    return [name[-1] for name in names]
+    return [f"{name[-1]} ({number})" for number, name in enumerate(names, 1)]
 
 
 def _data_name(member: Member) -> str:

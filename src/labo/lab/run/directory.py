@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
     from torch import Tensor
 
 DATA = "data"  # the key of the provenance that names the data
-CHECKSUM = "checksum"  # the key of results.json that guards the others
 
 
 class Results(atomic.Document):
@@ -161,8 +160,7 @@ class RunDirectory:
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Write ``results.json``, with a checksum of its own content."""
-        plain = {name: value for name, value in results.items() if name != CHECKSUM}
-        atomic.write_json(self.results_file, {**plain, CHECKSUM: _checksum(plain)})
+        atomic.write_json(self.results_file, atomic.sealed(results))
 
     def complete(self, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Add to the results the scores of splits they lack; what they have stays."""
@@ -204,12 +202,12 @@ class RunDirectory:
         self.must_have(self.results_file)
         atomic.read_json(self.results_file, Results)
         found: dict[str, Any] = json.loads(atomic.read_bytes(self.results_file))
-        checksum = found.pop(CHECKSUM, None)
-        if checksum is not None and checksum != _checksum(found):
+        if not atomic.seal_fits(found):
             raise RequestError(
                 f"{self.results_file} was changed after it was written (its checksum does not "
                 "fit): remove it, and the command that trained the run writes it again"
             )
+        found.pop(atomic.CHECKSUM, None)
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -315,11 +313,6 @@ def _logged_step(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return step if type(step) is int else None
-
-
-def _checksum(document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def made_with() -> dict[str, str | None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import shutil
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -85,17 +88,36 @@ def checked(value: Any, model: type[D], path: Path, prefix: str = "") -> D:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise RequestError(f"{path}: {prefix}{explain_json(error, model)}") from error
+        raise RequestError(f"{path}: {explain_json(error, model, prefix)}") from error
 
 
-def explain_json(error: ValidationError, model: type[BaseModel]) -> str:
+def explain_json(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
     """What is wrong with the content of a JSON file, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return f"not JSON ({first['ctx']['error']})"
     if not first["loc"]:
-        return "not a JSON object"
-    return "; ".join(explain(error, model)[:3])
+        return f"{prefix.removesuffix('.')}: not an object" if prefix else "not a JSON object"
+    return "; ".join(explain(error, model, prefix)[:3])
+
+
+CHECKSUM = "checksum"  # the key of a JSON object that guards the others
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with a checksum of its own content."""
+    plain = {name: value for name, value in document.items() if name != CHECKSUM}
+    return {**plain, CHECKSUM: _checksum(plain)}
+
+
+def seal_fits(document: Mapping[str, Any]) -> bool:
+    """Whether an object of :func:`sealed` is as it was written; True if it has no checksum."""
+    return CHECKSUM not in document or sealed(document)[CHECKSUM] == document[CHECKSUM]
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True)
+    return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -197,3 +219,47 @@ def write_temporary_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     except SafetensorError as error:
         raise OSError(str(error)) from error
     target.chmod(mode)  # save_file makes files that only their owner may read
+
+
+# ------------------------------------------------------------------ folders
+
+_AT_CURRENT_FOLDER = -100
+_SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+
+
+def replaced(folder: Path) -> Path:
+    """The name of a folder while :func:`replace_folder` puts another in its place."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Give ``new`` the name ``folder``, and remove the folder that had it.
+
+    Linux and macOS can swap two names in one step, so that the folder is there at every moment. A
+    file system that cannot has the old one under the name of :func:`replaced` for an instant.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        os.replace(new, folder)
+        flush(folder.parent)
+        return
+    if _swap(new, folder):
+        old = new
+    else:
+        old = replaced(folder)
+        os.replace(folder, old)
+        os.replace(new, folder)
+    flush(folder.parent)
+    shutil.rmtree(old)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders; False where that cannot be done."""
+    library = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(one), os.fsencode(other)
+    try:
+        if sys.platform == "darwin":
+            return library.renamex_np(*paths, _SWAP) == 0
+        here = _AT_CURRENT_FOLDER
+        return library.renameat2(here, paths[0], here, paths[1], _SWAP) == 0
+    except AttributeError:
+        return False

@@ -43,6 +43,7 @@ _LONGEST = 1024  # tokens; what tokenizers say of themselves, nothing is cut
 _PRIVATE_USE = 0xF0000
 _MOST_COUNTED = 4_000_000  # different words, about 100 bytes each
 _MOST_LEARNED = 1_000_000  # different words, about 1000 bytes each in the trainer
+_LONGEST_LEARNED = 1000  # characters of a word; the trainer's time grows with their square
 _LAST_CHARACTER = re.compile(r"\S(?!\S)")
 
 Lines = Callable[[], Iterable[str]]  # text that can be read more than once
@@ -61,8 +62,8 @@ class Merges:
     """A byte-pair encoding.
 
     Attributes:
-        words: of which of the two kinds it is.
-        alphabet: the symbols that are not merged from others.
+        words: the kind: words, or bytes.
+        alphabet: the symbols that are not made by a merge.
         merges: pairs of symbols, the first to be merged first.
     """
 
@@ -78,12 +79,13 @@ class Merges:
 def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Merges:
     """Learn a byte-pair encoding; the same text gives the same.
 
-    The memory it takes grows with the number of different words, of which a million at most, the
-    most frequent ones, are learned from.
+    The memory it takes grows with the number of different words. It learns from the most frequent
+    million of them, and from words of at most 1000 characters; longer ones are cut, or left out
+    where tokens are separated by spaces.
 
     Args:
         lines: the training text, which is read twice.
-        words: the kind.
+        words: the kind: words, or bytes.
         size: how far to merge; pairs that occur once are never merged.
         reserved: how many types of the vocabulary are special tokens and tags.
 
@@ -91,7 +93,7 @@ def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Mer
         DataError: the alphabet alone is larger than the vocabulary.
     """
     inventory = _take_inventory(lines())
-    text = inventory.frequent(lines())
+    text = _without_endless_words(inventory.frequent(lines()), words)
     if not words:
         from tokenizers.pre_tokenizers import ByteLevel
 
@@ -161,8 +163,22 @@ class _Inventory:
         return (" ".join(word for word in line.split() if word in kept) for line in lines)
 
 
+def _without_endless_words(lines: Iterable[str], words: bool) -> Iterator[str]:
+    """The lines with every word short enough for the trainer."""
+    for line in lines:
+        if len(line) <= _LONGEST_LEARNED:
+            yield line
+        elif words:
+            yield " ".join(word for word in line.split() if len(word) <= _LONGEST_LEARNED)
+        elif max(map(len, line.split()), default=0) <= _LONGEST_LEARNED:
+            yield line
+        else:
+            starts = range(0, len(line), _LONGEST_LEARNED)
+            yield from (line[start : start + _LONGEST_LEARNED] for start in starts)
+
+
 def _take_inventory(lines: Iterable[str]) -> _Inventory:
-    """Of a text of any size: of too many words the rarest so far are forgotten."""
+    """Count the words of a text of any size. If there are too many, the rarest are dropped."""
     inventory = _Inventory(Counter(), set(), set())
     floor = 0
 
@@ -188,7 +204,7 @@ def read_codes(path: Path, lines: Lines) -> Merges:
 
     Args:
         path: the file.
-        lines: the training text, whose characters the alphabet must hold too.
+        lines: the training text; its characters are part of the alphabet.
 
     Raises:
         DataError: it is no such file.
@@ -196,7 +212,7 @@ def read_codes(path: Path, lines: Lines) -> Merges:
     rows = read_lines(path)
     if next(rows, "").split() != ["#version:", "0.2"]:
         raise DataError(f"{path}:1: merges of subword-nmt begin with '#version: 0.2'")
-    merges: dict[tuple[str, str], None] = {}  # a pair given twice counts where it stands first
+    merges: dict[tuple[str, str], None] = {}  # of a pair that is given twice, the first counts
     for number, row in enumerate(rows, 2):
         match row.split():
             case [first, second]:
@@ -211,9 +227,9 @@ def read_codes(path: Path, lines: Lines) -> Merges:
 
 
 def restrict(merges: Merges, used: Collection[str]) -> Merges:
-    """Without the types that a text does not use, nor needs on the way to those it uses.
+    """Only the types that a text uses, and those that they are merged from.
 
-    The text is split as before. The alphabet of bytes stays whole.
+    The text is split as before. An alphabet of bytes stays complete.
     """
     needed = set(used)
     for first, second in reversed(merges.merges):
@@ -227,7 +243,7 @@ def restrict(merges: Merges, used: Collection[str]) -> Merges:
 
 
 def _avoid(merges: Merges, names: Collection[str]) -> Merges:
-    """Without the merges that spell a reserved name, as </s> in a text would, or need one."""
+    """Without merges that make a reserved name, such as </s> in a text, or that need one."""
     known = set(merges.alphabet)
     kept = []
     for first, second in merges.merges:

@@ -63,6 +63,7 @@ class TranslationAnalysis(TaskAnalysis):
         Column("length_ratio_5", "beam 5", digits=3),
         Column("length_ratio_20", "beam 20", digits=3),
     )
+    bootstraps = True
     unit = "reference tokens"
     locations = ("data.path",)
     evaluate_options = (

@@ -1,9 +1,9 @@
 """Phrases of the Unicode CLDR through Babel: built-in parallel text, no download needed.
 
 Dates, intervals, durations, amounts of units and currencies, lists of territories and languages:
-one content, formatted in two languages. Real words, real reordering, an exact reference; and a long
-tail, since names, units and currencies are drawn with a Zipf law. No phrase occurs twice, so that
-none of the validation or test split was seen in training.
+one content, formatted in two languages. The words and their reordering are real, the reference is
+exact, and there is a long tail, because names, units and currencies are drawn with a Zipf law. No
+phrase occurs twice, so the validation and test splits share none with the training split.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import DataError, RequestError
+from ..run.checksums import cache_folder
 from ..run.seeds import mix
-from ..text.folder import FORMAT, MANIFEST, cache_folder
+from ..text.folder import FORMAT, MANIFEST
 from .cleaning import RawPair
 from .options import Processing, parse_pairs
 from .prepare import prepare_pairs
@@ -35,6 +36,7 @@ LANGUAGES = ("de", "en", "fr")
 
 _EDITION = 1  # of the phrases; another one makes other caches
 _HELD_OUT = 500  # phrases for validation, and as many for the test
+_PATIENCE = 100_000  # phrases drawn again and again before there are no others
 _FIRST_DAY, _DAYS = datetime.date(1950, 1, 1), 75 * 365
 _Time = Literal["year", "month", "week", "day", "hour", "minute", "second"]
 _TIMES: tuple[_Time, ...] = ("year", "month", "week", "day", "hour", "minute", "second")
@@ -77,7 +79,7 @@ class _Zipf:
 
 
 class _Phrasebook:
-    """Draws contents. What has no name in one of the languages is left out."""
+    """Draws contents. Things without a name in one of the languages are left out."""
 
     def __init__(self, seed: int) -> None:
         from babel import Locale
@@ -289,7 +291,7 @@ def draw_phrases(
         pairs: the directions of translation.
         size: training phrases for each of them.
         held_out: validation phrases for each of them, and as many test phrases.
-        seed: other seeds, other phrases and other frequent names.
+        seed: determines the phrases, and which names are frequent.
 
     Returns:
         For each split: the number of the pair, the source and the target of each phrase.
@@ -300,7 +302,13 @@ def draw_phrases(
     for number, pair in enumerate(pairs):
         generator = random.Random(mix(seed, "cldr", str(pair)))
         rows: list[RawPair] = []
+        repeated = 0
         while len(rows) < size + 2 * held_out:
+            if repeated == _PATIENCE:
+                raise DataError(
+                    f"data.size: there are only some {len(rows)} different phrases for {pair}"
+                )
+            repeated += 1
             content = book.draw(generator)
             source, target = (
                 _SPACES.sub(" ", content(language)).strip()
@@ -309,6 +317,7 @@ def draw_phrases(
             if not {source, target} & seen:
                 seen |= {source, target}
                 rows.append((number, source, target))
+                repeated = 0
         # At random, since frequent phrases come early and only once.
         generator.shuffle(rows)
         splits["valid"] += rows[:held_out]
@@ -320,14 +329,14 @@ def draw_phrases(
 def cldr_data(
     languages: Sequence[str], *, size: int = 20_000, seed: int = 0, vocabulary: int = 2000
 ) -> Prepared:
-    """The built-in phrases, prepared; kept in a cache folder from the second time on.
+    """The built-in phrases, prepared. They are kept in a cache folder for the next time.
 
     The folder is $LABO_CACHE, or labo in the user's cache folder.
 
     Args:
         languages: one or several directions, such as ["de-en"] or ["de-en", "fr-en"].
         size: training pairs of each.
-        seed: other seeds, other phrases.
+        seed: determines the phrases.
         vocabulary: types of the joint vocabulary.
 
     Raises:

@@ -14,12 +14,13 @@ from .prepared import Pair
 from .text import Pipeline, TextOptions
 
 RawPair = tuple[int, str, str]  # number of the language pair, raw source line, raw target line
+_MOST_WORKERS = 256
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 class CleanPair(NamedTuple):
-    """A sentence pair, as the subword model sees it and as it is shown."""
+    """A sentence pair: cleaned, for the subword model, and raw, for scoring."""
 
     source: str
     target: str
@@ -51,7 +52,8 @@ def chunks(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
 
 
 def map_in_order(function: Callable[[_T], _R], items: Iterable[_T], workers: int) -> Iterator[_R]:
-    """``map`` by several processes, a few items ahead of what is asked for."""
+    """``map`` in several processes, which work a few items ahead."""
+    workers = min(workers, _MOST_WORKERS)
     if workers == 1:
         yield from map(function, items)
         return

@@ -1,11 +1,25 @@
 """Beam search with ``generate`` of transformers: from source token ids to scored hypotheses.
 
-The search is that of fairseq, which the paper used. A sentence is finished when ``beam`` hypotheses
-have ended. The score of a hypothesis is its log-probability divided by its length to the power of
-``length_penalty``; the length includes the closing ``</s>``. CTranslate2 uses the same rules.
+The search follows fairseq, which the paper used. A sentence is done when ``beam`` hypotheses have
+ended. The score of a hypothesis is its log-probability divided by its length to the power of
+``length_penalty``; the length counts the closing ``</s>``. An output has at least ``min_length``
+tokens before ``</s>``: fairseq's default of 1 forbids an empty output. CTranslate2 searches in the
+same way, but gives the probability of forbidden tokens to the others, so that scores differ a
+little.
 
-Each sentence has its own length limit, so that its translation does not depend on the other
-sentences of the batch. A hypothesis that reaches the limit has no ``</s>``.
+Each sentence has a longest output of its own, so that its translation does not depend on the other
+sentences of the batch.
+
+What remains different from fairseq:
+
+- A hypothesis that reaches the longest output stays without ``</s>``. fairseq forces ``</s>`` as
+  its last token and counts its probability.
+- The longest output is ``max_ratio`` times the source plus ``max_extra``, by default 1.5 and 20.
+  fairseq's defaults are ``max_len_a=0`` and ``max_len_b=200``.
+- ``<s>`` is never generated. fairseq gives it the probability that the model does.
+- Of hypotheses with equal scores another one can be kept, and scores are computed again in one pass
+  over each finished hypothesis, so that they agree with fairseq's up to rounding.
+- Diverse and constrained search, n-gram blocking and ``unkpen`` are not available.
 """
 
 from __future__ import annotations
@@ -15,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -28,12 +42,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..config import Section
+from ..config import Section, explain
 from ..errors import RequestError
 from .model import BOS, EOS, PAD
 
 # Logits stored at the same time when hypotheses are scored: 128 MB of float32.
 _SCORED_LOGITS = 2**25
+_WIDEST = 4096  # a beam that is wider must be allowed by batch_tokens
 
 
 class Decode(Section):
@@ -46,6 +61,12 @@ class Decode(Section):
         description="A hypothesis scores its log-probability divided by its length to this power. "
         "Larger values favor longer outputs.",
     )
+    min_length: int = Field(
+        1,
+        ge=0,
+        description="The shortest output in tokens, without `</s>`; 1, as in fairseq, forbids an "
+        "empty output.",
+    )
     max_ratio: float = Field(
         1.5,
         ge=0,
@@ -56,6 +77,28 @@ class Decode(Section):
     batch_tokens: int = Field(
         4096, ge=1, description="The largest batch: sentences times longest source times beam."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Decode:
+        if self.beam > max(self.batch_tokens, _WIDEST):
+            raise ValueError(
+                f"a beam of {self.beam} needs batch_tokens (--batch-tokens) of at least as many, "
+                f"and the memory for it"
+            )
+        if self.min_length > self.max_extra:
+            raise ValueError("min_length must not be larger than max_extra")
+        return self
+
+    def with_beam(self, beam: int) -> Decode:
+        """The same search with another beam.
+
+        Raises:
+            RequestError: the beam is too wide.
+        """
+        try:
+            return Decode.model_validate(self.model_dump() | {"beam": beam})
+        except ValidationError as error:
+            raise RequestError("; ".join(explain(error, Decode))) from error
 
 
 @dataclass(frozen=True)
@@ -99,13 +142,13 @@ def generation_config(
     """The options of ``generate``, for :func:`decode` and for the folder of a saved model.
 
     Args:
-        options: beam and length penalty.
-        model: the config of the model.
+        options: beam, length penalty and shortest output.
+        model: its positions.
         nbest: hypotheses per sentence.
-        max_length: start token and output together. None: all positions of the model. A saved file
-            cannot make it depend on the source.
+        max_length: start token and output together; by default the positions of the model. In a
+            saved file it cannot depend on the source, so that only ``</s>`` ends a sentence.
     """
-    # Greedy search compares no hypotheses. Unset options would come from the config of the model.
+    # A beam of 1 has no use for the first two; unset, they would come from the model's own config.
     wide = options.beam > 1
     return GenerationConfig(
         num_beams=options.beam,
@@ -113,6 +156,7 @@ def generation_config(
         length_penalty=options.length_penalty if wide else 1.0,
         early_stopping=wide,
         do_sample=False,
+        min_length=1 + options.min_length,  # the start token counts
         max_length=max_length or model.max_position_embeddings,
         decoder_start_token_id=EOS,
         bos_token_id=BOS,
@@ -190,7 +234,7 @@ def batches(lengths: Sequence[int], options: Decode) -> Iterator[list[int]]:
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
-    """Ends each sentence of a batch at its own length limit."""
+    """Ends each sentence of a batch at its own longest output."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths

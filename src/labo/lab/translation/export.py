@@ -1,8 +1,8 @@
-"""A trained translation model for CTranslate2, which translates fast on a CPU.
+"""Export a trained translation model for CTranslate2, which translates fast on a CPU.
 
-CTranslate2's own converter for Marian takes every model to be one of the published ones, which
-start from a row of zeros and have their padding last. Models trained here start from ``</s>`` as
-fairseq's do, so they are converted with the loader for BART that lies below it.
+CTranslate2's own converter for Marian expects the published models, which start from a row of zeros
+and have their padding last. Models trained here start from ``</s>`` as fairseq's do, so they are
+converted with the loader for BART that it is built on.
 
 The exported folder stands by itself: the model, its tokenizers, and ``labo.json`` with what is done
 to text before and after, and with the temperature of ``labo calibrate``. The exported weights are
@@ -31,12 +31,12 @@ try:
 except ModuleNotFoundError as error:
     raise RequestError("to export a model, install torch-labo[ctranslate2]") from error
 
-# The logit of what is never to be said; half precision holds it.
+# The logit of tokens that must not be generated; it fits in half precision.
 _NEVER = -1e4
 
 
 class _MarianConverter(Converter):  # type: ignore[misc]
-    """A Marian model with its vocabularies, as CTranslate2 takes it."""
+    """A Marian model with its vocabularies, for CTranslate2."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _MarianConverter(Converter):  # type: ignore[misc]
 
     def _load(self) -> TransformerSpec:
         model, config = self.model, self.model.config
-        # The names under which the loader asks a BART.
+        # Settings that the loader reads from a BART.
         config.normalize_before, config.normalize_embedding = False, False
         spec = BartLoader().get_model_spec(model)
         bias = model.final_logits_bias.squeeze(0).numpy().astype(np.float32)
@@ -72,8 +72,8 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
 
     Args:
         run: a run directory or a model folder.
-        out: the folder to make; it must not be there.
-        quantization: how the weights are stored, such as int8; as they are if None.
+        out: the folder to make; it must not exist.
+        quantization: how the weights are stored, such as int8; None keeps them as they are.
 
     Returns:
         The Python lines that translate with it.
@@ -81,16 +81,16 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
     out = Path(out)
     if quantization is not None and quantization not in ACCEPTED_MODEL_TYPES:
         raise RequestError(
-            f"--quantization {quantization}: there are {', '.join(ACCEPTED_MODEL_TYPES)}"
+            f"--quantization {quantization}: choose from {', '.join(ACCEPTED_MODEL_TYPES)}"
         )
     if out.exists():
-        raise RequestError(f"{out} is there already: choose another --out")
+        raise RequestError(f"{out} exists: choose another --out")
     folder = ModelFolder.find(run)
     model, tokenizers = folder.load(), folder.tokenizers()
     unfinished = atomic.temporary(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by an export that was killed
         _MarianConverter(model, *tokenizers).convert(str(unfinished), quantization=quantization)
         _add_text(folder, unfinished)
         for file in sorted(unfinished.rglob("*")):
@@ -105,7 +105,7 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
 
 
 def _add_text(folder: ModelFolder, out: Path) -> None:
-    """Put the tokenizers and what labo knows of the model beside it."""
+    """Add the tokenizers, and what labo saved about the model."""
     source, target = folder.tokenizers()
     source.save_pretrained(out)
     if target is not source:
@@ -149,7 +149,7 @@ def usage(folder: ModelFolder, out: Path, positions: int) -> str:
         "best = translator.translate_batch(",
         f"    [tokens], beam_size={decode.beam}, length_penalty={decode.length_penalty},",
         f"    max_input_length={positions},",
-        f"    min_decoding_length=0, max_decoding_length={positions - 1},",
+        f"    min_decoding_length={decode.min_length}, max_decoding_length={positions - 1},",
         ")[0].hypotheses[0]",
         "said = target_tokenizer.decode(target_tokenizer.convert_tokens_to_ids(best))",
         f"print({result})",

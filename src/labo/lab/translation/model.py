@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._names import Registry
 from ...calibration import fold_temperature
+from ..errors import LabError, RequestError
+from ..run.files import Document, read_json, read_tensors
 from ..text.dropout import FastDropout
 from ..text.head import Head
 
@@ -191,6 +194,46 @@ def fresh_translator(config: MarianConfig, *, fixnorm: bool = False) -> Translat
     marian = MarianMTModel(config)
     _initialise(marian, fixnorm)
     return TranslationModel(marian, fixnorm=fixnorm)
+
+
+def load_marian(folder: Path) -> MarianMTModel:
+    """The Marian model of a folder, on the CPU and in evaluation mode.
+
+    Only ``config.json`` and ``model.safetensors`` are read. Nothing is unpickled, no adapter and no
+    code in the folder is looked at, and nothing is downloaded.
+
+    Raises:
+        RequestError: there is no such model in the folder, or it is incomplete.
+    """
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        if pickled:
+            raise RequestError(
+                f"{folder} has {pickled[0]}, a pickle, which can run code and is not read; if you "
+                'trust it, convert it: python -c "from transformers import MarianMTModel as M; '
+                f'M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
+            )
+        raise RequestError(f"{folder} has no model.safetensors")
+    try:
+        found = read_tensors(weights)
+    except LabError as error:
+        raise RequestError(str(error)) from error
+    try:
+        config = MarianConfig(**read_json(folder / "config.json", Document).model_dump())
+        model = MarianMTModel(config)
+        missing, unknown = model.load_state_dict(found, strict=False)
+    except Exception as error:  # whatever a wrong config leads to
+        raise RequestError(
+            f"{folder} holds no Marian model: {str(error).splitlines()[0]}"
+        ) from error
+    model.tie_weights()
+    expected = {*model._keys_to_ignore_on_save, *model.all_tied_weights_keys, "final_logits_bias"}
+    if lost := sorted({*missing} - expected):
+        raise RequestError(f"{weights} lacks {lost[0]}")
+    if unknown:
+        raise RequestError(f"{weights} has {unknown[0]}, which is no part of a Marian model")
+    return model.eval()
 
 
 def _unit(embeddings: Tensor) -> Tensor:

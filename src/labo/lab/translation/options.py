@@ -52,11 +52,20 @@ def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
     ]
 
 
+MAX_TYPES = 10_000_000
+
+
 class Processing(Section):
     """How sentence pairs are cleaned, split and encoded. A limit of 0 means no limit."""
 
     text: TextOptions = TextOptions()
     train_text: TextOptions | None = None  # if training text is processed differently
+    max_characters: int = Field(
+        default=10_000,
+        ge=0,
+        description="Drop training pairs with more characters than this on either side; 0 keeps "
+        "all. A longer validation or test line is an error.",
+    )
     max_tokens: int = Field(
         default=0,
         ge=0,
@@ -93,10 +102,14 @@ class Processing(Section):
     vocabulary: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_TYPES,
         description="Size of the vocabulary, special tokens included. Default: 10000.",
     )
     merges: int | None = Field(
-        default=None, ge=0, description="Number of byte-pair merges, instead of --vocabulary."
+        default=None,
+        ge=0,
+        le=MAX_TYPES,
+        description="Number of byte-pair merges, instead of --vocabulary.",
     )
     codes: str | None = Field(
         default=None, description="File of merges from subword-nmt, instead of --vocabulary."
@@ -169,7 +182,7 @@ class PrepareOptions(Processing):
         return self
 
 
-# The public recipes of the paper's experiments. In two of them training text is treated otherwise.
+# The public recipes of the paper's experiments. Two of them process training text differently.
 PREPARE_PRESETS: dict[str, dict[str, Any]] = {
     "iwslt14": {
         "text": {"moses": True, "straight_apostrophes": True, "lowercase": True},
@@ -213,11 +226,11 @@ def choose(
 
     Args:
         preset: one of :data:`PREPARE_PRESETS`, or None.
-        text: fields of :class:`labo.lab.translation.text.TextOptions`; None leaves one as it is.
-        settings: other fields of :class:`PrepareOptions`; None leaves one as it is.
+        text: fields of :class:`labo.lab.translation.text.TextOptions`; None keeps the preset's.
+        settings: other fields of :class:`PrepareOptions`; None keeps the preset's.
 
     Raises:
-        RequestError: one line for each thing that is wrong.
+        RequestError: one line for each wrong value.
     """
     if preset is not None and preset not in PREPARE_PRESETS:
         raise RequestError(unknown_name("preset", preset, PREPARE_PRESETS))
@@ -228,7 +241,7 @@ def choose(
         values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
     if given.get("valid") and "holdout" not in given:
         values.pop("holdout", None)
-    # Training text has its own apostrophes, so that straight ones are no option for it.
+    # Training text keeps its apostrophes: straight ones are for the text that is translated.
     plain = {name: value for name, value in text.items() if name != "straight_apostrophes"}
     values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}
     values["text"] = {**values.get("text", {}), **text}

@@ -1,7 +1,6 @@
 """Parallel text as it is published, read as a stream of pairs.
 
-An input is named in one of three ways, in which {pair}, {source} and {target} stand for the
-languages:
+An input is named in one of three ways. {pair}, {source} and {target} are replaced by the languages:
 
 - ``PREFIX``: the files PREFIX.de and PREFIX.en, or PREFIX.de.xml and PREFIX.en.xml;
 - ``FILE,FILE``: the file of the source and the file of the target;
@@ -27,7 +26,10 @@ __all__ = ["ParallelText", "find_parallel_text"]
 
 _SUFFIXES = ("", ".gz", ".xml", ".xml.gz", ".sgm", ".sgm.gz")
 _MARKED_UP = re.compile(r"\.(xml|sgm)(\.gz)?$")
-_SEGMENT = re.compile(r'<seg id="?([^">]*)"?>(.*?)</seg>', re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)(seg|doc)\b([^<>]*)>", re.IGNORECASE)
+_TAG_START = re.compile(r"<seg\b", re.IGNORECASE)
+_ID = re.compile(r'\bid="?([^">]*)"?', re.IGNORECASE)
+_DOCUMENT = re.compile(r'\bdocid="([^"]*)"', re.IGNORECASE)
 _METADATA = re.compile(r"</?(url|talkid|keywords|speaker|reviewer|translator|doc)\b[^>]*>")
 _KEPT_TAGS = re.compile(r"</?(title|description)>")
 
@@ -36,32 +38,41 @@ _KEPT_TAGS = re.compile(r"</?(title|description)>")
 
 
 def _tagged_lines(path: Path) -> Iterator[str]:
-    """The sentences, titles and descriptions of a file in the tagged format of the TED talks."""
+    """The sentences, titles and descriptions of a file in the tagged format of TED talks."""
     for line in read_lines(path):
         if not _METADATA.match(line.lstrip()):
             yield _KEPT_TAGS.sub("", line).strip()
 
 
 def _segments(path: Path) -> Iterator[tuple[str, str]]:
-    """The <seg> elements of a file: where each stands, and its text.
+    """The <seg> elements of a file: the document and id of each, and its text.
 
-    They are found by their tags, for the files are not always well-formed XML.
+    They are found by their tags, because the files are not always well-formed XML.
     """
-    document, held, begun = "", "", 0
+    document, key, begun = "", "", 0
+    text: list[str] | None = None  # of the open segment
     for number, line in enumerate(read_lines(path), 1):
-        if found := re.search(r'<doc\b[^>]*\bdocid="([^"]*)"', line, re.IGNORECASE):
-            document = found[1]
-        if not held and "<seg" not in line.lower():
-            continue
-        begun = begun if held else number
-        held = f"{held} {line}" if held else line
-        end = 0
-        for match in _SEGMENT.finditer(held):
-            yield f"{document} {match[1]}", html.unescape(match[2]).strip()
-            end = match.end()
-        rest = held[end:]
-        held = rest if "<seg" in rest.lower() else ""
-    if held:
+        position, opened = 0, 0
+        for tag in _TAG.finditer(line):
+            closes, name, attributes = bool(tag[1]), tag[2].lower(), tag[3]
+            if name == "doc":
+                if not closes and (found := _DOCUMENT.search(attributes)):
+                    document = found[1]
+            elif not closes:
+                if text is not None:
+                    raise DataError(f"{path}:{begun}: a <seg> without its end")
+                found = _ID.search(attributes)
+                key, begun, text = found[1] if found else "", number, []
+                position, opened = tag.end(), opened + 1
+            elif text is not None:
+                text.append(line[position : tag.start()])
+                yield f"{document} {key}", html.unescape(" ".join(text)).strip()
+                text = None
+        if opened < len(_TAG_START.findall(line)):
+            raise DataError(f"{path}:{number}: a <seg> tag that does not end on its line")
+        if text is not None:
+            text.append(line[position:])
+    if text is not None:
         raise DataError(f"{path}:{begun}: a <seg> without its end")
 
 
@@ -70,11 +81,11 @@ def _segments(path: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class ParallelText:
-    """Files that hold sentence pairs; iterating reads them, as often as wanted.
+    """Files of sentence pairs. Iterating reads them, any number of times.
 
     Attributes:
         files: the file of the source and that of the target, or one file with columns.
-        columns: of such a file, the places of source and target.
+        columns: for one file, the indices of the columns of source and target.
     """
 
     files: tuple[Path, ...]
@@ -143,7 +154,7 @@ def find_parallel_text(
     """The files of an input.
 
     Args:
-        name: as described at the head of this module.
+        name: as described at the top of this module.
         source: the language of the source, such as "de".
         target: the language of the target.
         columns: what the columns of a single file hold: "source", "target" or a language; any
@@ -152,12 +163,10 @@ def find_parallel_text(
     Raises:
         DataError: no such files.
     """
-    try:
-        name = name.format(pair=f"{source}-{target}", source=source, target=target)
-    except (KeyError, IndexError, ValueError) as error:
-        raise DataError(
-            f"{name}: only {{pair}}, {{source}} and {{target}} are filled in"
-        ) from error
+    languages = {"pair": f"{source}-{target}", "source": source, "target": target}
+    if set(re.findall(r"{(\w*)}|[{}]", name)) - {"pair", "source", "target"}:
+        raise DataError(f"{name}: only {{pair}}, {{source}} and {{target}} are filled in")
+    name = re.sub(r"{(\w+)}", lambda match: languages[match[1]], name)
     if "," in name:
         files = tuple(Path(part).expanduser() for part in name.split(","))
         if len(files) != 2:
@@ -175,9 +184,9 @@ def find_parallel_text(
 
 
 def _column(columns: Sequence[str], side: str, language: str) -> int:
-    for place, name in enumerate(columns):
+    for index, name in enumerate(columns):
         if name in (side, language):
-            return place
+            return index
     raise DataError(f"columns {','.join(columns)}: none is {side} or {language}")
 
 

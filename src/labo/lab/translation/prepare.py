@@ -1,9 +1,9 @@
 """Parallel text to prepared data: ``labo prepare``.
 
-Three passes, none of which holds the corpus in memory. The first cleans the text and separates the
-held-out splits from the training split. The second learns the subwords from the training split. The
-third writes token ids and counts them. All of it happens in a hidden folder beside the result. The
-hidden folder is renamed at the very end, so a folder that is there is complete.
+There are three passes, none of which holds the corpus in memory. The first cleans the text and
+separates the held-out splits from the training split. The second learns the subwords from the
+training split. The third writes token ids and counts them. All of it happens in a hidden folder
+beside the result, which is renamed at the end: a folder under its own name is complete.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def prepare(
     """Prepare files of parallel text.
 
     Args:
-        options: which files, and what becomes of them.
+        options: which files, and how they are processed.
         out: the folder to make.
         workers: processes that clean text; None for as many as there are processors, if it pays.
             The result does not depend on it.
-        force: replace the prepared data that is there.
+        force: replace prepared data that are in ``out``.
 
     Returns:
-        What is now in ``out``.
+        The prepared data.
 
     Raises:
         DataError: the files are missing, damaged or not aligned, or nothing of them is left.
-        RequestError: ``out`` exists.
+        RequestError: ``out`` exists, and is something else or ``force`` is False.
     """
     out = check_free(Path(out), force)
     pairs = parse_pairs(options.pair, options.tag)
@@ -91,7 +91,7 @@ def prepare(
         )
         if names
     }
-    # Everything is read once before any work, so that what is wrong is said at once.
+    # Everything is read once before any work, so that errors are found at once.
     with ProgressBars() as bars:
         sizes, inputs = _survey(texts, bars)
     if workers is None:
@@ -143,25 +143,25 @@ def prepare_pairs(
     workers: int = 1,
     force: bool = False,
 ) -> Prepared:
-    """Prepare sentence pairs that come from anywhere.
+    """Prepare sentence pairs from any source.
 
     Args:
         out: the folder to make.
         pairs: the directions of translation.
         splits: for "train" and, unless they are held out, "valid" and "test": the number of the
             language pair, the source line and the target line of each sentence pair.
-        processing: what becomes of them.
+        processing: how they are processed.
         sizes: how many each split has, for the progress bars.
-        inputs: what the manifest says of where they come from.
+        inputs: the origin of the pairs, for the manifest.
         workers: processes that clean text; the result does not depend on it.
-        force: replace the prepared data that is there.
+        force: replace prepared data that are in ``out``.
 
     Returns:
-        What is now in ``out``.
+        The prepared data.
     """
     out = check_free(Path(out), force)
     if processing.codes is not None:
-        read_codes(Path(processing.codes).expanduser(), list)  # a wrong file is refused at once
+        read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
     try:
         with building(out, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars)
@@ -175,7 +175,7 @@ def prepare_pairs(
 
 @dataclass
 class _Work:
-    """The three passes over one corpus, and what they counted."""
+    """The three passes over one corpus, and their counts."""
 
     folder: Path
     pairs: list[Pair]
@@ -213,21 +213,37 @@ class _Work:
                 text = options.training_text if split == "train" else options.text
                 run = partial(clean_pairs, text, self.pairs)
                 advance = stack.enter_context(self.bars.bar(f"cleaning {split}", sizes.get(split)))
-                for chunk in map_in_order(run, chunks(rows, _CHUNK), workers):
+                wanted = self._short_enough(split, rows)
+                for chunk in map_in_order(run, chunks(wanted, _CHUNK), workers):
                     parts: dict[str, list[CleanPair]] = {name: [] for name in SPLITS}
                     for row in chunk:
-                        place = self._place(split, row)
-                        if place is not None:
-                            parts[place].append(self._shown(row) if place != "train" else row)
-                    for place, part in parts.items():
-                        files[place].add(zip(*part, strict=True))
-                    self.read[split] += len(chunk)
+                        chosen = self._split_of(split, row)
+                        if chosen is not None:
+                            parts[chosen].append(self._shown(row) if chosen != "train" else row)
+                    for chosen, part in parts.items():
+                        files[chosen].add(zip(*part, strict=True))
                     advance(len(chunk))
         for split in SPLITS:
             self.cleaned[split] = files[split].rows
             self._refuse_empty(split, self.cleaned[split])
 
-    def _place(self, split: str, row: CleanPair) -> str | None:
+    def _short_enough(self, split: str, rows: Iterable[RawPair]) -> Iterator[RawPair]:
+        """The pairs that are short enough to be cleaned, whatever characters they are made of."""
+        limit = self.processing.max_characters
+        for row in rows:
+            self.read[split] += 1
+            longest = max(len(row[1]), len(row[2]))
+            if not limit or longest <= limit:
+                yield row
+            elif split == "train":
+                self.dropped[split]["too many characters"] += 1
+            else:  # what is scored is never dropped
+                raise DataError(
+                    f"line {self.read[split]} of the {split} split has {longest} characters; the "
+                    f"limit of {limit} is set by --max-characters"
+                )
+
+    def _split_of(self, split: str, row: CleanPair) -> str | None:
         """The split that a pair goes to, or None if it is dropped."""
         options = self.processing
         reason = None if row.source and row.target else "empty"
@@ -246,7 +262,7 @@ class _Work:
         return "test" if _is_nth(self.remaining[row.pair], options.holdout_test) else "train"
 
     def _shown(self, row: CleanPair) -> CleanPair:
-        """With its lines as people read them, if they were published in tokens."""
+        """The pair with detokenized lines, if the text was published in tokens."""
         if not self.processing.text.tokenized:
             return row
         pair = self.pairs[row.pair]
@@ -267,7 +283,7 @@ class _Work:
     # -------------------------------------------------------------- pass 2: subwords
 
     def learn_subwords(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-        """The tokenizers of source and target; one and the same if they share all."""
+        """The tokenizers of source and target; the same object if they share everything."""
         options = self.processing
         if options.share == "nothing":
             source, target = (self._merges(partial(self._lines, s)) for s in ("source", "target"))
@@ -295,7 +311,7 @@ class _Work:
             yield from batch[side].to_pylist()
 
     def _used(self, tokenizer: PreTrainedTokenizerFast, side: str) -> set[str]:
-        """The types that the training text of a side is made of."""
+        """The types that occur in the training text of a side."""
         used = np.zeros(len(tokenizer), dtype=bool)
         with self.bars.bar(f"counting {side}", self.cleaned["train"]) as advance:
             for lines in chunks(self._lines(side), _CHUNK):
@@ -330,7 +346,7 @@ class _Work:
     def _write_split(
         self, split: str, source: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Write the token ids of a split; how often each type occurs in it."""
+        """Write the token ids of a split; returns how often each type occurs in it."""
         options = self.processing
         held_out = bool({"valid": options.holdout, "test": options.holdout_test}.get(split))
         limits = (0, 0.0)
@@ -374,7 +390,7 @@ class _Work:
     # -------------------------------------------------------------- the end
 
     def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
-        """Say what the folder holds; written last."""
+        """Write what the folder holds; this is the last file."""
         manifest = {
             "pairs": [asdict(pair) for pair in self.pairs],
             "text": self.processing.text.model_dump(),
@@ -390,7 +406,7 @@ class _Work:
         seal(self.folder, manifest)
 
     def _processing(self) -> dict[str, Any]:
-        """What was done, without the places of files."""
+        """What was done, without the paths of files."""
         fields = set(Processing.model_fields) - {"text"}
         document = self.processing.model_dump(include=fields)
         if self.processing.codes is not None:
@@ -404,7 +420,7 @@ def _is_nth(number: int, n: int) -> bool:
 
 
 def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | None:
-    """Why a training pair of these lengths is not wanted, or None."""
+    """Why a training pair of these lengths is dropped, or None."""
     if longest and max(lengths) > longest:
         return "too long"
     if ratio and max(lengths) / max(1, min(lengths)) > ratio:
@@ -413,12 +429,12 @@ def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | No
 
 
 def _text_schema(split: str) -> pa.Schema:
-    """The columns of cleaned text: those of the split, with text in the place of token ids."""
+    """The columns of cleaned text: those of the split, with text instead of token ids."""
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
 
 
 def summarize(prepared: Prepared) -> None:
-    """Print what became of the pairs, where they are, and what to do next."""
+    """Print how many pairs were kept, where they are, and the command that trains on them."""
     manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
     table = Table("split", "read", "dropped", "kept", "source tokens", "target tokens", box=None)
     table.add_column("unknown", no_wrap=True)

@@ -1,13 +1,14 @@
 """Prepared parallel text: a folder of token ids in Arrow, with its tokenizers and a manifest.
 
 ``labo prepare`` writes it, training reads it. The splits are Arrow streams, mapped into memory and
-seen as numpy arrays; ``datasets.Dataset.from_file`` reads them too. The manifest is written last,
-so a folder that has one is whole.
+used as numpy arrays; ``datasets.Dataset.from_file`` reads them too. The manifest is written last,
+so a folder that has one is complete. It lists the checksum of every file, and all are verified
+before anything is mapped: each file is hashed once and remembered, see
+:mod:`labo.lab.run.checksums`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt
 
-from ..errors import DataError
+from ..errors import DataError, RequestError
+from ..run.files import Document, read_json
 from ..text.arrow import flat_lists
-from ..text.folder import MANIFEST, load_tokenizer, read_manifest
+from ..text.folder import MANIFEST, SPLITS, FolderManifest, load_tokenizer, read_manifest
 from .text import TextOptions
 
 if TYPE_CHECKING:
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Pair", "Prepared", "TextSplit", "schema"]
 
 Side = Literal["source", "target"]
+
+_ALWAYS_THERE = (
+    *(f"{split}.arrow" for split in SPLITS),
+    "frequencies.json",
+    "tokenizer/tokenizer.json",
+)
+_TARGET = "target_tokenizer/tokenizer.json"
 
 
 def schema(split: str) -> pa.Schema:
@@ -48,6 +57,32 @@ class Pair:
 
     def __str__(self) -> str:
         return f"{self.source}-{self.target}"
+
+
+class _Vocabulary(Document):
+    kind: Literal["joint", "separate"]
+    source: int = Field(ge=1)
+    target: int = Field(ge=1)
+
+
+class _PairEntry(Document):
+    source: str
+    target: str
+    tag: str | None = None
+
+
+class _PairManifest(FolderManifest):
+    """What ``prepared.json`` must hold; it says more."""
+
+    pairs: list[_PairEntry] = Field(min_length=1)
+    text: TextOptions
+    vocabulary: _Vocabulary
+    sizes: dict[str, NonNegativeInt]
+
+
+class _Frequencies(Document):
+    source: list[NonNegativeInt]
+    target: list[NonNegativeInt]
 
 
 class TextSplit:
@@ -79,7 +114,7 @@ class TextSplit:
 
     @property
     def source_offsets(self) -> npt.NDArray[np.int64]:
-        """(N + 1,), where each source sentence begins."""
+        """(N + 1,), the start of each source sentence in ``source_values``."""
         return self._source[1]
 
     @property
@@ -89,7 +124,7 @@ class TextSplit:
 
     @property
     def target_offsets(self) -> npt.NDArray[np.int64]:
-        """(N + 1,), where each target sentence begins."""
+        """(N + 1,), the start of each target sentence in ``target_values``."""
         return self._target[1]
 
     def source(self, index: int) -> npt.NDArray[np.int32]:
@@ -105,12 +140,12 @@ class TextSplit:
         return np.diff(self.source_offsets if side == "source" else self.target_offsets)
 
     def source_text(self, index: int) -> str:
-        """The raw line; not for the training split, which does not keep them."""
+        """The raw line. The training split has none."""
         text: str = self._table["source_text"][index].as_py()
         return text
 
     def target_text(self, index: int) -> str:
-        """The raw line; not for the training split, which does not keep them."""
+        """The raw line. The training split has none."""
         text: str = self._table["target_text"][index].as_py()
         return text
 
@@ -126,7 +161,7 @@ class Prepared:
         manifest: the content of prepared.json.
         fingerprint: 64 hex digits, the same for the same content.
         pairs: the directions of translation.
-        text: what was done to the text, and is to be done to text that is translated.
+        text: what was done to the text, and has to be done to text that is translated.
 
     Raises:
         DataError: it is no prepared folder, or an unfinished or damaged one.
@@ -134,30 +169,26 @@ class Prepared:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.manifest: dict[str, Any] = read_manifest(self.path)
-        if "task" in self.manifest:  # prepared for another one
-            raise DataError(f"{self.path}: not parallel text made by `labo prepare`")
-        try:
-            self.fingerprint: str = self.manifest["fingerprint"]
-            self.pairs = [Pair(**pair) for pair in self.manifest["pairs"]]
-            self.text = TextOptions.model_validate(self.manifest["text"])
-            files = list(self.manifest["sha256"])
-        except (KeyError, TypeError, ValidationError) as error:
-            raise DataError(f"{self.path / MANIFEST}: damaged ({error!r})") from error
-        for file in files:
-            if not (self.path / file).is_file():
-                raise DataError(f"{self.path / file}: missing; run `labo prepare` again")
+        checked = read_manifest(self.path, _PairManifest, "labo prepare", _ALWAYS_THERE)
+        self._vocabulary = checked.vocabulary
+        if self._vocabulary.kind == "separate" and _TARGET not in checked.sha256:
+            raise DataError(f"{self.path / MANIFEST}: sha256 has no {_TARGET}")
+        self.manifest: dict[str, Any] = checked.model_dump()
+        self.fingerprint = checked.content_fingerprint
+        self.pairs = [Pair(pair.source, pair.target, pair.tag) for pair in checked.pairs]
+        self.text = checked.text
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Of the source, or of both."""
-        return load_tokenizer(self.path / "tokenizer")
+        """The tokenizer of the source, or of both sides."""
+        return load_tokenizer(self.path / "tokenizer", self._vocabulary.source)
 
     @cached_property
     def target_tokenizer(self) -> PreTrainedTokenizerFast:
-        """Of the target; the same object as ``tokenizer`` if the vocabulary is joint."""
-        folder = self.path / "target_tokenizer"
-        return load_tokenizer(folder) if folder.is_dir() else self.tokenizer
+        """The tokenizer of the target; the same object as ``tokenizer`` for a joint vocabulary."""
+        if self._vocabulary.kind == "joint":
+            return self.tokenizer
+        return load_tokenizer(self.path / "target_tokenizer", self._vocabulary.target)
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
@@ -165,17 +196,40 @@ class Prepared:
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
                 table = stream.read_all()
-        except (OSError, pa.ArrowInvalid) as error:
+            table.validate(full=True)
+        except (OSError, pa.ArrowException) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
         if table.schema != schema(name):
             raise DataError(f"{path}: its columns are not those of a prepared split")
-        return TextSplit(table)
+        if any(column.null_count for column in table.columns):
+            raise DataError(f"{path}: it has empty cells")
+        split = TextSplit(table)
+        self._check_ids(split, path)
+        return split
+
+    def _check_ids(self, split: TextSplit, path: Path) -> None:
+        """Refuse ids without a type, and sentence pairs without a language pair or a token."""
+        for side, size in (
+            ("source", self._vocabulary.source),
+            ("target", self._vocabulary.target),
+        ):
+            values = split.source_values if side == "source" else split.target_values
+            if len(values) and not 0 <= values.min() <= values.max() < size:
+                raise DataError(f"{path}: a {side} token id is outside [0, {size})")
+            if len(split) and split.lengths(side).min() < 1:  # type: ignore[arg-type]
+                raise DataError(f"{path}: a {side} sentence has no token")
+        if len(split) and not 0 <= split.pair.min() <= split.pair.max() < len(self.pairs):
+            raise DataError(f"{path}: a language pair is outside [0, {len(self.pairs)})")
 
     def frequencies(self, side: Side) -> npt.NDArray[np.int64]:
         """(V,), how often each type occurs in the training split; </s> and tags count too."""
         path = self.path / "frequencies.json"
         try:
-            counts = json.loads(path.read_text(encoding="utf-8"))[side]
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
+            found = read_json(path, _Frequencies)
+        except RequestError as error:
+            raise DataError(str(error)) from error
+        counts = found.source if side == "source" else found.target
+        size = getattr(self._vocabulary, side)
+        if len(counts) != size:
+            raise DataError(f"{path}: {len(counts)} counts of {side} types, not {size}")
         return np.asarray(counts, dtype=np.int64)

@@ -20,8 +20,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
-from transformers import MarianMTModel
-from transformers.utils import logging
 
 from ..._names import unknown_name
 from .. import config
@@ -40,8 +38,10 @@ from .model import (
     PAD,
     TranslationModel,
     fresh_translator,
+    load_marian,
     marian_config,
 )
+from .options import MAX_TYPES
 from .prepared import Prepared, Side, TextSplit
 from .text import Pipeline
 
@@ -60,9 +60,13 @@ class TextData(config.Section):
     languages: config.Names = Field(
         (), description="With `cldr`: one or several of de-en, en-de, fr-en and en-fr."
     )
-    size: int = Field(20_000, ge=100, description="With `cldr`: the number of training pairs.")
+    size: int = Field(
+        20_000, ge=100, le=10_000_000, description="With `cldr`: the number of training pairs."
+    )
     data_seed: int = Field(0, ge=0, description="With `cldr`: the seed of the phrases.")
-    vocabulary: int = Field(2000, ge=300, description="With `cldr`: the size of the vocabulary.")
+    vocabulary: int = Field(
+        2000, ge=300, le=MAX_TYPES, description="With `cldr`: the size of the vocabulary."
+    )
     switchout_source: float = Field(
         0.0,
         ge=0,
@@ -168,6 +172,11 @@ class TextRecipe(config.Recipe):
     train: TextTrain
     decode: Decode = Decode()
 
+    @model_validator(mode="after")
+    def _beam_fits(self) -> TextRecipe:
+        Decode.model_validate(self.decode.model_dump() | {"beam": self.train.select_beam})
+        return self
+
 
 @dataclass(frozen=True)
 class Sentences:
@@ -246,8 +255,7 @@ class TranslationTask(Task):
 
     @staticmethod
     def load_model(folder: Path) -> TranslationModel:
-        logging.disable_progress_bar()  # loading takes a moment only
-        return TranslationModel(MarianMTModel.from_pretrained(folder, local_files_only=True))
+        return TranslationModel(load_marian(folder))
 
     def facts(self) -> dict[str, Any]:
         """The facts that are saved with the model, besides its dimensions."""
@@ -374,7 +382,7 @@ class TranslationTask(Task):
         split = self.data.split("valid")
         metrics = forced.mean_metrics(self._forced(model, split, accelerator))
         if self.recipe.train.select == "bleu":
-            options = self.recipe.decode.model_copy(update={"beam": self.recipe.train.select_beam})
+            options = self.recipe.decode.with_beam(self.recipe.train.select_beam)
             hypotheses = self._decode(model, split, accelerator, options)
             metrics |= {"bleu": self._scores(split, self._texts(split, hypotheses))["bleu"]}
         return metrics
@@ -396,9 +404,7 @@ class TranslationTask(Task):
         lengths = _lengths(chosen, "target")
         metrics["length_ratio"] = sum(len(h.ids) + 1 for h in hypotheses) / int(lengths.sum())
         by_beam = {
-            beam: self._decode(
-                model, chosen, accelerator, self.recipe.decode.model_copy(update={"beam": beam})
-            )
+            beam: self._decode(model, chosen, accelerator, self.recipe.decode.with_beam(beam))
             for beam in beams
         }
         records = self._records(chosen, references, temperature, hypotheses, texts, by_beam)

@@ -68,7 +68,7 @@ class Pipeline:
         self.target = _forward(options, target_language)
         """Likewise for the target."""
         self.restore = _backward(options, target_language)
-        """What the model says, as plain text."""
+        """The output of a model to plain text."""
         self.restore_source = _backward(options, source_language)
         """Likewise for a source line."""
 
@@ -80,7 +80,7 @@ def _forward(options: TextOptions, language: str) -> Callable[[str], str]:
     if options.normalize_punctuation:
         from sacremoses import MosesPunctNormalizer
 
-        # The published data was made by the Perl script, whose results this switch gives.
+        # The published data was made by the Perl script; this switch gives its results.
         steps.append(MosesPunctNormalizer(language, perl_parity=True).normalize)
     if options.remove_nonprinting:
         steps.append(_printable)
@@ -89,11 +89,11 @@ def _forward(options: TextOptions, language: str) -> Callable[[str], str]:
 
         tokenizer, aggressive = MosesTokenizer(language), options.aggressive_hyphens
         steps.append(lambda line: tokenizer.tokenize(line, aggressive, return_str=True))
-        # The Perl script takes the last period for the end of the sentence, whatever it ends.
+        # The Perl script always treats the last period as the end of the sentence.
         steps.append(lambda line: _FINAL_PERIOD.sub(r"\1 .", line))
     if options.lowercase:
         steps.append(str.lower)
-    # Afterwards, for normalisation and lower case may leave or make spaces.
+    # At the end, because normalisation and lower case can produce spaces.
     steps.append((lambda line: " ".join(line.split())) if options.spaced else str.strip)
 
     def run(line: str) -> str:
@@ -114,7 +114,7 @@ def _backward(options: TextOptions, language: str) -> Callable[[str], str]:
 
 
 def languages_without_moses_rules(languages: Iterable[str]) -> set[str]:
-    """Those of the languages that the Moses tokenizer treats as if they were English."""
+    """Those of the languages that the Moses tokenizer treats like English."""
     from sacremoses.corpus import NonbreakingPrefixes
 
     # Chinese, Japanese and Korean have rules of another sort.
@@ -122,7 +122,7 @@ def languages_without_moses_rules(languages: Iterable[str]) -> set[str]:
 
 
 def _printable(line: str) -> str:
-    """The line with spaces for control characters and the like."""
+    """The line with control characters replaced by spaces."""
     if line.isprintable():
         return line
     return "".join(" " if unicodedata.category(c).startswith("C") else c for c in line)

@@ -1,7 +1,7 @@
-"""Raw text in, translated text out: one line for each, whatever is in it.
+"""Translate raw text: one line of output for each line of input.
 
-:class:`Translator` is the way in from Python; ``labo translate`` is :func:`translate_stream`, which
-reads and writes a few thousand lines at a time.
+:class:`Translator` is for use from Python. ``labo translate`` is :func:`translate_stream`, which
+reads and writes up to two thousand lines at a time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
+from pydantic import Field, ValidationError
 from transformers import MarianMTModel, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from ..config import explain
 from ..errors import RequestError
 from ..run.calibration import divisor_of
+from ..run.files import Document, checked
 from ..tasks import find_model
 from ..text.stdio import Answer, Notice, answer_lines
 from ..text.subwords import encode
 from .decoding import Decode, Hypothesis, decode
+from .model import load_marian
 from .prepared import Pair
 from .text import Pipeline, TextOptions
+
+_LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,31 @@ class Translation:
 _NOTHING = Translation("", 0.0, (), ())
 
 
+class _PairFacts(Document):
+    source: str
+    target: str
+    tag: str | None = None
+
+
+class _Facts(Document):
+    """What ``config.json`` of a translation model has under "labo"."""
+
+    pairs: list[_PairFacts] = Field(min_length=1)
+    text: TextOptions
+    decode: Decode
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises Exception itself
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RequestError(f"{folder} holds no tokenizer that can be read: {reason}") from error
+
+
 @dataclass(frozen=True)
 class ModelFolder:
-    """A trained translation model as it lies on the disk, with what labo knows of it.
+    """A trained translation model on disk, with what labo saved about it.
 
     Attributes:
         path: the folder: ``best`` of a run, or a copy of it.
@@ -76,39 +100,26 @@ class ModelFolder:
         Raises:
             RequestError: there is none, or it is no translation model.
         """
-        path, facts = find_model(run, "translation")
-        try:
-            return cls(
-                path,
-                tuple(Pair(**pair) for pair in facts["pairs"]),
-                TextOptions.model_validate(facts["text"]),
-                Decode.model_validate(facts["decode"]),
-                divisor_of(path),
-            )
-        except (KeyError, TypeError, ValidationError) as error:
-            raise RequestError(f"{path} holds no model this version can load") from error
+        folder, facts = find_model(run, "translation")
+        known = checked(facts, _Facts, folder / "config.json", "labo.")
+        return cls(
+            folder,
+            tuple(Pair(pair.source, pair.target, pair.tag) for pair in known.pairs),
+            known.text,
+            known.decode,
+            divisor_of(folder),
+        )
 
     def load(self) -> MarianMTModel:
-        """The model, on the CPU and in the mode of evaluation."""
-        bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            return MarianMTModel.from_pretrained(self.path, local_files_only=True).eval()
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise RequestError(f"{self.path} holds no model this version can load") from error
-        finally:
-            if bars:
-                logging.enable_progress_bar()
+        """The model, on the CPU and in evaluation mode."""
+        return load_marian(self.path)
 
     def tokenizers(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-        """Those of source and target: one and the same if the vocabulary is joint."""
-        try:
-            source = PreTrainedTokenizerFast.from_pretrained(self.path)
-            if not (self.path / "target_tokenizer").is_dir():
-                return source, source
-            return source, PreTrainedTokenizerFast.from_pretrained(self.path / "target_tokenizer")
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"{self.path} holds no tokenizer") from error
+        """The tokenizers of source and target; the same object for a joint vocabulary."""
+        source = _load_tokenizer(self.path)
+        if not (self.path / "target_tokenizer").is_dir():
+            return source, source
+        return source, _load_tokenizer(self.path / "target_tokenizer")
 
     def pair(self, name: str | None) -> Pair:
         """A direction by its name, such as de-en, or by its source language alone."""
@@ -124,14 +135,14 @@ class ModelFolder:
 
 
 class Translator:
-    """A trained run, ready to translate.
+    """A trained model, ready to translate.
 
     Args:
-        run: a run directory, or a model folder itself.
-        pair: such as ``de-en``, for a run that translates in several directions.
-        notice: called with a line of text when an input could not be translated as it is.
-        search: options of :class:`labo.lab.translation.decoding.Decode`; where they are missing or
-            None it is as the recipe has it.
+        run: a run directory, or a model folder.
+        pair: such as ``de-en``, for a model with several directions.
+        notice: called with a sentence when a line had to be changed to be translated.
+        search: options of :class:`labo.lab.translation.decoding.Decode`; those that are missing or
+            None are taken from the recipe.
 
     Example::
 
@@ -153,10 +164,25 @@ class Translator:
         self.notice = notice
         self.pipeline = Pipeline(folder.text, chosen.source, chosen.target)
         self.tokenizer, self.target_tokenizer = folder.tokenizers()
-        self.tag = [self.tokenizer.get_vocab()[chosen.tag]] if chosen.tag else []
+        self.tag = [self._tag_id(chosen.tag)] if chosen.tag else []
         self.model = folder.load()
+        self._check_sizes()
         if torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
+
+    def _tag_id(self, tag: str) -> int:
+        vocabulary = self.tokenizer.get_vocab()
+        if tag not in vocabulary:
+            raise RequestError(f"the tokenizer has no tag {tag}")
+        return int(vocabulary[tag])
+
+    def _check_sizes(self) -> None:
+        """Refuse tokenizers with more types than the model has embeddings for."""
+        config = self.model.config
+        sizes = (config.vocab_size, config.decoder_vocab_size or config.vocab_size)
+        for tokenizer, size in zip((self.tokenizer, self.target_tokenizer), sizes, strict=True):
+            if len(tokenizer) != size:
+                raise RequestError(f"a tokenizer has {len(tokenizer)} types, the model {size}")
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """The best translation of each line; that of an empty line is empty."""
@@ -170,7 +196,7 @@ class Translator:
         first_line: int = 1,
         advance: Callable[[int], object] | None = None,
     ) -> list[list[Translation]]:
-        """The best translations of each line, best first; an empty line has only empty ones.
+        """The best translations of each line, best first; those of an empty line are empty.
 
         Args:
             lines: raw text.
@@ -178,7 +204,8 @@ class Translator:
             first_line: the number of the first line, for notices.
             advance: called with the number of lines after each batch.
         """
-        texts = [self.pipeline.source(line) for line in lines]
+        cut = [self._within_limit(line, first_line + i) for i, line in enumerate(lines)]
+        texts = [self.pipeline.source(line) for line in cut]
         wanted = [index for index, text in enumerate(texts) if text]
         sources = [
             self._within_positions([*self.tag, *ids], first_line + index)
@@ -201,6 +228,15 @@ class Translator:
             found[index] = [self._translation(hypothesis) for hypothesis in hypotheses]
         return found
 
+    def _within_limit(self, line: str, number: int) -> str:
+        if len(line) <= _LONGEST_LINE:
+            return line
+        self.notice(
+            f"line {number} has {len(line)} characters, of which the first {_LONGEST_LINE} are "
+            "translated"
+        )
+        return line[:_LONGEST_LINE]
+
     def _within_positions(self, ids: list[int], line: int) -> list[int]:
         positions = self.model.config.max_position_embeddings
         if len(ids) <= positions:
@@ -215,7 +251,7 @@ class Translator:
         said = str(tokenizer.decode(list(hypothesis.ids), skip_special_tokens=True))
         tokens = tokenizer.convert_ids_to_tokens(list(hypothesis.ids))
         return Translation(
-            # A model of bytes may say any of the characters that end a line somewhere.
+            # A model of bytes can produce any of the characters that end a line.
             " ".join(self.pipeline.restore(said).splitlines()),
             hypothesis.score,
             (*tokens, *[tokenizer.eos_token] * hypothesis.ended),
@@ -244,7 +280,7 @@ def translate_stream(
     scores: bool = False,
     **search: Any,
 ) -> None:
-    """Translate line by line, from bytes to bytes; a reader that goes away ends it quietly.
+    """Translate line by line, from bytes to bytes. If the reader goes away it ends without error.
 
     Lines end with a line feed, with or without a carriage return before it. Bytes that are not
     UTF-8 are read as U+FFFD and sentences longer than the model are cut, with a notice on stderr.

@@ -1,0 +1,69 @@
+"""The Triton kernels on GPUs that are not here: compiled ahead of time, and their bytes counted.
+
+Of the options, each target compiles a part; ``LABO_ALL_KERNELS=1`` compiles them all, in minutes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from labo.fused import kernels
+from scripts import ROOT
+
+AUDIT = ROOT / "tests/support/kernel_audit.py"
+ALL = ["--all"] if os.environ.get("LABO_ALL_KERNELS") else []
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def audit(*arguments: str) -> list[dict]:
+    command = [sys.executable, str(AUDIT), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_without_spills(target):
+    found = audit("compile", target, *ALL)
+    assert {record["kernel"] for record in found} == {
+        "statistics",
+        "gradient",
+        "shard sums",
+        "shard gradient",
+    }
+    assert {record["variant"][0] for record in found} == {0, 1, 2, 3}
+    assert [record for record in found if record["spilled"]] == []
+    # 256 threads of 128 registers each are half of what a multiprocessor of any target has.
+    assert max(record["registers"] for record in found) <= 128
+
+
+def test_the_audit_knows_every_kernel():
+    """A kernel that is added to the file is added to the audit."""
+    source = inspect.getsource(kernels)
+    written = re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", source)
+    assert len(written) == 4
+    assert sorted(re.findall(r"(\w+_kernel)\[\(", source)) == sorted(written)
+
+
+def test_bytes_per_logit():
+    """Each pass reads every logit once; the gradient is written once; all else is per row.
+
+    Class weights are read with every row, and come from the cache.
+    """
+    found = audit("bytes")
+    for record in found:
+        mode, dtype, weighted, _ = record["variant"]
+        size = BYTES[dtype]
+        backward = "gradient" in record["kernel"]
+        weights = 4 if weighted and (mode > 0 or record["kernel"] == "gradient") else 0
+        per_row = 64 / 4096  # at most sixteen numbers for each block
+        assert size + weights <= record["read"] <= size + weights + per_row, record
+        written = size if backward else 0
+        assert written <= record["written"] <= written + per_row, record

@@ -1,0 +1,34 @@
+"""Benchmarks that need more than one process or a GPU run as they stand, at tiny sizes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from scripts import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+
+
+def test_two_processes(tmp_path):
+    main = importlib.import_module("benchmarks.__main__").main
+    main(["--smoke", "--only", "parallel", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["rival"] for row in rows] == ["rows split", "rows split"]
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_gpu_tables(capsys):
+    main = importlib.import_module("benchmarks.gpu").main
+    main(["--device", "cpu", "--smoke"])
+    printed = capsys.readouterr().out
+    assert printed.count("| torch LS |") == 2
+    assert printed.count("| labo.linear_loss LABO |") == 2
+    assert printed.count("| LABO | bfloat16 |") == 1

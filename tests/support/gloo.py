@@ -1,0 +1,95 @@
+"""Processes that are joined by gloo, for tests: started once, then given one function at a time."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_PATIENCE = 120  # seconds, for a whole task; a collective that waits in vain fails sooner
+
+
+class World:
+    """What a function sees of the processes it runs on.
+
+    Attributes:
+        rank: of this process.
+        size: how many take part.
+        group: their process group.
+        mesh: the same as a mesh.
+    """
+
+    def __init__(self, rank: int, size: int, group: Any, mesh: DeviceMesh) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.mesh = mesh
+
+    def share(self, x: torch.Tensor, dim: int, sizes: list[int] | None = None) -> torch.Tensor:
+        """The part of this process: as DTensor cuts, or parts of the given sizes."""
+        if sizes is not None:
+            return x.split(sizes, dim)[self.rank]
+        parts = x.chunk(self.size, dim)
+        return parts[self.rank] if self.rank < len(parts) else x.narrow(dim, 0, 0)
+
+
+def _serve(rank: int, most: int, store: str, tasks: Any, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=most,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    worlds = {}
+    for size in range(2, most + 1):
+        group = dist.new_group(list(range(size)))
+        worlds[size] = World(rank, size, group, DeviceMesh("cpu", list(range(size))))
+    while True:
+        function, size, args = tasks.get()
+        torch.manual_seed(0)
+        try:
+            answers.put((rank, function(worlds[size], *args), None))
+        except BaseException:
+            answers.put((rank, None, traceback.format_exc()))
+
+
+class Processes:
+    """``Processes(3, folder).run(2, f, *args)``: f(world, *args) on two of three processes."""
+
+    def __init__(self, most: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.answers = context.Queue()
+        self.tasks = [context.Queue() for _ in range(most)]
+        self.workers = [
+            context.Process(
+                target=_serve,
+                args=(rank, most, str(folder / "store"), self.tasks[rank], self.answers),
+                daemon=True,
+            )
+            for rank in range(most)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each process returns; fails with the traceback of the first that failed."""
+        for tasks in self.tasks[:size]:
+            tasks.put((function, size, args))
+        found = sorted(self.answers.get(timeout=_PATIENCE) for _ in range(size))
+        for rank, _, problem in found:
+            assert problem is None, f"process {rank}:\n{problem}"
+        return [result for _, result, _ in found]
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.join()

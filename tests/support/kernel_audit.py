@@ -1,0 +1,195 @@
+"""What can be known of the Triton kernels without a GPU; run as a script, prints JSON.
+
+``compile TARGET [--all]`` compiles them ahead of time, as the host code would launch them:
+registers and spills. ``bytes`` runs them in the interpreter: bytes read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+if sys.argv[1:2] == ["bytes"]:  # must be chosen before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+else:
+    os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns without
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from labo.fused import kernels
+from labo.fused.spec import RowSpec
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+MODES = range(4)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The largest block in rows that are aligned and in rows that are not, and a small block.
+CLASSES = (32768, 50257, 1000)
+
+Variant = tuple[int, str, bool, int]  # mode, dtype, whether there are class weights, classes
+
+
+def every_variant() -> list[Variant]:
+    return list(itertools.product(MODES, DTYPES, (False, True), CLASSES))
+
+
+def some_variants(target: str) -> list[Variant]:
+    """Each mode once, other options for each target, and what needs the most registers."""
+    turn = list(TARGETS).index(target)
+    dtypes = list(DTYPES)
+    return [
+        (3, "bfloat16", True, 32768),
+        *(
+            (mode, dtypes[(mode + turn) % 3], bool((mode + turn) % 2), CLASSES[(mode + turn) % 3])
+            for mode in MODES
+        ),
+    ]
+
+
+def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every function of the host code that launches a kernel."""
+    mode, dtype, weighted, classes = variant
+    logits = torch.zeros(rows, classes, dtype=DTYPES[dtype])
+    target = torch.zeros(rows, dtype=torch.int64)
+    weight = torch.ones(classes) if weighted else None
+    shared: dict[str, Any] = {"mode": mode, "tau": 1.25, "ignore_index": -100, "weight": weight}
+    sums, ones = torch.ones(rows, 5), torch.ones(rows)
+    spec = RowSpec(mode, 0.1, 1.25, 0.5)
+    yield (
+        "statistics",
+        lambda: kernels.row_statistics(logits, target, alpha=0.1, rho=0.5, **shared),
+    )
+    yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, **shared)
+    yield "shard sums", lambda: kernels.shard_sums(logits, target, spec, weight, -100)
+    results = torch.ones(rows, 4, dtype=torch.float64)
+    yield (
+        "shard gradient",
+        lambda: kernels.shard_gradient(logits, target, spec, weight, -100, results, None),
+    )
+
+
+# ------------------------------------------------------------------ ahead of time
+
+
+class _NoDevice:
+    """A driver that knows which device it would have, and has none."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+def compile_variants(name: str, variants: list[Variant]) -> list[dict[str, Any]]:
+    """Registers and spilled bytes of every kernel, for one target."""
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(_NoDevice(TARGETS[name]))
+    run = JITFunction.run
+    compiled: list[Any] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    found = []
+    for variant in variants:
+        for kernel, launch in launches(variant):
+            launch()
+            usage = _amd_usage if name.startswith("gfx") else _nvidia_usage
+            registers, spilled = usage(compiled.pop())
+            record = {"kernel": kernel, "variant": variant}
+            found.append(record | {"registers": registers, "spilled": spilled})
+    return found
+
+
+def _nvidia_usage(compiled: Any) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
+
+
+def _amd_usage(compiled: Any) -> tuple[int, int]:
+    text = compiled.asm["amdgcn"]
+    numbers = {key: int(value) for key, value in re.findall(r"\.(\w+_count): +(\d+)", text)}
+    return numbers["vgpr_count"], numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def count_bytes(rows: int = 1) -> list[dict[str, Any]]:
+    """Bytes that each kernel reads and writes, per logit."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    moved = {"read": 0, "written": 0}
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def bytes_of(pointers: Any, mask: Any) -> int:
+        return int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+
+    def counted_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        moved["read"] += bytes_of(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        moved["written"] += bytes_of(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
+    found = []
+    for variant in itertools.product(MODES, ("float32", "bfloat16"), (False, True), (8192,)):
+        for kernel, launch in launches(variant, rows):
+            moved.update(read=0, written=0)
+            launch()
+            per_logit = {key: value / (rows * variant[3]) for key, value in moved.items()}
+            found.append({"kernel": kernel, "variant": variant} | per_logit)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["compile", "bytes"])
+    parser.add_argument("target", choices=TARGETS, nargs="?")
+    parser.add_argument("--all", action="store_true", help="the whole product of options")
+    options = parser.parse_args()
+    if options.what == "bytes":
+        found = count_bytes()
+    else:
+        variants = every_variant() if options.all else some_variants(options.target)
+        found = compile_variants(options.target, variants)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
