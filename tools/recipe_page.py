@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from typer.models import OptionInfo
 
 from labo import _checks, cli
@@ -27,7 +26,7 @@ OUT = Path(__file__).parents[1] / "docs" / "recipe.md"
 _SHARED: dict[str, type[Section]] = {"optim": Optim, "train": Train}
 _DECLARED_BY_TASKS = {"select"}  # keys of shared sections that every task declares again
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_NAMES = {"NoneType": "null", "str": "string", "int": "integer", "dict": "string or section"}
+_NAMES = {"NoneType": "null", "str": "string", "int": "integer", "dict": "section"}
 
 INTRODUCTION = f"""\
 # Recipe keys
@@ -79,6 +78,12 @@ def page() -> str:
         "[Translation](translation.md). `--no-moses` turns off `--moses`, and so on.\n\n"
     )
     parts.append(_options(cli.prepare))
+    parts.append(
+        "## Options of `labo prepare-text`\n\n"
+        "`labo prepare-text OUT` turns text into the folder that `data.path` names; see\n"
+        "[Language models](language_models.md).\n\n"
+    )
+    parts.append(_options(cli.prepare_text))
     return "".join(parts).rstrip("\n") + "\n"
 
 
@@ -112,8 +117,12 @@ def _rows(
         inherited = None if without is None else without.model_fields.get(name)
         if name in left_out or (inherited and inherited.annotation == field.annotation):
             continue
-        row = (f"`{prefix}{name}`", _kind(field), _default(field), field.description or "")
+        kind = "string or section" if name == "method" else _kind(field)
+        row = (f"`{prefix}{name}`", kind, _default(field), field.description or "")
         rows.append(row)
+        for kind in get_args(field.annotation):  # a section that may be left out
+            if isinstance(kind, type) and issubclass(kind, Section):
+                rows += _rows(f"{prefix}{name}.", kind)
     return rows
 
 
@@ -169,14 +178,16 @@ def _type_name(kind: Any) -> str:
         parts = [part for part in get_args(kind) if part is not Ellipsis]
         count = "" if Ellipsis in get_args(kind) else f"{len(parts)} "
         return f"list of {count}{_type_name(parts[0])}s"
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return "section"
     name = getattr(get_origin(kind) or kind, "__name__", str(kind))
     return _NAMES.get(name, name)
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
+    if field.is_required():
         return "required"
-    value = field.default
+    value = field.get_default(call_default_factory=True)
     if value is None:
         return "null"
     if isinstance(value, bool):

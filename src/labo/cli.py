@@ -542,6 +542,138 @@ def prepare(
 
 
 @app.command()
+def prepare_text(
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    train: Annotated[
+        list[str],
+        typer.Option(
+            help="A text file, a table (.jsonl, .csv, .parquet, .arrow), a folder of such files, "
+            "or a folder saved by datasets. Repeat for several."
+        ),
+    ],
+    valid: Annotated[list[str] | None, typer.Option(help="The same, for validation.")] = None,
+    test: Annotated[list[str] | None, typer.Option(help="The same, for the test.")] = None,
+    holdout: Annotated[
+        int | None, typer.Option(help="Hold out every N-th training document for validation.")
+    ] = None,
+    holdout_test: Annotated[
+        int | None, typer.Option(help="Hold out every N-th of the rest for the test.")
+    ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(help="A document of a text file: file, paragraph or line. [default: file]"),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Column of a table that holds text. [default: text]")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Use the tokenizer of this Hugging Face folder.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Learn a vocabulary of this size. [default: 10000]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Prepare text for language modelling: learn a tokenizer, or take one, and write token ids.
+
+    Rows of a table with the columns prompt and completion, or with chat messages, become examples
+    for supervised fine-tuning: only the completion, or what the assistant says, is learned.
+    """
+    from .lab.language_modeling.options import checked
+    from .lab.language_modeling.prepare import prepare as prepare_documents
+    from .lab.language_modeling.prepare import summarize
+
+    options = checked(
+        {
+            "train": train,
+            "valid": valid,
+            "test": test,
+            "holdout": holdout,
+            "holdout_test": holdout_test,
+            "documents": documents,
+            "column": column,
+            "tokenizer": tokenizer,
+            "vocabulary": vocabulary,
+        }
+    )
+    summarize(prepare_documents(options, out, force=force))
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most tokens of a continuation. [default: 100, or half the positions]"
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, help="0 takes the most probable token, 1 draws as the model says."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw only from the most probable tokens with this share of the mass."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the random numbers.")] = None,
+    scores: Annotated[
+        bool,
+        typer.Option("--scores", help="Write JSON lines, with each token and its probability."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Continue prompts: reads stdin, writes one line for each line."""
+    from .lab.language_modeling.generate import generate_stream
+
+    generate_stream(
+        run,
+        sys.stdin.buffer,
+        sys.stdout.buffer,
+        scores=scores,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+
+
+@app.command()
+def score(
+    run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="What to score, as for prepare-text: text files, tables, folders. Without any, "
+            "each line of stdin is a text.",
+        ),
+    ] = None,
+    documents: Annotated[
+        str, typer.Option(help="A document of a text file: file, paragraph or line.")
+    ] = "file",
+    column: Annotated[str, typer.Option(help="Column of a table that holds text.")] = "text",
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also write each token and its log-probability.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the log-probability of given text, a line of JSON for each document."""
+    from .lab.errors import RequestError
+    from .lab.language_modeling import score as scoring
+
+    if documents not in ("file", "paragraph", "line"):
+        raise RequestError(f"--documents {documents}: choose file, paragraph or line")
+    if not files:
+        scoring.score_stream(run, sys.stdin.buffer, sys.stdout.buffer, tokens=tokens)
+        return
+    unit: Any = documents
+    found = scoring.score_files(run, files, documents=unit, column=column)
+    scoring.write_scores(found, sys.stdout.buffer, tokens=tokens)
+
+
+@app.command()
 def translate(
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
     pair: Annotated[

@@ -73,7 +73,10 @@ def test_method_names_however_written(name):
             "optim.betas: should be a valid number, got 'x'",
         ),
         ("optim=3", "optim: should be a valid dictionary or instance of Optim, got 3"),
-        ("task=[1]", "unknown task [1] (known: image_classification, translation)"),
+        (
+            "task=[1]",
+            "unknown task [1] (known: image_classification, translation, language_modeling)",
+        ),
         ("method.tau=0", "method.tau: tau must be a finite number above 0, got 0.0"),
         (
             "method.warmup_steps=-1",

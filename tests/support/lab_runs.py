@@ -39,6 +39,7 @@ _server.set_forkserver_preload(
         "labo.lab.train",
         "labo.lab.images.task",
         "labo.lab.translation.task",
+        "labo.lab.language_modeling.task",
         "sklearn.datasets",
         "torch.utils.tensorboard",
         "torch._dynamo",

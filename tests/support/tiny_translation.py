@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import MarianMTModel, PreTrainedTokenizerFast
 
 from labo.lab.run.files import write_json
+from labo.lab.text.subwords import Merges, make_tokenizer
 from labo.lab.translation.decoding import Decode, generation_config
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, fresh_translator, marian_config
-from labo.lab.translation.text import Merges, make_tokenizer
 
 POSITIONS = 40
 VOCABULARY = 24

@@ -12,10 +12,17 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .._names import unknown_name
 from .errors import RequestError
@@ -58,6 +65,9 @@ class Optim(Section):
         0.0,
         ge=0,
         description="Weight decay: an L2 penalty for `sgd` and `adam`, decoupled for `adamw`.",
+    )
+    decay_vectors: bool = Field(
+        True, description="Apply weight decay also to biases and to the scales of norms."
     )
     schedule: Literal["constant", "step", "cosine", "inverse_sqrt"] = Field(
         "constant",
@@ -135,6 +145,11 @@ class Train(Section):
         description="Select the average of the last N evaluated models; 0 selects the best.",
     )
     workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _spelled(cls, value: object) -> object:
+        return "no" if value is False else value  # what YAML makes of an unquoted no
 
     @model_validator(mode="after")
     def _consistent(self) -> Train:
@@ -355,13 +370,21 @@ def _locate(
         path.append(str(part))
         field = model.model_fields.get(str(part))
         kind = None if field is None else field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            model = kind
+        if (section := _section(kind)) is not None:
+            model = section
             continue
         if get_origin(kind) is dict and len(location) > len(path):
             path.append(str(location[len(path)]))
         break  # a value: what is inside it has no key
     return path, model
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section that an annotation such as ``Section | None`` stands for."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
 
 
 def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -11,8 +11,16 @@ from .config import Optim
 
 
 def build_optimizer(optim: Optim, model: nn.Module, loss: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer. Parameters of the loss (KR-LS) form a separate group without weight decay."""
-    groups = [{"params": list(model.parameters()), "weight_decay": optim.weight_decay}]
+    """The optimizer. Parameters of the loss (KR-LS) form a separate group without weight decay.
+
+    Parameters that do not require a gradient are left out.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    vectors = [] if optim.decay_vectors else [p for p in trained if p.dim() < 2]
+    decayed = trained if optim.decay_vectors else [p for p in trained if p.dim() >= 2]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
     if learned := list(loss.parameters()):
         groups.append({"params": learned, "weight_decay": 0.0})
     if optim.name == "sgd":

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from .._names import unknown_name
 from .config import Recipe
 from .errors import RequestError
+from .run.checksums import verify_folder
 from .run.directory import RunDirectory
+from .run.files import Document, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 TASKS = {
     "image_classification": "labo.lab.images",
     "translation": "labo.lab.translation",
+    "language_modeling": "labo.lab.language_modeling",
 }
 
 
@@ -253,3 +256,28 @@ def load_model(run: RunDirectory) -> nn.Module:
         return find_task(facts["task"]).load_model(run.best)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RequestError(f"{run.best} holds no model that this version can build") from error
+
+
+def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
+    """The model folder of a run, and the facts in it.
+
+    Args:
+        run: a run directory, or a model folder itself.
+        task: the task that it must be a model for.
+
+    Raises:
+        RequestError: there is none, or it is for another task.
+    """
+    run = Path(run)
+    found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
+    if not found:
+        raise RequestError(f"{run} is no run with best/config.json")
+    folder = found[0]
+    verify_folder(folder)
+    document = read_json(folder / "config.json", Document).model_dump()
+    facts = document.get("labo", document)
+    theirs = facts.get("task") if isinstance(facts, dict) else None
+    if theirs != task:
+        kind = f"a model for {theirs}" if isinstance(theirs, str) else "no model of labo"
+        raise RequestError(f"{run} holds {kind}, not a model for {task}")
+    return folder, facts

@@ -602,6 +602,9 @@ class Trainer:
         }
         if self.accelerator.is_main_process:
             self.run.finish(results)
+        # All leave together. A process that ends while gloo still frees the tensors of its last
+        # collective can wait for ever (PyTorch 2.13).
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return results
 

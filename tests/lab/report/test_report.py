@@ -26,7 +26,7 @@ from labo.lab.report.embed import explorer_data
 from labo.lab.report.gather import make_groups, read_runs
 from labo.lab.report.palette import COLOURS
 from labo.lab.report.task import find_report
-from labo.lab.translation.token_text import readable, token_name
+from labo.lab.text.token_text import readable, token_name
 from report_runs import (
     BASE,
     BLEU,

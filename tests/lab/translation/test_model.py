@@ -63,15 +63,15 @@ def test_parameter_counts(preset, vocabularies, embeddings, parameters):
 def test_states_and_output_layer_make_the_logits_of_marian(embeddings):
     model = tiny(embeddings)
     mask = SOURCE != PAD
-    states, weight = model(SOURCE, mask, PREFIX)
+    states, weight, *_ = model(SOURCE, mask, PREFIX)
     expected = model.marian(input_ids=SOURCE, attention_mask=mask, decoder_input_ids=PREFIX).logits
     torch.testing.assert_close(states @ weight.T, expected)
 
 
 def test_padding_changes_nothing():
     model = tiny()
-    together, _ = model(SOURCE, SOURCE != PAD, PREFIX)
-    alone, _ = model(SOURCE[1:, :2], None, PREFIX[1:, :2])
+    together, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
+    alone, *_ = model(SOURCE[1:, :2], None, PREFIX[1:, :2])
     torch.testing.assert_close(together[1, :2], alone[0], rtol=1e-5, atol=1e-6)
 
 
@@ -85,24 +85,24 @@ def test_what_is_saved_is_a_plain_marian_model(embeddings, fixnorm, tmp_path):
     plain = model.plain()
     plain.save_pretrained(tmp_path)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    states, weight = model(SOURCE, SOURCE != PAD, PREFIX)
+    states, weight, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
     again = loaded(input_ids=SOURCE, attention_mask=SOURCE != PAD, decoder_input_ids=PREFIX)
     torch.testing.assert_close(states @ weight.T, again.logits)
 
 
 def test_fixnorm_uses_directions_only():
     model = tiny(fixnorm=True)
-    before, weight = model(SOURCE, SOURCE != PAD, PREFIX)
+    before, weight, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
     torch.testing.assert_close(weight.norm(dim=-1), torch.ones(len(weight)))
     with torch.no_grad():
         model.marian.model.shared.weight.mul_(torch.rand(40, 1) + 0.5)
-    after, _ = model(SOURCE, SOURCE != PAD, PREFIX)
+    after, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
     torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-5)
 
 
 def test_fixnorm_learns_through_the_division():
     model = tiny(fixnorm=True).train()
-    states, weight = model(SOURCE, SOURCE != PAD, PREFIX)
+    states, weight, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
     F.cross_entropy(
         (states @ weight.T).flatten(0, 1), torch.tensor([9, 10, 2, 11, 2, 2])
     ).backward()

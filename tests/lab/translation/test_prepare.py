@@ -33,9 +33,13 @@ from labo.lab import compressed
 from labo.lab.errors import DataError, LabError, RequestError
 from labo.lab.run import checksums
 from labo.lab.run.files import sealed, sha256
-from labo.lab.translation import arrow, cleaning, guard, parallel, prepare, prepared
+from labo.lab.text import arrow
+from labo.lab.text import folder as folders
+from labo.lab.text import lines as text_lines
+from labo.lab.text.lines import read_lines
+from labo.lab.translation import cleaning, guard, prepare, prepared
 from labo.lab.translation.options import PREPARE_PRESETS, Processing, choose, parse_pairs
-from labo.lab.translation.parallel import find_parallel_text, read_lines
+from labo.lab.translation.parallel import find_parallel_text
 from labo.lab.translation.prepare import prepare_pairs
 from labo.lab.translation.prepared import Pair, Prepared
 from labo.lab.translation.text import Pipeline, TextOptions
@@ -840,7 +844,7 @@ def test_folders_that_are_not_prepared_are_refused(plain, tmp_path):
     with refused("prepared.json: not JSON"):
         Prepared(tmp_path)
     write(tmp_path / "prepared.json", '{"format": 2}')
-    with refused("prepared.json: checksum: missing; pairs: missing; text: missing"):
+    with refused("prepared.json: checksum: missing; sha256: missing; pairs: missing"):
         Prepared(tmp_path)
     manifest = (plain.path / "prepared.json").read_text()
     write(tmp_path / "prepared.json", manifest)
@@ -996,7 +1000,7 @@ def test_a_failed_replacement_keeps_the_old(corpus, tmp_path, monkeypatch):
     def fail(*paths):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(prepare, "replace_folder", fail)
+    monkeypatch.setattr(folders, "replace_folder", fail)
     with pytest.raises(LabError, match="Input/output error"):
         prepare.prepare(ask(corpus, vocabulary=310), out, force=True)
     assert Prepared(out).fingerprint == before
@@ -1034,7 +1038,7 @@ def test_unclosed_tags_are_refused_at_once(tmp_path, text):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(text_lines, "_LONGEST_LINE", 1000)
     write(tmp_path / "a.tsv", "a\tb\n" + "x" * 1001)
     with refused(r"a.tsv:2: a line of more than 1000 bytes"):
         list(find_parallel_text(str(tmp_path / "a.tsv"), "de", "en"))
@@ -1050,7 +1054,7 @@ def test_text_that_inflates_a_thousandfold_is_refused(tmp_path, monkeypatch):
 def test_pipes_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with refused("pipe: truncated or damaged after line 0 .* not a regular file"):
-        list(parallel.read_lines(tmp_path / "pipe"))
+        list(read_lines(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("option", ["--vocabulary", "--merges"])

@@ -18,7 +18,8 @@ from labo import cli
 from labo.lab.errors import RequestError
 from labo.lab.run.checksums import write_manifest
 from labo.lab.run.files import sha256
-from labo.lab.translation import translate
+from labo.lab.text import stdio
+from labo.lab.text.subwords import encode
 from labo.lab.translation.decoding import Decode, Hypothesis, decode
 from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
 from tiny_translation import (
@@ -102,13 +103,13 @@ def test_an_output_never_breaks_its_line(run, monkeypatch):
     def say(model, sources, options, **arguments):
         return [[Hypothesis(tuple(said), -1.0, (0.5,) * len(said))] for _ in sources]
 
-    monkeypatch.setattr(translate, "decode", say)
+    monkeypatch.setattr("labo.lab.translation.translate.decode", say)
     assert stream(run, b"one\ntwo\n") == b"a b c d  e\n" * 2
 
 
 def test_special_tokens_in_a_text_are_text(run):
     translator = Translator(run)
-    (ids,) = translate.encode(translator.tokenizer, ["</s>"])
+    (ids,) = encode(translator.tokenizer, ["</s>"])
     assert ids[-1] == 2
     assert not {0, 1, 2, 3} & set(ids[:-1])
 
@@ -142,7 +143,7 @@ def test_lines_are_numbered_through_all_chunks(run, monkeypatch, capsys):
     given = b"one\n" * 4 + b"x" * 100 + b"\n\xff\n"
     whole = stream(run, given, nbest=1)
     notices = capsys.readouterr().err
-    monkeypatch.setattr(translate, "_LINES_AT_ONCE", 2)
+    monkeypatch.setattr(stdio, "_LINES_AT_ONCE", 2)
     assert stream(run, given, nbest=1) == whole
     assert capsys.readouterr().err == notices
     assert "line 5 has" in notices
@@ -151,7 +152,7 @@ def test_lines_are_numbered_through_all_chunks(run, monkeypatch, capsys):
 
 def test_output_appears_before_the_input_ends(run, monkeypatch):
     """Line by line if each is a chunk; a reader that waits for it is not kept waiting."""
-    monkeypatch.setattr(translate, "_LINES_AT_ONCE", 1)
+    monkeypatch.setattr(stdio, "_LINES_AT_ONCE", 1)
     target = io.BytesIO()
     seen = []
 
@@ -165,7 +166,7 @@ def test_output_appears_before_the_input_ends(run, monkeypatch):
 
 
 def test_a_pipe_is_answered_line_by_line(run, monkeypatch):
-    monkeypatch.setattr(translate, "_MORE_SECONDS", 0.0)
+    monkeypatch.setattr(stdio, "_MORE_SECONDS", 0.0)
     reading, writing = os.pipe()
     answers = []
 
@@ -374,7 +375,7 @@ def test_an_image_run_and_no_run_are_refused(tmp_path, monkeypatch, capsys):
         for run, line in [
             (
                 ".",
-                "labo: . holds a model for image_classification, not a translation model of labo\n",
+                "labo: . holds a model for image_classification, not a model for translation\n",
             ),
             ("nowhere", "labo: nowhere is no run with best/config.json\n"),
         ]:

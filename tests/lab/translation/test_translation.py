@@ -24,7 +24,8 @@ from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe, recipe_of
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
-from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, Head
+from labo.lab.text.head import Head
+from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD
 from labo.lab.translation.task import TranslationTask, switchout
 
 DATA = ["data.size=400", "data.vocabulary=400"]
@@ -116,7 +117,7 @@ def test_sentences_too_long_for_a_batch_are_left_out_and_said_so(cache):
 
 def naive_loss(loss, task, model, batch, *second):
     """By all logits at once, padding masked by the ignored targets."""
-    states, weight = model(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
+    states, weight, *_ = model(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
     return loss(states @ weight.T, batch.target, *second)
 
 
@@ -149,7 +150,7 @@ def test_a_teacher_gives_hidden_states_not_logits(small):
     second = small.outputs(teacher, batch)
     assert isinstance(second, Head)
     value = small.loss(loss, small.outputs(model, batch), batch, (second,))
-    states, weight = teacher(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
+    states, weight, *_ = teacher(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
     expected = naive_loss(loss, small, model, batch, states @ weight.T)
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
 
@@ -363,7 +364,7 @@ def test_scores_do_not_depend_on_how_the_split_is_cut(small):
     split = small.data.split("valid")
     index = torch.arange(len(split))
     batch = small._batch(split, index, 0, training=False)
-    states, weight = model(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
+    states, weight, *_ = model(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
     nll = F.cross_entropy((states @ weight.T).flatten(0, 1), batch.target.flatten())
     assert whole["nll"] == pytest.approx(nll.item(), rel=1e-5)
 

@@ -11,7 +11,8 @@ VIEW is a set of predictions and what is measured of them. The views of the task
   one temperature fitted on the validation records; absent without them);
 - translation: ``forced`` (every reference token, given the true prefix), ``forced_after`` (the same
   with one temperature, on the test split) and ``decoded`` (the tokens of the output; those that a
-  minimum edit-distance alignment matches are right).
+  minimum edit-distance alignment matches are right);
+- language modelling: ``forced`` and ``forced_after``, of the tokens that are recorded.
 
 ``analysis.json``::
 
@@ -68,7 +69,11 @@ A SPLIT of translation has besides::
      "lengths": {"reference": mean, "beams": {"1": {"mean", "ratio", "shorter"}, ...},
                  "drift": ratio at the widest beam - ratio at the narrowest} or null}
 
-with PART one of most, medium, least. LABELS::
+with PART one of most, medium, least. A SPLIT of language modelling has besides::
+
+    {"bits_per_byte": b, "nll": mean of a token in nats, "tokens": n, "bytes": n}
+
+LABELS::
 
     {"example": index in examples.json, "title", "context",
      "alpha_ls", "tau", "rho" (null if alpha is fixed), "alpha": LABO's alpha of this sample,

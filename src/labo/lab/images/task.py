@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -21,15 +21,18 @@ from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
+from ..pretrained import Lora, add_lora, folder_digest, freeze
 from ..run import files as atomic
 from ..run.distributed import gather_rows
 from ..run.progress import track
 from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
 from . import augment
+from .finetuning import FolderClassifier, head_note, load_classifier, normalization
 from .networks import CONVNETS
 from .scores import classification_scores
 from .sources import HASHED_BYTES, ImageSplit, load_images
+from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 
 _EVALUATED_AT_ONCE = 256
 _EXPLORED = 6  # examples with all their logits
@@ -79,16 +82,80 @@ class ImageData(config.Section):
 
 
 class ImageModel(config.Section):
-    """The network."""
+    """Which network, or a pre-trained folder. The keys from patch on are of vision transformers."""
 
-    name: str = Field(description=f"One of {', '.join(CONVNETS)}.")
+    name: str | None = Field(
+        None,
+        description="The network: " + ", ".join(f"`{name}`" for name in [*CONVNETS, *TRANSFORMERS]),
+    )
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with an image classifier to start from. Only "
+        "safetensors are read.",
+    )
+    freeze: config.Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `vit.embeddings`; `*` "
+        "matches anything.",
+    )
+    lora: Lora | None = Field(
+        None,
+        description="With `pretrained`: train low-rank adapters and the output layer only. The "
+        "saved model has them merged.",
+    )
+    patch: int | None = Field(
+        None, ge=1, description="Vision transformers: width of a patch in pixels."
+    )
+    image_size: int | None = Field(
+        None,
+        ge=1,
+        description="Vision transformers: width of the images in pixels; others are resized. By "
+        "default that of the data.",
+    )
+    width: int | None = Field(None, ge=1, description="Vision transformers: hidden size.")
+    layers: int | None = Field(None, ge=1, description="Vision transformers: number of layers.")
+    heads: int | None = Field(None, ge=1, description="Vision transformers: attention heads.")
+    ffn: int | None = Field(
+        None, ge=1, description="Vision transformers: inner size of the feed-forward layers."
+    )
+    dropout: float | None = Field(None, ge=0, lt=1, description="Vision transformers: dropout.")
+    drop_path: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Vision transformers: stochastic depth, the probability to skip the last "
+        "layer. It grows linearly from 0 at the first layer.",
+    )
+    pooling: Pooling | None = Field(
+        None,
+        description="Vision transformers: what the classifier sees: the state of the class token, "
+        "the mean over the patches, or an average with learned weights (`sequence`).",
+    )
 
     @field_validator("name")
     @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in CONVNETS:
-            raise ValueError(unknown_name("model", name, CONVNETS))
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in CONVNETS and name not in TRANSFORMERS:
+            raise ValueError(unknown_name("model", name, [*CONVNETS, *TRANSFORMERS]))
         return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImageModel:
+        if (self.name is None) == (self.pretrained is None):
+            raise ValueError("give name or pretrained, and not both (name=null leaves it out)")
+        if self.lora is not None and self.pretrained is None:
+            raise ValueError("lora: adapters are for a pretrained model")
+        if self.options() and self.name not in TRANSFORMERS:
+            keys = ", ".join(self.options())
+            raise ValueError(
+                f"{keys}: only vision transformers have it, {self.name or 'pretrained'} has not"
+            )
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What differs from the defaults of the name."""
+        start = {"name", "pretrained", "freeze", "lora"}
+        return self.model_dump(exclude=start, exclude_none=True)
 
 
 class ImageTrain(config.Train):
@@ -149,7 +216,10 @@ class ImageTask(Task):
                 "validation images"
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
-        self.notes = [] if self.data.covers_content else [_SIZES_ONLY]
+        self.mean, self.std = self.data.mean, self.data.std
+        self.notes: Sequence[str] = [] if self.data.covers_content else [_SIZES_ONLY]
+        if recipe.model.pretrained is not None:
+            self._take_up(recipe.model.pretrained)
         self.labels = self.data.train.labels
         self.size, self.num_classes = len(self.labels), len(self.data.classes)
         self.steps_per_epoch = -(-self.size // recipe.train.batch_size)
@@ -165,30 +235,75 @@ class ImageTask(Task):
 
     # ------------------------------------------------------------------ the model
 
+    def _take_up(self, folder: str) -> None:
+        """What a pre-trained folder decides besides the weights."""
+        self.fingerprint += f"+{folder_digest(folder)}"
+        self.notes = [*self.notes, *head_note(folder, self.data.classes)]
+        found = normalization(folder, len(self.mean))
+        if found is not None:
+            self.mean, self.std = tuple(found[0]), tuple(found[1])
+
     def build_model(self) -> nn.Module:
-        return _fresh_model(self.facts())
+        options = self.recipe.model
+        if options.pretrained is None:
+            model = _fresh_model(self.facts())
+            if options.freeze:
+                freeze(model, options.freeze)
+            return model
+        classifier = load_classifier(options.pretrained, self.num_classes)
+        if len(self.mean) not in (1, classifier.channels):
+            raise RequestError(
+                f"{options.pretrained} takes images of {classifier.channels} channels, the data "
+                f"has {len(self.mean)}"
+            )
+        if options.freeze:
+            freeze(classifier.network, options.freeze)
+        if options.lora is not None:
+            add_lora(classifier.network, options.lora, classifier.heads, train_heads=True)
+        return classifier
 
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
-        model = _fresh_model(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts = config.get("labo", config)
+        if facts["model"] is None:  # it was pre-trained
+            return load_classifier(folder)
+        model = _fresh_model(facts)
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
         return model
 
     def facts(self) -> dict[str, Any]:
+        options = self.recipe.model.options()
+        if self.recipe.model.name in TRANSFORMERS:
+            options.setdefault("image_size", self._image_size)
         return {
             "task": self.recipe.task,
             "model": self.recipe.model.name,
+            **({"options": options} if options else {}),
             "num_classes": self.num_classes,
             "in_channels": len(self.data.mean),
             "classes": list(self.data.classes),
-            "mean": list(self.data.mean),
-            "std": list(self.data.std),
+            "mean": list(self.mean),
+            "std": list(self.std),
         }
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return dict(weights), {"config.json": json.dumps(self.facts(), indent=2) + "\n"}
+        config = self.facts()
+        if isinstance(model, FolderClassifier):
+            weights = model.plain_weights(weights)
+            config = {**model.plain_config(config["classes"]), "labo": config}
+        elif isinstance(model, VisionTransformer):
+            plain = plain_config(model, config["classes"])
+            config = config if plain is None else {**plain, "labo": config}
+        return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n"}
+
+    @property
+    def _image_size(self) -> int:
+        """The width of the images that the model is given."""
+        images = self.data.train.images
+        return int(images.shape[-1]) if isinstance(images, Tensor) else self.recipe.data.size
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(batch.inputs)
@@ -249,7 +364,7 @@ class ImageTask(Task):
             views = augment.random_flip(views, u[:, 0])
         if options.rotation:
             views = augment.random_rotation(views, u[:, 1], options.rotation)
-        return augment.normalize(views, self.data.mean, self.data.std)
+        return augment.normalize(views, self.mean, self.std)
 
     def _mixed(self, inputs: Tensor, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """mixup or CutMix within these samples, if the recipe asks for it."""
@@ -313,6 +428,13 @@ class ImageTask(Task):
                 found: Tensor = model(inputs)
             yield found.float(), chosen.labels[index]
 
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        if isinstance(model, VisionTransformer):
+            model = model.classifier
+        elif isinstance(model, FolderClassifier):
+            model = model.output_layer
+        super().fold_temperature(model, temperature)
+
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
         """The least confident predictions, and the first image."""
@@ -345,14 +467,17 @@ class ImageTask(Task):
                 return augment.resize_center_crop(images[i], size * 256 // 224, size)
 
             views = torch.stack(list(self._map(view, index.tolist())))
-        return augment.normalize(views, self.data.mean, self.data.std)
+        return augment.normalize(views, self.mean, self.std)
 
 
 TASK = ImageTask
 
 
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
-    model: nn.Module = CONVNETS[facts["model"]](facts["num_classes"], facts["in_channels"])
+    name, sizes = facts["model"], (facts["num_classes"], facts["in_channels"])
+    if name in TRANSFORMERS:
+        return VisionTransformer(name, *sizes, **facts["options"])
+    model: nn.Module = CONVNETS[name](*sizes)
     return model
 
 

@@ -18,9 +18,9 @@ from ..report.figures import Figure, label_figure
 from ..report.gather import make_groups, read_runs
 from ..run import files as atomic
 from ..tables import Cell, Column, Row, Table
+from ..text.token_text import token_name
 from ..translation.confidence import BINS
 from ..translation.figures import histogram_figure
-from ..translation.token_text import token_name
 from . import paper
 
 _GROUPS = {

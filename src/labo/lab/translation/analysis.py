@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..analysis.groups import Group, Member, Variant, paired_numbers
-from ..analysis.reading import Floats, Integers, Run, floored_log
+from ..analysis.reading import Floats, Integers, Run
 from ..analysis.task import TaskAnalysis, TaskOption
 from ..analysis.views import verdict, view
 from ..tables import Cell, Column, Row, Table, filled
+from ..text.predictions import forced_view, tempered_view
 from .alignment import matched_tokens
 from .bleu import bleu_metric, bootstrap_bleu
 from .confidence import chosen_probabilities
 from .frequency import PARTS, bleu_by_part, frequency_parts, rule
 from .lengths import length_bias
-from .records import Forced, Tempered, Translations, read_translations
+from .records import Translations, read_translations
 
 _VIEWS = {
     "forced": "given the reference so far",
@@ -95,7 +96,7 @@ class TranslationAnalysis(TaskAnalysis):
         records, signature = read_translations(run, split), bleu_signature(run)
         metric = bleu_metric(signature)
         views = {}
-        made = {"forced": forced_view(records), "decoded": decoded_view(records)}
+        made = {"forced": forced_view(records.forced), "decoded": decoded_view(records)}
         for name, found in made.items():
             if found is None:
                 notes.append(f"the {split} records have no {name} tokens")
@@ -103,7 +104,8 @@ class TranslationAnalysis(TaskAnalysis):
                 views[name] = found
         temperature = None
         if split == "test" and "forced" in views:
-            temperature, after = _tempered(run, records, notes)
+            valid = read_translations(run, "valid").forced if "valid" in run.splits() else []
+            temperature, after = tempered_view(records.forced, valid, notes)
             views |= {} if after is None else {"forced_after": after}
         hypotheses, references = records.hypotheses, records.references
         parts = frequency_parts(records.frequency, part_size)
@@ -217,55 +219,6 @@ def _mean(values: Floats) -> float | None:
 
 
 # ------------------------------------------------------------------ views
-
-
-def forced_view(records: Translations) -> dict[str, Any] | None:
-    """A VIEW of the reference tokens, each given the true ones before it; None without any."""
-    forced = [sentence.forced for sentence in records.sentences]
-    if not any(one.tokens for one in forced):
-        return None
-    entropy = float(np.concatenate([one.entropy for one in forced]).mean())
-    return _token_view(forced, forced, {"entropy": entropy})
-
-
-def _token_view(
-    forced: Sequence[Forced],
-    predicted: Sequence[Forced | Tempered],
-    further: Mapping[str, float],
-) -> dict[str, Any]:
-    """A VIEW of predictions of reference tokens."""
-    units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
-    confidence = np.concatenate([one.confidence for one in predicted])
-    right = np.concatenate([one.right for one in forced])
-    return view(confidence, right, units, {"nll": _nll(predicted), **further})
-
-
-def _nll(predicted: Sequence[Forced | Tempered]) -> float:
-    return float(-floored_log(np.concatenate([one.probabilities for one in predicted])).mean())
-
-
-def _tempered(
-    run: Run, records: Translations, notes: list[str]
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The temperature that the evaluation fitted, and a VIEW of the records with it."""
-    forced = [sentence.forced for sentence in records.sentences]
-    tempered = [one.tempered for one in forced if one.tempered]
-    if len(tempered) < len(forced):
-        notes.append(
-            "the records have no temperature: labo evaluate writes one if one from 1/8 to 8 fits"
-        )
-        return None, None
-    valid = read_translations(run, "valid").sentences if "valid" in run.splits() else []
-    before = [sentence.forced for sentence in valid]
-    after = [one.tempered for one in before if one.tempered]
-    temperature = {
-        "value": tempered[0].temperature,
-        "fitted_on": "valid",
-        "examples": len(valid) or None,
-        "nll_before": _nll(before) if before else None,
-        "nll_after": _nll(after) if after else None,
-    }
-    return temperature, _token_view(forced, tempered, {})
 
 
 def decoded_view(records: Translations) -> dict[str, Any] | None:

@@ -24,10 +24,11 @@ from typing import Any, Literal
 from ..errors import DataError, RequestError
 from ..run.checksums import cache_folder
 from ..run.seeds import mix
+from ..text.folder import FORMAT, MANIFEST
 from .cleaning import RawPair
 from .options import Processing, parse_pairs
 from .prepare import prepare_pairs
-from .prepared import FORMAT, MANIFEST, Pair, Prepared
+from .prepared import Pair, Prepared
 
 __all__ = ["LANGUAGES", "cldr_data", "draw_phrases"]
 

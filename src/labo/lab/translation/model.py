@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ from ..._names import Registry
 from ...calibration import fold_temperature
 from ..errors import LabError, RequestError
 from ..run.files import Document, read_json, read_tensors
-from .dropout import FastDropout
+from ..text.dropout import FastDropout
+from ..text.head import Head
 
 BOS, PAD, EOS, UNK = range(4)  # the order of fairseq
 NUM_SPECIAL = 4
@@ -95,13 +95,6 @@ def marian_config(
     )
 
 
-class Head(NamedTuple):
-    """Hidden states (..., D) and the weight (V, D) of the output layer."""
-
-    states: Tensor
-    weight: Tensor
-
-
 class TranslationModel(nn.Module):
     """A Marian model without the multiplication by its output layer.
 
@@ -115,7 +108,7 @@ class TranslationModel(nn.Module):
         >>> config = marian_config((50, 50), width=8, ffn=16, heads=2, encoder_layers=1,
         ...                        decoder_layers=1)
         >>> model = fresh_translator(config)
-        >>> states, weight = model(torch.tensor([[7, 8, 2]]), None, torch.tensor([[2, 9]]))
+        >>> states, weight, *_ = model(torch.tensor([[7, 8, 2]]), None, torch.tensor([[2, 9]]))
         >>> states.shape, weight.shape
         (torch.Size([1, 2, 8]), torch.Size([50, 8]))
     """

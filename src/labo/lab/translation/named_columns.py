@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DataError
-from .arrow import read_batches
+from ..text.arrow import read_batches
 
 __all__ = ["is_table", "read_table", "table_files"]
 

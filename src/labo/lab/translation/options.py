@@ -12,8 +12,9 @@ from pydantic import Field, ValidationError, model_validator
 from ..._names import unknown_name
 from ..config import Names, Section, explain, read_document
 from ..errors import RequestError
+from ..text.subwords import Size
 from .prepared import Pair
-from .text import Size, TextOptions
+from .text import TextOptions
 
 __all__ = [
     "DROPPED",

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from ..compressed import DAMAGED, open_compressed
 from ..errors import DataError
+from ..text.lines import read_lines
 from .named_columns import is_table, read_table, table_files
 
-__all__ = ["ParallelText", "find_parallel_text", "read_lines"]
+__all__ = ["ParallelText", "find_parallel_text"]
 
 _SUFFIXES = ("", ".gz", ".xml", ".xml.gz", ".sgm", ".sgm.gz")
 _MARKED_UP = re.compile(r"\.(xml|sgm)(\.gz)?$")
@@ -37,34 +37,9 @@ _ID = re.compile(r'\bid="?([^">]*)"?', re.IGNORECASE)
 _DOCUMENT = re.compile(r'\bdocid="([^"]*)"', re.IGNORECASE)
 _METADATA = re.compile(r"</?(url|talkid|keywords|speaker|reviewer|translator|doc)\b[^>]*>")
 _KEPT_TAGS = re.compile(r"</?(title|description)>")
-_LONGEST_LINE = 1 << 24  # bytes
 
 
 # ------------------------------------------------------------------ one file
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, compressed or not, without their ends, one at a time.
-
-    Raises:
-        DataError: it cannot be read, is damaged, or a line is not UTF-8 or longer than 16 MiB.
-    """
-    number = 0
-    try:
-        with open_compressed(path) as file:
-            while line := file.readline(_LONGEST_LINE + 1):
-                number += 1
-                if len(line) > _LONGEST_LINE:
-                    raise DataError(f"{path}:{number}: a line of more than {_LONGEST_LINE} bytes")
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield text.removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise DataError(f"{path}:{number}: byte {byte:#04x} is not UTF-8") from error
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except DAMAGED as error:
-        raise DataError(f"{path}: truncated or damaged after line {number} ({error})") from error
 
 
 def _tagged_lines(path: Path) -> Iterator[str]:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,11 +28,21 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError, LabError, RequestError
-from ..run.files import flush, replace_folder, replaced, sealed, sha256, write_json, write_text
-from ..run.lock import locked
+from ..errors import DataError, LabError
+from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
-from .arrow import ArrowFile, read_batches
+from ..text.arrow import ArrowFile, read_batches
+from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.subwords import (
+    SPECIAL_TOKENS,
+    Lines,
+    Merges,
+    encode,
+    learn_merges,
+    make_tokenizer,
+    read_codes,
+    restrict,
+)
 from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
 from .guard import (
     Keys,
@@ -49,27 +58,8 @@ from .guard import (
 )
 from .options import DROPPED, PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
-from .prepared import (
-    FORMAT,
-    MANIFEST,
-    SPLITS,
-    Pair,
-    Prepared,
-    fingerprint_of,
-    read_split,
-    schema,
-)
-from .text import (
-    SPECIAL_TOKENS,
-    Lines,
-    Merges,
-    encode,
-    languages_without_moses_rules,
-    learn_merges,
-    make_tokenizer,
-    read_codes,
-    restrict,
-)
+from .prepared import Pair, Prepared, read_split, schema
+from .text import languages_without_moses_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -111,7 +101,7 @@ def prepare(
         DataError: the files are missing, damaged or not aligned, or nothing of them is left.
         RequestError: ``out`` exists, and is something else or ``force`` is False.
     """
-    out = _checked(Path(out), force)
+    out = check_free(Path(out), force)
     pairs = parse_pairs(options.pair, options.tag)
     texts = {
         split: [
@@ -233,11 +223,11 @@ def prepare_pairs(
     Returns:
         The prepared data.
     """
-    out = _checked(Path(out), force)
+    out = check_free(Path(out), force)
     if processing.codes is not None:
         read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
     try:
-        with _building(out, force) as folder, ProgressBars() as bars:
+        with building(out, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars, list(notes))
             work.clean(splits, sizes or {}, workers)
             work.write_splits(*work.learn_subwords())
@@ -505,9 +495,9 @@ class _Work:
             if split == "train":
                 frequencies = {side: c.tolist() for side, c in counts.items()}
                 write_text(self.folder / "frequencies.json", json.dumps(frequencies) + "\n")
-        _save_tokenizer(source, self.folder / "tokenizer")
+        save_tokenizer(source, self.folder / "tokenizer")
         if target is not source:
-            _save_tokenizer(target, self.folder / "target_tokenizer")
+            save_tokenizer(target, self.folder / "target_tokenizer")
         self.vocabulary = {
             "kind": "joint" if target is source else "separate",
             "source": len(source),
@@ -562,10 +552,7 @@ class _Work:
 
     def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
         """Write what the folder holds; this is the last file."""
-        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        digests = {path.relative_to(self.folder).as_posix(): sha256(path) for path in files}
         manifest = {
-            "format": FORMAT,
             "pairs": [asdict(pair) for pair in self.pairs],
             "text": self.processing.text.model_dump(),
             "processing": self._processing(),
@@ -579,12 +566,8 @@ class _Work:
             "tokens": self.tokens,
             "unknown": self.unknown,
             "inputs": list(inputs),
-            "sha256": digests,
-            "fingerprint": fingerprint_of(digests),
         }
-        for path in (*files, *{path.parent for path in files}):
-            flush(path)
-        write_json(self.folder / MANIFEST, sealed(manifest))
+        seal(self.folder, manifest)
 
     def _overlap(self) -> dict[str, dict[str, int]]:
         """Of each scored split, how many pairs have their source, target or both in train."""
@@ -613,50 +596,6 @@ def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | No
 def _text_schema(split: str) -> pa.Schema:
     """The columns of cleaned text: those of the split, with text instead of token ids."""
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class that earlier ones do not have.
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("backend", None)
-    write_json(path, config)
-
-
-def _checked(out: Path, force: bool) -> Path:
-    """The absolute path of a folder that may be made; links are followed."""
-    out = out.expanduser().resolve()
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return out
-    if not (out / MANIFEST).is_file():
-        raise RequestError(f"{out} exists and holds no prepared data: choose another folder")
-    if not force:
-        raise RequestError(f"{out} exists; --force replaces it")
-    return out
-
-
-@contextmanager
-def _building(out: Path, force: bool) -> Iterator[Path]:
-    """An empty folder that becomes ``out`` if nothing fails.
-
-    A process that wants to build the same folder waits here. What a killed process left is removed.
-    """
-    folder, old = out.with_name(f".{out.name}.preparing"), replaced(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with locked(out.with_name(f".{out.name}.lock"), out, wait=True):
-        if old.is_dir() and not out.exists():
-            os.replace(old, out)  # a replacement that was killed between two renames
-        _checked(out, force)
-        for leftover in (folder, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        folder.mkdir()
-        try:
-            yield folder
-            replace_folder(folder, out)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def summarize(prepared: Prepared) -> None:

@@ -9,9 +9,6 @@ before anything is mapped: each file is hashed once and remembered, see
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,22 +20,24 @@ import pyarrow as pa
 from pydantic import Field, NonNegativeInt
 
 from ..errors import DataError, RequestError
-from ..run import checksums
-from ..run.files import Document, read_json, replaced, seal_fits
+from ..run.files import Document, read_json
+from ..text.arrow import flat_lists
+from ..text.folder import MANIFEST, SPLITS, FolderManifest, load_tokenizer, read_manifest
 from .text import TextOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["FORMAT", "MANIFEST", "SPLITS", "Pair", "Prepared", "TextSplit", "read_split", "schema"]
-
-FORMAT = 2
-MANIFEST = "prepared.json"
-SPLITS = ("train", "valid", "test")
+__all__ = ["Pair", "Prepared", "TextSplit", "read_split", "schema"]
 
 Side = Literal["source", "target"]
 
-_ALWAYS_THERE = (*(f"{split}.arrow" for split in SPLITS), "frequencies.json")
+_ALWAYS_THERE = (
+    *(f"{split}.arrow" for split in SPLITS),
+    "frequencies.json",
+    "tokenizer/tokenizer.json",
+)
+_TARGET = "target_tokenizer/tokenizer.json"
 
 
 def schema(split: str) -> pa.Schema:
@@ -72,27 +71,18 @@ class _PairEntry(Document):
     tag: str | None = None
 
 
-class _Manifest(Document):
+class _PairManifest(FolderManifest):
     """What ``prepared.json`` must hold; it says more."""
 
-    format: int
-    checksum: str
     pairs: list[_PairEntry] = Field(min_length=1)
     text: TextOptions
     vocabulary: _Vocabulary
     sizes: dict[str, NonNegativeInt]
-    sha256: dict[str, str]
 
 
 class _Frequencies(Document):
     source: list[NonNegativeInt]
     target: list[NonNegativeInt]
-
-
-def fingerprint_of(digests: Mapping[str, str]) -> str:
-    """The name of a prepared folder with these files: the SHA-256 of the list of checksums."""
-    listing = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
-    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 class TextSplit:
@@ -111,11 +101,11 @@ class TextSplit:
 
     @cached_property
     def _source(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        return _flat(self._table["source"])
+        return flat_lists(self._table["source"])
 
     @cached_property
     def _target(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        return _flat(self._table["target"])
+        return flat_lists(self._table["target"])
 
     @property
     def source_values(self) -> npt.NDArray[np.int32]:
@@ -164,18 +154,6 @@ class TextSplit:
         return text
 
 
-def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Values and offsets of a column of lists; copied only if it has several chunks."""
-    values = [chunk.flatten().to_numpy() for chunk in column.chunks]
-    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
-    offsets = np.zeros(len(column) + 1, dtype=np.int64)
-    if lengths:
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    if len(values) == 1:
-        return values[0], offsets
-    return np.concatenate([np.empty(0, np.int32), *values]), offsets
-
-
 class Prepared:
     """A prepared folder.
 
@@ -195,28 +173,26 @@ class Prepared:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        checked = _read_manifest(self.path)
+        checked = read_manifest(self.path, _PairManifest, "labo prepare", _ALWAYS_THERE)
+        self._vocabulary = checked.vocabulary
+        if self._vocabulary.kind == "separate" and _TARGET not in checked.sha256:
+            raise DataError(f"{self.path / MANIFEST}: sha256 has no {_TARGET}")
         self.manifest: dict[str, Any] = checked.model_dump()
-        self.fingerprint = fingerprint_of(checked.sha256)
+        self.fingerprint = checked.content_fingerprint
         self.pairs = [Pair(pair.source, pair.target, pair.tag) for pair in checked.pairs]
         self.text = checked.text
-        self._vocabulary = checked.vocabulary
-        try:
-            checksums.verify(self.path, checked.sha256, remember=True)
-        except RequestError as error:
-            raise DataError(f"{error}; run `labo prepare` again") from error
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the source, or of both sides."""
-        return _load_tokenizer(self.path / "tokenizer", self._vocabulary.source)
+        return load_tokenizer(self.path / "tokenizer", self._vocabulary.source)
 
     @cached_property
     def target_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the target; the same object as ``tokenizer`` for a joint vocabulary."""
         if self._vocabulary.kind == "joint":
             return self.tokenizer
-        return _load_tokenizer(self.path / "target_tokenizer", self._vocabulary.target)
+        return load_tokenizer(self.path / "target_tokenizer", self._vocabulary.target)
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
@@ -270,42 +246,3 @@ def read_split(folder: Path, name: str) -> TextSplit:
     if any(column.null_count for column in table.columns):
         raise DataError(f"{path}: it has empty cells")
     return TextSplit(table)
-
-
-def _read_manifest(folder: Path) -> _Manifest:
-    path = folder / MANIFEST
-    if not folder.exists() and replaced(folder).is_dir():
-        os.replace(replaced(folder), folder)  # a replacement that was killed between two renames
-    if not path.is_file():
-        raise DataError(f"{folder}: no prepared data here; `labo prepare` makes it")
-    try:
-        document = read_json(path, Document).model_dump()
-        if document.get("format") != FORMAT:
-            raise DataError(f"{path}: not of format {FORMAT}, which this version reads")
-        manifest = read_json(path, _Manifest)
-    except DataError:
-        raise
-    except RequestError as error:
-        raise DataError(f"{error}; run `labo prepare` again") from error
-    if not seal_fits(document):
-        raise DataError(f"{path} is damaged (its checksum does not fit); run `labo prepare` again")
-    needed = [*_ALWAYS_THERE, "tokenizer/tokenizer.json"]
-    if manifest.vocabulary.kind == "separate":
-        needed.append("target_tokenizer/tokenizer.json")
-    for name in needed:
-        if name not in manifest.sha256:
-            raise DataError(f"{path}: sha256 has no {name}")
-    return manifest
-
-
-def _load_tokenizer(folder: Path, size: int) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        found = len(tokenizer)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise DataError(f"{folder}: cannot be read ({error})") from error
-    if found != size:
-        raise DataError(f"{folder}: {found} types, but {MANIFEST} says {size}")
-    return tokenizer

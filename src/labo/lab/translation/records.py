@@ -9,28 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..analysis.reading import Booleans, Floats, RecordLine, Run, record_lines
-
-
-@dataclass(frozen=True, eq=False)
-class Tempered:
-    """The same tokens after one temperature, fitted on the validation split; all (tokens,)."""
-
-    temperature: float
-    probabilities: Floats
-    confidence: Floats
-
-
-@dataclass(frozen=True, eq=False)
-class Forced:
-    """Predictions of the tokens of a reference, each given the tokens before it; all (tokens,)."""
-
-    tokens: list[str]
-    probabilities: Floats  # of the reference token
-    confidence: Floats  # of the most probable token
-    right: Booleans  # whether they are the same
-    entropy: Floats
-    tempered: Tempered | None
+from ..analysis.reading import Floats, RecordLine, Run, record_lines
+from ..text.predictions import Forced, read_forced
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +52,11 @@ class Translations:
         return [sentence.probabilities for sentence in self.sentences]
 
     @property
+    def forced(self) -> list[Forced]:
+        """Predictions of the tokens of each reference."""
+        return [sentence.forced for sentence in self.sentences]
+
+    @property
     def frequency(self) -> Floats:
         """(sentences,) F(x)."""
         return np.array([sentence.frequency for sentence in self.sentences])
@@ -104,27 +89,7 @@ def _sentence(line: RecordLine) -> Sentence:
         tokens=tokens,
         probabilities=line.numbers("probabilities", len(tokens), high=1),
         frequency=line.number("frequency"),
-        forced=_forced(forced),
+        forced=read_forced(forced),
         lengths=lengths,
         reference_length=None if lengths is None else line.integer("reference_length"),
-    )
-
-
-def _forced(line: RecordLine) -> Forced:
-    tokens = line.texts("tokens")
-    tempered = None
-    if line.content.get("tempered") is not None:
-        section = line.section("tempered")
-        tempered = Tempered(
-            section.number("temperature"),
-            section.numbers("probabilities", len(tokens), high=1),
-            section.numbers("confidence", len(tokens), high=1),
-        )
-    return Forced(
-        tokens=tokens,
-        right=line.booleans("right", len(tokens)),
-        probabilities=line.numbers("probabilities", len(tokens), high=1),
-        confidence=line.numbers("confidence", len(tokens), high=1),
-        entropy=line.numbers("entropy", len(tokens)),
-        tempered=tempered,
     )

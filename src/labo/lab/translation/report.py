@@ -10,28 +10,23 @@ from ..analysis.groups import Member, mean_cell, paired_numbers
 from ..report.figures import Reliability
 from ..report.gather import ReportGroup
 from ..report.results import mean_table
-from ..report.task import TEMPERED, ReportSection, TaskReport
+from ..report.task import ReportSection
 from ..tables import Column, Row, Table
+from ..text.report import TokenReport
+from ..text.token_text import readable
 from .figures import frequency_figure, histogram_figure, length_figure
 from .frequency import PARTS
 from .records import Translations
-from .token_text import readable, token_name
 
 _SENTENCES = 200  # at most, in the sentence browser
 
 
-class TranslationReport(TaskReport):
+class TranslationReport(TokenReport):
     """Calibration of reference tokens and of the output; a section; the sentence browser."""
 
-    views = ("forced", "forced_after")
     confidence_columns = ((Column("ece_own", "ECE own output %", scale=100), "decoded", "ece"),)
     reliability = (
-        Reliability(
-            "reliability",
-            "Reliability",
-            ("forced", "forced_after"),
-            f"Dots: every reference token, given the true words before it. {TEMPERED}",
-        ),
+        *TokenReport.reliability,
         Reliability(
             "own",
             "Reliability on its own output",
@@ -48,9 +43,6 @@ class TranslationReport(TaskReport):
             Column("beam_bleu", "BLEU, beam search"),
             Column("token_accuracy", "token accuracy %", scale=100),
         )
-
-    def class_name(self, name: str) -> str:
-        return token_name(name)
 
     def section(self, group: ReportGroup, name: str) -> ReportSection | None:
         table = frequency_table(group)

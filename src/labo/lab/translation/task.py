@@ -7,7 +7,6 @@ computed from hidden states and output layer by :func:`labo.linear_loss`, withou
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,21 +21,22 @@ from accelerate.utils import gather_object
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from ... import linear_loss
 from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..run.progress import track
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
-from . import bleu, forced
+from ..text import forced
+from ..text.batching import batches_by_length, in_order, rounded, text_digest
+from ..text.head import Head, head_loss
+from . import bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .model import (
     EOS,
     MODEL_PRESETS,
     NUM_SPECIAL,
     PAD,
-    Head,
     TranslationModel,
     fresh_translator,
     load_marian,
@@ -281,7 +281,7 @@ class TranslationTask(Task):
         return {
             "task": self.recipe.task,
             "num_classes": self.num_classes,
-            "vocabulary": _digest(self.data.target_tokenizer.backend_tokenizer.to_str()),
+            "vocabulary": text_digest(self.data.target_tokenizer.backend_tokenizer.to_str()),
             "pairs": self.data.manifest["pairs"],
             "text": self.data.manifest["text"],
             "decode": self.recipe.decode.model_dump(mode="json"),
@@ -306,13 +306,12 @@ class TranslationTask(Task):
     def outputs(self, model: nn.Module, batch: Batch) -> Head:
         """Hidden states for the target tokens of a batch, without padding, and the output layer."""
         sentences: Sentences = batch.inputs
-        states, weight = model(sentences.source, sentences.mask, sentences.prefix)
-        return Head(states[sentences.prefix != PAD], weight)
+        head: Head = model(sentences.source, sentences.mask, sentences.prefix)
+        return head._replace(states=head.states[sentences.prefix != PAD])
 
     def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
         target = batch.target[batch.inputs.prefix != PAD]
-        teacher = second[0] if second else None
-        return linear_loss(outputs.states, outputs.weight, target, loss, teacher_logits=teacher)
+        return head_loss(loss, outputs, target, *second)
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         real = batch.inputs.prefix != PAD
@@ -329,17 +328,7 @@ class TranslationTask(Task):
         fits = longest <= min(limit, self.recipe.model.positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
-        # Shuffle first, so that sentences of equal length are not in the order of the corpus.
-        order = permutation(self.recipe.seed, 0, len(longest), stream="batches")
-        order = order[fits[order]]
-        order = order[longest[order].argsort(stable=True)]
-        batches, first = [], 0
-        sizes = longest[order].tolist()
-        for end, size in enumerate(sizes):  # ascending: the last one of a batch is the longest
-            if (end + 1 - first) * size > limit:
-                batches.append(order[first:end])
-                first = end
-        batches.append(order[first:])
+        batches = batches_by_length(longest, fits, limit, self.recipe.seed)
         missing = int((~fits).sum())
         notes = [f"{missing} training pairs are too long for a batch and are not used"]
         return batches, notes if missing else []
@@ -493,7 +482,7 @@ class TranslationTask(Task):
         with track(f"decoding, beam {options.beam}", len(mine)) as advance:
             found = decode(model.plain(), sources, options, advance=advance)
         best = [hypotheses[0] for hypotheses in found]
-        return _in_order(gather_object(list(zip(mine, best, strict=True))))
+        return in_order(gather_object(list(zip(mine, best, strict=True))))
 
     @torch.no_grad()
     def _heads(
@@ -530,7 +519,7 @@ class TranslationTask(Task):
                     row = {name: tokens[position].cpu() for name, tokens in columns.items()}
                     found.append((index, row))
                 advance(len(part))
-        return _in_order(gather_object(found))
+        return in_order(gather_object(found))
 
     @torch.no_grad()
     def logits(
@@ -563,7 +552,6 @@ class TranslationTask(Task):
             source = [int(i) for i in split.source(index) if i >= self._first_type]
             reference = split.target(index).tolist()
             ended = len(hypothesis.probabilities) > len(hypothesis.ids)
-            row = references[index]
             record: dict[str, Any] = {
                 "index": index,
                 "pair": f"{pair.source}-{pair.target}",
@@ -572,24 +560,14 @@ class TranslationTask(Task):
                 "hypothesis": text,
                 "source_tokens": names(source),
                 "tokens": target_names([*hypothesis.ids, *([EOS] if ended else [])]),
-                "probabilities": _rounded(hypothesis.probabilities),
+                "probabilities": rounded(hypothesis.probabilities),
                 "score": hypothesis.score,
                 "frequency": float(counts[source].mean()) if source else 0.0,
-                "forced": {
-                    "tokens": target_names(reference),
-                    "probabilities": _rounded((-row["nll"]).exp().tolist()),
-                    "confidence": _rounded(row["confidence"].tolist()),
-                    "right": (row["right"] > 0).tolist(),
-                    "entropy": _rounded(row["entropy"].tolist()),
-                },
+                "forced": forced.forced_record(
+                    target_names(reference), references[index], temperature
+                ),
                 "reference_length": len(reference),
             }
-            if temperature is not None:
-                record["forced"]["tempered"] = {
-                    "temperature": temperature,
-                    "probabilities": _rounded((-row["tempered_nll"]).exp().tolist()),
-                    "confidence": _rounded(row["tempered_confidence"].tolist()),
-                }
             if by_beam:
                 record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
             yield record
@@ -616,7 +594,7 @@ class TranslationTask(Task):
             position = row - int(lengths[:sentence].sum())
             target = chosen.target(sentence)
             so_far = tokens.decode(target[:position].tolist(), skip_special_tokens=True)
-            logits = (head.states[row] @ head.weight.T).float()
+            logits = head.logits(head.states[row]).float()
             next_token = tokens.convert_ids_to_tokens(int(target[position]))
             examples.append(
                 {
@@ -647,18 +625,6 @@ def _load(options: TextData) -> Prepared:
         seed=options.data_seed,
         vocabulary=options.vocabulary,
     )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
-
-
-def _in_order(numbered: Sequence[tuple[int, Any]]) -> list[Any]:
-    return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _tokens(batch: Batch) -> Tensor:

@@ -7,38 +7,31 @@ reads and writes up to two thousand lines at a time.
 from __future__ import annotations
 
 import json
-import os
-import select
-import stat
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from pydantic import Field, ValidationError
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import MarianMTModel, PreTrainedTokenizerFast
 
 from ..config import explain
 from ..errors import RequestError
 from ..run.calibration import divisor_of
-from ..run.checksums import verify_folder
-from ..run.files import Document, checked, read_json
+from ..run.files import Document, checked
+from ..tasks import find_model
+from ..text.stdio import Answer, Notice, answer_lines
+from ..text.subwords import encode
 from .decoding import Decode, Hypothesis, decode
 from .model import load_marian
 from .prepared import Pair
-from .text import Pipeline, TextOptions, encode
+from .text import Pipeline, TextOptions
 
 _MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at hand are translated
 _LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
 _LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
-
-Notice = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -109,20 +102,8 @@ class ModelFolder:
         Raises:
             RequestError: there is none, or it is no translation model.
         """
-        run = Path(run)
-        found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
-        if not found:
-            raise RequestError(f"{run} is no run with best/config.json")
-        folder = found[0]
-        verify_folder(folder)
-        path = folder / "config.json"
-        document = read_json(path, Document).model_dump()
-        facts = document.get("labo", document)
-        task = facts.get("task") if isinstance(facts, dict) else None
-        if task != "translation":
-            kind = f"a model for {task}" if isinstance(task, str) else "no model of labo"
-            raise RequestError(f"{run} holds {kind}, not a translation model of labo")
-        known = checked(facts, _Facts, path, "labo.")
+        folder, facts = find_model(run, "translation")
+        known = checked(facts, _Facts, folder / "config.json", "labo.")
         return cls(
             folder,
             tuple(Pair(pair.source, pair.target, pair.tag) for pair in known.pairs),
@@ -315,92 +296,25 @@ def translate_stream(
         scores: write JSON, with the probability of each token.
         search: see :class:`Translator`.
     """
-    show = _shows_progress(target)
-    with Progress(
-        TextColumn("{task.completed} lines"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True, highlight=False, soft_wrap=True),
-        disable=not show,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("", total=None)
 
-        def notice(text: str) -> None:
-            progress.console.print(f"labo: {text}", markup=False)
-
+    def start(notice: Notice) -> Answer:
         translator = Translator(run, pair=pair, notice=notice, **search)
         if (nbest or 1) > translator.options.beam:
             raise RequestError(
                 f"--nbest {nbest} is more than the beam of {translator.options.beam}"
             )
-        first = 1
-        for chunk in _chunks(source, notice):
-            found = translator.nbest(
-                chunk, nbest or 1, first_line=first, advance=lambda n: progress.advance(task, n)
-            )
-            output = "".join(
+
+        def answer(lines: Sequence[str], first: int, advance: Callable[[int], object]) -> str:
+            found = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
+            return "".join(
                 _format(number, translation, nbest is not None, scores) + "\n"
                 for number, translations in enumerate(found, first)
                 for translation in translations
             )
-            try:
-                target.write(output.encode())
-                target.flush()
-            except BrokenPipeError:
-                _forget(target)
-                return
-            first += len(chunk)
 
+        return answer
 
-def _chunks(source: BinaryIO, notice: Notice) -> Iterator[list[str]]:
-    """The lines of a stream without their ends, some at a time."""
-    number = 0
-    for raw in _raw_chunks(source):
-        chunk = []
-        for line in raw:
-            number += 1
-            chunk.append(_text(line, number, notice).removesuffix("\n").removesuffix("\r"))
-        yield chunk
-
-
-def _raw_chunks(source: BinaryIO) -> Iterator[list[bytes]]:
-    """From a file as many lines as are worth a batch; otherwise those that have come."""
-    if not _is_live(source):
-        while chunk := list(islice(iter(source.readline, b""), _LINES_AT_ONCE)):
-            yield chunk
-        return
-    descriptor, lines, rest = source.fileno(), list[bytes](), b""
-    while data := os.read(descriptor, 1 << 16):
-        *whole, rest = (rest + data).split(b"\n")
-        lines += whole
-        while len(lines) >= _LINES_AT_ONCE:
-            yield lines[:_LINES_AT_ONCE]
-            lines = lines[_LINES_AT_ONCE:]
-        if lines and not select.select([descriptor], [], [], _MORE_SECONDS)[0]:
-            yield lines
-            lines = []
-    if rest:
-        lines.append(rest)
-    if lines:
-        yield lines
-
-
-def _is_live(source: BinaryIO) -> bool:
-    """Whether lines come one by one, as from a pipe or a terminal."""
-    try:
-        mode = os.fstat(source.fileno()).st_mode
-    except (OSError, ValueError):  # in memory
-        return False
-    return not stat.S_ISREG(mode)
-
-
-def _text(line: bytes, number: int, notice: Notice) -> str:
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
-        return line.decode(errors="replace")
+    answer_lines(source, target, start)
 
 
 def _format(number: int, translation: Translation, numbered: bool, scores: bool) -> str:
@@ -416,15 +330,3 @@ def _format(number: int, translation: Translation, numbered: bool, scores: bool)
     if numbered:
         return f"{number}\t{translation.score:.4f}\t{translation.text}"
     return translation.text
-
-
-def _shows_progress(target: BinaryIO) -> bool:
-    """Whether to show progress: on a terminal, unless the translations go there too."""
-    return sys.stderr.isatty() and not target.isatty()
-
-
-def _forget(target: BinaryIO) -> None:
-    """Let Python flush a closed pipe when it exits without an error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, target.fileno())
-    os.close(nowhere)

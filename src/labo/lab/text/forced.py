@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .model import Head
+from .batching import rounded
+from .head import Head
 
 _LOGITS_AT_ONCE = 1 << 24  # numbers
 
@@ -63,6 +65,32 @@ def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     }
 
 
+def forced_record(
+    tokens: Sequence[str], row: Mapping[str, Tensor], temperature: float | None
+) -> dict[str, Any]:
+    """The section ``forced`` of a record.
+
+    Args:
+        tokens: the reference tokens.
+        row: :func:`token_statistics` of them.
+        temperature: that of the tempered columns, if there are any.
+    """
+    record: dict[str, Any] = {
+        "tokens": tokens,
+        "probabilities": rounded((-row["nll"]).exp().tolist()),
+        "confidence": rounded(row["confidence"].tolist()),
+        "right": (row["right"] > 0).tolist(),
+        "entropy": rounded(row["entropy"].tolist()),
+    }
+    if temperature is not None:
+        record["tempered"] = {
+            "temperature": temperature,
+            "probabilities": rounded((-row["tempered_nll"]).exp().tolist()),
+            "confidence": rounded(row["tempered_confidence"].tolist()),
+        }
+    return record
+
+
 def rival_probabilities(head: Head, target: Tensor) -> Tensor:
     """(N,) the second largest probability at each token: large where two words compete."""
     return torch.cat(
@@ -74,7 +102,7 @@ def blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The logits (n, V) of a block of tokens at a time, and the tokens (n,)."""
     at_once = max(1, _LOGITS_AT_ONCE // len(head.weight))
     for states, labels in zip(head.states.split(at_once), target.split(at_once), strict=True):
-        yield (states @ head.weight.T).float(), labels
+        yield head.logits(states).float(), labels
 
 
 def _of(log_p: Tensor, labels: Tensor) -> Tensor:

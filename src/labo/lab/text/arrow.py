@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 _BATCH = 100_000  # rows in a record batch
+_BATCH_BYTES = 1 << 26  # bytes in a record batch
 
 
 class ArrowFile:
@@ -19,6 +22,7 @@ class ArrowFile:
         self._schema = columns
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
+        self._waiting_bytes = 0
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, columns)
 
@@ -31,14 +35,15 @@ class ArrowFile:
         if arrays:
             self._waiting.append(pa.record_batch(arrays, schema=self._schema))
             self._waiting_rows += self._waiting[-1].num_rows
+            self._waiting_bytes += self._waiting[-1].nbytes
             self.rows += self._waiting[-1].num_rows
-        if self._waiting_rows >= _BATCH:
+        if self._waiting_rows >= _BATCH or self._waiting_bytes >= _BATCH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         if self._waiting_rows:
             self._stream.write_batch(pa.concat_batches(self._waiting))
-        self._waiting, self._waiting_rows = [], 0
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
 
     def __enter__(self) -> ArrowFile:
         return self
@@ -56,3 +61,15 @@ def read_batches(path: Path, size: int) -> Iterator[pa.RecordBatch]:
         for batch in stream:
             for start in range(0, batch.num_rows, size):
                 yield batch.slice(start, size)
+
+
+def flat_lists(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Values and offsets of a column of lists; copied only if it has several chunks."""
+    values = [chunk.flatten().to_numpy() for chunk in column.chunks]
+    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
+    offsets = np.zeros(len(column) + 1, dtype=np.int64)
+    if lengths:
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+    if len(values) == 1:
+        return values[0], offsets
+    return np.concatenate([np.empty(0, np.int32), *values]), offsets

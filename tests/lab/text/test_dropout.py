@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labo.lab.translation.dropout import FastDropout, fast_dropout
+from labo.lab.text.dropout import FastDropout, fast_dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
@@ -53,7 +53,7 @@ def test_only_what_drops_is_replaced(monkeypatch):
         raise AssertionError("called")
 
     x = torch.ones(3, 4)
-    monkeypatch.setattr("labo.lab.translation.dropout.fast_dropout", refuse)
+    monkeypatch.setattr("labo.lab.text.dropout.fast_dropout", refuse)
     with FastDropout():
         assert torch.equal(F.dropout(x, 0.5, training=False), x)
         assert torch.equal(F.dropout(x, 0.0), x)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labo.lab.translation import forced
-from labo.lab.translation.model import Head
+from labo.lab.text import forced
+from labo.lab.text.head import Head
 
 
 @pytest.fixture

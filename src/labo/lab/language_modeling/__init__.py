@@ -1,0 +1,1 @@
+"""Language modelling: documents, packing, a causal model, bits per byte, generation."""

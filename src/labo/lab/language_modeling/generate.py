@@ -1,0 +1,303 @@
+"""Prompts in, continuations out: one line for each.
+
+:class:`Generator` is the way in from Python; ``labo generate`` is :func:`generate_stream`.
+
+A token is drawn by one random number, a function of the seed, the number of the line and the number
+of the token. So what a line gives depends neither on the other lines nor on the size of a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from ..config import Section, explain
+from ..errors import RequestError
+from ..run.calibration import divisor_of
+from ..run.seeds import uniforms
+from ..tasks import find_model
+from ..text.folder import load_tokenizer
+from ..text.stdio import Answer, Notice, answer_lines
+from .model import load_causal
+from .prepared import TASK
+
+__all__ = ["Continuation", "Generator", "Sampling", "generate_stream"]
+
+
+class Sampling(Section):
+    """How tokens are chosen."""
+
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a continuation. [default: 100, or half the positions]",
+    )
+    temperature: float = Field(
+        0.0, ge=0, description="0 takes the most probable token, 1 draws as the model says."
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Draw only from the most probable tokens with this share of the mass.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the random numbers.")
+    batch_tokens: int = Field(
+        4096, ge=1, description="Prompts times the longest prompt and continuation of a batch."
+    )
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows a prompt.
+
+    Attributes:
+        text: without the prompt.
+        tokens: what the model said, its end last unless it was cut off.
+        probabilities: what the model gave each token before ``temperature`` and ``top_p``;
+            calibrated if the model is, see ``labo calibrate``.
+    """
+
+    text: str
+    tokens: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+
+class _Chooser(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the next token of each row: all others get a score of minus infinity."""
+
+    def __init__(self, options: Sampling, lines: Tensor, prompt: int, divisor: float = 1.0) -> None:
+        self.options, self.lines, self.prompt, self.divisor = options, lines, prompt, divisor
+        self.log_p: list[Tensor] = []  # of the chosen tokens, step by step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        log_p = (scores.float() / self.divisor).log_softmax(-1)
+        if self.options.temperature == 0:
+            token = log_p.argmax(-1)
+        else:
+            step = input_ids.shape[1] - self.prompt
+            u = uniforms(self.options.seed, step, self.lines, 1, stream="generate")
+            token = draw_tokens(log_p, u.to(log_p.device), self.options)
+        chosen = token.unsqueeze(-1)
+        self.log_p.append(log_p.gather(-1, chosen).squeeze(-1))
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+
+
+def draw_tokens(log_p: Tensor, u: Tensor, options: Sampling) -> Tensor:
+    """Draw a token for each row by the inverse of its cumulative distribution.
+
+    Args:
+        log_p: (N, V) log-probabilities.
+        u: (N, 1) random numbers in [0, 1).
+        options: temperature and top_p.
+
+    Returns:
+        (N,).
+
+    Example:
+        >>> p = torch.tensor([[0.5, 0.3, 0.2]])
+        >>> sampling = Sampling(temperature=1.0)
+        >>> [int(draw_tokens(p.log(), torch.tensor([[u]]), sampling)) for u in (0.4, 0.6, 0.9)]
+        [0, 1, 2]
+        >>> int(draw_tokens(p.log(), torch.tensor([[0.9]]), Sampling(temperature=1.0, top_p=0.8)))
+        1
+    """
+    ranked, order = (log_p.double() / options.temperature).softmax(-1).sort(-1, descending=True)
+    before = ranked.cumsum(-1) - ranked  # of the tokens that are more probable
+    kept = ranked.masked_fill(before >= options.top_p, 0.0)
+    kept[:, 0] = ranked[:, 0]
+    total = kept.cumsum(-1)
+    place = (total <= u.double() * total[:, -1:]).sum(-1, keepdim=True)
+    last = (kept > 0).sum(-1, keepdim=True) - 1  # rounding may lead one beyond it
+    return order.gather(-1, torch.minimum(place, last)).squeeze(-1)
+
+
+class Generator:
+    """A trained language model, ready to go on from prompts.
+
+    Args:
+        run: a run directory, or a model folder itself.
+        notice: called with a line of text when a prompt is cut.
+        options: fields of :class:`Sampling`.
+
+    Example::
+
+        Generator("runs/lm-manual-labo-s0", temperature=0.8).generate(["The break statement"])
+    """
+
+    def __init__(
+        self, run: str | Path, *, notice: Notice = warnings.warn, **options: float | None
+    ) -> None:
+        folder, facts = find_model(run, TASK)
+        given = {name: value for name, value in options.items() if value is not None}
+        try:
+            self.options = Sampling.model_validate(given)
+        except ValidationError as error:
+            raise RequestError("; ".join(explain(error, Sampling))) from error
+        self.notice = notice
+        self.kind, self.begin, self.end = facts["kind"], facts["begin"], facts["end"]
+        self.divisor = divisor_of(folder)
+        self.tokenizer = load_tokenizer(folder)
+        self.model = load_causal(folder).eval()
+        self.positions = int(self.model.config.max_position_embeddings)
+        self.max_tokens = self.options.max_tokens or min(100, self.positions // 2)
+        if self.max_tokens >= self.positions:
+            raise RequestError(
+                f"max_tokens: {self.max_tokens} is too many for a model of {self.positions} "
+                "positions"
+            )
+        if torch.accelerator.is_available():
+            self.model.to(torch.accelerator.current_accelerator())
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        first_line: int = 1,
+        advance: Callable[[int], object] | None = None,
+    ) -> list[Continuation]:
+        """The continuation of each prompt.
+
+        For a model trained on chats a prompt is a message of the user, and the continuation the
+        answer.
+
+        Args:
+            prompts: any text.
+            first_line: the number of the first prompt, which its random numbers depend on.
+            advance: called with the number of prompts after each batch.
+        """
+        encoded = [self._encode(text, first_line + i) for i, text in enumerate(prompts)]
+        found: list[Continuation | None] = [None] * len(prompts)
+        for batch in self._batches([len(ids) for ids in encoded]):
+            lines = torch.tensor([first_line + i for i in batch])
+            made = self._generate([encoded[i] for i in batch], lines)
+            for i, continuation in zip(batch, made, strict=True):
+                found[i] = continuation
+            if advance is not None:
+                advance(len(batch))
+        return [continuation for continuation in found if continuation is not None]
+
+    def _encode(self, text: str, line: int) -> list[int]:
+        raw = self.tokenizer.backend_tokenizer
+        raw.encode_special_tokens = self.kind != "chat"
+        if self.kind == "chat":
+            messages = [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        ids: list[int] = raw.encode(text, add_special_tokens=False).ids
+        begin = [] if self.begin is None else [self.begin]
+        room = self.positions - self.max_tokens - len(begin)
+        if len(ids) > room:
+            self.notice(
+                f"line {line} has {len(ids)} tokens, there is room for {room}: its beginning is "
+                "left out"
+            )
+            ids = ids[len(ids) - room :]
+        # A template may be empty; something must be there to go on from.
+        return [*begin, *ids] or [self.end]
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Prompts of like length together, the longest first."""
+        batch: list[int] = []
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            longest = lengths[batch[0] if batch else i] + self.max_tokens
+            if batch and (len(batch) + 1) * longest > self.options.batch_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[list[int]], lines: Tensor) -> list[Continuation]:
+        device, width = self.model.device, max(map(len, prompts))
+        ids = torch.tensor([[self.end] * (width - len(p)) + p for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
+        chooser = _Chooser(self.options, lines, width, self.divisor)
+        sequences = self.model.generate(
+            ids,
+            attention_mask=mask,
+            logits_processor=LogitsProcessorList([chooser]),
+            generation_config=GenerationConfig(
+                max_new_tokens=self.max_tokens,
+                do_sample=False,
+                eos_token_id=self.end,
+                pad_token_id=self.end,
+            ),
+        )
+        log_p = torch.stack(chooser.log_p, 1)
+        return [
+            self._continuation(row, p)
+            for row, p in zip(sequences[:, width:].tolist(), log_p.exp().tolist(), strict=True)
+        ]
+
+    def _continuation(self, ids: list[int], probabilities: list[float]) -> Continuation:
+        said = ids[: ids.index(self.end)] if self.end in ids else ids
+        length = min(len(said) + 1, len(ids))  # with the end, if it came
+        return Continuation(
+            str(self.tokenizer.decode(said, skip_special_tokens=True)),
+            tuple(self.tokenizer.convert_ids_to_tokens(ids[:length])),
+            tuple(probabilities[:length]),
+        )
+
+
+def generate_stream(
+    run: str | Path,
+    source: BinaryIO,
+    target: BinaryIO,
+    *,
+    scores: bool = False,
+    **options: float | None,
+) -> None:
+    """Continue prompts line by line, from bytes to bytes.
+
+    Line breaks in a continuation become spaces. Bytes that are not UTF-8 are read as U+FFFD and
+    prompts longer than the model are cut, with a notice on stderr.
+
+    Args:
+        run: a run directory or a model folder.
+        source: where to read.
+        target: where to write.
+        scores: write JSON, with the text as it is and the probability of each token.
+        options: fields of :class:`Sampling`; None leaves one as it is.
+    """
+
+    def start(notice: Notice) -> Answer:
+        generator = Generator(run, notice=notice, **options)
+
+        def answer(lines: Sequence[str], first: int, advance: Callable[[int], object]) -> str:
+            found = generator.generate(lines, first_line=first, advance=advance)
+            return "".join(
+                _format(number, prompt, continuation, scores) + "\n"
+                for number, (prompt, continuation) in enumerate(
+                    zip(lines, found, strict=True), first
+                )
+            )
+
+        return answer
+
+    answer_lines(source, target, start)
+
+
+def _format(number: int, prompt: str, continuation: Continuation, scores: bool) -> str:
+    if not scores:
+        return " ".join(continuation.text.splitlines())
+    record = {
+        "line": number,
+        "prompt": prompt,
+        "text": continuation.text,
+        "tokens": continuation.tokens,
+        "probabilities": continuation.probabilities,
+    }
+    return json.dumps(record, ensure_ascii=False)

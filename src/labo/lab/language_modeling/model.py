@@ -1,0 +1,246 @@
+"""Language models: causal models of ``transformers``, from a preset or from a folder.
+
+Nothing is downloaded, and no architecture is written here. A :class:`LanguageModel` holds an
+``AutoModelForCausalLM`` and stops before its output layer, which :func:`labo.linear_loss` applies
+without storing the logits of a batch. What it saves is a plain model folder that
+``AutoModelForCausalLM.from_pretrained`` loads anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ..._names import Registry
+from ...calibration import fold_temperature
+from ..errors import RequestError
+from ..pretrained import load_folder, merged, published
+from ..text.dropout import FastDropout
+from ..text.head import Head
+
+__all__ = [
+    "PRESETS",
+    "LanguageModel",
+    "causal_config",
+    "check_head",
+    "check_packing",
+    "fresh_model",
+    "load_causal",
+]
+
+# The type of model, and what its config has. Sizes count the embeddings of 50,257 types.
+PRESETS = Registry(
+    "preset",
+    {
+        "gpt2-tiny": {"model_type": "gpt2", "width": 128, "layers": 4, "heads": 4},
+        "gpt2-mini": {"model_type": "gpt2", "width": 256, "layers": 6, "heads": 4},
+        "gpt2-small": {"model_type": "gpt2", "width": 512, "layers": 8, "heads": 8},
+        "gpt2-124m": {"model_type": "gpt2", "width": 768, "layers": 12, "heads": 12},
+        "llama-tiny": {"model_type": "llama", "width": 128, "layers": 4, "heads": 4, "ffn": 344},
+        "llama-mini": {"model_type": "llama", "width": 256, "layers": 6, "heads": 4, "ffn": 688},
+        "llama-small": {"model_type": "llama", "width": 512, "layers": 8, "heads": 8, "ffn": 1368},
+        "llama-124m": {
+            "model_type": "llama",
+            "width": 768,
+            "layers": 12,
+            "heads": 12,
+            "ffn": 2048,
+        },
+    },
+)
+# Ours -> that of transformers' configs, which translate it further (n_embd of GPT-2).
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "positions": "max_position_embeddings",
+}
+_FFN = {"gpt2": "n_inner"}  # elsewhere intermediate_size
+_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop")}  # elsewhere attention_dropout
+
+
+def causal_config(
+    preset: str,
+    vocabulary: int,
+    *,
+    positions: int,
+    dropout: float = 0.0,
+    begin: int | None = None,
+    end: int | None = None,
+    pad: int | None = None,
+    dimensions: Mapping[str, int] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> PretrainedConfig:
+    """The config of a model to train from scratch.
+
+    Args:
+        preset: a name of ``PRESETS``.
+        vocabulary: types of the tokenizer.
+        positions: the longest block.
+        dropout: everywhere the model has one.
+        begin, end, pad: ids of special tokens.
+        dimensions: width, layers, heads, ffn that differ from the preset.
+        settings: further keys of the transformers config.
+
+    Raises:
+        RequestError: the config has no such key, or refuses a value.
+    """
+    values = {**PRESETS[preset], **(dimensions or {}), "positions": positions}
+    kind = str(values.pop("model_type"))
+    ffn = values.pop("ffn", None)
+    keys: dict[str, Any] = {_NAMES[name]: value for name, value in values.items()}
+    if ffn is not None:
+        keys[_FFN.get(kind, "intermediate_size")] = ffn
+    keys |= dict.fromkeys(_DROPOUTS.get(kind, ("attention_dropout",)), dropout)
+    keys |= {
+        "vocab_size": vocabulary,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "tie_word_embeddings": True,
+    }
+    known = AutoConfig.for_model(kind)
+    unknown = [key for key in settings or {} if not hasattr(known, key)]
+    if unknown:
+        raise RequestError(f"model.config: {', '.join(unknown)}: no such key in a {kind} config")
+    try:
+        return AutoConfig.for_model(kind, **(keys | dict(settings or {})))
+    except Exception as error:  # each config checks its own values
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise RequestError(f"model.config: {reason}") from error
+
+
+class LanguageModel(nn.Module):
+    """A causal model that stops before its output layer.
+
+    Example:
+        >>> config = causal_config("gpt2-tiny", 50, positions=16)
+        >>> model = fresh_model(config)
+        >>> head = model(torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 2]]))
+        >>> head.states.shape, head.weight.shape
+        (torch.Size([1, 3, 128]), torch.Size([50, 128]))
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Head:
+        """Hidden states for the token after each token.
+
+        Args:
+            ids: (N, T) token ids.
+            positions: (N, T), of each token in its document. Where they do not go on by one
+                another document begins, and attention does not look back beyond it.
+        """
+        body = getattr(self.causal, self.causal.base_model_prefix)
+        with FastDropout():
+            states = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        layer = self.causal.get_output_embeddings()
+        softcap = getattr(self.causal.config, "final_logit_softcapping", None)
+        return Head(states, layer.weight, getattr(layer, "bias", None), softcap)
+
+    def plain_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a plain model folder holds of a ``state_dict()``: tied matrices once."""
+        left_out = {
+            *(self.causal._keys_to_ignore_on_save or ()),
+            *self.causal.all_tied_weights_keys,
+        }
+        named = {name.removeprefix("causal."): tensor for name, tensor in weights.items()}
+        plain = merged(self.causal, named)
+        kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
+        return published(self.causal, kept)
+
+    def fold_temperature(self, temperature: float) -> None:
+        """Divide the logits by a temperature for good.
+
+        An output layer that is tied to the embeddings gets a weight of its own first, since the
+        embeddings must stay as they are. The saved model is larger by that weight.
+
+        Raises:
+            RequestError: the logits of this model cannot be divided exactly.
+        """
+        layer = self.causal.get_output_embeddings()
+        if self.causal.all_tied_weights_keys:
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            self.causal.config.get_text_config(decoder=True).tie_word_embeddings = False
+            self.causal.config.tie_word_embeddings = False
+            self.causal.all_tied_weights_keys = {}
+        try:
+            fold_temperature(self.causal, temperature)
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error)) from error
+
+    @property
+    def head_name(self) -> str:
+        """The name of the output layer in the causal model."""
+        layer = self.causal.get_output_embeddings()
+        return next(name for name, module in self.causal.named_modules() if module is layer)
+
+
+def fresh_model(config: PretrainedConfig) -> LanguageModel:
+    """A model to train from scratch, from PyTorch's generator."""
+    return LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def load_causal(folder: str | Path) -> PreTrainedModel:
+    """A causal model from a folder on this machine, see :func:`labo.lab.pretrained.load_folder`."""
+    return load_folder(AutoModelForCausalLM, folder)
+
+
+# ------------------------------------------------------------------ what a model must be like
+
+
+@torch.no_grad()
+def check_head(model: LanguageModel) -> None:
+    """Refuse a model whose logits are not those of its output layer on its hidden states.
+
+    Some models scale or shift their logits afterwards. Their loss would be another one.
+    """
+    ids, positions = _probe(model, 8)
+    training = model.training
+    model.eval()
+    head = model(ids, positions)
+    expected = model.causal(input_ids=ids, use_cache=False).logits
+    model.train(training)
+    if not torch.allclose(head.logits(head.states), expected, rtol=1e-3, atol=1e-3):
+        kind = model.causal.config.model_type
+        raise RequestError(
+            f"a model of type {kind} changes its logits after its output layer: it cannot be "
+            "trained here"
+        )
+
+
+@torch.no_grad()
+def check_packing(model: LanguageModel) -> None:
+    """Refuse a model that sees other documents of a block.
+
+    Attention is kept within documents by their positions. A model without attention, or one that
+    ignores positions, would carry on from one document to the next.
+    """
+    ids, positions = _probe(model, 8)
+    training = model.training
+    model.eval()
+    alone = model(ids[:, 3:], positions[:, :5]).states
+    packed = model(ids, torch.cat([positions[:, :3], positions[:, :5]], 1)).states[:, 3:]
+    model.train(training)
+    if not torch.allclose(alone, packed, rtol=1e-3, atol=1e-3):
+        kind = model.causal.config.model_type
+        raise RequestError(
+            f"a model of type {kind} does not keep the documents of a block apart: set "
+            "data.packing=false"
+        )
+
+
+def _probe(model: LanguageModel, length: int) -> tuple[Tensor, Tensor]:
+    """Ids and positions to try a model with; no padding among them."""
+    device = next(model.parameters()).device
+    pad = getattr(model.causal.config, "pad_token_id", None)
+    usable = [i for i in range(min(model.causal.config.vocab_size, 4 * length)) if i != pad]
+    ids = torch.tensor([(usable * length)[:length]], device=device)
+    return ids, torch.arange(length, device=device).unsqueeze(0)

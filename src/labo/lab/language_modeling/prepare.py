@@ -1,0 +1,370 @@
+"""Documents to prepared data: ``labo prepare-text``.
+
+Three passes, none of which holds the corpus in memory. The first reads the documents and separates
+the held-out splits from the training split. The second learns a tokenizer from the training split,
+unless one is given. The third writes token ids and counts them. All of it happens in a hidden
+folder beside the result, which is renamed at the very end: a folder that is there is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import DataError, LabError
+from ..run.files import sha256, write_text
+from ..run.progress import ProgressBars
+from ..text.arrow import ArrowFile, read_batches
+from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
+from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
+from .prepared import IGNORED, TASK, PreparedDocuments, schema
+from .tokenizers import (
+    begin_token,
+    chat_renderer,
+    encode,
+    learn_tokenizer,
+    pretrained_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["prepare", "prepare_documents", "summarize"]
+
+_ROWS_AT_ONCE = 1000
+_CHARACTERS_AT_ONCE = 1 << 22
+_SPILL = pa.schema(
+    [
+        ("name", pa.string()),
+        ("texts", pa.list_(pa.string())),
+        ("learned", pa.list_(pa.bool_())),
+    ]
+)
+
+
+def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -> PreparedDocuments:
+    """Prepare files of documents.
+
+    Args:
+        options: which files, and what becomes of them.
+        out: the folder to make.
+        force: replace the prepared data that is there.
+
+    Returns:
+        What is now in ``out``.
+
+    Raises:
+        DataError: the files are missing or damaged, or nothing of them is left.
+        RequestError: ``out`` exists, or the tokenizer cannot be used.
+    """
+    check_free(Path(out), force)
+    inputs = {
+        split: find_inputs(getattr(options, split)) for split in SPLITS if getattr(options, split)
+    }
+    tokenizer = None if options.tokenizer is None else pretrained_tokenizer(options.tokenizer)
+    render = chat_renderer(tokenizer)
+
+    def documents(split: str) -> Iterator[RawDocument]:
+        for path in inputs[split]:
+            yield from read_documents(path, options.documents, options.column, render)
+
+    files = dict.fromkeys(
+        file for paths in inputs.values() for path in paths for file in input_files(path)
+    )
+    return prepare_documents(
+        out,
+        {split: documents(split) for split in inputs},
+        options,
+        tokenizer=tokenizer,
+        inputs=[{"file": file.name, "sha256": sha256(file)} for file in files],
+        force=force,
+    )
+
+
+def prepare_documents(
+    out: str | Path,
+    splits: Mapping[str, Iterable[RawDocument]],
+    options: Tokenization,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    inputs: Sequence[Mapping[str, str]] = (),
+    force: bool = False,
+) -> PreparedDocuments:
+    """Prepare documents that come from anywhere.
+
+    Args:
+        out: the folder to make.
+        splits: the documents of "train" and, unless they are held out, of "valid" and "test".
+        options: what becomes of them.
+        tokenizer: if not given, one is learned.
+        inputs: what the manifest says of where they come from.
+        force: replace the prepared data that is there.
+
+    Returns:
+        What is now in ``out``.
+    """
+    out = check_free(Path(out), force)
+    try:
+        with building(out, force) as folder, ProgressBars() as bars:
+            work = _Preparation(folder, options, bars)
+            work.read(splits)
+            work.write_splits(tokenizer or work.learn_tokenizer(), learned=tokenizer is None)
+            work.write_manifest(inputs)
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+    return PreparedDocuments(out)
+
+
+@dataclass
+class _Preparation:
+    """The three passes over one corpus, and what they counted."""
+
+    folder: Path
+    options: Tokenization
+    bars: ProgressBars
+    kind: Kind | None = None
+    documents_read: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    learned: Counter[str] = field(default_factory=Counter)  # tokens
+    learned_bytes: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)  # empty documents
+    held_out: set[bytes] = field(default_factory=set)  # digests of the documents held out
+    repeated: int = 0  # training documents that are held out too
+    tokenizer: dict[str, object] = field(default_factory=dict)
+
+    # -------------------------------------------------------------- pass 1: documents
+
+    def read(self, splits: Mapping[str, Iterable[RawDocument]]) -> None:
+        """Write the documents of each split to a file of their own."""
+        with ExitStack() as stack:
+            files = {
+                split: stack.enter_context(ArrowFile(self._spill(split), _SPILL))
+                for split in SPLITS
+            }
+            for split, documents in splits.items():
+                advance = stack.enter_context(self.bars.bar(f"reading {split}", None))
+                for chunk in _chunks(documents):
+                    parts: dict[str, list[RawDocument]] = {name: [] for name in SPLITS}
+                    for document in chunk:
+                        self._check_kind(document)
+                        if (chosen := self._split_of(split, document)) is not None:
+                            parts[chosen].append(document)
+                    for name, part in parts.items():
+                        files[name].add(_columns(part))
+                    advance(len(chunk))
+        for split in SPLITS:
+            self.sizes[split] = files[split].rows
+            if not files[split].rows:
+                why = f": {self.dropped[split]} empty ones dropped" if self.dropped[split] else ""
+                raise DataError(f"the {split} split has no documents{why}")
+
+    def _check_kind(self, document: RawDocument) -> None:
+        self.kind = self.kind or document.kind
+        if document.kind != self.kind:
+            raise DataError(
+                f"{document.name}: {_KINDS[document.kind]}, but the documents before it are "
+                f"{_KINDS[self.kind]}; prepare them apart"
+            )
+
+    def _split_of(self, split: str, document: RawDocument) -> str | None:
+        """The split that a document goes to, or None if it is dropped."""
+        self.documents_read[split] += 1
+        if not any(part.learned and part.text for part in document.parts):
+            self.dropped[split] += 1
+            return None
+        if split == "train":
+            kept = self.documents_read[split] - self.dropped[split]
+            if _is_nth(kept, self.options.holdout):
+                split = "valid"
+            elif _is_nth(self._not_valid(kept), self.options.holdout_test):
+                split = "test"
+        if split != "train":
+            self.held_out.add(_digest(document))
+        return split
+
+    def _not_valid(self, kept: int) -> int:
+        """How many of the documents so far were not held out for validation."""
+        return kept - kept // self.options.holdout if self.options.holdout else kept
+
+    def _spill(self, split: str) -> Path:
+        return self.folder / f"{split}.text"
+
+    def _documents(self, split: str) -> Iterator[RawDocument]:
+        assert self.kind is not None
+        for batch in read_batches(self._spill(split), _ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                parts = zip(row["texts"], row["learned"], strict=True)
+                yield RawDocument(row["name"], self.kind, tuple(Part(*part) for part in parts))
+
+    # -------------------------------------------------------------- pass 2: tokenizer
+
+    def learn_tokenizer(self) -> PreTrainedTokenizerFast:
+        size = self.options.vocabulary or DEFAULT_VOCABULARY
+
+        def lines() -> Iterator[str]:
+            for document in self._documents("train"):
+                yield from document.text.splitlines(keepends=True)
+
+        with self.bars.bar("learning subwords", None):
+            return learn_tokenizer(lines, size, chat=self.kind == "chat")
+
+    # -------------------------------------------------------------- pass 3: token ids
+
+    def write_splits(self, tokenizer: PreTrainedTokenizerFast, *, learned: bool) -> None:
+        """Write token ids, the tokenizer and the counts of the training split."""
+        end = int(tokenizer.eos_token_id)
+        for split in SPLITS:
+            counts, last = self._write_split(split, tokenizer)
+            self._spill(split).unlink()
+            if split == "train":
+                end = last
+                write_text(
+                    self.folder / "frequencies.json", json.dumps({"tokens": counts.tolist()}) + "\n"
+                )
+        if learned:
+            save_tokenizer(tokenizer, self.folder / "tokenizer")
+        else:
+            tokenizer.save_pretrained(self.folder / "tokenizer")
+        self.tokenizer = {
+            "vocabulary": len(tokenizer),
+            "learned": learned,
+            "begin": None if self.kind == "chat" else begin_token(tokenizer),
+            "end": end,
+        }
+
+    def _write_split(
+        self, split: str, tokenizer: PreTrainedTokenizerFast
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """Write the ids of a split; how often each type occurs, and what its answers end with."""
+        assert self.kind is not None
+        counts = np.zeros(len(tokenizer), dtype=np.int64)
+        ends: Counter[int] = Counter()
+        with (
+            ArrowFile(self.folder / f"{split}.arrow", schema(self.kind, split)) as file,
+            self.bars.bar(f"writing {split}", self.sizes[split]) as advance,
+        ):
+            for chunk in _chunks(self._documents(split)):
+                encoded = list(encode(tokenizer, chunk))
+                sizes = [_learned_bytes(document) for document in chunk]
+                ids = [ids for ids, _ in encoded]
+                columns: list[object] = [ids, sizes, [document.name for document in chunk]]
+                if self.kind != "text":
+                    columns.insert(1, [labels for _, labels in encoded])
+                file.add(columns)
+                for _, labels in encoded:
+                    learned = [label for label in labels[1:] if label != IGNORED]
+                    self.learned[split] += len(learned)
+                    ends.update(learned[-1:])
+                counts += np.bincount(np.concatenate(ids), minlength=len(counts))
+                self.learned_bytes[split] += sum(sizes)
+                if split == "train":
+                    self.repeated += sum(_digest(document) in self.held_out for document in chunk)
+                advance(len(chunk))
+        self.tokens[split] = int(counts.sum())
+        return counts, ends.most_common(1)[0][0]
+
+    # -------------------------------------------------------------- the end
+
+    def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
+        """Say what the folder holds; written last."""
+        seal(
+            self.folder,
+            {
+                "task": TASK,
+                "kind": self.kind,
+                **self.tokenizer,
+                "holdout": {"valid": self.options.holdout, "test": self.options.holdout_test},
+                "read": dict(self.documents_read),
+                "empty": {split: self.dropped[split] for split in SPLITS},
+                "sizes": {split: self.sizes[split] for split in SPLITS},
+                "tokens": {split: self.tokens[split] for split in SPLITS},
+                "learned_tokens": {split: self.learned[split] for split in SPLITS},
+                "bytes": {split: self.learned_bytes[split] for split in SPLITS},
+                "repeated": self.repeated,
+                "inputs": list(inputs),
+            },
+        )
+
+
+_KINDS: dict[Kind, str] = {
+    "text": "a text",
+    "prompt": "a prompt with its completion",
+    "chat": "a chat",
+}
+
+
+def _is_nth(number: int, n: int) -> bool:
+    return n > 0 and number % n == 0
+
+
+def _digest(document: RawDocument) -> bytes:
+    return hashlib.blake2b(document.text.encode(), digest_size=16).digest()
+
+
+def _learned_bytes(document: RawDocument) -> int:
+    return sum(len(part.text.encode()) for part in document.parts if part.learned)
+
+
+def _columns(documents: Sequence[RawDocument]) -> list[list[object]]:
+    return [
+        [document.name for document in documents],
+        [[part.text for part in document.parts] for document in documents],
+        [[part.learned for part in document.parts] for document in documents],
+    ]
+
+
+def _chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
+    """A few documents at a time: not too many, and not too long."""
+    chunk: list[RawDocument] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += sum(len(part.text) for part in document.parts)
+        if len(chunk) == _ROWS_AT_ONCE or size > _CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def summarize(prepared: PreparedDocuments) -> None:
+    """Print what became of the documents, where they are, and what to do next."""
+    manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
+    table = Table("split", "read", "empty", "documents", "tokens", "learned", "bytes", box=None)
+    for split in SPLITS:
+        table.add_row(
+            split,
+            str(manifest["read"].get(split, "held out")),
+            *(
+                str(manifest[column][split])
+                for column in ("empty", "sizes", "tokens", "learned_tokens", "bytes")
+            ),
+        )
+    console.print(table)
+    made = "learned" if manifest["learned"] else "as given"
+    rate = manifest["bytes"]["train"] / manifest["learned_tokens"]["train"]
+    console.print(f"vocabulary: {manifest['vocabulary']} types, {made}; {rate:.2f} bytes per token")
+    if manifest["repeated"]:
+        console.print(
+            f"note: {manifest['repeated']} training documents are also in the held-out splits"
+        )
+    console.print(f"{prepared.path} is ready; to train on it:", markup=False)
+    console.print(
+        f"labo train RECIPE data.name=prepared data.path={shlex.quote(str(prepared.path))}",
+        markup=False,
+    )

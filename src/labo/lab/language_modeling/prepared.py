@@ -1,0 +1,167 @@
+"""Prepared documents: a folder of token ids in Arrow, with its tokenizer and a manifest.
+
+``labo prepare-text`` writes it, training reads it. The splits are Arrow streams, mapped into memory
+and seen as numpy arrays. ``datasets.Dataset.from_file`` reads them too: ``input_ids`` and, for
+examples, ``labels`` are the columns that Hugging Face trainers take.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..errors import DataError
+from ..text.folder import SPLITS, FolderManifest, load_tokenizer, read_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["IGNORED", "TASK", "DocumentSplit", "PreparedDocuments", "schema"]
+
+TASK = "language_modeling"
+IGNORED = -100  # the label of a token that is given, not learned
+
+_ALWAYS_THERE = (
+    *(f"{split}.arrow" for split in SPLITS),
+    "frequencies.json",
+    "tokenizer/tokenizer.json",
+)
+
+Tokens = npt.NDArray[np.int32]
+
+
+def schema(kind: str, split: str) -> pa.Schema:
+    """The columns of a split."""
+    columns = [("input_ids", pa.list_(pa.int32()))]
+    if kind != "text":
+        columns.append(("labels", pa.list_(pa.int32())))
+    columns.append(("bytes", pa.int64()))  # UTF-8 bytes of what is learned
+    if split != "train":
+        columns.append(("name", pa.string()))
+    return pa.schema(columns)
+
+
+class DocumentSplit:
+    """Documents in token ids, mapped into memory.
+
+    Attributes:
+        lengths: (N,) tokens of each document.
+        bytes: (N,) UTF-8 bytes of the learned text of each document.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self._tokens = _Lists(table["input_ids"])
+        self._labels = _Lists(table["labels"]) if "labels" in table.column_names else None
+        self.lengths = self._tokens.lengths
+        self.bytes: npt.NDArray[np.int64] = table["bytes"].to_numpy()
+        if self._labels and not np.array_equal(self._labels.lengths, self.lengths):
+            raise DataError("a document has more labels than tokens, or fewer")
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def tokens(self, document: int, first: int = 0, count: int | None = None) -> Tokens:
+        """So many ids of a document, from the first on; all of them by default."""
+        return self._tokens.part(document, first, count)
+
+    def labels(self, document: int, first: int = 0, count: int | None = None) -> Tokens:
+        """The ids that are learned, IGNORED elsewhere. Of a text they are the ids themselves."""
+        return (self._labels or self._tokens).part(document, first, count)
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are given and not learned."""
+        return self._labels is not None
+
+    def name(self, index: int) -> str:
+        """Where a document is from; not for the training split, which does not keep it."""
+        name: str = self._table["name"][index].as_py()
+        return name
+
+
+class _Lists:
+    """A column of lists, of which nothing is copied but the lengths."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._values = [chunk.flatten().to_numpy() for chunk in column.chunks]
+        chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
+        self.lengths: npt.NDArray[np.int64] = np.concatenate([*chunks, []]).astype(np.int64)
+        self._first_rows = np.cumsum([0, *map(len, chunks)])
+        # Where each list begins among the values of its chunk.
+        self._starts = np.concatenate([np.cumsum(chunk) - chunk for chunk in chunks] or [[]])
+        self._starts = self._starts.astype(np.int64)
+
+    def part(self, row: int, first: int, count: int | None) -> Tokens:
+        chunk = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        start, length = int(self._starts[row]), int(self.lengths[row])
+        stop = length if count is None else min(first + count, length)
+        return self._values[chunk][start + first : start + stop]
+
+
+class _TextManifest(FolderManifest):
+    """What ``prepared.json`` must hold; it says more."""
+
+    kind: Literal["text", "prompt", "chat"]
+    begin: int | None
+    end: int
+    vocabulary: int
+
+
+class PreparedDocuments:
+    """A prepared folder.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        path: the folder.
+        manifest: the content of prepared.json.
+        fingerprint: 64 hex digits, the same for the same content.
+        kind: "text", "prompt" or "chat".
+        begin: the token that begins a document, or None if documents of this kind have none.
+        end: the token that ends a document.
+
+    Raises:
+        DataError: it is no such folder, or an unfinished or damaged one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        checked = read_manifest(self.path, _TextManifest, "labo prepare-text", _ALWAYS_THERE, TASK)
+        self.manifest: dict[str, Any] = checked.model_dump()
+        self.fingerprint = checked.content_fingerprint
+        self.kind: str = checked.kind
+        self.begin, self.end = checked.begin, checked.end
+        self._vocabulary = checked.vocabulary
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.path / "tokenizer", self._vocabulary)
+
+    def split(self, name: str) -> DocumentSplit:
+        """The training, validation or test split: "train", "valid" or "test"."""
+        path = self.path / f"{name}.arrow"
+        try:
+            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+                table = stream.read_all()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+        if table.schema != schema(self.kind, name):
+            raise DataError(f"{path}: its columns are not those of a prepared split")
+        return DocumentSplit(table)
+
+    def frequencies(self) -> npt.NDArray[np.int64]:
+        """(V,) how often each type occurs in the training split."""
+        path = self.path / "frequencies.json"
+        try:
+            counts = json.loads(path.read_text(encoding="utf-8"))["tokens"]
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+        return np.asarray(counts, dtype=np.int64)

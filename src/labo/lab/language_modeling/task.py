@@ -1,0 +1,692 @@
+"""Language modelling: prepared documents, a causal model, bits per byte.
+
+The samples of the loop are blocks: pieces of documents packed together, see
+:mod:`labo.lab.language_modeling.packing`. Attention does not cross documents, and positions restart
+with each. Batches are made up by their tokens, as many blocks as fit in ``train.batch_tokens``. The
+loss takes hidden states and output layer through :func:`labo.linear_loss`, at the tokens that are
+to be learned only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from ..._names import unknown_name
+from ...calibration import ReliabilityBins
+from .. import config
+from ..config import Names
+from ..errors import RequestError
+from ..pretrained import Lora, add_lora, folder_digest, freeze, load_config
+from ..run.seeds import permutation
+from ..tasks import Batch, Evaluation, Task
+from ..text import forced
+from ..text.batching import batches_by_length, text_digest
+from ..text.head import Head, head_loss
+from .model import (
+    PRESETS,
+    LanguageModel,
+    causal_config,
+    check_head,
+    check_packing,
+    fresh_model,
+    load_causal,
+)
+from .packing import Packing, pack
+from .prepared import IGNORED, DocumentSplit, PreparedDocuments
+from .tokenizers import pretrained_tokenizer
+
+_EXPLORED = 5  # examples with all their logits
+_EVALUATED_TOKENS = 4096  # of a batch
+_FITTED_TOKENS = 1 << 16  # of a split, to fit a temperature to
+_EXAMPLE_TOKENS = 4096  # among which examples are looked for
+
+
+class DocumentData(config.Section):
+    """Which documents: the built-in manual, or a folder made by ``labo prepare-text``."""
+
+    name: Literal["manual", "prepared"] = Field(
+        description="`manual` (the reference manual of Python, built in) or `prepared` (a folder)."
+    )
+    path: str | None = Field(None, description="The folder that `labo prepare-text` made.")
+    vocabulary: int = Field(2000, ge=300, description="Size of the vocabulary of the manual.")
+    data_seed: int = Field(
+        0, ge=0, description="Seed that selects the held-out sections of the manual."
+    )
+    block: int = Field(
+        256, ge=8, description="Tokens in a block, and positions of a model from a preset."
+    )
+    packing: bool = Field(
+        True,
+        description="Pack several documents into a block. If false, each document has a row of its "
+        "own, padded.",
+    )
+    recorded_tokens: int = Field(
+        200_000,
+        ge=0,
+        description="`labo evaluate` records the probability of each token for the first documents "
+        "of a split, up to this number of tokens.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DocumentData:
+        if (self.name == "prepared") != (self.path is not None):
+            raise ValueError(
+                "name: prepared needs path=FOLDER, made by `labo prepare-text`; name: manual "
+                "takes none"
+            )
+        return self
+
+
+class CausalModel(config.Section):
+    """A preset and what is to differ from it, or a pre-trained folder."""
+
+    preset: str | None = Field(
+        None, description="Architecture and size: " + ", ".join(f"`{name}`" for name in PRESETS)
+    )
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with a causal language model to start from. Only "
+        "safetensors are read.",
+    )
+    freeze: Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `transformer.wte`; `*` "
+        "matches anything.",
+    )
+    lora: Lora | None = Field(
+        None, description="Train low-rank adapters only. The saved model has them merged."
+    )
+    width: int | None = Field(None, ge=2, description="Size of the hidden states.")
+    layers: int | None = Field(None, ge=1, description="Number of layers.")
+    heads: int | None = Field(None, ge=1, description="Attention heads.")
+    ffn: int | None = Field(None, ge=1, description="Inner size of the feed-forward layers.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout, wherever the architecture has it. For presets."
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keys of the transformers config, such as `rope_theta`. For presets.",
+    )
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, preset: str | None) -> str | None:
+        if preset is not None and preset not in PRESETS:
+            raise ValueError(unknown_name("preset", preset, PRESETS))
+        return preset
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CausalModel:
+        if (self.preset is None) == (self.pretrained is None):
+            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
+        if self.preset is None:
+            if self.dimensions() or self.config:
+                raise ValueError("the dimensions of a pretrained model are its own")
+            return self
+        values = {**PRESETS[self.preset], **self.dimensions()}
+        if values["width"] % (2 * values["heads"]):
+            raise ValueError(
+                f"width {values['width']} must be divisible by twice the heads {values['heads']}"
+            )
+        return self
+
+    def dimensions(self) -> dict[str, int]:
+        """What differs from the preset."""
+        given = {name: getattr(self, name) for name in ("width", "layers", "heads", "ffn")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class DocumentTrain(config.Train):
+    """The loop, and the score on the validation documents that selects the model."""
+
+    batch_tokens: int = Field(
+        ge=16,
+        description="Blocks times the longest block of a batch, over all processes and "
+        "micro-batches.",
+    )
+    select: Literal["nll", "token_accuracy"] = Field(
+        "nll", description="The score on the validation split that selects the model."
+    )
+
+
+class DocumentRecipe(config.Recipe):
+    """A recipe for language modelling."""
+
+    data: DocumentData = Field(description="The documents.")
+    model: CausalModel = Field(description="The model.")
+    train: DocumentTrain = Field(description="The training loop.")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the model reads.
+
+    Attributes:
+        ids: (N, T) token ids, padded on the right.
+        positions: (N, T) of each token in its document.
+    """
+
+    ids: Tensor
+    positions: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Blocks:
+        return Blocks(
+            self.ids.to(device, non_blocking=non_blocking),
+            self.positions.to(device, non_blocking=non_blocking),
+        )
+
+
+class LanguageModelingTask(Task):
+    """Documents, the model that predicts their tokens, and its scores."""
+
+    Recipe = DocumentRecipe
+    higher_is_better: ClassVar = {"nll": False, "token_accuracy": True}
+    tempered_records: ClassVar = True
+    method_defaults: ClassVar = {
+        "kd": {"alpha": 0.5, "tau": 1.0},
+        "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
+        "ps-kd": {"alpha": 0.7},
+        "labo": {"warmup_steps": 1000},
+    }
+
+    def __init__(self, recipe: DocumentRecipe) -> None:
+        self.recipe = recipe
+        options = recipe.data
+        self.data = _load(options)
+        self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
+        self.num_classes = len(self.data.tokenizer)
+        if recipe.model.pretrained is not None:
+            self.num_classes = self._pretrained_vocabulary(recipe.model.pretrained)
+            self.fingerprint += f"+{folder_digest(recipe.model.pretrained)}"
+        if options.block > recipe.train.batch_tokens:
+            raise RequestError(
+                f"train.batch_tokens: {recipe.train.batch_tokens} is less than a block of "
+                f"data.block={options.block}"
+            )
+        self._train = _Packed.of(self.data.split("train"), recipe)
+        if not len(self._train.packing):
+            raise RequestError(
+                f"data.block: no training example is as short as {options.block} tokens"
+            )
+        lengths = torch.from_numpy(self._train.block_lengths)
+        every = torch.ones(len(lengths), dtype=torch.bool)
+        self._batches = batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed)
+        self.size = len(self._train.packing)
+        self.steps_per_epoch = len(self._batches)
+        self.notes = self._train.notes("training")
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self._held_out = lru_cache(maxsize=2)(
+            lambda split: _Packed.of(self.data.split(split), recipe)
+        )
+
+    # ------------------------------------------------------------------ the model
+
+    def build_model(self) -> LanguageModel:
+        options = self.recipe.model
+        model = self._start()
+        if options.freeze:
+            freeze(model.causal, options.freeze)
+        if options.lora is not None:
+            add_lora(model.causal, options.lora, [model.head_name], train_heads=False)
+        check_head(model)
+        if self.recipe.data.packing:
+            check_packing(model)
+        return model
+
+    def _start(self) -> LanguageModel:
+        """The model before any training."""
+        options, block = self.recipe.model, self.recipe.data.block
+        if options.preset is not None:
+            return fresh_model(
+                causal_config(
+                    options.preset,
+                    self.num_classes,
+                    positions=block,
+                    dropout=options.dropout,
+                    begin=self.data.begin,
+                    end=self.data.end,
+                    pad=self.data.tokenizer.pad_token_id,
+                    dimensions=options.dimensions(),
+                    settings=options.config,
+                )
+            )
+        assert options.pretrained is not None
+        causal = load_causal(options.pretrained)
+        positions = getattr(causal.config, "max_position_embeddings", block)
+        if block > positions:
+            raise RequestError(
+                f"data.block: {block} is more than the {positions} positions of "
+                f"{options.pretrained}"
+            )
+        return LanguageModel(causal)
+
+    def _pretrained_vocabulary(self, folder: str) -> int:
+        """Types of the output layer of a pre-trained model, whose tokenizer the data must have."""
+        theirs = pretrained_tokenizer(folder)
+        if vocabulary_digest(theirs) != vocabulary_digest(self.data.tokenizer):
+            raise RequestError(
+                f"{self.data.path} was not prepared with the tokenizer of {folder}: "
+                f"`labo prepare-text ... --tokenizer {folder}` does that"
+            )
+        size = int(load_config(folder).vocab_size)
+        if size < len(theirs):
+            raise RequestError(f"{folder}: its tokenizer has more types than its output layer")
+        return size
+
+    @staticmethod
+    def load_model(folder: Path) -> LanguageModel:
+        return LanguageModel(load_causal(folder))
+
+    def facts(self) -> dict[str, Any]:
+        """What the saved model says of itself besides its dimensions."""
+        return {
+            "task": self.recipe.task,
+            "num_classes": self.num_classes,
+            "vocabulary": vocabulary_digest(self.data.tokenizer),
+            "kind": self.data.kind,
+            "begin": self.data.begin,
+            "end": self.data.end,
+        }
+
+    def model_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        assert isinstance(model, LanguageModel)
+        causal = json.loads(model.causal.config.to_json_string(use_diff=False))
+        causal |= {"architectures": [type(model.causal).__name__], "labo": self.facts()}
+        generation = {
+            "bos_token_id": self.data.begin,
+            "eos_token_id": self.data.end,
+            "pad_token_id": self.data.tokenizer.pad_token_id,
+        }
+        texts = {
+            "config.json": json.dumps(causal, indent=2) + "\n",
+            "generation_config.json": json.dumps(generation, indent=2) + "\n",
+        }
+        for path in sorted((self.data.path / "tokenizer").glob("*")):
+            if path.suffix in (".json", ".jinja", ".txt"):
+                texts[path.name] = path.read_text(encoding="utf-8")
+        return model.plain_weights(weights), texts
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Head:
+        """Hidden states and output layer for the tokens of a batch that are to be learned."""
+        head: Head = model(batch.inputs.ids, batch.inputs.positions)
+        return head._replace(states=head.states[batch.target != IGNORED])
+
+    def loss(
+        self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
+    ) -> Tensor:
+        return head_loss(loss, outputs, _tokens(batch), *teacher_outputs)
+
+    def sums(self, outputs: Head, batch: Batch) -> Tensor:
+        learned = batch.target != IGNORED
+        sums = torch.zeros(learned.shape, device=learned.device)
+        sums[learned] = outputs.states.detach().float().sum(-1)
+        return sums.sum(-1)
+
+    # ------------------------------------------------------------------ training batches
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order: list[int] = permutation(
+            self.recipe.seed, epoch, len(self._batches), stream="order of batches"
+        ).tolist()
+        return order
+
+    def global_batch(self, epoch: int, position: int) -> Tensor:
+        return self._batches[self._order(epoch)[position]]
+
+    def count(self, index: Tensor) -> int:
+        return int(self._train.targets[index.numpy()].sum())
+
+    def batch(self, index: Tensor, epoch: int) -> Batch:
+        return self._batch(self._train, index, epoch)
+
+    def _batch(self, split: _Packed, index: Tensor, epoch: int) -> Batch:
+        pad = self.data.tokenizer.pad_token_id
+        filler = 0 if pad != 0 else 1  # transformers warns of padding without a mask
+        ids, positions, target = split.rows(index.tolist(), filler)
+        return Batch(Blocks(ids, positions), target, index, epoch)
+
+    # ------------------------------------------------------------------ scores
+
+    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+        split = self._held_out("valid")
+        return self._measure(model, split, accelerator).metrics(split)
+
+    def evaluate(  # type: ignore[override]  # the options are those of this task
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        *,
+        temperature: float | None = None,
+    ) -> Evaluation:
+        chosen = self._held_out(split)
+        recorded = chosen.first_documents(self.recipe.data.recorded_tokens)
+        found = self._measure(model, chosen, accelerator, temperature, recorded)
+        records = self._records(chosen, found, temperature)
+        counted = {"tokens": int(chosen.targets.sum()), "bytes": chosen.bytes}
+        return Evaluation(found.metrics(chosen), records, {"counted": counted})
+
+    @torch.no_grad()
+    def _heads(
+        self, model: nn.Module, split: _Packed, blocks: Sequence[int], accelerator: Accelerator
+    ) -> Iterator[tuple[list[int], Batch, Head]]:
+        """This process's share of blocks by batches, and the model's states at their targets."""
+        model.eval()
+        mine = list(blocks[accelerator.process_index :: accelerator.num_processes])
+        at_once = max(1, _EVALUATED_TOKENS // self.recipe.data.block)
+        for first in range(0, len(mine), at_once):
+            part = mine[first : first + at_once]
+            batch = self._batch(split, torch.tensor(part), 0).to(accelerator.device)
+            with accelerator.autocast():
+                head = self.outputs(model, batch)
+            yield part, batch, head  # outside of autocast: statistics are in float32
+
+    @torch.no_grad()
+    def _measure(
+        self,
+        model: nn.Module,
+        split: _Packed,
+        accelerator: Accelerator,
+        temperature: float | None = None,
+        recorded: int = 0,
+    ) -> _Measured:
+        """What the model says of each token, summed up; and token by token for some documents."""
+        found = _Measured(len(split.documents), temperature)
+        for part, batch, head in self._heads(model, split, range(len(split.packing)), accelerator):
+            stats = forced.token_statistics(head, _tokens(batch), temperature)
+            found.add({name: column.cpu() for name, column in stats.items()}, split, part, recorded)
+        return _Measured.together(gather_object([found]))
+
+    @torch.no_grad()
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of the blocks of a split, or of every n-th block if it has many tokens."""
+        chosen = self._held_out(split)
+        every = max(1, -(-int(chosen.targets.sum()) // _FITTED_TOKENS))
+        blocks = range(0, len(chosen.packing), every)
+        for _, batch, head in self._heads(model, chosen, blocks, accelerator):
+            yield from forced.blocks(head, _tokens(batch))
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        assert isinstance(model, LanguageModel)
+        model.fold_temperature(temperature)
+
+    def _records(
+        self, split: _Packed, found: _Measured, temperature: float | None
+    ) -> Iterator[dict[str, Any]]:
+        """One record per document."""
+        counts = self.data.frequencies()
+        names = self.data.tokenizer.convert_ids_to_tokens
+        documents = split.documents
+        for index in range(len(documents)):
+            tokens = documents.tokens(index)[1:]
+            record: dict[str, Any] = {
+                "index": index,
+                "name": documents.name(index),
+                "tokens": int(found.counts[index]),
+                "bytes": int(documents.bytes[index]),
+                "nll": float(f"{found.nll[index]:.9g}"),  # summed over the tokens
+                "frequency": float(counts[tokens].mean()) if len(tokens) else 0.0,
+            }
+            if index in found.rows:
+                labels = documents.labels(index)[1:]
+                learned = names(labels[labels != IGNORED].tolist())
+                record["forced"] = forced.forced_record(learned, found.rows[index], temperature)
+            yield record
+
+    @torch.no_grad()
+    def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
+        """Positions where two tokens compete most, one per document, with all their logits."""
+        chosen = self._held_out(split)
+        tokens = self.data.tokenizer
+        blocks = max(1, _EXAMPLE_TOKENS // self.recipe.data.block)
+        index = torch.arange(min(len(chosen.packing), blocks))
+        batch = self._batch(chosen, index, 0).to(accelerator.device)
+        model.eval()
+        head = self.outputs(model, batch)
+        rivals = forced.rival_probabilities(head, _tokens(batch))
+        places = chosen.target_places(index.tolist())  # (document, index of the token)
+        examples: list[dict[str, Any]] = []
+        used: set[int] = set()
+        for row in rivals.argsort(descending=True).tolist():
+            document, position = (int(x) for x in places[row])
+            if document in used or len(examples) == _EXPLORED:
+                continue
+            used.add(document)
+            ids = chosen.documents.tokens(document)
+            so_far = tokens.decode(ids[:position].tolist(), skip_special_tokens=True)
+            logits = head.logits(head.states[row]).float()
+            token = tokens.convert_ids_to_tokens(int(ids[position]))
+            name = chosen.documents.name(document)
+            examples.append(
+                {
+                    "title": f"{name}, after {so_far[-40:]!r}: {token}",
+                    "target": int(ids[position]),
+                    "logits": [round(x, 4) for x in logits.tolist()],
+                    "image": None,
+                    "context": f"{so_far[-300:]} ...",
+                }
+            )
+        return {
+            "classes": [
+                # An output layer may have more rows than the tokenizer has types.
+                tokens.convert_ids_to_tokens(i) if i < len(tokens) else f"unused {i}"
+                for i in range(self.num_classes)
+            ],
+            "examples": examples,
+        }
+
+
+# ------------------------------------------------------------------ blocks
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A split, cut and packed.
+
+    Attributes:
+        documents: its documents.
+        packing: which pieces of them share a block.
+        block_lengths: (B,) inputs of each block.
+        piece_targets: (P,) tokens of each piece that are to be learned.
+        targets: (B,) those of each block.
+        left_out: how many documents are longer than a block, and not used.
+    """
+
+    documents: DocumentSplit
+    packing: Packing
+    block_lengths: np.ndarray[Any, np.dtype[np.int64]]
+    piece_targets: np.ndarray[Any, np.dtype[np.int64]]
+    targets: np.ndarray[Any, np.dtype[np.int64]]
+    left_out: int
+
+    @classmethod
+    def of(cls, documents: DocumentSplit, recipe: DocumentRecipe) -> _Packed:
+        """Texts are cut where they are longer than a block; examples are left out."""
+        options, whole = recipe.data, documents.masked
+        packing = pack(
+            documents.lengths, options.block, recipe.seed, whole=whole, share=options.packing
+        )
+        targets = packing.length
+        if documents.masked:
+            targets = np.array(
+                [
+                    (documents.labels(d, f + 1, n) != IGNORED).sum()
+                    for d, f, n in zip(
+                        packing.document.tolist(),
+                        packing.first.tolist(),
+                        packing.length.tolist(),
+                        strict=True,
+                    )
+                ],
+                dtype=np.int64,
+            )
+        left_out = int((documents.lengths - 1 > options.block).sum()) if whole else 0
+        lengths, sums = packing.sums(packing.length), packing.sums(targets)
+        return cls(documents, packing, lengths, targets, sums, left_out)
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the text that is learned, of the documents that are used."""
+        used = np.unique(self.packing.document)
+        return int(self.documents.bytes[used].sum())
+
+    def notes(self, what: str) -> list[str]:
+        if not self.left_out:
+            return []
+        return [f"{self.left_out} {what} examples are longer than a block and left out"]
+
+    def rows(self, blocks: Sequence[int], filler: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, positions and targets of blocks, each (N, T)."""
+        width = int(self.block_lengths[list(blocks)].max())
+        ids = np.full((len(blocks), width), filler, dtype=np.int64)
+        positions = np.zeros((len(blocks), width), dtype=np.int64)
+        target = np.full((len(blocks), width), IGNORED, dtype=np.int64)
+        for row, block in enumerate(blocks):
+            column, length = 0, 0
+            for piece in self.packing.pieces(block):
+                document = int(self.packing.document[piece])
+                first, length = int(self.packing.first[piece]), int(self.packing.length[piece])
+                here = slice(column, column + length)
+                ids[row, here] = self.documents.tokens(document, first, length)
+                target[row, here] = self.documents.labels(document, first + 1, length)
+                positions[row, here] = np.arange(length)
+                column += length
+            # Padding goes on from the last piece, which does not look ahead.
+            positions[row, column:] = np.arange(length, length + width - column)
+        return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(target)
+
+    def target_places(self, blocks: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(n, 2) of the targets of blocks: the document, and the index of the token in it."""
+        places = [np.empty((0, 2), dtype=np.int64)]
+        for block in blocks:
+            for piece in self.packing.pieces(block):
+                document = int(self.packing.document[piece])
+                first, length = int(self.packing.first[piece]), int(self.packing.length[piece])
+                labels = self.documents.labels(document, first + 1, length)
+                index = first + 1 + np.flatnonzero(labels != IGNORED)
+                places.append(np.stack([np.full_like(index, document), index], 1))
+        return np.concatenate(places)
+
+    def first_documents(self, tokens: int) -> int:
+        """How many documents, from the first on, have so many tokens at most in all."""
+        return int(np.searchsorted(np.cumsum(self.documents.lengths), tokens, side="right"))
+
+
+# ------------------------------------------------------------------ what was measured
+
+
+class _Measured:
+    """Sums over tokens, in all and by document; and the columns of some documents."""
+
+    def __init__(self, documents: int, temperature: float | None) -> None:
+        self.temperature = temperature
+        self.sums: dict[str, float] = {}
+        self.bins = self.tempered_bins = ReliabilityBins.of(torch.empty(0), torch.empty(0))
+        self.nll = np.zeros(documents)
+        self.counts = np.zeros(documents, dtype=np.int64)
+        self.pieces: list[tuple[int, int, dict[str, Tensor]]] = []  # document, first, columns
+        self.rows: dict[int, dict[str, Tensor]] = {}
+
+    def add(
+        self, stats: Mapping[str, Tensor], split: _Packed, blocks: Sequence[int], recorded: int
+    ) -> None:
+        """Take in the statistics of the targets of blocks; columns of the first documents."""
+        for name, column in stats.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(column.double().sum())
+        right = stats["right"]
+        self.bins += _bins(stats["confidence"], right)
+        if self.temperature is not None:
+            self.tempered_bins += _bins(stats["tempered_confidence"], right)
+        pieces = [piece for block in blocks for piece in split.packing.pieces(block)]
+        lengths = split.piece_targets[pieces].tolist()
+        columns = {name: column.split(lengths) for name, column in stats.items()}
+        for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
+            document = int(split.packing.document[piece])
+            self.nll[document] += float(columns["nll"][number].double().sum())
+            self.counts[document] += length
+            if document < recorded:
+                row = {name: parts[number].clone() for name, parts in columns.items()}
+                self.pieces.append((document, int(split.packing.first[piece]), row))
+
+    @classmethod
+    def together(cls, shares: Sequence[_Measured]) -> _Measured:
+        """What all processes measured."""
+        total = cls(len(shares[0].nll), shares[0].temperature)
+        for share in shares:
+            for name, value in share.sums.items():
+                total.sums[name] = total.sums.get(name, 0.0) + value
+            total.bins += share.bins
+            total.tempered_bins += share.tempered_bins
+            total.nll += share.nll
+            total.counts += share.counts
+            total.pieces += share.pieces
+        by_document: dict[int, list[dict[str, Tensor]]] = {}
+        for document, _, row in sorted(total.pieces, key=lambda piece: piece[:2]):
+            by_document.setdefault(document, []).append(row)
+        for document, rows in by_document.items():
+            total.rows[document] = {name: torch.cat([r[name] for r in rows]) for name in rows[0]}
+        total.pieces = []
+        return total
+
+    def metrics(self, split: _Packed) -> dict[str, float]:
+        """Scores under plain cross entropy, whatever the loss of the training."""
+        tokens = int(self.counts.sum())
+        nll = self.sums["nll"] / tokens
+        metrics = {
+            "nll": nll,
+            "perplexity": math.exp(nll) if nll < 700 else math.inf,
+            "bits_per_byte": self.sums["nll"] / math.log(2) / split.bytes,
+            "token_accuracy": self.sums["right"] / tokens,
+            "entropy": self.sums["entropy"] / tokens,
+            "confidence": self.sums["confidence"] / tokens,
+            "ece": self.bins.expected_error,
+        }
+        if self.temperature is not None:
+            metrics |= {
+                "calibrated_nll": self.sums["tempered_nll"] / tokens,
+                "calibrated_ece": self.tempered_bins.expected_error,
+            }
+        return metrics
+
+
+TASK = LanguageModelingTask
+
+
+def _bins(confidence: Tensor, right: Tensor) -> ReliabilityBins:
+    # A probability may be rounded up to above 1.
+    return ReliabilityBins.of(confidence.clamp(max=1), right)
+
+
+def _load(options: DocumentData) -> PreparedDocuments:
+    if options.path is not None:
+        return PreparedDocuments(options.path)
+    from .manual import manual_data
+
+    return manual_data(vocabulary=options.vocabulary, seed=options.data_seed)
+
+
+def _tokens(batch: Batch) -> Tensor:
+    """(tokens,) of the targets that are to be learned."""
+    return batch.target[batch.target != IGNORED]
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A name for the tokens of a tokenizer and their ids."""
+    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))

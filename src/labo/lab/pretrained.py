@@ -1,0 +1,230 @@
+"""Starting from a model that exists: loading a Hugging Face folder, freezing, LoRA.
+
+Only safetensors are read, and no code of a folder is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from .config import Names, Section
+from .errors import RequestError
+from .run.files import sha256
+
+__all__ = [
+    "Lora",
+    "add_lora",
+    "folder_digest",
+    "freeze",
+    "load_config",
+    "load_folder",
+    "merged",
+    "published",
+]
+
+_BASE = "base_layer."  # PEFT's name for the layer that an adapter belongs to
+
+
+class Lora(Section):
+    """Low-rank adapters (Hu et al. 2022), through PEFT."""
+
+    rank: int = Field(8, ge=1, description="Rank of the adapters.")
+    alpha: float | None = Field(
+        None, gt=0, description="The adapters are scaled by alpha / rank. By default 2 rank."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the input of the adapters.")
+    targets: Names = Field(
+        (),
+        description="Names of the layers that get an adapter, such as `q_proj`. By default all "
+        "linear layers except the output layer.",
+    )
+
+
+def load_folder(kind: Any, folder: str | Path, **options: Any) -> Any:
+    """A model from a folder on this machine, in float32, on the CPU.
+
+    Args:
+        kind: a class of transformers with ``from_pretrained``.
+        folder: the folder.
+        options: of ``from_pretrained``.
+
+    Raises:
+        RequestError: it holds no such model.
+    """
+    from transformers.utils import logging
+
+    folder = _checked(folder)
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a new output layer is told by a note
+    try:
+        return kind.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            **options,
+        )
+    except Exception as error:  # of many kinds, from several libraries
+        reason = str(error).strip().partition("\n")[0]
+        raise RequestError(f"{folder}: cannot be loaded as {kind.__name__}: {reason}") from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_config(folder: str | Path) -> Any:
+    """The config of a folder, without its weights."""
+    from transformers import AutoConfig
+
+    folder = _checked(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, from several libraries
+        reason = str(error).strip().partition("\n")[0]
+        raise RequestError(f"{folder / 'config.json'}: cannot be used: {reason}") from error
+
+
+def _checked(folder: str | Path) -> Path:
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise RequestError(f"{folder}: no such folder; a pre-trained model is a local folder")
+    if not (folder / "config.json").is_file():
+        raise RequestError(f"{folder}: holds no model (there is no config.json)")
+    if not list(folder.glob("*.safetensors")):
+        raise RequestError(
+            f"{folder}: holds no *.safetensors; other formats can run code and are not read "
+            "(save_pretrained of a current transformers writes safetensors)"
+        )
+    return folder
+
+
+def folder_digest(folder: str | Path) -> str:
+    """12 hex digits that name the weights and the config of a folder."""
+    folder = _checked(folder)
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    listing = "".join(f"{sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(listing.encode()).hexdigest()[:12]
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> None:
+    """Keep parameters as they are.
+
+    Args:
+        model: the model.
+        names: of modules or parameters, such as ``vit.embeddings``; * stands for anything.
+
+    Raises:
+        RequestError: a name fits nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for name in names:
+        found = [key for key in parameters if fnmatch(key, name) or fnmatch(key, f"{name}.*")]
+        if not found:
+            known = ", ".join(dict.fromkeys(_stem(key) for key in parameters))
+            raise RequestError(f"model.freeze: {name} fits no parameter (there are {known})")
+        for key in found:
+            parameters[key].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise RequestError("model.freeze: no parameter is left to train")
+
+
+def _stem(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_heads: bool) -> None:
+    """Add low-rank adapters to the layers of a model, in place, and freeze the rest.
+
+    Args:
+        model: a model of transformers.
+        options: rank and so on.
+        heads: the names of the output layers, which get no adapters.
+        train_heads: whether these are trained, as new ones must be.
+
+    Raises:
+        RequestError: no layer has such a name, or PEFT cannot adapt it.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
+    for target in options.targets:
+        if any(f".{head}".endswith(f".{target}") for head in heads):
+            raise RequestError(f"model.lora.targets: {target} is the output layer, which gets none")
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+            raise RequestError(f"model.lora.targets: no layer {target} (there are {known})")
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha or 2 * options.rank,
+        lora_dropout=options.dropout,
+        target_modules=list(options.targets) or "all-linear",
+        exclude_modules=list(heads),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RequestError(f"model.lora.targets: {reason}") from error
+    if train_heads:
+        for head in heads:
+            model.get_submodule(head).requires_grad_(True)
+
+
+def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights without adapters: each is added to the layer that it belongs to.
+
+    Args:
+        model: the model, with adapters or without.
+        weights: a ``state_dict()`` of it, or of an average of such.
+    """
+    adapted = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
+    if not adapted:
+        return dict(weights)
+    plain = {}
+    for name, tensor in weights.items():
+        layer, _, last = name.rpartition(_BASE)
+        layer = layer.removesuffix(".")
+        if layer in adapted:
+            if last == "weight":
+                tensor = tensor + _delta(adapted[layer], layer, weights)
+            name = f"{layer}.{last}"
+        elif ".lora_" in name:
+            continue
+        plain[name] = tensor
+    return plain
+
+
+def published(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under the names that ``save_pretrained`` gives them.
+
+    In memory transformers may have other names, or several matrices as one.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # an older transformers, which has one set of names
+        return dict(weights)
+    return dict(revert_weight_conversion(model, dict(weights)))
+
+
+def _delta(module: Any, layer: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """What the adapter of a layer adds to its weight."""
+    down, up = (weights[f"{layer}.lora_{half}.default.weight"] for half in "AB")
+    delta = up @ down * module.scaling["default"]
+    return delta.T if module.fan_in_fan_out else delta

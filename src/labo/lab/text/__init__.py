@@ -1,0 +1,1 @@
+"""What tasks on text share: lines, subwords, prepared folders, token statistics."""

@@ -1,0 +1,189 @@
+"""Folders of prepared text: made whole or not at all, and verified when they are read.
+
+A folder has Arrow files, one per split, a tokenizer and a manifest with the checksum of each file.
+The manifest is written last, so a folder that has one is complete. All files are verified before
+anything is mapped: each is hashed once and remembered, see :mod:`labo.lab.run.checksums`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import DataError, RequestError
+from ..run import checksums
+from ..run.files import (
+    Document,
+    flush,
+    read_json,
+    replace_folder,
+    replaced,
+    seal_fits,
+    sealed,
+    sha256,
+    write_json,
+)
+from ..run.lock import locked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+FORMAT = 2
+MANIFEST = "prepared.json"
+SPLITS = ("train", "valid", "test")
+
+
+class FolderManifest(Document):
+    """What ``prepared.json`` has for every kind of text.
+
+    Attributes:
+        format: ``FORMAT``.
+        checksum: that of the manifest itself.
+        sha256: file -> its digest.
+    """
+
+    format: int
+    checksum: str
+    sha256: dict[str, str]
+
+    @property
+    def content_fingerprint(self) -> str:
+        """The name of a folder with these files: the SHA-256 of the list of checksums."""
+        return _fingerprint(self.sha256)
+
+
+_M = TypeVar("_M", bound=FolderManifest)
+
+
+def _fingerprint(digests: Mapping[str, str]) -> str:
+    listing = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+# ------------------------------------------------------------------ writing
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+    # transformers 5 writes the name of a class that earlier ones do not have.
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.pop("backend", None)
+    write_json(path, config)
+
+
+def check_free(out: Path, force: bool) -> Path:
+    """The absolute path of a folder that may be made; links are followed."""
+    out = out.expanduser().resolve()
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return out
+    if not (out / MANIFEST).is_file():
+        raise RequestError(f"{out} exists and holds no prepared data: choose another folder")
+    if not force:
+        raise RequestError(f"{out} exists; --force replaces it")
+    return out
+
+
+@contextmanager
+def building(out: Path, force: bool) -> Iterator[Path]:
+    """An empty folder that becomes ``out`` if nothing fails.
+
+    A process that wants to build the same folder waits here. What a killed process left is removed.
+    """
+    folder, old = out.with_name(f".{out.name}.preparing"), replaced(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(out.with_name(f".{out.name}.lock"), out, wait=True):
+        if old.is_dir() and not out.exists():
+            os.replace(old, out)  # a replacement that was killed between two renames
+        check_free(out, force)
+        for leftover in (folder, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder.mkdir()
+        try:
+            yield folder
+            replace_folder(folder, out)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest, with the format, the digests of all files and the fingerprint."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    for path in (*files, *{path.parent for path in files}):
+        flush(path)
+    further = {"sha256": digests, "fingerprint": _fingerprint(digests)}
+    write_json(folder / MANIFEST, sealed({"format": FORMAT, **manifest, **further}))
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_manifest(
+    folder: Path, model: type[_M], command: str, needed: Sequence[str], task: str | None = None
+) -> _M:
+    """The manifest of a folder, all of whose files are verified.
+
+    Args:
+        folder: the folder.
+        model: what the manifest must hold.
+        command: what makes such a folder.
+        needed: files that the manifest must list.
+        task: what the folder must be prepared for, as the manifest says; it may say nothing.
+
+    Raises:
+        DataError: it is no such folder, or an unfinished or damaged one.
+    """
+    path = folder / MANIFEST
+    again = f"run `{command}` again"
+    if not folder.exists() and replaced(folder).is_dir():
+        os.replace(replaced(folder), folder)  # a replacement that was killed between two renames
+    if not path.is_file():
+        raise DataError(f"{folder}: no prepared data here; `{command}` makes it")
+    try:
+        document = read_json(path, Document).model_dump()
+        if document.get("format") != FORMAT:
+            raise DataError(f"{path}: not of format {FORMAT}, which this version reads")
+        if document.get("task") != task:
+            raise DataError(f"{folder}: not made by `{command}`")
+        manifest = read_json(path, model)
+    except DataError:
+        raise
+    except RequestError as error:
+        raise DataError(f"{error}; {again}") from error
+    if not seal_fits(document):
+        raise DataError(f"{path} is damaged (its checksum does not fit); {again}")
+    for name in needed:
+        if name not in manifest.sha256:
+            raise DataError(f"{path}: sha256 has no {name}")
+    try:
+        checksums.verify(folder, manifest.sha256, remember=True)
+    except RequestError as error:
+        raise DataError(f"{error}; {again}") from error
+    return manifest
+
+
+def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of a folder.
+
+    Args:
+        folder: the folder.
+        size: how many types it must have; any number by default.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        found = len(tokenizer)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise DataError(f"{folder}: cannot be read ({error})") from error
+    if size is not None and found != size:
+        raise DataError(f"{folder}: {found} types, but {MANIFEST} says {size}")
+    return tokenizer

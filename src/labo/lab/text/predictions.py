@@ -1,0 +1,112 @@
+"""Predictions of reference tokens, each given the true ones before it: records and views.
+
+``labo evaluate`` writes them as the section ``forced`` of a record, see
+:func:`labo.lab.text.forced.forced_record`. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..analysis.reading import Booleans, Floats, RecordLine, floored_log
+from ..analysis.views import view
+
+
+@dataclass(frozen=True, eq=False)
+class Tempered:
+    """The same tokens after one temperature, fitted on the validation split; all (tokens,)."""
+
+    temperature: float
+    probabilities: Floats
+    confidence: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Forced:
+    """Predictions of the tokens of a reference, each given the tokens before it; all (tokens,)."""
+
+    tokens: list[str]
+    probabilities: Floats  # of the reference token
+    confidence: Floats  # of the most probable token
+    right: Booleans  # whether they are the same
+    entropy: Floats
+    tempered: Tempered | None
+
+
+def read_forced(line: RecordLine) -> Forced:
+    """The section ``forced`` of a record, checked."""
+    tokens = line.texts("tokens")
+    tempered = None
+    if line.content.get("tempered") is not None:
+        section = line.section("tempered")
+        tempered = Tempered(
+            section.number("temperature"),
+            section.numbers("probabilities", len(tokens), high=1),
+            section.numbers("confidence", len(tokens), high=1),
+        )
+    return Forced(
+        tokens=tokens,
+        right=line.booleans("right", len(tokens)),
+        probabilities=line.numbers("probabilities", len(tokens), high=1),
+        confidence=line.numbers("confidence", len(tokens), high=1),
+        entropy=line.numbers("entropy", len(tokens)),
+        tempered=tempered,
+    )
+
+
+# ------------------------------------------------------------------ views
+
+
+def forced_view(forced: Sequence[Forced]) -> dict[str, Any] | None:
+    """A VIEW of the reference tokens of all records; None without any."""
+    if not any(one.tokens for one in forced):
+        return None
+    entropy = float(np.concatenate([one.entropy for one in forced]).mean())
+    return _token_view(forced, forced, {"entropy": entropy})
+
+
+def tempered_view(
+    forced: Sequence[Forced], valid: Sequence[Forced], notes: list[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The temperature that the evaluation used, and a VIEW of the tokens with it.
+
+    Args:
+        forced: of the split.
+        valid: of the validation split, empty if it has no records.
+        notes: gets a sentence if the records have no temperature.
+    """
+    tempered = [one.tempered for one in forced if one.tempered]
+    if len(tempered) < len(forced):
+        notes.append(
+            "the records have no temperature: labo evaluate writes one if one from 1/8 to 8 fits"
+        )
+        return None, None
+    after = [one.tempered for one in valid if one.tempered]
+    temperature = {
+        "value": tempered[0].temperature,
+        "fitted_on": "valid",
+        "examples": len(valid) or None,
+        "nll_before": _nll(valid) if valid else None,
+        "nll_after": _nll(after) if after else None,
+    }
+    return temperature, _token_view(forced, tempered, {})
+
+
+def _token_view(
+    forced: Sequence[Forced],
+    predicted: Sequence[Forced | Tempered],
+    further: Mapping[str, float],
+) -> dict[str, Any]:
+    """A VIEW of predictions of reference tokens."""
+    units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
+    confidence = np.concatenate([one.confidence for one in predicted])
+    right = np.concatenate([one.right for one in forced])
+    return view(confidence, right, units, {"nll": _nll(predicted), **further})
+
+
+def _nll(predicted: Sequence[Forced | Tempered]) -> float:
+    return float(-floored_log(np.concatenate([one.probabilities for one in predicted])).mean())

@@ -1,0 +1,26 @@
+"""The part of the report that is about predictions of reference tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..report.figures import Reliability
+from ..report.task import TEMPERED, TaskReport
+from .token_text import token_name
+
+
+class TokenReport(TaskReport):
+    """Calibration of reference tokens, and tokens as readable text."""
+
+    views = ("forced", "forced_after")
+    reliability: Sequence[Reliability] = (
+        Reliability(
+            "reliability",
+            "Reliability",
+            ("forced", "forced_after"),
+            f"Dots: every reference token, given the true words before it. {TEMPERED}",
+        ),
+    )
+
+    def class_name(self, name: str) -> str:
+        return token_name(name)

@@ -1,0 +1,121 @@
+"""Lines from a stream of bytes to another, as commands read stdin and write stdout."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+_MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at hand are answered
+_LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
+
+Notice = Callable[[str], object]
+Answer = Callable[[Sequence[str], int, Callable[[int], object]], str]
+"""(lines, number of the first one, advance) -> what to write for them, line ends included."""
+
+
+def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], Answer]) -> None:
+    """Read lines, answer them, write; a reader that goes away ends it quietly.
+
+    Lines end with a line feed, with or without a carriage return before it. Bytes that are not
+    UTF-8 are read as U+FFFD, with a notice on stderr. Lines from a pipe or a
+    terminal are answered as they come.
+
+    Args:
+        source: where to read.
+        target: where to write.
+        start: called once with a function that shows a notice; returns what answers.
+    """
+    with Progress(
+        TextColumn("{task.completed} lines"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True, highlight=False, soft_wrap=True),
+        disable=not _show(target),
+        transient=True,
+    ) as progress:
+        task = progress.add_task("", total=None)
+
+        def notice(text: str) -> None:
+            progress.console.print(f"labo: {text}", markup=False)
+
+        answer = start(notice)
+        first = 1
+        for chunk in _chunks(source, notice):
+            output = answer(chunk, first, lambda done: progress.advance(task, done))
+            try:
+                target.write(output.encode())
+                target.flush()
+            except BrokenPipeError:
+                _forget(target)
+                return
+            first += len(chunk)
+
+
+def _chunks(source: BinaryIO, notice: Notice) -> Iterator[list[str]]:
+    """The lines of a stream without their ends, some at a time."""
+    number = 0
+    for raw in _raw_chunks(source):
+        chunk = []
+        for line in raw:
+            number += 1
+            chunk.append(_text(line, number, notice).removesuffix("\n").removesuffix("\r"))
+        yield chunk
+
+
+def _raw_chunks(source: BinaryIO) -> Iterator[list[bytes]]:
+    """From a file as many lines as are worth a batch; otherwise those that have come."""
+    if not _is_live(source):
+        while chunk := list(islice(iter(source.readline, b""), _LINES_AT_ONCE)):
+            yield chunk
+        return
+    descriptor, lines, rest = source.fileno(), list[bytes](), b""
+    while data := os.read(descriptor, 1 << 16):
+        *whole, rest = (rest + data).split(b"\n")
+        lines += whole
+        while len(lines) >= _LINES_AT_ONCE:
+            yield lines[:_LINES_AT_ONCE]
+            lines = lines[_LINES_AT_ONCE:]
+        if lines and not select.select([descriptor], [], [], _MORE_SECONDS)[0]:
+            yield lines
+            lines = []
+    if rest:
+        lines.append(rest)
+    if lines:
+        yield lines
+
+
+def _is_live(source: BinaryIO) -> bool:
+    """Whether lines come one by one, as from a pipe or a terminal."""
+    try:
+        mode = os.fstat(source.fileno()).st_mode
+    except (OSError, ValueError):  # in memory
+        return False
+    return not stat.S_ISREG(mode)
+
+
+def _text(line: bytes, number: int, notice: Notice) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
+        return line.decode(errors="replace")
+
+
+def _show(target: BinaryIO) -> bool:
+    """Whether progress is to be seen: on a terminal that the translations do not go to."""
+    return sys.stderr.isatty() and not target.isatty()
+
+
+def _forget(target: BinaryIO) -> None:
+    """Let Python flush a closed pipe at its end without complaint."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, target.fileno())
+    os.close(nowhere)

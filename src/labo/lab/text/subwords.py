@@ -1,0 +1,310 @@
+"""Byte-pair encoding: learned from text, read from a file, made into a tokenizer.
+
+There are two kinds. *Bytes*, for running text: the symbols are the 256 bytes, so any text survives
+and comes back exactly. *Words*, for text with a space between tokens: the symbols are characters,
+the last of a word carries the mark </w>, as in subword-nmt; a character never seen is <unk>.
+
+The trainer of ``tokenizers`` numbers the marked characters in the order of a hash table, which
+makes its ties, and so its merges, differ from run to run. Here it is shown words whose last
+character is another code point instead, and no mark; alphabets without marks it keeps in order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import DataError
+from .lines import read_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = [
+    "SPECIAL_TOKENS",
+    "Merges",
+    "Size",
+    "encode",
+    "learn_merges",
+    "make_tokenizer",
+    "read_codes",
+    "restrict",
+]
+
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # with fairseq's ids, 0 to 3
+MARK = "</w>"
+_LONGEST = 1024  # tokens; what tokenizers say of themselves, nothing is cut
+_PRIVATE_USE = 0xF0000
+_MOST_COUNTED = 4_000_000  # different words, about 100 bytes each
+_MOST_LEARNED = 1_000_000  # different words, about 1000 bytes each in the trainer
+_LONGEST_LEARNED = 1000  # characters of a word; the trainer's time grows with their square
+_LAST_CHARACTER = re.compile(r"\S(?!\S)")
+
+Lines = Callable[[], Iterable[str]]  # text that can be read more than once
+
+
+@dataclass(frozen=True)
+class Size:
+    """How far to merge: until the vocabulary has so many types, or for so many merges."""
+
+    vocabulary: int | None = None
+    merges: int | None = None
+
+
+@dataclass(frozen=True)
+class Merges:
+    """A byte-pair encoding.
+
+    Attributes:
+        words: the kind: words, or bytes.
+        alphabet: the symbols that are not made by a merge.
+        merges: pairs of symbols, the first to be merged first.
+    """
+
+    words: bool
+    alphabet: tuple[str, ...]
+    merges: tuple[tuple[str, str], ...]
+
+    def types(self) -> list[str]:
+        """All symbols: the alphabet, then what each merge makes."""
+        return list(dict.fromkeys([*self.alphabet, *(a + b for a, b in self.merges)]))
+
+
+def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Merges:
+    """Learn a byte-pair encoding; the same text gives the same.
+
+    The memory it takes grows with the number of different words. It learns from the most frequent
+    million of them, and from words of at most 1000 characters; longer ones are cut, or left out
+    where tokens are separated by spaces.
+
+    Args:
+        lines: the training text, which is read twice.
+        words: the kind: words, or bytes.
+        size: how far to merge; pairs that occur once are never merged.
+        reserved: how many types of the vocabulary are special tokens and tags.
+
+    Raises:
+        DataError: the alphabet alone is larger than the vocabulary.
+    """
+    inventory = _take_inventory(lines())
+    text = _without_endless_words(inventory.frequent(lines()), words)
+    if not words:
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        alphabet = sorted(ByteLevel.alphabet())
+        merges = _run_trainer(text, alphabet, size, reserved, byte_level=True)
+        return Merges(False, tuple(alphabet), tuple(merges))
+    inner = inventory.inner
+    free = (chr(code) for code in count(_PRIVATE_USE) if chr(code) not in inner)
+    stand_ins = dict(zip(sorted(inventory.last), free, strict=False))
+    marked = {code: character + MARK for character, code in stand_ins.items()}
+    swapped = (_LAST_CHARACTER.sub(lambda m: stand_ins[m[0]], line) for line in text)
+    learned = _run_trainer(swapped, sorted({*inner, *marked}), size, reserved, byte_level=False)
+
+    def unswap(symbol: str) -> str:
+        return symbol[:-1] + marked.get(symbol[-1], symbol[-1])
+
+    alphabet = sorted({*inner, *marked.values()})
+    return Merges(True, tuple(alphabet), tuple((unswap(a), unswap(b)) for a, b in learned))
+
+
+def _run_trainer(
+    lines: Iterable[str], alphabet: Sequence[str], size: Size, reserved: int, *, byte_level: bool
+) -> list[tuple[str, str]]:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    if size.merges is not None:
+        vocabulary = len(alphabet) + size.merges
+    else:
+        assert size.vocabulary is not None
+        vocabulary = size.vocabulary - reserved
+    if vocabulary < len(alphabet):
+        raise DataError(
+            f"a vocabulary of {size.vocabulary} cannot hold the {len(alphabet)} symbols of the "
+            f"alphabet and {reserved} special tokens"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if byte_level
+        else pre_tokenizers.WhitespaceSplit()
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        initial_alphabet=list(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+@dataclass(frozen=True)
+class _Inventory:
+    """The words of a text, with their counts, and the characters inside and at the end of words."""
+
+    counts: Counter[str]
+    inner: set[str]
+    last: set[str]
+
+    def frequent(self, lines: Iterable[str]) -> Iterable[str]:
+        """The lines, without rare words if there are more words than the trainer can hold."""
+        if len(self.counts) <= _MOST_LEARNED:
+            return lines
+        ranked = sorted(self.counts, key=lambda word: (-self.counts[word], word))
+        kept = set(ranked[:_MOST_LEARNED])
+        self.counts.clear()  # before the trainer needs the memory
+        return (" ".join(word for word in line.split() if word in kept) for line in lines)
+
+
+def _without_endless_words(lines: Iterable[str], words: bool) -> Iterator[str]:
+    """The lines with every word short enough for the trainer."""
+    for line in lines:
+        if len(line) <= _LONGEST_LEARNED:
+            yield line
+        elif words:
+            yield " ".join(word for word in line.split() if len(word) <= _LONGEST_LEARNED)
+        elif max(map(len, line.split()), default=0) <= _LONGEST_LEARNED:
+            yield line
+        else:
+            starts = range(0, len(line), _LONGEST_LEARNED)
+            yield from (line[start : start + _LONGEST_LEARNED] for start in starts)
+
+
+def _take_inventory(lines: Iterable[str]) -> _Inventory:
+    """Count the words of a text of any size. If there are too many, the rarest are dropped."""
+    inventory = _Inventory(Counter(), set(), set())
+    floor = 0
+
+    def note_characters(words: Iterable[str]) -> None:
+        for word in words:
+            inventory.inner.update(word[:-1])
+            inventory.last.add(word[-1])
+
+    for line in lines:
+        inventory.counts.update(line.split())
+        if len(inventory.counts) > _MOST_COUNTED:
+            floor += 1
+            note_characters(inventory.counts)
+            kept = {word: n for word, n in inventory.counts.items() if n > floor}
+            inventory.counts.clear()
+            inventory.counts.update(kept)
+    note_characters(inventory.counts)
+    return inventory
+
+
+def read_codes(path: Path, lines: Lines) -> Merges:
+    """Published merges, as subword-nmt writes them (format 0.2), plain or gzipped.
+
+    Args:
+        path: the file.
+        lines: the training text; its characters are part of the alphabet.
+
+    Raises:
+        DataError: it is no such file.
+    """
+    rows = read_lines(path)
+    if next(rows, "").split() != ["#version:", "0.2"]:
+        raise DataError(f"{path}:1: merges of subword-nmt begin with '#version: 0.2'")
+    merges: dict[tuple[str, str], None] = {}  # of a pair that is given twice, the first counts
+    for number, row in enumerate(rows, 2):
+        match row.split():
+            case [first, second]:
+                merges[first, second] = None
+            case _:
+                raise DataError(f"{path}:{number}: not a merge of two symbols: {row!r}")
+    merged = {a + b for a, b in merges}
+    inventory = _take_inventory(lines())
+    alphabet = {symbol for pair in merges for symbol in pair if symbol not in merged}
+    alphabet |= inventory.inner | {character + MARK for character in inventory.last}
+    return Merges(True, tuple(sorted(alphabet)), tuple(merges))
+
+
+def restrict(merges: Merges, used: Collection[str]) -> Merges:
+    """Only the types that a text uses, and those that they are merged from.
+
+    The text is split as before. An alphabet of bytes stays complete.
+    """
+    needed = set(used)
+    for first, second in reversed(merges.merges):
+        if first + second in needed:
+            needed.update((first, second))
+    return Merges(
+        merges.words,
+        tuple(s for s in merges.alphabet if s in needed or not merges.words),
+        tuple((a, b) for a, b in merges.merges if a + b in needed),
+    )
+
+
+def _avoid(merges: Merges, names: Collection[str]) -> Merges:
+    """Without merges that make a reserved name, such as </s> in a text, or that need one."""
+    known = set(merges.alphabet)
+    kept = []
+    for first, second in merges.merges:
+        if first in known and second in known and first + second not in names:
+            known.add(first + second)
+            kept.append((first, second))
+    return Merges(merges.words, merges.alphabet, tuple(kept))
+
+
+def make_tokenizer(
+    merges: Merges,
+    tags: Sequence[str],
+    *,
+    frame: Literal["end", "begin"] = "end",
+    split_special_tokens: bool = True,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that ends each text with </s>, or begins it with <s>.
+
+    Ids: the special tokens, the tags, the types. A tag at the head of a text is the tag.
+
+    Args:
+        merges: the byte-pair encoding.
+        tags: further tokens.
+        frame: what is put around a text: </s> at its end, or <s> at its beginning.
+        split_special_tokens: whether what looks like a special token in a text is split like any
+            other text. A chat template needs False.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    bos, pad, eos, unk = SPECIAL_TOKENS
+    reserved = [*SPECIAL_TOKENS, *tags]
+    merges = _avoid(merges, reserved)
+    vocabulary = {name: index for index, name in enumerate([*reserved, *merges.types()])}
+    mark = {"end_of_word_suffix": MARK} if merges.words else {}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges.merges), unk_token=unk, **mark))
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, rstrip=True) for tag in tags])
+    if merges.words:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.decoder = decoders.BPEDecoder(suffix=MARK)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    added = eos if frame == "end" else bos
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}" if frame == "end" else f"{bos} $A",
+        special_tokens=[(added, vocabulary[added])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
+        split_special_tokens=split_special_tokens,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_LONGEST,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> Iterator[list[int]]:
+    """The ids of each line, </s> last."""
+    return (e.ids for e in tokenizer.backend_tokenizer.encode_batch_fast(list(lines)))

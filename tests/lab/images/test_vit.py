@@ -1,0 +1,192 @@
+"""Vision transformers: published sizes, the logits of transformers, stochastic depth, runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForImageClassification
+
+from lab_runs import log_of, losses, outcome, run
+from labo.lab.errors import RequestError
+from labo.lab.images.task import ImageTask
+from labo.lab.images.vit import TRANSFORMERS, VisionTransformer, _DropPath
+from labo.lab.recipes import load_recipe
+from labo.lab.run.directory import RunDirectory
+from labo.lab.tasks import load_model
+
+PARAMETERS = {
+    "vit-tiny": 5_717_416,
+    "vit-small": 22_050_664,
+    "vit-base": 86_567_656,
+    "deit-tiny": 5_717_416 + 2 * 192,  # the distillation token and its position
+    "deit-small": 22_050_664 + 2 * 384,
+    "deit-base": 86_567_656 + 2 * 768,
+}
+SMALL = {"image_size": 8, "patch": 2, "width": 12, "layers": 3, "heads": 2, "ffn": 16}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_number_of_parameters(name):
+    with torch.device("meta"):
+        model = VisionTransformer(name, 1000, 3, image_size=224)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("pooling", ["class", "mean", "sequence"])
+def test_images_to_logits_with_gradients_everywhere(name, pooling):
+    model = VisionTransformer(name, 7, 1, **SMALL, pooling=pooling)
+    logits = model(torch.randn(2, 1, 8, 8))
+    assert logits.shape == (2, 7)
+    logits.sum().backward()
+    # A key's bias moves all scores of a query alike: its gradient is rounding.
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_poolings_are_what_they_say():
+    states = torch.randn(2, 5, 12)
+    one = VisionTransformer("vit-tiny", 7, 1, **SMALL)
+    assert torch.equal(one._pooled(states), states[:, 0])
+    mean = VisionTransformer("vit-tiny", 7, 1, **SMALL, pooling="mean")
+    torch.testing.assert_close(mean._pooled(states), states[:, 1:].mean(1))
+    deit = VisionTransformer("deit-tiny", 7, 1, **SMALL, pooling="mean")
+    torch.testing.assert_close(deit._pooled(states), states[:, 2:].mean(1))
+    learned = VisionTransformer("vit-lite", 7, 1, **SMALL)
+    nn.init.zeros_(learned.weigher.weight)
+    torch.testing.assert_close(learned._pooled(states), states[:, 1:].mean(1))
+    nn.init.normal_(learned.weigher.weight)
+    weights = learned.weigher(states[:, 1:]).softmax(1)
+    torch.testing.assert_close(learned._pooled(states), (weights * states[:, 1:]).sum(1))
+
+
+def test_images_of_another_size_are_resized():
+    model = VisionTransformer("vit-tiny", 7, 1, **SMALL).eval()
+    even = torch.full((1, 1, 8, 8), 0.7)
+    large = torch.full((1, 1, 16, 16), 0.7)
+    torch.testing.assert_close(model(large), model(even))
+
+
+def test_stochastic_depth_leaves_out_layers_of_samples_and_keeps_the_mean():
+    layer = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    x = torch.randn(1, 4).expand(20_000, 3, 4)
+    plain = layer(x)
+    layer.register_forward_hook(_DropPath(0.25))
+    y = layer(x)
+    skipped = (y == x).flatten(1).all(1)
+    assert skipped.float().mean() == pytest.approx(0.25, abs=0.02)
+    torch.testing.assert_close(y[~skipped], (x + (plain - x) / 0.75)[~skipped])
+    torch.testing.assert_close(y.mean(0), plain[0], rtol=0.05, atol=0.05)
+    layer.eval()
+    assert torch.equal(layer(x), plain)
+
+
+def test_stochastic_depth_grows_with_the_layers():
+    model = VisionTransformer("vit-tiny", 7, 1, **SMALL, drop_path=0.2)
+    rates = [
+        [hook.probability for hook in layer._forward_hooks.values() if isinstance(hook, _DropPath)]
+        for layer in model.body.layers
+    ]
+    assert rates == [[], [0.1], [0.2]]
+
+
+def test_weight_decay_of_matrices_only():
+    from labo.lab.optim import build_optimizer
+
+    model = VisionTransformer("vit-tiny", 7, 1, **SMALL)
+    recipe = load_recipe("cifar10-vit")
+    groups = build_optimizer(recipe.optim, model, nn.Identity()).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.06, 0.0]
+    assert all(p.dim() >= 2 for p in groups[0]["params"])
+    assert all(p.dim() < 2 for p in groups[1]["params"])
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+# ------------------------------------------------------------------ runs
+
+
+TINY = ["model.patch=2", "model.width=12", "model.layers=2", "model.heads=2", "model.ffn=16"]
+RUN = ["optim.name=adamw", "optim.lr=3e-3", "train.epochs=2", "train.batch_size=160"]
+RUN += ["train.save_every=4", "train.log_every=3", "data.mixup=0.8", "data.cutmix=1.0"]
+
+
+def train(out, *settings: str, world: int = 1, kill=None) -> set[int]:
+    arguments = ["train", "digits", *TINY, *RUN, *settings, "--out", str(out)]
+    return run(arguments, log_of(out), world, kill)
+
+
+@pytest.mark.parametrize("name", ["vit-tiny", "deit-tiny"])
+def test_plain_transformers_loads_the_selected_model(name, tmp_path):
+    out = tmp_path / "run"
+    assert train(out, f"model.name={name}", "train.epochs=1") == {0}, log_of(out).read_text()
+    model = load_model(RunDirectory(out)).eval()
+    plain = AutoModelForImageClassification.from_pretrained(out / "best").eval()
+    images = torch.randn(4, 1, 8, 8)
+    torch.testing.assert_close(model(images), plain(pixel_values=images).logits)
+    assert plain.config.id2label == {i: str(i) for i in range(10)}
+    assert RunDirectory(out).facts()["model"] == name
+
+
+def test_other_poolings_do_not_pretend_to_be_plain_models(tmp_path):
+    out = tmp_path / "run"
+    assert train(out, "model.name=vit-lite", "train.epochs=1") == {0}, log_of(out).read_text()
+    config = json.loads((out / "best" / "config.json").read_text())
+    assert "model_type" not in config
+    assert load_model(RunDirectory(out)).pooling == "sequence"
+
+
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
+    """Stochastic depth and dropout draw the same numbers again."""
+    settings = ("model.name=vit-tiny", "model.drop_path=0.2", "model.dropout=0.1")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(whole, *settings) == {0}, log_of(whole).read_text()
+    assert train(killed, *settings, kill=("step", 11)) != {0}
+    assert train(killed, *settings) == {0}, log_of(killed).read_text()
+    assert outcome(killed) == outcome(whole)
+
+
+def test_two_processes_give_the_curve_of_one(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = ("model.name=vit-tiny", "train.max_steps=8", "data.mixup=0", "data.cutmix=0")
+    assert train(one, *settings, "train.log_every=1") == {0}, log_of(one).read_text()
+    assert train(two, *settings, "train.log_every=1", world=2) == {0}, log_of(two).read_text()
+    torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["cifar10-vit", "imagenet-vit"])
+def test_the_recipes_for_gpus_run_narrowed(recipe, tmp_path):
+    out = tmp_path / "run"
+    settings = [*TINY, "data.name=digits", "train.max_steps=4", "train.batch_size=64"]
+    settings += ["train.precision=bf16", "train.workers=1"]
+    assert run(["train", recipe, *settings, "--out", str(out)], log_of(out)) == {0}
+    assert len(json.loads((out / "results.json").read_text())["valid"]) > 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.name=vit-huge"], "unknown model 'vit-huge'; did you mean"),
+        (["model.name=small", "model.patch=2"], "patch: only vision transformers have it, small"),
+        (["model.name=vit-tiny", "model.pooling=max"], "pooling: should be 'class', 'mean' or"),
+    ],
+)
+def test_wrong_recipes(settings, message):
+    with pytest.raises(RequestError, match=message):
+        load_recipe("digits", settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.patch=3"], "patch: 3 does not divide an image of 8"),
+        (["model.patch=2", "model.heads=5"], "heads: 5 does not divide a width of 192"),
+        ([], "patch: 16 does not divide an image of 8"),
+    ],
+)
+def test_dimensions_that_do_not_fit(settings, message):
+    task = ImageTask(load_recipe("digits", ["model.name=vit-tiny", *settings]))
+    with pytest.raises(RequestError, match=message):
+        task.build_model()

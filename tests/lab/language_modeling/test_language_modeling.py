@@ -1,0 +1,606 @@
+"""The task: blocks of documents, losses and scores that do not depend on how they are packed."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import labo
+from lab_runs import TEACHERLESS, log_of, losses, metrics, outcome, run
+from labo.calibration import fit_temperature
+from labo.lab.errors import RequestError
+from labo.lab.evaluate import evaluate_run
+from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.manual import manual_data, manual_sections
+from labo.lab.language_modeling.model import (
+    PRESETS,
+    LanguageModel,
+    causal_config,
+    check_head,
+    check_packing,
+    fresh_model,
+    load_causal,
+)
+from labo.lab.language_modeling.options import Tokenization
+from labo.lab.language_modeling.prepare import prepare_documents
+from labo.lab.language_modeling.prepared import IGNORED
+from labo.lab.language_modeling.task import LanguageModelingTask, _Packed
+from labo.lab.methods import METHODS, methods_for
+from labo.lab.recipes import load_recipe
+from labo.lab.run.directory import RunDirectory
+from labo.lab.tasks import load_model
+from labo.lab.text.head import Head
+from tiny_language import SENTENCES, learned_tokenizer
+
+METHODS_HERE = methods_for("language_modeling")
+TINY = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """40 documents of one line to four, and two long ones."""
+    parts = [*SENTENCES, "\n".join(SENTENCES[:10]), "\n".join(SENTENCES[10:20])]
+    documents = [RawDocument(f"{n}", "text", (Part(p, True),)) for n, p in enumerate(parts)]
+    folder = tmp_path_factory.mktemp("texts") / "data"
+    options = Tokenization(vocabulary=290, holdout=4, holdout_test=5)
+    prepare_documents(folder, {"train": documents[::-1]}, options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory) -> Path:
+    """Prompts and completions."""
+    documents = [
+        RawDocument(f"{n}", "prompt", (Part(f"say {s}", False), Part(s[:12], True)))
+        for n, s in enumerate(SENTENCES)
+    ]
+    folder = tmp_path_factory.mktemp("examples") / "data"
+    options = Tokenization(holdout=4, holdout_test=5)
+    prepare_documents(folder, {"train": documents}, options, tokenizer=learned_tokenizer())
+    return folder
+
+
+def recipe(folder: Path, *settings: str):
+    return load_recipe(
+        "lm-manual",
+        [
+            "data.name=prepared",
+            f"data.path={folder}",
+            "data.block=24",
+            "train.batch_tokens=96",
+            *TINY,
+            *settings,
+        ],
+    )
+
+
+def task(folder: Path, *settings: str) -> LanguageModelingTask:
+    return LanguageModelingTask(recipe(folder, *settings))
+
+
+# ------------------------------------------------------------------ blocks and batches
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("limit", [24, 96, 1000])
+def test_every_token_but_the_first_is_a_target_once(texts, packing, limit):
+    small = task(texts, f"data.packing={packing}", f"train.batch_tokens={limit}")
+    split = small.data.split("train")
+    found = []
+    for position in range(small.steps_per_epoch):
+        index = small.global_batch(0, position)
+        batch = small.batch(index, 0)
+        assert batch.inputs.ids.shape == batch.target.shape
+        assert batch.target.numel() <= limit
+        assert small.count(index) == (batch.target != IGNORED).sum()
+        found += batch.target[batch.target != IGNORED].tolist()
+    expected = [t for i in range(len(split)) for t in split.tokens(i)[1:].tolist()]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_row_has_documents_one_after_the_other_and_positions_restart(texts):
+    small = task(texts)
+    packed = small._train
+    split = packed.documents
+    for block in range(len(packed.packing)):
+        batch = small.batch(torch.tensor([block]), 0)
+        ids, positions = batch.inputs.ids[0].tolist(), batch.inputs.positions[0].tolist()
+        column = 0
+        for piece in packed.packing.pieces(block):
+            document, first = int(packed.packing.document[piece]), int(packed.packing.first[piece])
+            length = int(packed.packing.length[piece])
+            tokens = split.tokens(document).tolist()
+            assert ids[column : column + length] == tokens[first : first + length]
+            expected = tokens[first + 1 : first + 1 + length]
+            assert batch.target[0, column : column + length].tolist() == expected
+            assert positions[column : column + length] == list(range(length))
+            column += length
+        assert column == len(ids)
+
+
+def test_padding_has_no_targets(texts):
+    small = task(texts, "data.packing=false")
+    lengths = small._train.block_lengths
+    index = torch.tensor([int(lengths.argmin()), int(lengths.argmax())])
+    batch = small.batch(index, 0)
+    short = int(lengths.min())
+    assert batch.target[0, short:].eq(IGNORED).all()
+    assert batch.inputs.positions[0].tolist() == list(range(int(lengths.max())))
+
+
+def test_of_an_example_only_the_answer_is_learned(examples):
+    small = task(examples, "data.block=64")
+    packed, split = small._train, small.data.split("train")
+    batch = small.batch(torch.arange(len(packed.packing)), 0)
+    expected = [
+        label
+        for i in range(len(split))
+        for label in split.labels(i)[1:].tolist()
+        if label != IGNORED
+    ]
+    assert sorted(batch.target[batch.target != IGNORED].tolist()) == sorted(expected)
+    assert len(expected) < int((split.lengths - 1).sum())
+    assert small.count(torch.arange(len(packed.packing))) == len(expected)
+
+
+def test_examples_longer_than_a_block_are_left_out_and_said_so(examples):
+    small = task(examples, "data.block=24")
+    long = int((small.data.split("train").lengths - 1 > 24).sum())
+    assert long > 0
+    assert small.notes == [f"{long} training examples are longer than a block and left out"]
+    with pytest.raises(RequestError, match="no training example is as short as 8 tokens"):
+        task(examples, "data.block=8")
+
+
+def test_an_epoch_has_the_batches_of_the_others_in_another_order(texts):
+    small = task(texts, "train.batch_tokens=48")
+    first, second = (
+        [tuple(small.global_batch(epoch, i).tolist()) for i in range(small.steps_per_epoch)]
+        for epoch in (0, 1)
+    )
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+# ------------------------------------------------------------------ the model
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_presets_are_models_of_transformers(preset):
+    config = causal_config(
+        preset, 40, positions=16, dimensions={"width": 24, "layers": 1, "heads": 2, "ffn": 20}
+    )
+    model = fresh_model(config)
+    check_head(model)
+    check_packing(model)
+    assert config.hidden_size == 24
+    inner = config.n_inner if "gpt2" in preset else config.intermediate_size
+    assert inner == 20
+
+
+@pytest.mark.parametrize(("preset", "size"), [("gpt2-124m", 124.4e6), ("llama-124m", 123.6e6)])
+def test_the_largest_presets_have_the_size_of_gpt2(preset, size):
+    with torch.device("meta"):
+        model = fresh_model(causal_config(preset, 50_257, positions=1024))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=1e-3)
+
+
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-tiny"])
+def test_documents_of_a_block_do_not_see_each_other(texts, preset):
+    """States and losses are those of each document by itself."""
+    small = task(texts, f"model.preset={preset}", "data.block=64")
+    torch.manual_seed(0)
+    model = small.build_model().eval()
+    packed = small._train
+    for block in range(len(packed.packing)):
+        batch = small.batch(torch.tensor([block]), 0)
+        head = model(batch.inputs.ids, batch.inputs.positions)
+        column = 0
+        for piece in packed.packing.pieces(block):
+            document, first = int(packed.packing.document[piece]), int(packed.packing.first[piece])
+            length = int(packed.packing.length[piece])
+            ids = torch.tensor(
+                packed.documents.tokens(document, first, length)[None].astype("int64")
+            )
+            alone = model.causal(ids, output_hidden_states=True).hidden_states[-1]
+            together = head.states[:, column : column + length]
+            torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+            column += length
+
+
+class Leaky(LanguageModel):
+    """Adds the mean of all that came before, whatever document it was of."""
+
+    def forward(self, ids, positions):
+        head = super().forward(ids, positions)
+        count = torch.arange(1, ids.shape[1] + 1).unsqueeze(-1)
+        return head._replace(states=head.states + head.states.cumsum(1) / count)
+
+
+class Scaled(LanguageModel):
+    """Its output layer is not all there is to its logits."""
+
+    def forward(self, ids, positions):
+        head = super().forward(ids, positions)
+        return head._replace(weight=head.weight * 2)
+
+
+def test_models_that_would_be_trained_wrongly_are_refused():
+    causal = fresh_model(causal_config("gpt2-tiny", 40, positions=16)).causal
+    with pytest.raises(RequestError, match=r"does not keep the documents .* data\.packing=false"):
+        check_packing(Leaky(causal))
+    with pytest.raises(RequestError, match="changes its logits after its output layer"):
+        check_head(Scaled(causal))
+
+
+def test_a_recurrent_model_is_refused_to_pack():
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    config = MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = LanguageModel(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(RequestError, match=r"data\.packing=false"):
+        check_packing(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.preset=gpt3"], "unknown preset 'gpt3'"),
+        (["model.width=30", "model.heads=4"], "width 30 must be divisible by twice the heads 4"),
+        (["data.path=null"], "name: prepared needs path=FOLDER"),
+        (["data.name=manual"], "name: manual takes none"),
+        (["train.batch_tokens=16"], "16 is less than a block of data.block=24"),
+        (["method=cs-kd"], "cs-kd needs peers"),
+        (["method=ols"], "ols needs class_table"),
+        (["train.select=bleu"], "train.select: should be 'nll' or 'token_accuracy'"),
+        (["data.path=nowhere"], "no prepared data here"),
+    ],
+)
+def test_wrong_recipes(texts, settings, message):
+    with pytest.raises(RequestError, match=message):
+        task(texts, *settings)
+
+
+def test_wrong_keys_of_the_config_are_refused(texts):
+    with pytest.raises(RequestError, match=r"model\.config: rope: no such key in a llama config"):
+        task(texts, "model.preset=llama-tiny", "model.config={rope: 3}").build_model()
+    model = task(texts, "model.config={activation_function: relu}").build_model()
+    assert model.causal.config.activation_function == "relu"
+
+
+# ------------------------------------------------------------------ the loss
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS_HERE if m not in TEACHERLESS | {"ps-kd"}])
+@pytest.mark.parametrize("kind", ["texts", "examples"])
+def test_the_loss_is_that_of_all_logits(method, kind, request):
+    small = task(request.getfixturevalue(kind), f"method={method}", "data.block=64")
+    torch.manual_seed(0)
+    model = small.build_model()
+    facts = {"num_classes": small.num_classes, "epochs": 2, "task": small}
+    loss, _ = METHODS[method].build(small.recipe.method, facts)
+    batch = small.batch(small.global_batch(0, 0), 0)
+    value = small.loss(loss, small.outputs(model, batch), batch, ())
+    value.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    head = model(batch.inputs.ids, batch.inputs.positions)
+    expected = loss(head.states @ head.weight.T, batch.target)
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
+    for one, other in zip(found, (p.grad for p in model.parameters()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_teacher_gives_hidden_states_not_logits(texts):
+    small = task(texts)
+    torch.manual_seed(0)
+    model, teacher = small.build_model(), small.build_model()
+    batch = small.batch(small.global_batch(0, 0), 0)
+    loss = labo.DistillationLoss(alpha=0.5, tau=1.0, reduction="sum")
+    second = small.outputs(teacher, batch)
+    assert isinstance(second, Head)
+    value = small.loss(loss, small.outputs(model, batch), batch, (second,))
+    logits = [
+        head.states @ head.weight.T
+        for head in (m(batch.inputs.ids, batch.inputs.positions) for m in (model, teacher))
+    ]
+    torch.testing.assert_close(
+        value, loss(logits[0], batch.target, logits[1]), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_a_batch_without_targets_gives_zero_and_touches_every_weight(texts):
+    small = task(texts)
+    model = small.build_model()
+    batch = small.batch(small.global_batch(0, 0), 0).without_targets()
+    loss = labo.LABOLoss(reduction="sum")
+    value = small.loss(loss, small.outputs(model, batch), batch, ())
+    value.backward()
+    assert value == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+# ------------------------------------------------------------------ scores
+
+
+def by_hand(small, model, split: str) -> tuple[list[list[float]], list[int]]:
+    """-log p of every learned token of each document, by itself and by all logits."""
+    documents = small.data.split(split)
+    block = small.recipe.data.block
+    rows = []
+    for i in range(len(documents)):
+        ids, labels = documents.tokens(i).tolist(), documents.labels(i).tolist()
+        row = []
+        if not documents.masked or len(ids) - 1 <= block:
+            for first in range(0, len(ids) - 1, block):
+                inputs = torch.tensor([ids[first : first + block][: len(ids) - 1 - first]])
+                target = torch.tensor(labels[first + 1 : first + 1 + block])
+                log_p = model.causal(inputs).logits[0].double().log_softmax(-1)
+                learned = target != IGNORED
+                row += (-log_p[learned].gather(-1, target[learned, None])).squeeze(-1).tolist()
+        rows.append(row)
+    return rows, documents.bytes.tolist()
+
+
+@pytest.mark.parametrize("kind", ["texts", "examples"])
+@pytest.mark.parametrize("packing", ["true", "false"])
+@torch.no_grad()
+def test_scores_are_those_of_each_document_by_itself(kind, packing, request):
+    small = task(request.getfixturevalue(kind), f"data.packing={packing}", "data.block=40")
+    torch.manual_seed(0)
+    model = small.build_model().eval()
+    rows, sizes = by_hand(small, model, "valid")
+    nll = np.concatenate(rows)
+    found = small.validate(model, Accelerator(cpu=True))
+    used = sum(size for row, size in zip(rows, sizes, strict=True) if row)
+    assert found["nll"] == pytest.approx(nll.mean(), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nll.mean()), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nll.sum() / math.log(2) / used, rel=1e-5)
+    evaluation = small.evaluate(model, "valid", Accelerator(cpu=True))
+    for record, row in zip(evaluation.records, rows, strict=True):
+        assert record["tokens"] == len(row)
+        assert record["nll"] == pytest.approx(sum(row), rel=1e-5, abs=1e-9)
+        if row:
+            recorded = -np.log(record["forced"]["probabilities"])
+            np.testing.assert_allclose(recorded, row, rtol=1e-4, atol=1e-5)
+    assert evaluation.about["counted"] == {"tokens": len(nll), "bytes": used}
+
+
+@torch.no_grad()
+def test_scores_do_not_depend_on_the_training_method(texts):
+    torch.manual_seed(0)
+    one, other = task(texts, "method=base"), task(texts, "method=ls")
+    model = one.build_model()
+    accelerator = Accelerator(cpu=True)
+    assert one.validate(model, accelerator) == other.validate(model, accelerator)
+
+
+def test_calibration_before_and_after_one_temperature(texts):
+    small = task(texts)
+    torch.manual_seed(0)
+    model = small.build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    loss = labo.CrossEntropyLoss()
+    for step in range(80):
+        batch = small.batch(small.global_batch(step, 0), 0)
+        optimizer.zero_grad()
+        small.loss(loss, small.outputs(model, batch), batch, ()).backward()
+        optimizer.step()
+    with torch.no_grad():  # three times as sure of itself
+        for parameter in model.causal.transformer.ln_f.parameters():
+            parameter.mul_(3)
+    accelerator = Accelerator(cpu=True)
+    temperature = fit_temperature(lambda: small.logits(model, "valid", accelerator)).temperature
+    assert temperature > 1
+    evaluation = small.evaluate(model, "valid", accelerator, temperature=temperature)
+    metrics, records = evaluation.metrics, list(evaluation.records)
+    assert metrics["calibrated_nll"] < metrics["nll"]
+    assert metrics["calibrated_ece"] < metrics["ece"]
+    confidence = np.concatenate([r["forced"]["confidence"] for r in records])
+    right = np.concatenate([r["forced"]["right"] for r in records])
+    bins = np.minimum((confidence * 15).astype(int), 14)
+    gaps = [abs((confidence - right)[bins == b].sum()) for b in range(15)]
+    assert metrics["ece"] == pytest.approx(sum(gaps) / len(right), abs=1e-4)
+    assert metrics["token_accuracy"] == pytest.approx(right.mean())
+
+
+@torch.no_grad()
+def test_only_so_many_tokens_are_recorded_one_by_one(texts):
+    small = task(texts, "data.recorded_tokens=60")
+    records = list(small.evaluate(small.build_model(), "valid", Accelerator(cpu=True)).records)
+    detailed = [record for record in records if "forced" in record]
+    assert 0 < len(detailed) < len(records)
+    assert sum(len(record["forced"]["tokens"]) for record in detailed) <= 60
+    assert all(record["nll"] > 0 for record in records)
+
+
+@torch.no_grad()
+def test_examples_have_all_their_logits(texts):
+    small = task(texts)
+    torch.manual_seed(0)
+    model = small.build_model().eval()
+    found = small.examples(model, "test", Accelerator(cpu=True))
+    assert len(found["classes"]) == small.num_classes
+    assert found["examples"]
+    for example in found["examples"]:
+        assert len(example["logits"]) == small.num_classes
+        token = found["classes"][example["target"]]
+        assert example["title"].endswith(f": {token}")
+
+
+def test_the_place_of_each_target(texts):
+    small = task(texts)
+    packed = small._train
+    blocks = list(range(len(packed.packing)))
+    batch = small.batch(torch.tensor(blocks), 0)
+    targets = batch.target[batch.target != IGNORED].tolist()
+    places = packed.target_places(blocks)
+    assert [int(packed.documents.tokens(int(d))[int(p)]) for d, p in places] == targets
+
+
+# ------------------------------------------------------------------ the manual
+
+
+def test_no_paragraph_of_the_manual_occurs_twice():
+    paragraphs = [
+        " ".join(paragraph.split())
+        for section in manual_sections()
+        for paragraph in section.text.split("\n\n")
+    ]
+    assert len(paragraphs) == len(set(paragraphs)) > 1000
+
+
+def test_the_manual_is_prepared_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABO_CACHE", str(tmp_path))
+    one = manual_data(vocabulary=500)
+    monkeypatch.setattr("labo.lab.language_modeling.manual.manual_sections", None)
+    assert manual_data(vocabulary=500).fingerprint == one.fingerprint
+    assert one.manifest["vocabulary"] == 500
+    assert one.manifest["repeated"] == 0
+
+
+# ------------------------------------------------------------------ runs
+
+
+RUN = ["train.epochs=2", "train.save_every=2", "train.log_every=1", "optim.warmup_steps=2"]
+RUN += ["model.dropout=0.1", "train.accumulate=2", "method.warmup_steps=3"]
+
+
+def train(out: Path, folder: Path, settings: list[str], world: int = 1, kill=None) -> set[int]:
+    given = ["data.name=prepared", f"data.path={folder}", "data.block=24", "train.batch_tokens=96"]
+    arguments = ["train", "lm-manual", *given, *TINY[:-1], *settings, "--out", str(out)]
+    return run(arguments, log_of(out), world, kill)
+
+
+@pytest.fixture(scope="module")
+def finished(texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert train(out, texts, RUN) == {0}, log_of(out).read_text()
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_ends_as_if_nothing_had_happened(texts, tmp_path, world, finished):
+    whole = finished
+    if world == 2:
+        whole = tmp_path / "whole"
+        assert train(whole, texts, RUN, 2) == {0}, log_of(whole).read_text()
+    for kill in (("step", 5), ("flush", 20)):
+        out = tmp_path / kill[0]
+        assert -signal.SIGKILL in train(out, texts, RUN, world, kill)
+        assert train(out, texts, RUN, world) == {0}, log_of(out).read_text()
+        assert outcome(out) == outcome(whole)
+
+
+@pytest.mark.parametrize("method", METHODS_HERE)
+def test_two_processes_give_the_curve_of_one(method, texts, finished, tmp_path):
+    settings = [*RUN[:4], "model.dropout=0", "train.max_steps=8", f"method={method}"]
+    if method in TEACHERLESS:
+        settings.append(f"method.teacher={finished}")
+    if method == "labo":
+        settings.append("method.warmup_steps=3")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(one, texts, settings) == {0}, log_of(one).read_text()
+    assert train(two, texts, settings, world=2) == {0}, log_of(two).read_text()
+    assert len(losses(one)) == len(losses(two)) == 8
+    torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
+    for ours, theirs in zip(metrics(two), metrics(one), strict=True):
+        torch.testing.assert_close(
+            ours.get("valid", {}), theirs.get("valid", {}), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_examples_are_learned_and_two_processes_agree(examples, tmp_path):
+    settings = [*RUN[:4], "model.dropout=0", "data.block=48", "method=ls", "train.epochs=3"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(one, examples, settings) == {0}, log_of(one).read_text()
+    assert train(two, examples, settings, world=2) == {0}, log_of(two).read_text()
+    torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
+    assert losses(one)[-1] < losses(one)[0]
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "llama-124m"])
+def test_the_recipe_for_gpus_runs_narrowed(preset, texts, tmp_path):
+    out = tmp_path / "run"
+    settings = [f"data.path={texts}", "data.block=24", "train.batch_tokens=192", *TINY[:-1]]
+    settings += [f"model.preset={preset}", "train.max_steps=6", "train.eval_every_steps=4"]
+    settings += ["train.precision=bf16", "method.warmup_steps=3"]
+    arguments = ["train", "lm-124m", *settings, "--out", str(out)]
+    assert run(arguments, log_of(out)) == {0}, log_of(out).read_text()
+    assert [line["step"] for line in metrics(out) if "valid" in line] == [4, 6]
+
+
+def test_the_selected_model_is_a_plain_folder(finished):
+    """transformers loads it, with the same logits and its tokenizer."""
+    model = load_model(RunDirectory(finished)).eval()
+    plain = AutoModelForCausalLM.from_pretrained(finished / "best").eval()
+    tokenizer = AutoTokenizer.from_pretrained(finished / "best")
+    ids = torch.tensor([tokenizer("the dog sees").input_ids])
+    with torch.no_grad():
+        head = model(ids, torch.arange(ids.shape[1])[None])
+        torch.testing.assert_close(head.logits(head.states), plain(ids).logits)
+    assert plain.generation_config.eos_token_id == tokenizer.eos_token_id
+    facts = RunDirectory(finished).facts()
+    assert facts["task"] == "language_modeling"
+    assert facts["kind"] == "text"
+
+
+def test_evaluate_writes_records(finished):
+    scores = evaluate_run(finished, ["test"])
+    results = json.loads((finished / "results.json").read_text())
+    calibrated = {name for name in scores["test"] if name.startswith("calibrated_")}
+    assert calibrated == {"calibrated_nll", "calibrated_ece"}
+    plain = {name: x for name, x in scores["test"].items() if name not in calibrated}
+    assert plain == pytest.approx({name: results["test"][name] for name in plain})
+    lines = (finished / "records" / "test.jsonl").read_text().splitlines()
+    forced = [json.loads(line)["forced"] for line in lines]
+    nll = -np.log(np.concatenate([row["probabilities"] for row in forced])).mean()
+    assert nll == pytest.approx(scores["test"]["nll"], rel=1e-4)
+    assert (finished / "records" / "examples.json").is_file()
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(examples, finished, tmp_path):
+    out = tmp_path / "run"
+    settings = ["method=kd", f"method.teacher={finished}", "data.block=48", "train.epochs=1"]
+    assert train(out, examples, settings) == {2}
+    assert "method.teacher" in log_of(out).read_text()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("no config", "there is no config.json"),
+        ("pickle", r"holds no \*\.safetensors; other formats can run code"),
+        ("broken", "cannot be loaded as AutoModelForCausalLM"),
+        ("no causal model", "cannot be loaded as AutoModelForCausalLM"),
+    ],
+)
+def test_folders_that_hold_no_language_model_are_refused(tmp_path, damage, message):
+    folder = tmp_path / "model"
+    fresh_model(causal_config("gpt2-tiny", 40, positions=16)).causal.save_pretrained(folder)
+    if damage == "no config":
+        (folder / "config.json").unlink()
+    elif damage == "pickle":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif damage == "broken":
+        (folder / "model.safetensors").write_bytes(b"nothing")
+    else:
+        (folder / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(RequestError, match=message) as caught:
+        load_causal(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_block_is_longer_than_asked(texts):
+    packed = _Packed.of(task(texts).data.split("train"), recipe(texts))
+    assert packed.block_lengths.max() == 24
+    assert packed.targets.sum() == packed.block_lengths.sum()

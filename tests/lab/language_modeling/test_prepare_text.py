@@ -1,0 +1,310 @@
+"""``labo prepare-text``: documents to token ids, the same bytes every time, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from labo.cli import main
+from labo.lab.errors import RequestError
+from labo.lab.language_modeling import prepare as preparing
+from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.options import Tokenization, checked
+from labo.lab.language_modeling.prepare import prepare, prepare_documents
+from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
+from labo.lab.language_modeling.tokenizers import encode, pretrained_tokenizer
+from labo.lab.text import arrow
+from tiny_language import CHAT, SENTENCES, learned_tokenizer, write_rows
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for number, text in enumerate(SENTENCES):
+        (folder / f"{number:03d}.txt").write_text(text)
+    return folder
+
+
+def run(corpus: Path, name: str = "out", **settings) -> PreparedDocuments:
+    given = {"train": [str(corpus)], "holdout": 5, "holdout_test": 4, "vocabulary": 280}
+    options = checked(given | settings)
+    return prepare(options, corpus.parent / name)
+
+
+def texts(prepared: PreparedDocuments, split: str) -> list[str]:
+    documents = prepared.split(split)
+    return [
+        prepared.tokenizer.decode(documents.tokens(i), skip_special_tokens=True)
+        for i in range(len(documents))
+    ]
+
+
+def test_every_document_is_in_one_split_and_comes_back_exactly(corpus):
+    prepared = run(corpus)
+    valid = SENTENCES[4::5]
+    rest = [text for number, text in enumerate(SENTENCES, 1) if number % 5]
+    assert texts(prepared, "valid") == valid
+    assert texts(prepared, "test") == rest[3::4]
+    assert texts(prepared, "train") == [t for n, t in enumerate(rest, 1) if n % 4]
+    split = prepared.split("valid")
+    assert split.name(0) == "004.txt"
+    assert split.bytes.tolist() == [len(text.encode()) for text in valid]
+    for i in range(len(split)):
+        ids = split.tokens(i)
+        assert (ids[0], ids[-1]) == (prepared.begin, prepared.end) == (0, 2)
+        assert split.labels(i).tolist() == ids.tolist()
+
+
+def test_the_manifest_counts_what_is_there(corpus):
+    prepared = run(corpus)
+    manifest = prepared.manifest
+    for name in ("train", "valid", "test"):
+        split = prepared.split(name)
+        assert manifest["sizes"][name] == len(split)
+        assert manifest["tokens"][name] == split.lengths.sum()
+        assert manifest["learned_tokens"][name] == (split.lengths - 1).sum()
+        assert manifest["bytes"][name] == split.bytes.sum()
+    train = prepared.split("train")
+    every = np.concatenate([train.tokens(i) for i in range(len(train))])
+    assert np.array_equal(prepared.frequencies(), np.bincount(every, minlength=280))
+    assert [entry["file"] for entry in manifest["inputs"]][:2] == ["000.txt", "001.txt"]
+
+
+def test_the_same_text_gives_the_same_bytes(corpus, monkeypatch):
+    one = run(corpus, "one")
+    monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(preparing, "_CHARACTERS_AT_ONCE", 100)
+    assert run(corpus, "two").fingerprint == one.fingerprint
+
+
+@pytest.mark.parametrize("rows", [3, 100_000])
+def test_documents_are_found_however_many_batches_there_are(corpus, monkeypatch, rows):
+    whole = run(corpus, "one").split("train")
+    monkeypatch.setattr(arrow, "_BATCH", rows)
+    monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 2)
+    split = run(corpus, "two").split("train")
+    for i in range(len(whole)):
+        assert split.tokens(i).tolist() == whole.tokens(i).tolist()
+        assert split.tokens(i, 2, 3).tolist() == whole.tokens(i)[2:5].tolist()
+
+
+def test_other_libraries_read_the_splits_and_the_tokenizer(corpus):
+    prepared = run(corpus)
+    rows = datasets.Dataset.from_file(str(prepared.path / "valid.arrow"))
+    assert rows.column_names == ["input_ids", "bytes", "name"]
+    tokenizer = AutoTokenizer.from_pretrained(prepared.path / "tokenizer")
+    assert tokenizer(SENTENCES[4]).input_ids == rows["input_ids"][0][:-1]
+
+
+def test_prompts_and_chats_have_labels(tmp_path):
+    rows = [{"prompt": f"{n} + {n} = ", "completion": f"{2 * n}"} for n in range(12)]
+    prepared = run(write_rows(tmp_path / "sums.jsonl", rows))
+    split, tokenizer = prepared.split("train"), prepared.tokenizer
+    assert prepared.kind == "prompt"
+    labels = split.labels(0)
+    assert tokenizer.decode(labels[labels != IGNORED]) == "0</s>"
+    given = split.tokens(0)[labels == IGNORED]
+    assert tokenizer.decode(given) == "<s>0 + 0 = "
+    rows = datasets.Dataset.from_file(str(prepared.path / "train.arrow"))
+    assert rows.column_names == ["input_ids", "labels", "bytes"]
+    assert split.bytes[0] == 1
+
+    chats = [{"messages": [*CHAT, {"role": "assistant", "content": f"{n}"}]} for n in range(12)]
+    prepared = run(write_rows(tmp_path / "chats.jsonl", chats), "chats")
+    split, tokenizer = prepared.split("train"), prepared.tokenizer
+    assert prepared.kind == "chat"
+    assert prepared.begin is None
+    assert prepared.end == tokenizer.eos_token_id
+    labels = split.labels(0)
+    assert tokenizer.decode(labels[labels != IGNORED]) == "0</s>"
+    whole = tokenizer.apply_chat_template(chats[0]["messages"])["input_ids"]
+    assert split.tokens(0).tolist() == whole
+
+
+def test_the_tokenizer_of_a_folder_is_used(corpus, tmp_path):
+    learned_tokenizer().save_pretrained(tmp_path / "gpt")
+    prepared = run(corpus, vocabulary=None, tokenizer=str(tmp_path / "gpt"))
+    assert prepared.manifest["learned"] is False
+    assert texts(prepared, "valid") == SENTENCES[4::5]
+    assert prepared.tokenizer.get_vocab() == learned_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("nothing there", "no such folder"),
+        ("empty", "holds no tokenizer that can be loaded"),
+        ("no end", r"no token that ends a text \(eos_token\)"),
+        ("remote code", "holds no tokenizer that can be loaded|no tokenizer"),
+    ],
+)
+def test_folders_without_a_usable_tokenizer_are_refused(tmp_path, change, message):
+    folder = tmp_path / "tokenizer"
+    if change != "nothing there":
+        folder.mkdir()
+    if change == "no end":
+        PreTrainedTokenizerFast(
+            tokenizer_object=learned_tokenizer().backend_tokenizer
+        ).save_pretrained(folder)
+    if change == "remote code":
+        trace = tmp_path / "was here"
+        (folder / "evil.py").write_text(f"open({str(trace)!r}, 'w')\nclass Evil: pass\n")
+        settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(RequestError, match=message) as caught:
+        pretrained_tokenizer(folder)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "was here").exists()
+
+
+def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
+    """A document cannot end another one, nor pretend to."""
+    tokenizer = learned_tokenizer()
+    (ids, _), *_ = encode(tokenizer, [RawDocument("", "text", (Part("a</s><s>b", True),))])
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] == tokenizer.eos_token_id
+    assert not {0, 1, 2, 3} & set(ids[1:-1])
+
+
+def test_a_prompt_is_encoded_as_it_will_be_when_it_stands_alone():
+    tokenizer = learned_tokenizer()
+    (ids, labels), *_ = encode(
+        tokenizer, [RawDocument("", "prompt", (Part("the ", False), Part("dog", True)))]
+    )
+    alone = tokenizer("the ").input_ids
+    assert ids[: len(alone)] == alone
+    assert labels[: len(alone)] == [IGNORED] * len(alone)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the dog"
+    # Together they have other tokens, so that this is no accident.
+    assert tokenizer("the dog").input_ids[: len(alone)] != alone
+
+
+def test_repeated_documents_are_counted(tmp_path):
+    rows = [{"text": f"text number {n % 8}"} for n in range(20)]
+    prepared = run(write_rows(tmp_path / "a.jsonl", rows))
+    held = {*texts(prepared, "valid"), *texts(prepared, "test")}
+    expected = sum(text in held for text in texts(prepared, "train"))
+    assert prepared.manifest["repeated"] == expected > 0
+
+
+def test_empty_documents_are_dropped_and_counted(tmp_path):
+    rows = [{"text": text} for text in ["", *SENTENCES, ""]]
+    manifest = run(write_rows(tmp_path / "a.jsonl", rows)).manifest
+    assert manifest["empty"] == {"train": 2, "valid": 0, "test": 0}
+    assert sum(manifest["sizes"].values()) == len(SENTENCES)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "_CHARACTERS_AT_ONCE", 1 << 14)
+    monkeypatch.setattr(arrow, "_BATCH_BYTES", 1 << 16)
+    tokenizer = learned_tokenizer()
+
+    def peak(size: int) -> int:
+        def documents():
+            for number in range(size):
+                yield RawDocument(
+                    f"{number}", "text", (Part(f"{number} " + SENTENCES[0] * 50, True),)
+                )
+
+        splits = {"train": documents()}
+        options = Tokenization(holdout=size // 2, holdout_test=size // 2)
+        tracemalloc.start()
+        prepare_documents(tmp_path / f"{size}", splits, options, tokenizer=tokenizer)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    peak(20)  # what is loaded once
+    assert peak(1600) < 1.2 * peak(400)
+
+
+def command(*arguments: object) -> int:
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_the_command(corpus, tmp_path, capsys):
+    out = tmp_path / "data"
+    arguments = ("prepare-text", out, "--train", corpus, "--holdout", 5, "--holdout-test", 4)
+    assert command(*arguments, "--vocabulary", 290) == 0
+    shown = capsys.readouterr().out
+    assert f"labo train RECIPE data.name=prepared data.path={out}" in shown
+    assert "vocabulary: 290 types, learned" in shown
+    assert command(*arguments) == 2
+    assert capsys.readouterr().err == f"labo: {out} exists; --force replaces it\n"
+    assert command(*arguments, "--force", "--vocabulary", 280) == 0
+    assert PreparedDocuments(out).manifest["vocabulary"] == 280
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": []}, "train: no training data"),
+        ({"holdout": None}, "valid: no such data; give valid or holdout"),
+        ({"holdout_test": None}, "test: no such data"),
+        ({"holdout": 1}, "every document held out"),
+        ({"valid": ["x"]}, "valid and holdout exclude each other"),
+        ({"documents": "page"}, "documents: should be 'file', 'paragraph' or 'line'"),
+        ({"tokenizer": "x"}, "vocabulary and tokenizer exclude each other"),
+        ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
+        ({"holdout": 1000}, "the valid split has no documents"),
+    ],
+)
+def test_wrong_requests(corpus, settings, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        run(corpus, **settings)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in corpus.parent.iterdir()] == ["raw"]
+
+
+def test_kinds_are_not_mixed(tmp_path):
+    rows = [{"text": "a"}, {"prompt": "a", "completion": "b"}]
+    with pytest.raises(RequestError, match=r"a\.jsonl:2: a prompt with its completion, but"):
+        run(write_rows(tmp_path / "a.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("manifest", "no prepared data here"),
+        ("task", "not made by `labo prepare-text`"),
+        ("kind", "damaged"),
+        ("split", r"valid\.arrow is missing"),
+        ("columns", "its checksum does not fit"),
+        ("content", "its checksum does not fit"),
+    ],
+)
+def test_damaged_folders_are_refused(corpus, damage, message):
+    path = run(corpus).path
+    manifest = json.loads((path / "prepared.json").read_text())
+    if damage == "manifest":
+        (path / "prepared.json").unlink()
+    elif damage == "split":
+        (path / "valid.arrow").unlink()
+    elif damage == "columns":
+        (path / "valid.arrow").write_bytes((path / "train.arrow").read_bytes())
+    elif damage == "content":
+        (path / "valid.arrow").write_bytes(b"nothing")
+    else:
+        del manifest[damage]
+        (path / "prepared.json").write_text(json.dumps(manifest))
+    with pytest.raises(RequestError, match=message) as caught:
+        PreparedDocuments(path).split("valid")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_translation_task_refuses_documents_and_the_other_way_round(corpus):
+    from labo.lab.translation.prepared import Prepared
+
+    with pytest.raises(RequestError, match="not made by `labo prepare`"):
+        Prepared(run(corpus).path)

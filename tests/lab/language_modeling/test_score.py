@@ -1,0 +1,119 @@
+"""``labo score``: the log-probability of given text, as the model itself gives it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from test_generate import POSITIONS, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from labo.cli import main
+from labo.lab.errors import RequestError
+from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.score import Scorer, score_files, score_stream
+from tiny_language import CHAT, SENTENCES, write_rows
+
+LONG = " ".join(SENTENCES[:12])
+
+
+@pytest.fixture(scope="module", params=["gpt2-tiny", "llama-tiny"])
+def folder(request, tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model") / "best", preset=request.param)
+
+
+def by_hand(folder, ids: list[int], learned: list[bool]) -> list[float]:
+    """By all logits, block by block."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    found = []
+    for first in range(0, len(ids) - 1, POSITIONS):
+        inputs = ids[first : min(first + POSITIONS, len(ids) - 1)]
+        with torch.no_grad():
+            log_p = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)
+        for row, position in enumerate(range(first + 1, first + 1 + len(inputs))):
+            if learned[position]:
+                found.append(float(log_p[row, ids[position]]))
+    return found
+
+
+def text(value: str) -> RawDocument:
+    return RawDocument("", "text", (Part(value, True),))
+
+
+@pytest.mark.parametrize("value", ["the dog", LONG, "ü"])
+def test_a_text_has_the_probability_that_the_model_gives_it(folder, value):
+    (score,) = Scorer(folder).score([text(value)])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [*tokenizer(value).input_ids, tokenizer.eos_token_id]
+    expected = by_hand(folder, ids, [True] * len(ids))
+    assert score.log_probabilities == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert score.log_probability == pytest.approx(sum(expected), rel=1e-4)
+    record = score.record(tokens=True)
+    bits = -sum(expected) / math.log(2) / len(value.encode())
+    assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+    assert record["tokens"] == len(record["token"]) == len(ids) - 1
+
+
+def test_documents_do_not_depend_on_each_other(folder):
+    scorer = Scorer(folder)
+    together = scorer.score([text(value) for value in (LONG, *SENTENCES)])
+    for value, score in zip((LONG, *SENTENCES), together, strict=True):
+        (alone,) = scorer.score([text(value)])
+        assert alone.tokens == score.tokens
+        assert alone.log_probabilities == pytest.approx(score.log_probabilities, abs=1e-4)
+
+
+def test_of_a_prompt_only_the_completion_is_scored(folder, tmp_path):
+    rows = [{"prompt": "the dog ", "completion": "sees"}]
+    (score,) = score_files(folder, [str(write_rows(tmp_path / "a.jsonl", rows))])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("the dog ").input_ids
+    answer = tokenizer("sees", add_special_tokens=False).input_ids
+    ids = [*prompt, *answer, tokenizer.eos_token_id]
+    learned = [False] * len(prompt) + [True] * (len(answer) + 1)
+    expected = by_hand(folder, ids, learned)
+    assert score.log_probabilities == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert score.bytes == 4
+
+
+def test_a_chat_is_scored_by_its_answers(tmp_path):
+    folder = save_model(tmp_path / "chat", kind="chat")
+    rows = [{"messages": [*CHAT, {"role": "assistant", "content": "Two."}]}]
+    (score,) = score_files(folder, [str(write_rows(tmp_path / "a.jsonl", rows))])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    spelled = tokenizer.decode(tokenizer.convert_tokens_to_ids(list(score.tokens)))
+    assert spelled == "Two.</s>"
+
+
+def test_a_line_for_a_line(folder):
+    target = io.BytesIO()
+    score_stream(folder, io.BytesIO(b"the dog\n\nthe cat\n"), target)
+    one, empty, other = map(json.loads, target.getvalue().splitlines())
+    assert (one["name"], empty, other["name"]) == ("line 1", None, "line 3")
+    assert one["log_probability"] < 0
+
+
+def test_the_command(folder, tmp_path, capsysbinary):
+    (tmp_path / "a.txt").write_text("\n".join(SENTENCES[:3]))
+    with pytest.raises(SystemExit) as end:
+        main(["score", str(folder), str(tmp_path / "a.txt"), "--documents", "line", "--tokens"])
+    assert not end.value.code
+    lines = capsysbinary.readouterr().out.splitlines()
+    assert len(lines) == 1 + "\n".join(SENTENCES[:3]).count("\n")
+    assert json.loads(lines[0])["name"] == "a.txt:1"
+    for arguments, message in [
+        ([str(tmp_path / "none")], b"none: no such file or folder"),
+        ([str(tmp_path / "a.txt"), "--documents", "page"], b"choose file, paragraph or line"),
+    ]:
+        with pytest.raises(SystemExit) as end:
+            main(["score", str(folder), *arguments])
+        assert end.value.code == 2
+        assert message in capsysbinary.readouterr().err
+
+
+def test_nothing_to_score(folder):
+    with pytest.raises(RequestError, match="here: nothing to score in it"):
+        Scorer(folder).score([RawDocument("here", "text", (Part("", True),))])

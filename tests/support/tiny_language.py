@@ -1,0 +1,39 @@
+"""Documents, a tokenizer and a language model small enough for tests."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from labo.lab.language_modeling.tokenizers import learn_tokenizer
+
+ANIMALS = ["dog", "cat", "fox", "owl", "über-bär"]
+VERBS = ["sees", "follows", "knows"]
+
+
+def _sentences(number: int) -> list[str]:
+    draw = random.Random(0)
+    return [
+        f"{n}: the {draw.choice(ANIMALS)} {draw.choice(VERBS)} the {draw.choice(ANIMALS)}"
+        + ".\nAnd then?" * draw.randint(0, 3)
+        for n in range(number)
+    ]
+
+
+SENTENCES = _sentences(40)
+CHAT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"}]
+
+
+@functools.cache
+def learned_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    return learn_tokenizer(lambda: [s + "\n" for s in SENTENCES], 300, chat=chat)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
