@@ -109,10 +109,10 @@ def check_hyper(**values: object) -> None:
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether all are ordinary tensors in eager mode: no tracing, no transform, no subclass."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an ordinary tensor in eager mode: no tracing, transform or subclass."""
     return (
-        all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
+        type(tensor) in _PLAIN_TYPES
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
@@ -207,10 +207,9 @@ def check_weight(weight: Tensor | None, num_classes: int) -> None:
 
 def check_devices(logits: Tensor, **others: Tensor | None) -> None:
     """Refuse tensors that are not on the device of the logits."""
-    device = logits.device
     for name, other in others.items():
-        if other is not None and other.device != device:
-            raise ValueError(f"{name} is on {other.device}, the logits are on {device}")
+        if other is not None and other.device != logits.device:
+            raise ValueError(f"{name} is on {other.device}, the logits are on {logits.device}")
 
 
 def _range_sentence(num_classes: int, ignore_index: int | None) -> str:

@@ -179,7 +179,7 @@ def _pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
             f"{name} must be {dtype} of shape {shape} on the CPU, "
             f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
         )
-    if x.is_neg() or not (x.is_contiguous() or x.stride(-1) == 1 or shape[-1] == 1):
+    if (shape[-1] > 1 and x.stride(-1) != 1) or x.is_neg():
         raise ValueError(f"{name} must be contiguous in its last dimension")
     address = x.data_ptr()
     if address == 0 and x.numel() > 0:
@@ -191,7 +191,7 @@ def _contiguous(x: Tensor) -> Tensor:
     """The tensor, or a copy whose last dimension is contiguous."""
     if x.is_neg():
         x = x.resolve_neg()
-    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor | None) -> float:
@@ -246,16 +246,17 @@ def rows(
     if problem := refuses(logits):
         raise ValueError(problem)
     count, classes = logits.shape
-    dtype = logits.dtype
+    dtype, size = logits.dtype, logits.element_size()
     logits, target = _contiguous(logits), _contiguous(target)
     z = _pointer("logits", logits, dtype, count, classes)
     y = _pointer("target", target, torch.int64, count)
+    z_stride = logits.stride(0)
+    values = torch.empty(count, dtype=torch.float32)
+    v = _pointer("values", values, torch.float32, count)
     w = None
     if weight is not None:
         weight = _contiguous(weight.detach().float())
         w = _pointer("weight", weight, torch.float32, classes)
-    values = torch.empty(count, dtype=torch.float32)
-    v = _pointer("values", values, torch.float32, count)
     grad, g, g_stride, f, scale = None, None, 0, None, 1.0
     if factor is not None:
         if out is None:
@@ -263,15 +264,15 @@ def rows(
         else:
             grad = out
         g = _pointer("out", grad, dtype, count, classes)
-        g_stride = grad.stride(0)
         if out is not None:
             _check_overlap(out, logits)
+        g_stride = grad.stride(0)
         if isinstance(factor, Tensor):
             factor = _contiguous(factor.detach().float())
             f = _pointer("factor", factor, torch.float32, count)
         else:
             scale = factor
-    function, size, z_stride = _open().rows[dtype], logits.element_size(), logits.stride(0)
+    function = _open().rows[dtype]
 
     def run(start: int, stop: int) -> None:
         function(
@@ -282,7 +283,10 @@ def rows(
             y + start * 8,
             ignore_index,
             w,
-            *spec,
+            spec.mode,
+            spec.alpha,
+            spec.tau,
+            spec.rho,
             scale,
             None if f is None else f + start * 4,
             v + start * 4,
@@ -290,15 +294,18 @@ def rows(
             g_stride,
         )
 
-    threads = count * classes // _PER_THREAD
-    if threads > 1:
-        threads = min(threads, count, torch.get_num_threads())
+    _in_threads(run, count, classes)
+    return values, grad
+
+
+def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:
+    """``run(start, stop)`` for all rows, shared out over threads if there is enough to do."""
+    threads = min(torch.get_num_threads(), count, count * classes // _PER_THREAD)
     if threads <= 1:
         run(0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
         _workers.run([partial(run, *part) for part in pairwise(edges)])
-    return values, grad
 
 
 def _check_overlap(out: Tensor, logits: Tensor) -> None:
