@@ -875,17 +875,21 @@ def logit_norm_loss(
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     masked = rows.logits == -math.inf
     z = rows.logits.masked_fill(masked, 0.0)
-    z = z / spread(_norm(z) + 1e-7, rows.num_classes) / tau  # 1e-7 as in the authors' code
+    z = _over_norm(z) / tau
     log_p = torch.log_softmax(z.masked_fill(masked, -math.inf), -1)
     return rows.reduce(rows.nll(log_p))
 
 
-def _norm(x: Tensor) -> Tensor:
-    """max(|x|, 0.001) per row, (M,), without overflow of the squares."""
-    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-3)
+def _over_norm(x: Tensor, scale: float | Tensor = 1.0, unit: float | Tensor = 1.0) -> Tensor:
+    """x / (scale max(|x|, 0.001) + 1e-7) per row, without overflow; 1e-7 is from the authors' code.
+
+    The entries of ``x`` are in units of ``unit``, so that they need not overflow either.
+    """
+    size = x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-3 / unit)
+    x = x / size
     # The sum is below 1 only if all entries, and so the norm, are below 0.001.
-    squares = row_sum((x / size).square()).clamp(min=1.0)
-    return size.squeeze(-1) * squares.sqrt()
+    norm = row_sum(x.square()).clamp(min=1.0).sqrt()
+    return x / spread(scale * norm + (1e-7 / (unit * size)).squeeze(-1), x.shape[-1])
 
 
 def dft_loss(
@@ -1203,11 +1207,13 @@ def _standardized(logits: Tensor) -> Tensor:
     masked = logits == -math.inf
     classes = logits.shape[-1]
     count = row_sum((~masked).to(logits.dtype))
-    z = shifted(logits)
+    z = logits / 4  # the differences of quarters do not overflow
     z = (z - z.detach().amax(-1, keepdim=True)).masked_fill(masked, 0.0)
+    size = z.detach().abs().amax(-1, keepdim=True).clamp(min=1.0)
+    z = z / size  # nor does their sum
     z = (z - spread(row_sum(z) / count, classes)).masked_fill(masked, 0.0)
-    deviation = _norm(z) / (count - 1).clamp(min=1).sqrt()
-    return (z / spread(deviation + 1e-7, classes)).masked_fill(masked, -math.inf)
+    per_root = 1 / (count - 1).clamp(min=1).sqrt()
+    return _over_norm(z, per_root, unit=4 * size).masked_fill(masked, -math.inf)
 
 
 def decoupled_distillation_loss(

@@ -51,7 +51,7 @@ def test_a_loss_is_compiled_twice_if_the_length_is_not_marked(name):
     assert compile_for_all_lengths(case, marked=False) == 2
 
 
-WITH_TEACHER = {"kd", "cskd", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
 ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 
 
