@@ -260,7 +260,9 @@ def cross_entropy_loss(
     impl: str = "auto",
     inplace: bool = False,
 ) -> Tensor:
-    """Cross entropy, -log p_y: the baseline, equal to ``F.cross_entropy``.
+    r"""Cross entropy, the baseline, equal to ``F.cross_entropy``.
+
+    .. math:: -\log p_y
 
     Two differences: if all targets are ignored the result is 0, with a graph, rather than NaN; and
     errors say what is wrong with the arguments.
@@ -302,6 +304,10 @@ def label_smoothing_loss(
     inplace: bool = False,
 ) -> Tensor:
     r"""Label smoothing, in the three conventions in use.
+
+    .. math:: -\sum_j \hat P_j \log p_j
+
+    with a label :math:`\hat P` that has a part of its mass on the other classes:
 
     ============  ====================================  =========================================
     convention    label of the true class, of others    used by

@@ -48,7 +48,7 @@ def test_doctests(name):
 @pytest.mark.parametrize("name", labo.functional.__all__)
 def test_every_function_has_equation_shapes_and_example(name):
     text = getattr(labo.functional, name).__doc__
-    for part in ("Args:", "Returns:", "Example:", "(..., K)"):
+    for part in ("Args:", "Returns:", "Example:", "(..., K)", "math"):
         assert part in text, part
 
 

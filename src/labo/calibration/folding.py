@@ -253,7 +253,7 @@ def _halves_logits(plan: _Plan, model: Any, layer: nn.Linear) -> bool:
     return bool((after[finite] - expected[finite]).abs().max() <= tolerance * largest)
 
 
-# The largest logit of a trial: what bends logits, bends these.
+# The largest logit of a trial. A function that changes logits also changes these.
 _LARGE = 60.0
 
 

@@ -23,9 +23,9 @@ def teacher(tmp_path_factory):
     return out
 
 
-def assert_same_curve(one: Path, two: Path) -> None:
+def assert_same_curve(one: Path, two: Path, rtol: float = 2e-5) -> None:
     assert len(losses(one)) == len(losses(two)) == 10
-    torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(losses(two), losses(one), rtol=rtol, atol=1e-6)
     for ours, theirs in zip(metrics(two), metrics(one), strict=True):
         torch.testing.assert_close(
             ours.get("valid", {}), theirs.get("valid", {}), rtol=1e-4, atol=1e-5
@@ -38,7 +38,8 @@ def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert train(one, settings) == {0}, log_of(one).read_text()
     assert train(two, settings, world=2) == {0}, log_of(two).read_text()
-    assert_same_curve(one, two)
+    # At tau = 20 the KL, and its rounding error, is multiplied by 400.
+    assert_same_curve(one, two, 5e-5 if method == "tf-kd-self" else 2e-5)
 
 
 # With accumulation the last micro-batches have as many samples as there are processes, or fewer.

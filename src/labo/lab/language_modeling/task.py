@@ -157,7 +157,7 @@ class DocumentTrain(config.Train):
         description="Blocks times the longest block of a batch, over all processes and "
         "micro-batches.",
     )
-    select: Literal["nll", "token_accuracy"] = Field(
+    select: Literal["nll", "bits_per_byte", "token_accuracy"] = Field(
         "nll", description="The score on the validation split that selects the model."
     )
 
@@ -193,7 +193,11 @@ class LanguageModelingTask(Task):
     """Documents, the model that predicts their tokens, and its scores."""
 
     Recipe = DocumentRecipe
-    higher_is_better: ClassVar = {"nll": False, "token_accuracy": True}
+    higher_is_better: ClassVar = {
+        "nll": False,
+        "bits_per_byte": False,
+        "token_accuracy": True,
+    }
     tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
