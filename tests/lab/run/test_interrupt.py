@@ -95,7 +95,7 @@ def test_a_killed_process_is_reported_in_words(tmp_path):
 def test_other_commands_end_with_a_line_too(tmp_path):
     script = "import signal, sys; from labo import cli\n"
     script += "from labo.lab.analysis import run\n"
-    script += "run.write_analysis = lambda *a, **k: signal.raise_signal(signal.SIGTERM)\n"
+    script += "run.read_settings = lambda *a, **k: signal.raise_signal(signal.SIGTERM)\n"
     script += "cli.main(['analyze', 'x'])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 130
