@@ -70,8 +70,36 @@ def labo(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
     return soft_cross_entropy(log_p, mixed) + alpha.squeeze(-1) * TAU * divergence
 
 
+def max_suppression(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    return base(z, q, z) + 0.1 * (z.amax(-1) - z.mean(-1))
+
+
+def margin_smoothing(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    excess = z.amax(-1, keepdim=True) - z - 1.0
+    return base(z, q, z) + 0.1 * excess.clamp(min=0).mean(-1)
+
+
+def poly1(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    return base(z, q, z) + 2 * (q * (1 - z.softmax(-1))).sum(-1)
+
+
+def logit_norm(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    return base(z / (z.norm(dim=-1, keepdim=True) + 1e-7) / TAU, q, z)
+
+
+def entropy_weighted(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    log_p = z.detach().log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return entropy / torch.log(torch.tensor(float(K))) * base(z, q, z)
+
+
 DEFINITIONS = {
     "base": (base, []),
+    "maxsup": (max_suppression, []),
+    "mbls": (margin_smoothing, ["method.margin=1.0"]),
+    "poly": (poly1, []),
+    "logitnorm": (logit_norm, [f"method.tau={TAU}"]),
+    "eaft": (entropy_weighted, []),
     "ls": (label_smoothing, [f"method.alpha={ALPHA}"]),
     "cp": (confidence_penalty, [f"method.beta={BETA}"]),
     "kd": (distillation, [f"method.alpha={ALPHA}", f"method.tau={TAU}"]),
@@ -162,8 +190,9 @@ def test_labels_have_the_shares_of_the_pixels(way):
 @pytest.mark.parametrize("method", [name for name in HERE if name not in MIXES])
 @pytest.mark.parametrize("way", ["mixup", "cutmix"])
 def test_other_methods_are_refused(method, way):
-    with pytest.raises(RequestError, match=f"do not go with {method}"):
-        load_recipe("digits", [f"method={method}", f"data.{way}=0.8"])
+    with pytest.raises(RequestError, match=f"method {method} does not support data.mixup"):
+        teacher = ["method.teacher=unused"] if METHODS[method].teacher is Frozen else []
+        load_recipe("digits", [f"method={method}", f"data.{way}=0.8", *teacher])
 
 
 def test_a_loss_that_mixes_takes_a_batch_without_targets():

@@ -237,7 +237,7 @@ class ImageTask(Task):
 
     def _take_up(self, folder: str) -> None:
         """What a pre-trained folder decides besides the weights."""
-        self.fingerprint += f"+{folder_digest(folder)}"
+        self.fingerprint += f"~{folder_digest(folder)}"
         self.notes = [*self.notes, *head_note(folder, self.data.classes)]
         found = normalization(folder, len(self.mean))
         if found is not None:

@@ -214,7 +214,7 @@ class LanguageModelingTask(Task):
         self.num_classes = len(self.data.tokenizer)
         if recipe.model.pretrained is not None:
             self.num_classes = self._pretrained_vocabulary(recipe.model.pretrained)
-            self.fingerprint += f"+{folder_digest(recipe.model.pretrained)}"
+            self.fingerprint += f"~{folder_digest(recipe.model.pretrained)}"
         if options.block > recipe.train.batch_tokens:
             raise RequestError(
                 f"train.batch_tokens: {recipe.train.batch_tokens} is less than a block of "
