@@ -190,8 +190,8 @@ def test_labels_have_the_shares_of_the_pixels(way):
 @pytest.mark.parametrize("method", [name for name in HERE if name not in MIXES])
 @pytest.mark.parametrize("way", ["mixup", "cutmix"])
 def test_other_methods_are_refused(method, way):
+    teacher = ["method.teacher=unused"] if METHODS[method].teacher is Frozen else []
     with pytest.raises(RequestError, match=f"method {method} does not support data.mixup"):
-        teacher = ["method.teacher=unused"] if METHODS[method].teacher is Frozen else []
         load_recipe("digits", [f"method={method}", f"data.{way}=0.8", *teacher])
 
 
