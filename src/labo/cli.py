@@ -543,7 +543,7 @@ def prepare(
 
 @app.command()
 def prepare_text(
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
     train: Annotated[
         list[str],
         typer.Option(
@@ -561,18 +561,18 @@ def prepare_text(
     ] = None,
     documents: Annotated[
         str | None,
-        typer.Option(help="A document of a text file: file, paragraph or line. [default: file]"),
+        typer.Option(help="A document of a text file: file, paragraph or line. Default: file."),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="Column of a table that holds text. [default: text]")
+        str | None, typer.Option(help="Column of a table that holds text. Default: text.")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Use the tokenizer of this Hugging Face folder.")
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Learn a vocabulary of this size. [default: 10000]")
+        int | None, typer.Option(help="Learn a vocabulary of this size. Default: 10000.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     debug: Debug = False,
 ) -> None:
     """Prepare text for language modelling: learn a tokenizer, or take one, and write token ids.
@@ -606,18 +606,21 @@ def generate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Most tokens of a continuation. [default: 100, or half the positions]"
+            min=1,
+            help="Largest number of tokens of a continuation. Default: 100, or half the positions.",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, help="0 takes the most probable token, 1 draws as the model says."),
+        typer.Option(
+            min=0, help="Temperature: 0 takes the most probable token, 1 draws from the prediction."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(help="Draw only from the most probable tokens with this share of the mass."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the random numbers.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the random numbers.")] = None,
     scores: Annotated[
         bool,
         typer.Option("--scores", help="Write JSON lines, with each token and its probability."),
