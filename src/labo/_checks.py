@@ -109,10 +109,11 @@ def check_hyper(**values: object) -> None:
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an ordinary tensor in eager mode: no tracing, transform or subclass."""
+def is_plain(tensor: Tensor, other: Tensor | None = None) -> bool:
+    """Whether these are ordinary tensors in eager mode: no tracing, no transform, no subclass."""
     return (
         type(tensor) in _PLAIN_TYPES
+        and (other is None or type(other) in _PLAIN_TYPES)
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )

@@ -16,6 +16,7 @@ import labo
 from conftest import gradient
 from labo import functional as F
 from labo.fused import dispatch, native
+from labo.fused.spec import RowSpec
 from probes import LargestTensor
 
 LOSSES = {
@@ -559,7 +560,7 @@ def test_operator_check(name, dtype, with_grad):
     logits, target = sample(4, 9, dtype=dtype)
     target[1] = -100
     mode = list(LOSSES).index(name)
-    loss = dispatch.RowLoss(None, -100, "native", mode, 0.3, 1.25, 0.5)
+    loss = dispatch.RowLoss(None, -100, "native", RowSpec(mode, 0.3, 1.25, 0.5)).pack()
     torch.library.opcheck(dispatch.rows_op, (logits, target, with_grad, *loss))
     torch.library.opcheck(dispatch.rows_op, (logits.requires_grad_(), target, with_grad, *loss))
     torch.library.opcheck(

@@ -13,6 +13,7 @@ import labo
 from conftest import MODULES, gradient
 from labo.fused import linear
 from labo.fused.dispatch import RowLoss
+from labo.fused.spec import RowSpec
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
@@ -507,7 +508,7 @@ def test_compiles_whole(name, reduction):
 )
 def test_operator_check(dtype, mode, softcap):
     x, weight, bias, target = problem(dtype)
-    loss = RowLoss(None, -100, "native", mode, 0.3, 1.25, 0.5)
+    loss = RowLoss(None, -100, "native", RowSpec(mode, 0.3, 1.25, 0.5)).pack()
     fixed = (softcap, target, 4, *loss)
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]

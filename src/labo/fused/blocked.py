@@ -72,8 +72,10 @@ class _Block:
         q_sum: (N,), the sums of q without the class weights.
         alpha: the weight of P in the label.
         hit: w_y (1 - alpha), what the label gives to class y beyond its share of P.
-        label_weight: sum_k w_k P_hat_k.
+        label_weight: sum_k w_k P_hat_k; 1 without class weights, and then not set.
     """
+
+    label_weight: float | Tensor
 
     def __init__(
         self,
@@ -91,13 +93,13 @@ class _Block:
         self.lowest = torch.finfo(u.dtype).min
         self.valid = target != ignore_index
         # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
-        self.all_valid = logits.device.type == "cpu" and bool(self.valid.all())
-        y = target.masked_fill(~self.valid, 0)
+        self.readable = logits.device.type == "cpu"
+        self.all_valid = self.readable and bool(self.valid.all())
+        y = target if self.all_valid else target.masked_fill(~self.valid, 0)
         self.y = y.unsqueeze(1)
         # With the maximum in the wide type the difference is wide, without a copy of half logits.
         torch.sub(logits, logits.amax(1, keepdim=True).to(u.dtype), out=u)
-        masked_y = logits.gather(1, self.y).squeeze(1) == -math.inf
-        u_y = u.gather(1, self.y).squeeze(1).clamp(min=self.lowest).masked_fill(masked_y, -math.inf)
+        u_y = self._at_target(logits, u)
         torch.exp(u, out=self.e)
         self.s = row_sum(self.e)
         log_s = self.s.log()
@@ -117,9 +119,23 @@ class _Block:
                 self.alpha = 1 - spec.rho * entropy / largest
             mean_w, rest = self._tempered(u, spec.tau, w_y)
         self.hit = w_y * (1 - self.alpha)
-        self.label_weight = 1.0 if weight is None else self.hit + self.alpha * mean_w
-        values = self.label_weight * log_s - times(self.hit, u_y) - self.alpha * rest
-        self.values = values.masked_fill(~self.valid, 0.0)
+        values = log_s
+        if weight is not None:
+            self.label_weight = self.hit + self.alpha * mean_w
+            values = self.label_weight * log_s
+        values = values - (self.hit * u_y if self.finite_y else times(self.hit, u_y))
+        if spec.mode != CROSS_ENTROPY:
+            values = values - self.alpha * rest
+        self.values = values if self.all_valid else values.masked_fill(~self.valid, 0.0)
+
+    def _at_target(self, logits: Tensor, u: Tensor) -> Tensor:
+        """u_y, (N,): -inf if class y is masked, otherwise finite."""
+        u_y = u.gather(1, self.y).squeeze(1)
+        self.finite_y = self.readable and u_y.amin().item() > -math.inf
+        if self.finite_y:
+            return u_y
+        masked = logits.gather(1, self.y).squeeze(1) == -math.inf
+        return u_y.clamp(min=self.lowest).masked_fill(masked, -math.inf)
 
     def _sum_times_u(self, x: Tensor, u: Tensor) -> Tensor:
         """sum_j x_j u_j, (N,), for x that is 0 where u is -inf. The products stay in a buffer."""
@@ -130,7 +146,7 @@ class _Block:
         self.masked: Tensor | None = None
         self.count: int | Tensor = self.classes
         total = row_sum(u)
-        if u.device.type == "cpu" and not bool(total.isneginf().any()):
+        if self.readable and total.amin().item() > -math.inf:
             if self.weight is None:
                 return 1.0, total / self.classes
             products = torch.mul(u, self.weight, out=self.buffers[0])
@@ -161,9 +177,12 @@ class _Block:
 
     def write_gradient(self, grad: Tensor, factor: float | Tensor) -> None:
         """Write factor ((sum_k w_k P_hat_k) p - w P_hat) to ``grad``, rounded once."""
-        f = factor * self.valid.to(self.e.dtype)
+        f = factor if isinstance(factor, Tensor) else torch.full_like(self.s, factor)
+        if not self.all_valid:
+            f = f * self.valid.to(self.e.dtype)
         g = grad if grad.dtype == self.e.dtype else self.e
-        self.e.mul_((f * self.label_weight / self.s).unsqueeze(1))
+        of_p = f if self.weight is None else f * self.label_weight
+        self.e.mul_((of_p / self.s).unsqueeze(1))
         if self.mode == CROSS_ENTROPY:
             if g is grad:
                 grad.copy_(self.e)

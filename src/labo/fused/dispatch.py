@@ -66,7 +66,7 @@ def _fused_refuses(logits: Tensor, target: Tensor, weight: Tensor | None) -> str
         return "class weights that require a gradient"
     if torch.compiler.is_compiling():
         return None
-    if not (_checks.is_plain(logits) and _checks.is_plain(target)):
+    if not _checks.is_plain(logits, target):
         return "tensor subclasses and torch.func transforms"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
@@ -142,18 +142,21 @@ ROW_LOSS_SCHEMA = (
 
 
 class RowLoss(NamedTuple):
-    """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target.
-
-    Operators take the fields as arguments, in this order, as ``ROW_LOSS_SCHEMA`` declares them.
-    """
+    """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target."""
 
     weight: Tensor | None
     ignore_index: int
     backend: str
-    mode: int
-    alpha: float
-    tau: float
-    rho: float
+    spec: RowSpec
+
+    @classmethod
+    def unpack(cls, weight: Tensor | None, ignore_index: int, backend: str, *spec: Any) -> RowLoss:
+        """The inverse of :meth:`pack`."""
+        return cls(weight, ignore_index, backend, RowSpec(*spec))
+
+    def pack(self) -> tuple[Any, ...]:
+        """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them."""
+        return (self.weight, self.ignore_index, self.backend, *self.spec)
 
     def rows(
         self,
@@ -169,7 +172,7 @@ class RowLoss(NamedTuple):
         return rows(
             logits,
             target,
-            RowSpec(self.mode, self.alpha, self.tau, self.rho),
+            self.spec,
             weight=self.weight,
             ignore_index=self.ignore_index,
             factor=factor,
@@ -218,17 +221,17 @@ def denominator(
 ) -> float | Tensor:
     """Check the targets, (N,) int64, and return what a mean divides by; inf if that would be 0.
 
-    It is a number on the CPU, where it can be read at no cost. Elsewhere it is a tensor of
-    ``dtype``, so that nothing waits.
+    It is a number on the CPU, where it can be read at no cost. Elsewhere it is a tensor, so that
+    nothing waits. ``dtype`` is that of the logits.
     """
     if weight is not None:
-        weight = weight.detach().to(dtype)
+        weight = weight.detach().to(wide(dtype))
     if _checks.can_read(target) and native.unavailable() is None:
         return native.denominator(target, classes, ignore_index, weight) or math.inf
     _checks.check_range(target, classes, ignore_index)
     valid = target != ignore_index
     if weight is None:
-        counts = valid.to(dtype)
+        counts = valid.to(wide(dtype))
     else:
         counts = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0)
     total = row_sum(counts)
@@ -352,22 +355,23 @@ def row_loss(
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]
     _checks.check_weight(weight, classes)
-    _checks.check_devices(logits, target=target, weight=weight)
+    if weight is not None or target.device != logits.device:
+        _checks.check_devices(logits, target=target, weight=weight)
     # Every view is a node in the graph, and at small sizes the time goes into nodes.
     flat, labels = logits, target
     if logits.dim() != 2 or dim == 0 or dim == -2:
         flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
     if labels.dtype != torch.int64:
         labels = labels.long()
-    total = denominator(wide(logits.dtype), labels, classes, ignore_index, weight)
+    total = denominator(logits.dtype, labels, classes, ignore_index, weight)
     divisor = total if reduction == "mean" else 1.0
-    loss = RowLoss(weight, ignore_index, backend, *spec)
+    loss = RowLoss(weight, ignore_index, backend, spec)
     with_grad = logits.requires_grad and torch.is_grad_enabled()
     late = logits.dtype in LATE_GRADIENT
     if inplace:
         _check_inplace(logits)
     if torch.compiler.is_compiling():
-        values, _ = rows_op(flat, labels, with_grad and not late, *loss)
+        values, _ = rows_op(flat, labels, with_grad and not late, *loss.pack())
         value = values if reduction == "none" else row_sum(values) / divisor
     elif not with_grad:
         value = loss.reduce(loss.rows(flat, labels)[0], reduction, divisor)
@@ -427,7 +431,7 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
 )
 def rows_op(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
     """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K)."""
-    values, grad = RowLoss(*loss).rows(logits, target, 1.0 if with_grad else None)
+    values, grad = RowLoss.unpack(*loss).rows(logits, target, 1.0 if with_grad else None)
     return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
 
 
@@ -445,7 +449,7 @@ def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tens
 )
 def rows_backward_op(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
     """The gradient of sum_i upstream_i value_i, (N, K)."""
-    _, grad = RowLoss(*loss).rows(logits, target, upstream)
+    _, grad = RowLoss.unpack(*loss).rows(logits, target, upstream)
     assert grad is not None
     return grad
 
@@ -456,12 +460,11 @@ def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
 
 
 def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, target, ctx.with_grad, *loss = inputs
-    ctx.loss = RowLoss(*loss)._replace(weight=None)
+    logits, target, ctx.with_grad, weight, *ctx.loss = inputs
     if ctx.with_grad:
         ctx.save_for_backward(output[1])
     else:
-        ctx.save_for_backward(logits, target, loss[0])
+        ctx.save_for_backward(logits, target, weight)
 
 
 def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -470,8 +473,8 @@ def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None
         grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
     else:
         logits, target, weight = ctx.saved_tensors
-        grad = rows_backward_op(logits, target, upstream, *ctx.loss._replace(weight=weight))
-    return (grad, None, None, *(None for _ in RowLoss._fields))
+        grad = rows_backward_op(logits, target, upstream, weight, *ctx.loss)
+    return (grad, None, None, None, *(None for _ in ctx.loss))
 
 
 rows_op.register_autograd(_rows_gradient, setup_context=_save_for_rows)

@@ -430,9 +430,7 @@ def linear_loss(
     if target.is_floating_point():
         total: float | Tensor = max(1, len(labels))
     else:
-        total = denominator(
-            wide(head.input.dtype), labels, classes, active.ignore_index, active.weight
-        )
+        total = denominator(head.input.dtype, labels, classes, active.ignore_index, active.weight)
     divisor = total if active.reduction == "mean" else 1.0
     copies = (1 if isinstance(rows, RowLoss) else _AUTOGRAD_COPIES) + (softcap is not None)
     row_bytes = classes * head.input.element_size() * copies
@@ -651,7 +649,7 @@ def _choose(
     only = None if spec else "this loss"
     backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
     if spec and backend != "reference":
-        return RowLoss(loss.weight, loss.ignore_index, backend, *spec)
+        return RowLoss(loss.weight, loss.ignore_index, backend, spec)
     return _AutogradLoss(*loss.row_function(), teacher)
 
 
@@ -768,13 +766,13 @@ def _compiled(
     if isinstance(loss, _AutogradLoss):
         values = linear_autograd_op(*tensors, *fixed, *loss.described())
     elif reduction == "none" or head.input.dtype in LATE_GRADIENT:
-        values = linear_rows_op(*tensors, *fixed, *loss)
+        values = linear_rows_op(*tensors, *fixed, *loss.pack())
     else:
         if not isinstance(divisor, Tensor):
             divisor = torch.full((), divisor, dtype=wide(head.input.dtype), device=target.device)
         grad = torch.is_grad_enabled()
         needs = [grad and x is not None and x.requires_grad for x in tensors]
-        return linear_loss_op(*tensors, *fixed, *loss, divisor, needs)[0]
+        return linear_loss_op(*tensors, *fixed, *loss.pack(), divisor, needs)[0]
     return values if reduction == "none" else row_sum(values) / divisor
 
 
@@ -860,7 +858,9 @@ def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any
     return values_op, backward_op
 
 
-linear_rows_op, linear_rows_backward_op = _values_operator("linear_rows", ROW_LOSS_SCHEMA, RowLoss)
+linear_rows_op, linear_rows_backward_op = _values_operator(
+    "linear_rows", ROW_LOSS_SCHEMA, RowLoss.unpack
+)
 linear_autograd_op, linear_autograd_backward_op = _values_operator(
     "linear_autograd", "str loss, Tensor[] tensors", _AutogradLoss.from_description
 )
@@ -877,7 +877,7 @@ linear_autograd_op, linear_autograd_backward_op = _values_operator(
 def linear_loss_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reduced loss, and its gradients for input, weight and bias; empty if not needed."""
     *described, divisor, needs = arguments
-    head, loss = described[:6], RowLoss(*described[6:])
+    head, loss = described[:6], RowLoss.unpack(*described[6:])
     factor = (1 / divisor).expand(len(head[0])) if any(needs) else None
     values, *grads = _run_operator(head, loss, factor, needs)
     return row_sum(values) / divisor, *_present(head[0], grads)

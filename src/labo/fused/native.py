@@ -2,8 +2,8 @@
 
 ``native.c`` does not use Python and is loaded with ctypes, which releases the GIL during a call.
 The rows are split over Python threads, because a second OpenMP runtime would compete with that of
-PyTorch for the cores. C cannot check what a pointer points to: every pointer comes from
-:func:`_pointer`, which checks it.
+PyTorch for the cores. C cannot check what a pointer points to: every pointer to a tensor that is
+not allocated here comes from :func:`_pointer`, which checks it.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
             f"{name} must be {dtype} of shape {shape} on the CPU, "
             f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
         )
-    if (shape[-1] > 1 and x.stride(-1) != 1) or x.is_neg():
+    if x.is_neg() or not (x.is_contiguous() or x.stride(-1) == 1 or shape[-1] == 1):
         raise ValueError(f"{name} must be contiguous in its last dimension")
     address = x.data_ptr()
     if address == 0 and x.numel() > 0:
@@ -190,8 +190,8 @@ def _pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
 def _contiguous(x: Tensor) -> Tensor:
     """The tensor, or a copy whose last dimension is contiguous."""
     if x.is_neg():
-        x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+        return x.resolve_neg().contiguous()
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
 
 
 def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor | None) -> float:
@@ -208,10 +208,10 @@ def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor 
     if weight is not None:
         weight = _contiguous(weight.to(torch.float64))
         weight_address = _pointer("weight", weight, torch.float64, classes)
-    total = ctypes.c_double()
+    total, count = ctypes.c_double(), target.shape[0]
     bad = _open().check_targets(
-        _pointer("target", target, torch.int64, len(target)),
-        len(target),
+        _pointer("target", target, torch.int64, count),
+        count,
         classes,
         ignore_index,
         weight_address,
@@ -227,8 +227,9 @@ def total(values: Tensor, divisor: float) -> Tensor:
 
     For a hundred rows, the sum and division of PyTorch would take as long as the rows themselves.
     """
-    address = _pointer("values", values, torch.float32, len(values))
-    quotient = _open().sum(address, len(values)) / divisor
+    count = values.shape[0]
+    address = _pointer("values", values, torch.float32, count)
+    quotient = _open().sum(address, count) / divisor
     return torch.full((), quotient, dtype=torch.float32)
 
 
@@ -251,20 +252,21 @@ def rows(
     z = _pointer("logits", logits, dtype, count, classes)
     y = _pointer("target", target, torch.int64, count)
     z_stride = logits.stride(0)
-    values = torch.empty(count, dtype=torch.float32)
-    v = _pointer("values", values, torch.float32, count)
     w = None
     if weight is not None:
         weight = _contiguous(weight.detach().float())
         w = _pointer("weight", weight, torch.float32, classes)
+    # What is allocated here needs no check.
+    values = torch.empty(count, dtype=torch.float32)
+    v = values.data_ptr()
     grad, g, g_stride, f, scale = None, None, 0, None, 1.0
     if factor is not None:
         if out is None:
             grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            g = grad.data_ptr()
         else:
             grad = out
-        g = _pointer("out", grad, dtype, count, classes)
-        if out is not None:
+            g = _pointer("out", out, dtype, count, classes)
             _check_overlap(out, logits)
         g_stride = grad.stride(0)
         if isinstance(factor, Tensor):
@@ -283,10 +285,7 @@ def rows(
             y + start * 8,
             ignore_index,
             w,
-            spec.mode,
-            spec.alpha,
-            spec.tau,
-            spec.rho,
+            *spec,
             scale,
             None if f is None else f + start * 4,
             v + start * 4,
@@ -300,7 +299,9 @@ def rows(
 
 def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:
     """``run(start, stop)`` for all rows, shared out over threads if there is enough to do."""
-    threads = min(torch.get_num_threads(), count, count * classes // _PER_THREAD)
+    threads = count * classes // _PER_THREAD
+    if threads > 1:
+        threads = min(threads, count, torch.get_num_threads())
     if threads <= 1:
         run(0, count)
     else:
