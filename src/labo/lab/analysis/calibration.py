@@ -8,14 +8,18 @@ the bin above it; a confidence of 1 is in the last bin. The training loop uses t
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .reading import Booleans, Floats, Integers
 
+if TYPE_CHECKING:  # loaded when something is computed: reading runs needs no torch
+    from torch import Tensor
+
+    from ...calibration import ReliabilityBins
+
 BINS = 15
-TEMPERATURES = (0.01, 100.0)  # the range a temperature is fitted in
 
 
 # ------------------------------------------------------------------ bins
@@ -48,19 +52,34 @@ def reliability(confidence: Floats, right: Booleans, bins: int = BINS) -> dict[s
         >>> found["count"], found["confidence"], found["accuracy"]
         ([1, 2], [0.2, 0.95], [0.0, 0.5])
     """
-    index = bin_index(confidence, bins)
-    count = np.bincount(index, minlength=bins)
-
-    def means(values: Floats | Booleans) -> list[float | None]:
-        total = np.bincount(index, values.astype(np.float64), bins)
-        return [float(t / n) if n else None for t, n in zip(total, count, strict=True)]
-
+    found = _core(confidence, right, bins)
     return {
-        "edges": np.linspace(0, 1, bins + 1).tolist(),
-        "count": count.tolist(),
-        "confidence": means(confidence),
-        "accuracy": means(right),
+        "edges": found.edges.tolist(),
+        "count": found.count.tolist(),
+        "confidence": _or_none(found.confidence),
+        "accuracy": _or_none(found.accuracy),
     }
+
+
+def _core(
+    confidence: Floats, right: Booleans, bins: int, *, adaptive: bool = False
+) -> ReliabilityBins:
+    import torch
+
+    from ...calibration import ReliabilityBins
+
+    pair = torch.from_numpy(confidence), torch.from_numpy(right)
+    return ReliabilityBins.of(*pair, bins, adaptive=adaptive)
+
+
+def _or_none(means: Tensor) -> list[float | None]:
+    return [None if math.isnan(mean) else mean for mean in means.tolist()]
+
+
+def _logits(probabilities: Floats, labels: Integers) -> tuple[Tensor, Tensor]:
+    import torch
+
+    return torch.from_numpy(probabilities).log(), torch.from_numpy(labels)
 
 
 def _gaps(confidence: Floats, right: Booleans | Floats, index: Integers, bins: int) -> Floats:
@@ -82,8 +101,7 @@ def ece(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
         >>> ece(np.array([1.0, 1.0]), np.array([True, False]))
         0.5
     """
-    gaps = _gaps(confidence, right, bin_index(confidence, bins), bins)
-    return float(np.abs(gaps).sum() / len(confidence))
+    return _core(confidence, right, bins).expected_error
 
 
 def adaptive_ece(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
@@ -101,22 +119,7 @@ def adaptive_ece(confidence: Floats, right: Booleans, bins: int = BINS) -> float
         >>> adaptive_ece(np.array([0.5, 0.625, 0.75, 0.875]), right, bins=2)
         0.125
     """
-    order, accuracy = shared_accuracy(confidence, right)
-    gaps = np.array_split(confidence[order] - accuracy, min(bins, len(confidence)))
-    return float(sum(abs(gap.sum()) for gap in gaps) / len(confidence))
-
-
-def shared_accuracy(confidence: Floats, right: Booleans) -> tuple[Integers, Floats]:
-    """The ascending order of the confidences, and the accuracy in it, shared by equal ones.
-
-    Example:
-        >>> shared_accuracy(np.array([0.9, 0.2, 0.9]), np.array([True, False, False]))
-        (array([1, 0, 2]), array([0. , 0.5, 0.5]))
-    """
-    order = np.argsort(confidence, kind="stable")
-    _, rank, count = np.unique(confidence, return_inverse=True, return_counts=True)
-    share = np.bincount(rank, right.astype(np.float64)) / count
-    return order, share[rank[order]]
+    return _core(confidence, right, bins, adaptive=True).expected_error
 
 
 def classwise_ece(probabilities: Floats, labels: Integers, bins: int = BINS) -> float:
@@ -130,15 +133,12 @@ def classwise_ece(probabilities: Floats, labels: Integers, bins: int = BINS) -> 
         bins: B.
 
     Example:
-        >>> classwise_ece(np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([0, 0]))
+        >>> round(classwise_ece(np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([0, 0])), 4)
         0.25
     """
-    size, classes = probabilities.shape
-    total = 0.0
-    for k in range(classes):
-        column = probabilities[:, k]
-        total += float(np.abs(_gaps(column, labels == k, bin_index(column, bins), bins)).sum())
-    return total / (size * classes)
+    from ...calibration import classwise_calibration_error
+
+    return classwise_calibration_error(*_logits(probabilities, labels), bins=bins)
 
 
 def mce(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
@@ -155,9 +155,7 @@ def mce(confidence: Floats, right: Booleans, bins: int = BINS) -> float:
         >>> mce(np.array([0.25, 1.0, 1.0]), np.array([True, True, True]))
         0.75
     """
-    index = bin_index(confidence, bins)
-    gaps, count = _gaps(confidence, right, index, bins), np.bincount(index, minlength=bins)
-    return float((np.abs(gaps) / np.maximum(count, 1)).max())
+    return _core(confidence, right, bins).maximum_error
 
 
 def ece_floor(confidence: Floats, bins: int = BINS, *, draws: int = 200, seed: int = 0) -> float:
@@ -212,8 +210,9 @@ def brier(probabilities: Floats, labels: Integers) -> float:
         >>> brier(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 1]))
         0.25
     """
-    on_label = np.take_along_axis(probabilities, labels[:, None], -1)[:, 0]
-    return float(((probabilities**2).sum(-1) - 2 * on_label + 1).mean())
+    from ...calibration import brier_score
+
+    return brier_score(*_logits(probabilities, labels))
 
 
 def entropy(log_p: Floats) -> Floats:
@@ -252,17 +251,14 @@ def tempered(log_p: Floats, temperature: float) -> Floats:
 def fit_temperature(log_p: Floats, labels: Integers) -> float | None:
     r"""The temperature that minimizes the negative log-likelihood (Guo et al. 2017).
 
-    The NLL is convex in :math:`s = 1/T`. Its slope is the mean of :math:`\sum_k p_k z_k - z_y`, its
-    curvature the mean of :math:`\mathrm{Var}_p(z)`. It is minimized by Newton's method between
-    bounds at which the slope has different signs.
+    By :func:`labo.calibration.fit_temperature`.
 
     Args:
         log_p: (N, K) on the validation split.
         labels: (N,).
 
     Returns:
-        T, or None if the NLL has no minimum in ``TEMPERATURES``. If every prediction is right, for
-        example, it decreases with T.
+        T, or None if no temperature is best, as when every prediction is right.
 
     Example:
         >>> log_p = np.log([[0.9, 0.1]] * 4)
@@ -270,29 +266,14 @@ def fit_temperature(log_p: Floats, labels: Integers) -> float | None:
         >>> round(T, 4), np.exp(tempered(log_p, T))[0].round(4).tolist()
         (2.0, [0.75, 0.25])
     """
-    low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
-    label = np.take_along_axis(log_p, labels[:, None], -1)[:, 0]
-    if not np.isfinite(label).all():
-        return None  # the NLL is infinite at every temperature
-    z = _finite(log_p)
+    import torch
 
-    def slope_and_curvature(s: float) -> tuple[float, float]:
-        p = np.exp(tempered(log_p, 1 / s))
-        mean = (p * z).sum(-1)
-        return float((mean - label).mean()), float(((p * z**2).sum(-1) - mean**2).mean())
+    from ...calibration import TemperatureError, fit_temperature
 
-    if slope_and_curvature(low)[0] >= 0 or slope_and_curvature(high)[0] <= 0:
+    try:
+        return fit_temperature(torch.from_numpy(log_p), torch.from_numpy(labels)).temperature
+    except TemperatureError:
         return None
-    s = 1.0
-    for _ in range(100):
-        slope, curvature = slope_and_curvature(s)
-        low, high = (s, high) if slope < 0 else (low, s)
-        step = s - slope / curvature if curvature > 0 else math.nan
-        following = step if low < step < high else math.sqrt(low * high)
-        if abs(following - s) <= 1e-12 * s or slope == 0:
-            break
-        s = following
-    return 1 / s
 
 
 # ------------------------------------------------------------------ all of them
