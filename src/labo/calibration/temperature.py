@@ -209,7 +209,9 @@ def _cumulants(rows: Rows, s: float) -> Tensor:
     x = (rows.logits - rows.logits.amax(-1, keepdim=True)).mul_(s).masked_fill_(masked, 0.0)
     label = rows.pick(x)
     if bool(rows.pick(masked.to(x.dtype)).any()):
-        raise ValueError("a label has the logit -inf: its NLL is infinite at every temperature")
+        raise TemperatureError(
+            "a label has the logit -inf: its NLL is infinite at every temperature"
+        )
     power = x.exp().masked_fill_(masked, 0.0)
     total = power.sum(-1)
     first, second, third = (power.mul_(x).sum(-1) / total for _ in range(3))

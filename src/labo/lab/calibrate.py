@@ -16,9 +16,10 @@ from .recipes import recipe_of
 from .run import files as atomic
 from .run.calibration import FILE, MODEL, Calibration, read_calibration, write_calibration
 from .run.directory import RunDirectory, made_with
+from .run.distributed import make_accelerator
 from .run.progress import notice
 from .tasks import Task, find_task, load_model
-from .train import on_cpu, owned, repair_best
+from .train import owned, repair_best
 
 _SPLIT = "valid"
 
@@ -42,7 +43,7 @@ def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
     recipe = recipe_of(run)
     run.must_have(run.results_file)
     _must_not_be_folded(run)
-    accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
+    accelerator = make_accelerator(recipe.train.precision)
     task = find_task(recipe.task)(recipe)
     run.check_data(task.fingerprint)
     with owned(run, accelerator):

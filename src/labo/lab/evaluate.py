@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
 from .run.directory import RunDirectory
+from .run.distributed import make_accelerator
 from .run.progress import ProgressBars, notice
 from .tasks import find_task, load_model
-from .train import on_cpu, owned, repair_best
+from .train import owned, repair_best
 
 
 def evaluate_run(
@@ -48,7 +47,7 @@ def evaluate_run(
     """
     run = RunDirectory(path)
     recipe = recipe_of(run)
-    accelerator = Accelerator(cpu=on_cpu(), mixed_precision=recipe.train.precision)
+    accelerator = make_accelerator(recipe.train.precision)
     task = find_task(recipe.task)(recipe)
     if not accept_data:
         run.check_data(task.fingerprint)

@@ -45,7 +45,9 @@ from .run.distributed import (
     gather_rows,
     has_batchnorm,
     is_lost_process,
+    make_accelerator,
     nothing_counted,
+    on_cpu,
     synchronize_batchnorm,
 )
 from .run.interrupt import Interruptions
@@ -665,18 +667,12 @@ def peak_memory() -> int:
     return kilobytes if sys.platform == "darwin" else kilobytes * 1024
 
 
-def on_cpu() -> bool:
-    """Whether there is no accelerator. With several processes accelerate must be told so."""
-    return not torch.accelerator.is_available()
-
-
 def _accelerator(recipe: Recipe, run: RunDirectory) -> Accelerator:
     """Devices, processes and precision, as the launcher and the recipe say."""
     if on_cpu() and recipe.train.precision == "fp16":
         raise RequestError("train.precision: fp16 needs a GPU; bf16 works on a CPU")
-    return Accelerator(
-        cpu=on_cpu(),
-        mixed_precision=recipe.train.precision,
+    return make_accelerator(
+        recipe.train.precision,
         log_with="tensorboard" if find_spec("tensorboard") else None,
         project_config=ProjectConfiguration(str(run.path), logging_dir=str(run.path)),
     )

@@ -260,7 +260,10 @@ def test_a_recurrent_model_is_refused_to_pack():
         (["train.batch_tokens=16"], "16 is less than a block of data.block=24"),
         (["method=cs-kd"], "cs-kd needs peers"),
         (["method=ols"], "ols needs class_table"),
-        (["train.select=bleu"], "train.select: should be 'nll' or 'token_accuracy'"),
+        (
+            ["train.select=bleu"],
+            "train.select: should be 'nll', 'bits_per_byte' or 'token_accuracy'",
+        ),
         (["data.path=nowhere"], "no prepared data here"),
     ],
 )

@@ -9,8 +9,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def on_cpu() -> bool:
+    """Whether there is no accelerator. With several processes accelerate must be told so."""
+    return not torch.accelerator.is_available()
+
+
+def make_accelerator(precision: str, **options: Any) -> Accelerator:
+    """Devices and processes as the launcher says.
+
+    Accelerators of a process share their precision. That of an earlier run is forgotten; its
+    process group stays.
+    """
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=on_cpu(), mixed_precision=precision, **options)
 
 
 def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
