@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .fused.linear import LinearLoss as LinearLoss
     from .fused.linear import LinearLossOptions as LinearLossOptions
     from .fused.linear import linear_loss as linear_loss
+    from .fused.metrics import LossMetrics as LossMetrics
     from .losses import *  # noqa: F403
 
 _MODULES = {
@@ -34,6 +35,7 @@ _MODULES = {
 _HOMES = {
     "LinearLoss": "fused.linear",
     "LinearLossOptions": "fused.linear",
+    "LossMetrics": "fused.metrics",
     "LowRankWeight": "fused.adapted",
     "backends": "fused.dispatch",
     "linear_loss": "fused.linear",

@@ -504,16 +504,18 @@ def test_compiles_whole(name, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("mode", "softcap"), [(0, None), (1, None), (2, None), (3, None), (3, 2.0)]
+    ("mode", "softcap", "z_loss"), [(0, None, 0.1), (1, None, 0.0), (2, None, 0.0), (3, 2.0, 0.0)]
 )
-def test_operator_check(dtype, mode, softcap):
+def test_operator_check(dtype, mode, softcap, z_loss):
     x, weight, bias, target = problem(dtype)
     loss = RowLoss(None, -100, "native", RowSpec(mode, 0.3, 1.25, 0.5)).pack()
-    fixed = (softcap, target, 4, *loss)
+    fixed = (softcap, target, 4, z_loss, mode == 3, *loss)
+    token_weight = torch.rand(N) if mode == 3 else None
+    mean = (torch.tensor(12.0), token_weight)
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
         needs = [grad] * 3
-        torch.library.opcheck(linear.linear_loss_op, (*tensors, *fixed, torch.tensor(12.0), needs))
+        torch.library.opcheck(linear.linear_loss_op, (*tensors, *fixed, *mean, needs))
         torch.library.opcheck(linear.linear_rows_op, (*tensors, *fixed))
     upstream = torch.rand(N)
     torch.library.opcheck(
@@ -528,7 +530,7 @@ def test_operator_check_of_any_loss(name):
     teacher_logits = teacher(name)
     given = () if teacher_logits is None else (teacher_logits,)
     loss = linear._AutogradLoss(*build(name).row_function(), given)
-    fixed = (None, target, 4, *loss.described())
+    fixed = (None, target, 4, 0.0, True, *loss.described())
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
         torch.library.opcheck(linear.linear_autograd_op, (*tensors, *fixed))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .._rows import row_sum
+from .chunks import Mean, Rows
 
 # Bytes of the rows of W + s B A of which norms are taken at a time.
 _NORM_BYTES = 16 << 20
@@ -118,10 +118,6 @@ class _Tensors(NamedTuple):
     scale: Tensor | None  # (V,)
 
 
-# (logits, chunk, factor, out) -> (values, gradient): a loss as a chunk loop sees it.
-Rows = Callable[[Tensor, slice, "float | Tensor | None", Tensor], tuple[Tensor, "Tensor | None"]]
-
-
 class _Chunks:
     """Logits, values and gradients of some rows at a time, in buffers that are used again."""
 
@@ -193,7 +189,7 @@ class _Chunks:
 
 
 class _AdaptedLoss(torch.autograd.Function):
-    """Mean and sum: gradients in the forward pass. None: computed again in the backward pass."""
+    """With a mean: gradients in the forward pass. Without: computed again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -201,22 +197,17 @@ class _AdaptedLoss(torch.autograd.Function):
         softcap: float | None,
         rows: Rows,
         chunk: int,
-        divisor: float | Tensor,
-        reduction: str,
+        mean: Mean | None,
         *tensors: Any,
     ) -> Tensor:
         chunks = _Chunks(_Tensors(*tensors), softcap, rows, chunk)
-        ctx.needs = needs = ctx.needs_input_grad[5:]
-        if reduction == "none":
+        ctx.needs = needs = ctx.needs_input_grad[4:]
+        if mean is None:
             ctx.save_for_backward(*tensors)
             ctx.again = (softcap, rows, chunk)
             return chunks.run(None, (False,) * 6)[0]
-        factor: float | Tensor | None = None
-        if any(needs):
-            factor = 1 / divisor
-            factor = factor.expand(chunks.count) if isinstance(factor, Tensor) else factor
-        values, ctx.grads = chunks.run(factor, needs)
-        return row_sum(values) / divisor
+        values, ctx.grads = chunks.run(mean.factor(chunks.count) if any(needs) else None, needs)
+        return mean.reduce(values)
 
     @staticmethod
     @once_differentiable
@@ -226,7 +217,7 @@ class _AdaptedLoss(torch.autograd.Function):
             grads = chunks.run(upstream, ctx.needs)[1]
         else:
             grads = [None if x is None else (x * upstream).to(x.dtype) for x in ctx.grads]
-        return (*(None,) * 5, *grads)
+        return (*(None,) * 4, *grads)
 
 
 def adapted_loss(
@@ -237,17 +228,19 @@ def adapted_loss(
     softcap: float | None,
     rows: Rows,
     chunk: int,
-    divisor: float | Tensor,
-    reduction: str,
+    mean: Mean | None,
 ) -> Tensor:
     """The end of :func:`labo.linear_loss` for a :class:`LowRankWeight`.
 
     Args:
         adapter: whose base is ``weight``, before autocast.
         input, weight, bias: (N, D), (V, D) and (V,) in one dtype.
-        softcap, rows, chunk, divisor, reduction: as in ``linear_loss``.
+        softcap: as in ``linear_loss``.
+        rows: the loss of the rows of a chunk.
+        chunk: the number of rows of a chunk.
+        mean: how the values become one; None returns them, (N,).
     """
     low, scale = adapter.low_rank(input), adapter.class_scale()
     tensors = (input, weight, bias, low, adapter.b.to(input.dtype), scale)
-    value: Tensor = _AdaptedLoss.apply(softcap, rows, chunk, divisor, reduction, *tensors)
+    value: Tensor = _AdaptedLoss.apply(softcap, rows, chunk, mean, *tensors)
     return value

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _checks
-from .._rows import row_sum, wide
-from . import shards
+from .._rows import wide
+from . import metrics, shards
 from .adapted import LowRankWeight, adapted_loss
+from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
 from .spec import RowSpec
 
@@ -158,6 +159,17 @@ class _AutogradLoss(NamedTuple):
     arguments: dict[str, Any]
     teacher: tuple[Tensor, ...] = ()
 
+    @property
+    def weight(self) -> Tensor | None:
+        """(V,) class weights."""
+        weight: Tensor | None = self.arguments["weight"]
+        return weight
+
+    @property
+    def ignore_index(self) -> int:
+        """Target of rows that do not count."""
+        return int(self.arguments["ignore_index"])
+
     def for_chunk(self, part: slice) -> _AutogradLoss:
         """The loss for the rows of a chunk: with their teacher logits, if there is a teacher."""
         if not self.teacher:
@@ -222,10 +234,17 @@ _Loss = RowLoss | _AutogradLoss | shards.ShardedRows
 _NOTHING = (False, False, False)
 
 
+def _rows(loss: _Loss, target: Tensor, extras: Extras) -> ChunkRows:
+    """The rows of a call, as a chunk loop computes them."""
+    for_chunk = (lambda _: loss) if isinstance(loss, RowLoss) else loss.for_chunk
+    split = isinstance(loss, shards.ShardedRows)
+    group = loss.group if isinstance(loss, shards.ShardedRows) else None
+    return ChunkRows(target, for_chunk, loss.weight, loss.ignore_index, extras, group, split=split)
+
+
 def _run(
     head: _Head,
-    target: Tensor,
-    loss: _Loss,
+    rows: ChunkRows,
     most: int,
     factor: float | Tensor | None = None,
     needs: Sequence[bool] = _NOTHING,
@@ -250,8 +269,7 @@ def _run(
         if slopes is not None and head.softcap is not None:
             _cap_slope(logits, head.softcap, out=slopes[:length])
         part_factor = factor[part] if isinstance(factor, Tensor) else factor
-        chunk = loss if isinstance(loss, RowLoss) else loss.for_chunk(part)
-        values[part], grad = chunk.rows(logits, target[part], part_factor, logits)
+        values[part], grad = rows(logits, part, part_factor, logits)
         if grad is None:
             continue
         if slopes is not None:
@@ -290,17 +308,13 @@ class _GradientsWithValue(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         softcap: float | None,
-        target: Tensor,
-        loss: _Loss,
+        rows: ChunkRows,
         most: int,
-        divisor: float | Tensor,
+        mean: Mean,
     ) -> Tensor:
-        factor = 1 / divisor
-        if isinstance(factor, Tensor):
-            factor = factor.expand(len(input))
-        head = _Head(input, weight, bias, softcap)
-        values, *ctx.grads = _run(head, target, loss, most, factor, ctx.needs_input_grad[:3])
-        return row_sum(values) / divisor
+        head, factor = _Head(input, weight, bias, softcap), mean.factor(len(input))
+        values, *ctx.grads = _run(head, rows, most, factor, ctx.needs_input_grad[:3])
+        return mean.reduce(values)
 
     @staticmethod
     @once_differentiable
@@ -312,7 +326,7 @@ class _GradientsWithValue(torch.autograd.Function):
                 'first one. Compute the loss again, or use reduction="none"'
             )
         scaled = (None if grad is None else times_upstream(grad, upstream) for grad in grads)
-        return (*scaled, *(None,) * 5)
+        return (*scaled, *(None,) * 4)
 
 
 class _GradientsLater(torch.autograd.Function):
@@ -325,24 +339,55 @@ class _GradientsLater(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         softcap: float | None,
-        target: Tensor,
-        loss: _Loss,
+        rows: ChunkRows,
         most: int,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, bias, target)
-        ctx.fixed = (softcap, loss, most)
-        return _run(_Head(input, weight, bias, softcap), target, loss, most)[0]
+        ctx.save_for_backward(input, weight, bias, rows.target)
+        ctx.fixed = (softcap, rows, most)
+        return _run(_Head(input, weight, bias, softcap), rows, most)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        softcap, loss, most = ctx.fixed
-        input, weight, bias, target = ctx.saved_tensors
+        softcap, rows, most = ctx.fixed
+        input, weight, bias, _ = ctx.saved_tensors
         head = _Head(input, weight, bias, softcap)
-        grads = _run(head, target, loss, most, upstream, ctx.needs_input_grad[:3])[1:]
-        return (*grads, *(None,) * 4)
+        grads = _run(head, rows, most, upstream, ctx.needs_input_grad[:3])[1:]
+        return (*grads, *(None,) * 3)
 
 
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor | LowRankWeight,
+    target: Tensor,
+    loss: nn.Module,
+    *,
+    linear_bias: Tensor | None = ...,
+    softcap: float | None = ...,
+    teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+    token_weight: Tensor | None = ...,
+    z_loss: float = ...,
+    return_metrics: Literal[False] = ...,
+    impl: str = ...,
+    options: LinearLossOptions | None = ...,
+) -> Tensor: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor | LowRankWeight,
+    target: Tensor,
+    loss: nn.Module,
+    *,
+    linear_bias: Tensor | None = ...,
+    softcap: float | None = ...,
+    teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+    token_weight: Tensor | None = ...,
+    z_loss: float = ...,
+    return_metrics: Literal[True, "rows"],
+    impl: str = ...,
+    options: LinearLossOptions | None = ...,
+) -> tuple[Tensor, metrics.LossMetrics]: ...
 def linear_loss(
     input: Tensor,
     linear_weight: Tensor | LowRankWeight,
@@ -352,9 +397,12 @@ def linear_loss(
     linear_bias: Tensor | None = None,
     softcap: float | None = None,
     teacher_logits: Tensor | tuple[Tensor, ...] | None = None,
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    return_metrics: ReturnMetrics = False,
     impl: str = "auto",
     options: LinearLossOptions | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, metrics.LossMetrics]:
     """``loss(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
 
     Memory grows with N + V instead of N V. Gradients of the hidden states, the weight and the bias
@@ -377,11 +425,19 @@ def linear_loss(
             teacher's output layer, whose logits are then computed by chunks too, without a cap.
             For ``TopKDistillationLoss`` the pair (indices, log_probabilities), each (..., k). Held
             constant.
+        token_weight: (...), a factor for the value of each row, held constant. The mean divides by
+            the sum over the rows that count of the token weight times the class weight of the
+            label; if that is 0, the mean is 0. A sum is not divided.
+        z_loss: coefficient of :func:`labo.functional.z_loss`, which is added to the loss of each
+            row.
+        return_metrics: True returns ``(loss, metrics)`` with a :class:`labo.LossMetrics` of sums
+            over the rows that count; "rows" has one number per row in it, (...).
         impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
         options: chunk size or memory budget.
 
     Returns:
-        The reduced loss, or (...) if the loss has ``reduction="none"``.
+        The reduced loss, or (...) if the loss has ``reduction="none"``; with the metrics if they
+        are asked for.
 
     Example:
         >>> from labo import LABOLoss
@@ -391,12 +447,15 @@ def linear_loss(
     """
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
+    extras = _check_extras(z_loss, return_metrics)
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
         local = shards.local_head(input, linear_weight, linear_bias, target)
         if local.group is not None and (teacher_logits is not None or impl != "auto"):
             raise ValueError("a split linear_weight goes with neither a teacher nor impl=")
         if local.group is not None:
-            return sharded_linear_loss(local, loss, softcap, options)
+            return sharded_linear_loss(
+                local, loss, softcap, options, token_weight, z_loss, return_metrics
+            )
         input, linear_weight, linear_bias, target = local[:4]
     active: Any = loss
     while hasattr(active, "active"):  # Warmup
@@ -419,6 +478,9 @@ def linear_loss(
                 linear_bias=linear_bias,
                 softcap=softcap,
                 teacher_logits=teacher_logits,
+                token_weight=token_weight,
+                z_loss=z_loss,
+                return_metrics=return_metrics,
                 impl=impl,
                 options=options,
             )
@@ -431,17 +493,89 @@ def linear_loss(
         total: float | Tensor = max(1, len(labels))
     else:
         total = denominator(head.input.dtype, labels, classes, active.ignore_index, active.weight)
-    divisor = total if active.reduction == "mean" else 1.0
-    copies = (1 if isinstance(rows, RowLoss) else _AUTOGRAD_COPIES) + (softcap is not None)
+    weights = _check_token_weight(token_weight, input)
+    if weights is not None:
+        total = _weighted_total(weights, labels, active.ignore_index, active.weight)
+    mean = Mean(total if active.reduction == "mean" else 1.0, weights)
+    copies = 1 if isinstance(rows, RowLoss) else _AUTOGRAD_COPIES
+    copies += (softcap is not None) + (z_loss != 0)
     row_bytes = classes * head.input.element_size() * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
-    compute = _compiled if torch.compiler.is_compiling() else _eager
+    found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
-        if adapter is None:
-            value = compute(head, labels, rows, most, divisor, active.reduction)
+        if torch.compiler.is_compiling():
+            value, found = _compiled(head, labels, rows, most, mean, active.reduction, extras)
         else:
-            value = _adapted(adapter, head, labels, rows, most, divisor, active.reduction)
-    return value.reshape(input.shape[:-1]) if active.reduction == "none" else value
+            chunked = _rows(rows, labels, extras)
+            if adapter is None:
+                value = _eager(head, chunked, most, mean, active.reduction)
+            else:
+                value = _adapted(adapter, head, chunked, most, mean, active.reduction)
+            found = chunked.statistics
+    return _finish(value, found, active, labels, classes, input.shape[:-1], return_metrics)
+
+
+ReturnMetrics = Literal[False, True, "rows"]
+
+
+def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> Extras:
+    if not (math.isfinite(z_loss) and z_loss >= 0):
+        raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
+    if return_metrics not in (False, True, "rows"):
+        raise ValueError(f'return_metrics must be False, True or "rows", got {return_metrics!r}')
+    return Extras(float(z_loss), bool(return_metrics))
+
+
+def _check_token_weight(token_weight: Tensor | None, input: Tensor) -> Tensor | None:
+    """(N,), at least float32."""
+    if token_weight is None:
+        return None
+    if token_weight.shape != input.shape[:-1]:
+        raise ValueError(
+            f"token_weight must have shape {tuple(input.shape[:-1])}, one per row, got "
+            f"{tuple(token_weight.shape)}"
+        )
+    if token_weight.requires_grad:
+        raise ValueError("linear_loss computes no gradient for token_weight: detach it")
+    _checks.check_devices(input, token_weight=token_weight)
+    dtype = torch.promote_types(wide(input.dtype), torch.float32)
+    return token_weight.reshape(-1).to(dtype)
+
+
+def _weighted_total(
+    token_weight: Tensor, target: Tensor, ignore_index: int, class_weight: Tensor | None
+) -> float | Tensor:
+    """What a mean divides by with token weights; inf if that would be 0."""
+    counts = token_weight.double()
+    if not target.is_floating_point():
+        valid = target != ignore_index
+        if class_weight is not None:
+            counts = counts * class_weight.double()[target.masked_fill(~valid, 0)]
+        counts = counts.masked_fill(~valid, 0.0)
+    total = counts.sum()
+    total = total.masked_fill(total == 0, math.inf).to(token_weight.dtype)
+    return float(total) if _checks.can_read(total) else total
+
+
+def _finish(
+    value: Tensor,
+    statistics: Tensor | None,
+    loss: Any,
+    target: Tensor,
+    classes: int,
+    shape: torch.Size,
+    return_metrics: ReturnMetrics,
+) -> Any:
+    """What :func:`linear_loss` returns: the value in its shape, and the metrics if asked for."""
+    if loss.reduction == "none":
+        value = value.reshape(shape)
+    if not return_metrics or statistics is None:
+        return value
+    alpha, rho = getattr(loss, "alpha", None), getattr(loss, "rho", 0.0)
+    found = metrics.collect(statistics, target, loss.ignore_index, alpha, rho, classes)
+    if return_metrics == "rows":
+        return value, metrics.LossMetrics(*(x.reshape(shape) for x in found))
+    return value, metrics.LossMetrics(*(x.sum() for x in found))
 
 
 class LinearLoss(nn.Module):
@@ -454,7 +588,7 @@ class LinearLoss(nn.Module):
         num_classes: V.
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         bias: whether there is a bias.
-        softcap, impl, options: as for :func:`linear_loss`.
+        softcap, z_loss, impl, options: as for :func:`linear_loss`.
         device, dtype: of the parameters.
 
     Example:
@@ -474,6 +608,7 @@ class LinearLoss(nn.Module):
         *,
         bias: bool = False,
         softcap: float | None = None,
+        z_loss: float = 0.0,
         impl: str = "auto",
         options: LinearLossOptions | None = None,
         device: torch.device | str | None = None,
@@ -481,19 +616,42 @@ class LinearLoss(nn.Module):
     ) -> None:
         super().__init__()
         _check_softcap(softcap)
+        _check_extras(z_loss, False)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.loss = loss
         self.softcap = softcap
+        self.z_loss = z_loss
         self.impl = impl
         self.options = options
 
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+        token_weight: Tensor | None = ...,
+        return_metrics: Literal[False] = ...,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+        token_weight: Tensor | None = ...,
+        *,
+        return_metrics: Literal[True, "rows"],
+    ) -> tuple[Tensor, metrics.LossMetrics]: ...
     def forward(
         self,
         input: Tensor,
         target: Tensor,
         teacher_logits: Tensor | tuple[Tensor, ...] | None = None,
-    ) -> Tensor:
-        return linear_loss(
+        token_weight: Tensor | None = None,
+        return_metrics: ReturnMetrics = False,
+    ) -> Tensor | tuple[Tensor, metrics.LossMetrics]:
+        result: Tensor | tuple[Tensor, metrics.LossMetrics] = linear_loss(
             input,
             self.linear.weight,
             target,
@@ -501,9 +659,13 @@ class LinearLoss(nn.Module):
             linear_bias=self.linear.bias,
             softcap=self.softcap,
             teacher_logits=teacher_logits,
+            token_weight=token_weight,
+            z_loss=self.z_loss,
+            return_metrics=return_metrics,
             impl=self.impl,
             options=self.options,
         )
+        return result
 
     def logits(self, input: Tensor) -> Tensor:
         """The logits, (..., V), for evaluation and decoding."""
@@ -653,27 +815,19 @@ def _choose(
     return _AutogradLoss(*loss.row_function(), teacher)
 
 
-def _eager(
-    head: _Head,
-    target: Tensor,
-    loss: _Loss,
-    most: int,
-    divisor: float | Tensor,
-    reduction: str,
-) -> Tensor:
+def _eager(head: _Head, rows: ChunkRows, most: int, mean: Mean, reduction: str) -> Tensor:
     tensors = (head.input, head.weight, head.bias)
-    fixed = (head.softcap, target, loss, most)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
-        values = _run(head, target, loss, most)[0]
+        values = _run(head, rows, most)[0]
     elif reduction == "none" or head.input.dtype in LATE_GRADIENT:
-        values = _GradientsLater.apply(*tensors, *fixed)
+        values = _GradientsLater.apply(*tensors, head.softcap, rows, most)
     else:
-        return _GradientsWithValue.apply(*tensors, *fixed, divisor)
-    return values if reduction == "none" else row_sum(values) / divisor
+        return _GradientsWithValue.apply(*tensors, head.softcap, rows, most, mean)
+    return mean.weigh(values) if reduction == "none" else mean.reduce(values)
 
 
 @_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
-def _eagerly(*args: Any, **options: Any) -> Tensor:
+def _eagerly(*args: Any, **options: Any) -> Any:
     return linear_loss(*args, **options)
 
 
@@ -701,9 +855,13 @@ def sharded_linear_loss(
     loss: nn.Module,
     softcap: float | None,
     options: LinearLossOptions | None,
-) -> Tensor:
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    return_metrics: ReturnMetrics = False,
+) -> Any:
     """:func:`linear_loss` on this process's classes; see :mod:`labo.fused.parallel`."""
     _check_softcap(softcap)
+    extras = _check_extras(z_loss, return_metrics)
     member, spec = loss_and_spec(loss)
     input, target, reduction = shard.input, shard.target, member.reduction
     head = _lay_out(input, shard.weight, shard.bias, softcap, member)
@@ -712,13 +870,25 @@ def sharded_linear_loss(
     labels = target.reshape(-1).long()
     weight = shards.replicated("weight", member.weight)
     rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, keep=late)
-    divisor = rows.divisor() if reduction == "mean" else 1.0
+    total = rows.divisor()
+    weights = _check_token_weight(shards.replicated("token_weight", token_weight), input)
+    if weights is not None:
+        total = _weighted_total(weights, labels, member.ignore_index, weight)
+    mean = Mean(total if reduction == "mean" else 1.0, weights)
     # The chunks must be the same on all processes, because each of them communicates.
-    row_bytes = max(1, shard.widest) * head.input.element_size() * (1 + (softcap is not None))
+    copies = 1 + (softcap is not None) + (z_loss != 0)
+    row_bytes = max(1, shard.widest) * head.input.element_size() * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     with torch.autocast(input.device.type, enabled=False):
-        value = _eager(head, labels, rows, most, divisor, reduction)
-    return value.reshape(input.shape[:-1]) if reduction == "none" else value
+        chunked = _rows(rows, labels, extras)
+        value = _eager(head, chunked, most, mean, reduction)
+    classes = 0
+    if return_metrics:
+        width = torch.tensor([len(head.weight)], device=labels.device)
+        shards.all_reduce(width, shard.group)
+        classes = int(width)
+    found = chunked.statistics
+    return _finish(value, found, member, labels, classes, input.shape[:-1], return_metrics)
 
 
 # ------------------------------------------------------------------ low-rank adapters
@@ -727,26 +897,18 @@ def sharded_linear_loss(
 def _adapted(
     adapter: LowRankWeight,
     head: _Head,
-    target: Tensor,
-    loss: _Loss,
+    rows: ChunkRows,
     most: int,
-    divisor: float | Tensor,
+    mean: Mean,
     reduction: str,
 ) -> Tensor:
     """As :func:`_eager`, for an output layer with an adapter."""
-
-    def rows(
-        logits: Tensor, part: slice, factor: float | Tensor | None, out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        chunk = loss if isinstance(loss, RowLoss) else loss.for_chunk(part)
-        return chunk.rows(logits, target[part], factor, out)
-
     layer = (head.input, head.weight, head.bias, head.softcap)
     size = max((part.stop - part.start for part in _chunks(len(head.input), most)), default=1)
     if reduction == "none" or head.input.dtype in LATE_GRADIENT:
-        values = adapted_loss(adapter, *layer, rows, size, 1.0, "none")
-        return values if reduction == "none" else row_sum(values) / divisor
-    return adapted_loss(adapter, *layer, rows, size, divisor, reduction)
+        values = adapted_loss(adapter, *layer, rows, size, None)
+        return mean.weigh(values) if reduction == "none" else mean.reduce(values)
+    return adapted_loss(adapter, *layer, rows, size, mean)
 
 
 # ------------------------------------------------------------------ torch.compile
@@ -757,39 +919,63 @@ def _compiled(
     target: Tensor,
     loss: RowLoss | _AutogradLoss,
     most: int,
-    divisor: float | Tensor,
+    mean: Mean,
     reduction: str,
-) -> Tensor:
-    """One operator, which runs the chunks: the graph does not depend on their number."""
+    extras: Extras,
+) -> tuple[Tensor, Tensor]:
+    """One operator, which runs the chunks: the graph does not depend on their number.
+
+    Returns the value and the statistics of the rows.
+    """
     tensors = (head.input, head.weight, head.bias)
-    fixed = (head.softcap, target, most)
+    fixed = (head.softcap, target, most, *extras)
     if isinstance(loss, _AutogradLoss):
-        values = linear_autograd_op(*tensors, *fixed, *loss.described())
+        values, found = linear_autograd_op(*tensors, *fixed, *loss.described())
     elif reduction == "none" or head.input.dtype in LATE_GRADIENT:
-        values = linear_rows_op(*tensors, *fixed, *loss.pack())
+        values, found = linear_rows_op(*tensors, *fixed, *loss.pack())
     else:
+        divisor = mean.divisor
         if not isinstance(divisor, Tensor):
             divisor = torch.full((), divisor, dtype=wide(head.input.dtype), device=target.device)
         grad = torch.is_grad_enabled()
         needs = [grad and x is not None and x.requires_grad for x in tensors]
-        return linear_loss_op(*tensors, *fixed, *loss.pack(), divisor, needs)[0]
-    return values if reduction == "none" else row_sum(values) / divisor
+        value, found, *_ = linear_loss_op(
+            *tensors, *fixed, *loss.pack(), divisor, mean.token_weight, needs
+        )
+        return value, found.detach()
+    value = mean.weigh(values) if reduction == "none" else mean.reduce(values)
+    return value, found.detach()
 
 
 # The arguments that all operators begin with, and how they are used.
 _HEAD_SCHEMA = (
-    "Tensor input, Tensor weight, Tensor? bias, float? softcap, Tensor target, int most_rows"
+    "Tensor input, Tensor weight, Tensor? bias, float? softcap, Tensor target, int most_rows, "
+    "float z_loss, bool measure"
 )
+_HEAD = 8  # their number
 
 
 def _run_operator(
     head: Sequence[Any],
     loss: _Loss,
-    factor: Tensor | None = None,
+    factor: float | Tensor | None = None,
     needs: Sequence[bool] = _NOTHING,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    input, weight, bias, softcap, target, most = head
-    return _run(_Head(input, weight, bias, softcap), target, loss, most, factor, needs)
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Values, statistics (empty if nobody asked for them) and gradients."""
+    input, weight, bias, softcap, target, most, *extras = head
+    rows = _rows(loss, target, Extras(*extras))
+    values, *grads = _run(_Head(input, weight, bias, softcap), rows, most, factor, needs)
+    found = rows.statistics
+    return values, _no_statistics(input) if found is None else found, tuple(grads)
+
+
+def _no_statistics(like: Tensor, rows: Any = 0) -> Tensor:
+    return like.new_empty(rows, metrics.COLUMNS, dtype=torch.float64)
+
+
+def _fake_statistics(arguments: Sequence[Any]) -> Tensor:
+    input, z_loss, measure = arguments[0], *arguments[_HEAD - 2 : _HEAD]
+    return _no_statistics(input, len(input) if z_loss or measure else 0)
 
 
 def _present(like: Tensor, grads: Iterable[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
@@ -809,6 +995,8 @@ def _empty_gradients(
 def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any:
     """An operator for the value of each row, (N,), whose backward pass computes them again.
 
+    It also returns the statistics of the rows.
+
     Args:
         name: of the operator.
         schema: of the arguments that describe the loss.
@@ -816,14 +1004,16 @@ def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any
     """
 
     @torch.library.custom_op(
-        f"labo::{name}", mutates_args=(), schema=f"({_HEAD_SCHEMA}, {schema}) -> Tensor"
+        f"labo::{name}", mutates_args=(), schema=f"({_HEAD_SCHEMA}, {schema}) -> (Tensor, Tensor)"
     )
-    def values_op(*arguments: Any) -> Tensor:
-        return _run_operator(arguments[:6], build(*arguments[6:]))[0]
+    def values_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _run_operator(arguments[:_HEAD], build(*arguments[_HEAD:]))[:2]
 
     @values_op.register_fake
-    def _(input: Tensor, *_: Any) -> Tensor:
-        return input.new_empty(input.shape[0], dtype=wide(input.dtype))
+    def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+        input = arguments[0]
+        values = input.new_empty(input.shape[0], dtype=wide(input.dtype))
+        return values, _fake_statistics(arguments)
 
     @torch.library.custom_op(
         f"labo::{name}_backward",
@@ -834,19 +1024,19 @@ def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any
     )
     def backward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *described, upstream, needs = arguments
-        head, loss = described[:6], build(*described[6:])
-        return _present(head[0], _run_operator(head, loss, upstream, needs)[1:])
+        head, loss = described[:_HEAD], build(*described[_HEAD:])
+        return _present(head[0], _run_operator(head, loss, upstream, needs)[2])
 
     @backward_op.register_fake
     def _(input: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _empty_gradients(input, weight, needs=rest[-1])
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         leaves, ctx.tree = tree_flatten(inputs)
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves))
         ctx.plain = [None if isinstance(x, Tensor) else x for x in leaves]
 
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         both = zip(ctx.saved_tensors, ctx.plain, strict=True)
         inputs = tree_unflatten([x if y is None else y for x, y in both], ctx.tree)
         needs = list(ctx.needs_input_grad[:3])
@@ -870,28 +1060,33 @@ linear_autograd_op, linear_autograd_backward_op = _values_operator(
     "labo::linear_loss",
     mutates_args=(),
     schema=(
-        f"({_HEAD_SCHEMA}, {ROW_LOSS_SCHEMA}, Tensor divisor, bool[] needs)"
-        " -> (Tensor, Tensor, Tensor, Tensor)"
+        f"({_HEAD_SCHEMA}, {ROW_LOSS_SCHEMA}, Tensor divisor, Tensor? token_weight, bool[] needs)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-def linear_loss_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reduced loss, and its gradients for input, weight and bias; empty if not needed."""
-    *described, divisor, needs = arguments
-    head, loss = described[:6], RowLoss.unpack(*described[6:])
-    factor = (1 / divisor).expand(len(head[0])) if any(needs) else None
-    values, *grads = _run_operator(head, loss, factor, needs)
-    return row_sum(values) / divisor, *_present(head[0], grads)
+def linear_loss_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The reduced loss, the statistics of the rows, and the gradients for input, weight and bias.
+
+    What is not needed is empty.
+    """
+    *described, divisor, token_weight, needs = arguments
+    head, loss = described[:_HEAD], RowLoss.unpack(*described[_HEAD:])
+    mean = Mean(divisor, token_weight)
+    factor = mean.factor(len(head[0])) if any(needs) else None
+    values, found, grads = _run_operator(head, loss, factor, needs)
+    return mean.reduce(values), found, *_present(head[0], grads)
 
 
 @linear_loss_op.register_fake
-def _(input: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    input, weight, *_, needs = arguments
     value = input.new_empty((), dtype=wide(input.dtype))
-    return value, *_empty_gradients(input, weight, needs=rest[-1])
+    return value, _fake_statistics(arguments), *_empty_gradients(input, weight, needs)
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.needs, ctx.inputs = inputs[-1], len(inputs)
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[2:])
 
 
 def _return_gradients(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from . import shards
-from .linear import LinearLossOptions, loss_and_spec, sharded_linear_loss
+from .linear import LinearLossOptions, ReturnMetrics, loss_and_spec, sharded_linear_loss
 
 __all__ = ["gather_weight", "linear_loss", "logits_loss"]
 
@@ -76,9 +76,12 @@ def linear_loss(
     *,
     linear_bias: Tensor | None = None,
     softcap: float | None = None,
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    return_metrics: ReturnMetrics = False,
     group: Any | None = None,
     options: LinearLossOptions | None = None,
-) -> Tensor:
+) -> Any:
     """:func:`labo.linear_loss` where each process holds some rows of the weight.
 
     The logits of this process's columns are computed by chunks and never exist at once. Each chunk
@@ -92,12 +95,16 @@ def linear_loss(
         target: (...) class indices in [0, V), the same on all processes.
         loss: as for :func:`logits_loss`.
         linear_bias: (V_s,).
-        softcap: as for :func:`labo.linear_loss`.
+        softcap, z_loss: as for :func:`labo.linear_loss`.
+        token_weight: (...), the same on all processes.
+        return_metrics: as for :func:`labo.linear_loss`; the metrics are the same on all processes.
+            Each chunk then takes two more all-reduces, as it does for a z-loss.
         group: the process group that shares the weight; None for all processes.
         options: as for :func:`labo.linear_loss`; the memory budget is that of one process.
 
     Returns:
         The reduced loss, or (...) if the loss has ``reduction="none"``; the same on all processes.
+        With the metrics if they are asked for.
 
     Example:
         >>> from labo import LABOLoss  # with one process, its columns are all there are
@@ -111,7 +118,7 @@ def linear_loss(
     shards.all_reduce(widest, group, "MAX")
     input = shards.SumGradient.apply(input, group)
     head = shards.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))
-    return sharded_linear_loss(head, loss, softcap, options)
+    return sharded_linear_loss(head, loss, softcap, options, token_weight, z_loss, return_metrics)
 
 
 def gather_weight(weight: Tensor) -> Tensor:

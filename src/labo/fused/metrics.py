@@ -1,0 +1,144 @@
+r"""What training logs beside the loss, from the logits of a chunk before they are overwritten.
+
+One pass over the logits gives the maximum, :math:`\sum e^u` and :math:`\sum u e^u` of each row
+(u = z - maximum). The negative log-likelihood, the entropy of the prediction, the log-sum-exp and
+the adaptive alpha of LABO follow from them. See ``return_metrics`` of :func:`labo.linear_loss`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._rows import row_sum, times
+from . import shards, spec
+
+# Cross entropy writes e times a factor, adaptive alpha makes the sum of u e. Its q, with the
+# temperature 1, is not used.
+_E = spec.cross_entropy()
+_E_AND_UE = spec.labo(1.0, "adaptive", 0.0)
+
+# The columns of the statistics of the rows.
+NLL, ENTROPY, CORRECT, MAXIMUM, LOG_E = range(5)
+COLUMNS = 5
+
+
+class LossMetrics(NamedTuple):
+    """Sums over the rows that count, or one number per row; float64 and without a graph.
+
+    Rows with the target ``ignore_index`` do not count. Class weights and token weights do not
+    apply, and the z-loss is not included. Divide by ``targets`` for means, or call :meth:`means`.
+
+    Attributes:
+        targets: number of rows that count.
+        nll: negative log-likelihood of the targets.
+        entropy: entropy of the predictions, in nats.
+        correct: number of rows whose target has the highest logit. Ties are correct.
+        alpha: weight of the smoothing distribution: the adaptive alpha of LABO, the constant alpha
+            of other smoothing losses, 0 for a loss without one.
+        z_squared: squares of the log-sum-exp of the logits.
+    """
+
+    targets: Tensor
+    nll: Tensor
+    entropy: Tensor
+    correct: Tensor
+    alpha: Tensor
+    z_squared: Tensor
+
+    def means(self) -> dict[str, float]:
+        """Means over the rows that count, for a logger; ``{}`` if there is none."""
+        count, *sums = torch.stack([x.sum() for x in self]).tolist()
+        if count == 0:
+            return {}
+        names = ("nll", "entropy", "accuracy", "alpha", "z_squared")
+        return {name: total / count for name, total in zip(names, sums, strict=True)}
+
+    def plus(self, other: LossMetrics) -> LossMetrics:
+        """The metrics of the rows of both, for example of two micro-batches."""
+        return LossMetrics(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def row_statistics(
+    logits: Tensor, target: Tensor, ignore_index: int, group: Any = None, *, split: bool = False
+) -> Tensor:
+    """(N, 5) float64: NLL, entropy, whether the target is highest, maximum, log of the sum of e.
+
+    Args:
+        logits: (N, K), or the columns of this process.
+        target: (N,) class indices, or (N, K) class probabilities. The NLL is then the cross
+            entropy, and the most probable class of the target is to be highest.
+        ignore_index: target of rows that do not count, which are 0.
+        group: the processes that hold the other columns.
+        split: whether there are other columns.
+    """
+    soft = target.is_floating_point()
+    labels = target.argmax(1) if soft else target
+    sums = shards._backend(logits).shard_sums(logits, labels, _E_AND_UE, None, ignore_index)
+    maximum, width, start = sums[:, 0], logits.shape[1], labels.new_zeros(())
+    valid = labels != ignore_index
+    if split:
+        maximum, start, _ = shards._row_maximum(maximum, width, group)
+        sums = shards._shifted(sums, maximum, _E_AND_UE)
+    column = labels - start
+    here = valid & (column >= 0) & (column < width)
+    z_y = torch.zeros_like(maximum)
+    if width:
+        picked = logits.gather(1, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
+        z_y = torch.where(here, picked.double(), z_y)
+    e, ue = sums[:, 1], sums[:, 2]
+    if split:
+        total = torch.stack([e, ue, z_y], 1)
+        shards.all_reduce(total, group)
+        e, ue, z_y = total.unbind(1)
+    log_e = e.log()
+    nll = log_e - (z_y - maximum)
+    if soft:
+        u = logits.double() - maximum.unsqueeze(1)
+        nll = log_e * row_sum(target.double()) - row_sum(times(target.double(), u))
+    entropy = (log_e - ue / e).clamp(min=0.0)
+    correct = (z_y >= maximum) & ~e.isnan()
+    found = torch.stack([nll, entropy, correct.double(), maximum, log_e], 1)
+    return found.masked_fill_(~valid.unsqueeze(1), 0.0)
+
+
+def probabilities_times(
+    logits: Tensor, statistics: Tensor, factor: Tensor, valid: Tensor, out: Tensor
+) -> Tensor:
+    """factor_i p_ij, written to ``out``; 0 for rows that do not count."""
+    nowhere, ignored = -1, -2
+    column = torch.full_like(valid, nowhere, dtype=torch.int64).masked_fill_(~valid, ignored)
+    from_e = factor * (-statistics[:, LOG_E]).exp()
+    zero = torch.zeros_like(from_e)
+    results = torch.stack([statistics[:, MAXIMUM], from_e, zero, zero], 1)
+    backend = shards._backend(logits)
+    found: Tensor = backend.shard_gradient(logits, column, _E, None, ignored, results, out)
+    return found
+
+
+def collect(
+    statistics: Tensor, target: Tensor, ignore_index: int, alpha: Any, rho: float, classes: int
+) -> LossMetrics:
+    """The metrics of each row, (N,), from :func:`row_statistics`.
+
+    Args:
+        statistics: (N, 5).
+        target: as given there.
+        ignore_index: as given there.
+        alpha: of the loss: "adaptive", a number, or anything else for none.
+        rho: of adaptive alpha.
+        classes: K, of all processes.
+    """
+    nll, entropy, correct, maximum, log_e = statistics.unbind(1)
+    counts = torch.ones_like(nll)
+    if not target.is_floating_point():
+        counts = (target != ignore_index).to(counts.dtype)
+    weight = torch.zeros_like(nll)
+    if alpha == "adaptive":
+        weight = counts - rho * entropy / (math.log(classes) if classes > 1 else 1.0)
+    elif isinstance(alpha, int | float):
+        weight = counts * alpha
+    return LossMetrics(counts, nll, entropy, correct, weight, (maximum + log_e).square())

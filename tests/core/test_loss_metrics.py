@@ -1,0 +1,283 @@
+"""linear_loss: metrics, token weights and z-loss, against the dense computation in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import labo
+from gloo import Processes, World
+from labo import functional as F
+from probes import LargestTensor
+
+N, D, V = 13, 6, 11
+SMALL = labo.LinearLossOptions(batch_chunk_size=4)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def problem(dtype=torch.float64, rows=N, classes=V, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(classes, D, generator=generator, dtype=torch.float64)
+    bias = torch.randn(classes, generator=generator, dtype=torch.float64)
+    target = torch.randint(classes, (rows,), generator=generator)
+    target[rows // 3] = -100
+    return x.to(dtype), weight.to(dtype), bias.to(dtype), target
+
+
+def dense(logits: Tensor, target: Tensor, loss: nn.Module) -> dict[str, Tensor]:
+    """Every metric of every row, from the logits in float64; 0 where a row does not count."""
+    log_p = logits.double().log_softmax(-1)
+    valid = target != -100
+    y = target.clamp(min=0).unsqueeze(-1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    alpha = getattr(loss, "alpha", 0.0)
+    if alpha == "adaptive":
+        alpha = 1 - loss.rho * entropy / math.log(logits.shape[-1])
+    rows = {
+        "targets": torch.ones_like(entropy),
+        "nll": -log_p.gather(-1, y).squeeze(-1),
+        "entropy": entropy,
+        "correct": (logits.gather(-1, y).squeeze(-1) == logits.amax(-1)).double(),
+        "alpha": torch.zeros_like(entropy) + alpha,
+        "z_squared": logits.double().logsumexp(-1).square(),
+    }
+    return {name: value.masked_fill(~valid, 0.0) for name, value in rows.items()}
+
+
+def check(found: labo.LossMetrics, wanted: dict[str, Tensor], tolerance: float) -> None:
+    for name, value in found._asdict().items():
+        torch.testing.assert_close(
+            value, wanted[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert not value.requires_grad
+
+
+LOSSES = {
+    "labo": labo.LABOLoss(),
+    "ls": labo.LabelSmoothingLoss(alpha=0.2),
+    "ce": labo.CrossEntropyLoss(),
+    "focal": labo.FocalLoss(gamma=2.0),  # differentiated by autograd
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    rows=st.integers(2, 20),
+    classes=st.integers(2, 40),
+    name=st.sampled_from(list(LOSSES)),
+    grad=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 100),
+)
+def test_metrics_are_those_of_the_logits(dtype, rows, classes, name, grad, softcap, seed):
+    x, weight, bias, target = problem(dtype, rows, classes, seed)
+    loss = LOSSES[name]
+    # The logits as the head has them: rounded to the dtype.
+    logits = nn.functional.linear(x, weight, bias)
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    wanted = dense(logits, target, loss)
+    x.requires_grad_(grad)
+    shared = {"linear_bias": bias, "softcap": softcap, "options": SMALL}
+    value, found = labo.linear_loss(x, weight, target, loss, return_metrics="rows", **shared)
+    check(found, wanted, TOLERANCE[dtype])
+    value, found = labo.linear_loss(x, weight, target, loss, return_metrics=True, **shared)
+    check(found, {k: v.sum() for k, v in wanted.items()}, TOLERANCE[dtype] * rows)
+    assert torch.equal(value, labo.linear_loss(x, weight, target, loss, **shared))
+    assert value.requires_grad == grad
+    assert found.means()["accuracy"] == pytest.approx(float(found.correct / found.targets))
+
+
+def test_ties_infinities_and_ignored_rows():
+    logits = torch.tensor(
+        [[2.0, 2.0, 0.0], [1.0, -math.inf, 0.0], [math.nan] * 3, [0.0, 5.0, 0.0]],
+        dtype=torch.float64,
+    )
+    target = torch.tensor([1, 1, -100, 0])
+    _, found = labo.linear_loss(
+        torch.eye(4, dtype=torch.float64)[:, :2],
+        torch.zeros(3, 2, dtype=torch.float64),
+        target,
+        labo.CrossEntropyLoss(),
+        return_metrics="rows",
+    )
+    assert found.correct.tolist() == [1, 1, 0, 1]  # all logits are 0: ties are right
+    from labo.fused import metrics
+
+    statistics = metrics.row_statistics(logits, target, -100)
+    assert statistics[:, metrics.CORRECT].tolist() == [1, 0, 0, 0]
+    assert statistics[1, metrics.NLL] == math.inf
+    assert statistics[2].tolist() == [0.0] * metrics.COLUMNS
+    assert statistics[1, metrics.ENTROPY] == pytest.approx(
+        float(torch.special.entr(torch.tensor([1.0, 0.0]).double().softmax(0)).sum())
+    )
+
+
+def test_class_probabilities():
+    x, weight, _, _ = problem()
+    target = torch.rand(N, V, dtype=torch.float64).softmax(-1)
+    _, found = labo.linear_loss(x, weight, target, labo.CrossEntropyLoss(), return_metrics=True)
+    logits = x @ weight.T
+    torch.testing.assert_close(found.nll, -(target * logits.log_softmax(-1)).sum())
+    assert found.correct == (logits.argmax(-1) == target.argmax(-1)).sum()
+    assert found.targets == N
+
+
+def test_micro_batches_add_up():
+    x, _, _, target = problem()
+    head = labo.LinearLoss(D, V, labo.LABOLoss()).double()
+    parts = [head(x[p], target[p], return_metrics=True)[1] for p in (slice(5), slice(5, N))]
+    whole = head(x, target, return_metrics=True)[1]
+    check(parts[0].plus(parts[1]), whole._asdict(), 1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["labo", "focal"])
+@pytest.mark.parametrize("head", ["plain", "adapted", "compiled"])
+def test_token_weight_and_z_loss(head, name, reduction):
+    """sum_i t_i (loss_i + c w_y Z_i^2) over sum_i t_i w_y, in value and gradient."""
+    x, weight, bias, target = problem()
+    token_weight = torch.rand(N, dtype=torch.float64) * 3 - 0.5
+    class_weight = torch.rand(V, dtype=torch.float64)
+    loss = type(LOSSES[name])(weight=class_weight, reduction=reduction)
+    low = torch.randn(2, D, dtype=torch.float64), torch.randn(V, 2, dtype=torch.float64)
+
+    def ours(x, w, b):
+        layer = labo.LowRankWeight(w, *low, scale=0.5) if head == "adapted" else w
+        value, found = labo.linear_loss(
+            x,
+            layer,
+            target,
+            loss,
+            linear_bias=b,
+            softcap=3.0,
+            token_weight=token_weight,
+            z_loss=0.3,
+            return_metrics=True,
+            options=SMALL,
+        )
+        return value.sum(), found
+
+    def theirs(x, w, b):
+        w = w + 0.5 * low[1] @ low[0] if head == "adapted" else w
+        logits = 3.0 * (nn.functional.linear(x, w, b) / 3.0).tanh()
+        rows = type(loss)(weight=class_weight, reduction="none")(logits, target)
+        rows = rows + F.z_loss(logits, target, lam=0.3, weight=class_weight, reduction="none")
+        total = (rows * token_weight).sum()
+        if reduction == "mean":
+            valid = target != -100
+            total = total / (token_weight * class_weight[target.clamp(min=0)])[valid].sum()
+        return total, labo.LossMetrics(*(v.sum() for v in dense(logits, target, loss).values()))
+
+    if head == "compiled":
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (ours, theirs):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        value, found = function(*leaves)
+        results.append((value.detach(), torch.autograd.grad(value, leaves), found))
+    torch.testing.assert_close(results[0][:2], results[1][:2], rtol=1e-10, atol=1e-10)
+    check(results[0][2], {k: v.detach() for k, v in results[1][2]._asdict().items()}, 1e-10)
+
+
+def test_half_types_with_a_late_gradient():
+    x, weight, _, target = problem(torch.float32)
+    token_weight = torch.rand(N)
+    grads = []
+    for dtype in (torch.float32, torch.float16):
+        leaf = x.detach().to(dtype).clone().requires_grad_()
+        value, found = labo.linear_loss(
+            leaf,
+            weight.to(dtype),
+            target,
+            labo.LABOLoss(),
+            token_weight=token_weight,
+            z_loss=0.1,
+            return_metrics=True,
+        )
+        value.backward()
+        grads.append((value.detach(), leaf.grad.float(), torch.stack(found).float()))
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=3e-3)
+
+
+def test_weights_that_cancel_give_zero():
+    x, weight, _, target = problem()
+    x.requires_grad_()
+    value = labo.linear_loss(
+        x, weight, target, labo.LABOLoss(), token_weight=torch.zeros(N, dtype=torch.float64)
+    )
+    value.backward()
+    assert value == 0
+    assert not x.grad.any()
+
+
+def test_nothing_of_the_size_of_the_logits():
+    x, weight, _, target = problem(torch.float32, rows=64, classes=50)
+    x.requires_grad_()
+    with LargestTensor() as largest:
+        value, _ = labo.linear_loss(
+            x, weight, target, labo.LABOLoss(), z_loss=0.1, return_metrics=True, options=SMALL
+        )
+        value.backward()
+    assert largest.largest < 64 * 50 / 4
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"token_weight": torch.ones(N - 1)}, r"token_weight must have shape \(13,\)"),
+        ({"token_weight": torch.ones(N).requires_grad_()}, "no gradient for token_weight"),
+        ({"z_loss": -1.0}, "z_loss must be"),
+        ({"z_loss": math.nan}, "z_loss must be"),
+        ({"return_metrics": "row"}, 'return_metrics must be False, True or "rows"'),
+    ],
+)
+def test_refuses(change, sentence):
+    x, weight, _, target = problem()
+    with pytest.raises(ValueError, match=sentence):
+        labo.linear_loss(x, weight, target, labo.LABOLoss(), **change)
+
+
+# ------------------------------------------------------------------ classes split over processes
+
+
+def sharded_case(world: World) -> None:
+    x, weight, bias, target = problem()
+    token_weight = torch.linspace(0.5, 2, N, dtype=torch.float64)
+    sizes = [2, V - 2]
+    shard, shard_bias = (world.share(t, 0, sizes) for t in (weight, bias))
+    for reduction in ("mean", "none"):
+        loss = labo.LABOLoss(reduction=reduction)
+        options = {
+            "softcap": 3.0,
+            "token_weight": token_weight,
+            "z_loss": 0.2,
+            "return_metrics": True,
+            "options": SMALL,
+        }
+        leaf = x.clone().requires_grad_()
+        value, found = labo.parallel.linear_loss(
+            leaf, shard, target, loss, linear_bias=shard_bias, group=world.group, **options
+        )
+        value.sum().backward()
+        one = x.clone().requires_grad_()
+        wanted, metrics = labo.linear_loss(one, weight, target, loss, linear_bias=bias, **options)
+        wanted.sum().backward()
+        torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(leaf.grad, one.grad, rtol=1e-11, atol=1e-11)
+        check(found, metrics._asdict(), 1e-11)
+
+
+def test_two_processes(tmp_path):
+    processes = Processes(2, tmp_path)
+    try:
+        processes.run(2, sharded_case)
+    finally:
+        processes.stop()
