@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .fused.dispatch import backends as backends
     from .fused.linear import LinearLoss as LinearLoss
     from .fused.linear import LinearLossOptions as LinearLossOptions
+    from .fused.linear import TeacherHead as TeacherHead
     from .fused.linear import linear_loss as linear_loss
     from .fused.metrics import LossMetrics as LossMetrics
     from .losses import *  # noqa: F403
@@ -37,6 +38,7 @@ _HOMES = {
     "LinearLossOptions": "fused.linear",
     "LossMetrics": "fused.metrics",
     "LowRankWeight": "fused.adapted",
+    "TeacherHead": "fused.linear",
     "backends": "fused.dispatch",
     "linear_loss": "fused.linear",
 }

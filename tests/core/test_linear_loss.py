@@ -263,6 +263,13 @@ def test_teacher_as_an_output_layer(name):
         options=SMALL,
     )
     torch.testing.assert_close(by_layer, whole)
+    head = labo.TeacherHead(hidden, other, softcap=1.5)
+    logits = 1.5 * torch.tanh(hidden @ other.T / 1.5)
+    given = [
+        labo.linear_loss(x, weight, target, loss, teacher_logits=teacher, options=SMALL)
+        for teacher in (head, logits)
+    ]
+    torch.testing.assert_close(*given)
 
 
 def capped(loss, x, weight, bias, target, teacher_logits=None):

@@ -144,6 +144,25 @@ def _autograd() -> AbstractContextManager[None]:
     )
 
 
+class TeacherHead(NamedTuple):
+    """The output layer of a teacher and its rows, as ``teacher_logits`` of :func:`linear_loss`.
+
+    Attributes:
+        hidden: (..., E) hidden states of the teacher.
+        weight: (V, E).
+        bias: (V,), or None.
+        softcap: as for :func:`linear_loss`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+
+
+Teacher = Tensor | tuple[Tensor, ...] | TeacherHead | None
+
+
 class _AutogradLoss(NamedTuple):
     """A loss that is differentiated by autograd, one chunk at a time.
 
@@ -153,11 +172,13 @@ class _AutogradLoss(NamedTuple):
         teacher: the teacher logits, (N, V), or hidden states (N, E), weight and perhaps bias of
             the teacher's output layer, or the stored classes, (N, k), and their log-probabilities;
             empty for a loss without a teacher.
+        teacher_softcap: the cap of the teacher's output layer.
     """
 
     name: str
     arguments: dict[str, Any]
     teacher: tuple[Tensor, ...] = ()
+    teacher_softcap: float | None = None
 
     @property
     def weight(self) -> Tensor | None:
@@ -178,7 +199,8 @@ class _AutogradLoss(NamedTuple):
         if not first.is_floating_point():  # stored classes
             return self._replace(teacher=tuple(x[part] for x in self.teacher))
         if layer:
-            head = _Head(first, layer[0], layer[1] if len(layer) > 1 else None)
+            bias = layer[1] if len(layer) > 1 else None
+            head = _Head(first, layer[0], bias, self.teacher_softcap)
             return self._replace(teacher=(head.logits(part),))
         return self._replace(teacher=(first[part],))
 
@@ -203,7 +225,7 @@ class _AutogradLoss(NamedTuple):
         Each line of the text is an argument; tensors are replaced by their index.
         """
         tensors = list(self.teacher)
-        lines = [self.name, f"{len(tensors)}"]
+        lines = [self.name, f"{len(tensors)}", f"{self.teacher_softcap!r}"]
         for name, value in self.arguments.items():
             if isinstance(value, Tensor):
                 lines.append(f"{name}=tensor {len(tensors)}")
@@ -217,7 +239,7 @@ class _AutogradLoss(NamedTuple):
     @classmethod
     def from_description(cls, text: str, tensors: Sequence[Tensor]) -> _AutogradLoss:
         """The inverse of :meth:`described`."""
-        name, teachers, *lines = text.split("\n")
+        name, teachers, softcap, *lines = text.split("\n")
         arguments: dict[str, Any] = {}
         for line in lines:
             key, _, value = line.partition("=")
@@ -227,7 +249,8 @@ class _AutogradLoss(NamedTuple):
                 arguments[key] = float(value)
             else:
                 arguments[key] = ast.literal_eval(value)
-        return cls(name, arguments, tuple(tensors[: int(teachers)]))
+        teacher = tuple(tensors[: int(teachers)])
+        return cls(name, arguments, teacher, ast.literal_eval(softcap))
 
 
 _Loss = RowLoss | _AutogradLoss | shards.ShardedRows
@@ -365,7 +388,7 @@ def linear_loss(
     *,
     linear_bias: Tensor | None = ...,
     softcap: float | None = ...,
-    teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+    teacher_logits: Teacher = ...,
     token_weight: Tensor | None = ...,
     z_loss: float = ...,
     return_metrics: Literal[False] = ...,
@@ -381,7 +404,7 @@ def linear_loss(
     *,
     linear_bias: Tensor | None = ...,
     softcap: float | None = ...,
-    teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+    teacher_logits: Teacher = ...,
     token_weight: Tensor | None = ...,
     z_loss: float = ...,
     return_metrics: Literal[True, "rows"],
@@ -396,7 +419,7 @@ def linear_loss(
     *,
     linear_bias: Tensor | None = None,
     softcap: float | None = None,
-    teacher_logits: Tensor | tuple[Tensor, ...] | None = None,
+    teacher_logits: Teacher = None,
     token_weight: Tensor | None = None,
     z_loss: float = 0.0,
     return_metrics: ReturnMetrics = False,
@@ -422,9 +445,9 @@ def linear_loss(
         teacher_logits: for a loss with teacher logits (``labo.DistillationLoss``,
             ``DecoupledDistillationLoss``, ``CSKDLoss``, ``PSKDLoss``): those logits,
             (..., V), or hidden states (..., E), weight (V, E) and optionally bias (V,) of the
-            teacher's output layer, whose logits are then computed by chunks too, without a cap.
-            For ``TopKDistillationLoss`` the pair (indices, log_probabilities), each (..., k). Held
-            constant.
+            teacher's output layer (a tuple or a :class:`labo.TeacherHead`), whose logits are then
+            computed by chunks too. For ``TopKDistillationLoss`` the pair (indices,
+            log_probabilities), each (..., k). Held constant.
         token_weight: (...), a factor for the value of each row, held constant. The mean divides by
             the sum over the rows that count of the token weight times the class weight of the
             label; if that is 0, the mean is 0. A sum is not divided.
@@ -488,6 +511,9 @@ def linear_loss(
     head, labels = _check(input, linear_weight, linear_bias, softcap, target, active)
     teacher = _check_teacher(teacher_logits, active, input.shape[:-1], len(head.weight))
     rows = _choose(active, head, labels, teacher, impl)
+    if isinstance(teacher_logits, TeacherHead) and isinstance(rows, _AutogradLoss):
+        _check_softcap(teacher_logits.softcap)
+        rows = rows._replace(teacher_softcap=teacher_logits.softcap)
     classes = len(head.weight)
     if target.is_floating_point():
         total: float | Tensor = max(1, len(labels))
@@ -571,11 +597,10 @@ def _finish(
         value = value.reshape(shape)
     if not return_metrics or statistics is None:
         return value
-    alpha, rho = getattr(loss, "alpha", None), getattr(loss, "rho", 0.0)
-    found = metrics.collect(statistics, target, loss.ignore_index, alpha, rho, classes)
     if return_metrics == "rows":
+        found = metrics.rows_of(statistics, target, loss, classes)
         return value, metrics.LossMetrics(*(x.reshape(shape) for x in found))
-    return value, metrics.LossMetrics(*(x.sum() for x in found))
+    return value, metrics.sums_of(statistics, target, loss, classes)
 
 
 class LinearLoss(nn.Module):
@@ -629,7 +654,7 @@ class LinearLoss(nn.Module):
         self,
         input: Tensor,
         target: Tensor,
-        teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+        teacher_logits: Teacher = ...,
         token_weight: Tensor | None = ...,
         return_metrics: Literal[False] = ...,
     ) -> Tensor: ...
@@ -638,7 +663,7 @@ class LinearLoss(nn.Module):
         self,
         input: Tensor,
         target: Tensor,
-        teacher_logits: Tensor | tuple[Tensor, ...] | None = ...,
+        teacher_logits: Teacher = ...,
         token_weight: Tensor | None = ...,
         *,
         return_metrics: Literal[True, "rows"],
@@ -647,7 +672,7 @@ class LinearLoss(nn.Module):
         self,
         input: Tensor,
         target: Tensor,
-        teacher_logits: Tensor | tuple[Tensor, ...] | None = None,
+        teacher_logits: Teacher = None,
         token_weight: Tensor | None = None,
         return_metrics: ReturnMetrics = False,
     ) -> Tensor | tuple[Tensor, metrics.LossMetrics]:
@@ -753,7 +778,7 @@ _TEACHER_LAYER = ("the teacher's hidden states", "weight", "bias")
 
 
 def _check_teacher(
-    teacher: Tensor | tuple[Tensor, ...] | None,
+    teacher: Teacher,
     loss: RowwiseLoss,
     rows: torch.Size,
     classes: int,
@@ -772,6 +797,8 @@ def _check_teacher(
                 f"got {tuple(teacher.shape)}"
             )
         return (teacher.detach().reshape(-1, classes),)
+    if isinstance(teacher, TeacherHead):
+        teacher = tuple(x for x in teacher[:3] if x is not None)
     if not 2 <= len(teacher) <= 3:
         raise _checks.TeacherError(
             "teacher_logits must be logits, or hidden states, weight and perhaps bias of the "

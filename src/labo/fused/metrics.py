@@ -119,26 +119,40 @@ def probabilities_times(
     return found
 
 
-def collect(
-    statistics: Tensor, target: Tensor, ignore_index: int, alpha: Any, rho: float, classes: int
-) -> LossMetrics:
-    """The metrics of each row, (N,), from :func:`row_statistics`.
+def loss_metrics(logits: Tensor, target: Tensor, loss: Any) -> LossMetrics:
+    """The metrics of logits that are in memory, (N, K), as sums.
 
     Args:
-        statistics: (N, 5).
+        logits: (N, K).
+        target: (N,) class indices or (N, K) class probabilities.
+        loss: a loss Module, for its ``ignore_index`` and its alpha.
+    """
+    ignored = getattr(loss, "ignore_index", -100)
+    statistics = row_statistics(logits.detach(), target, ignored)
+    return sums_of(statistics, target, loss, logits.shape[1])
+
+
+def sums_of(statistics: Tensor, target: Tensor, loss: Any, classes: int) -> LossMetrics:
+    """The metrics as sums; arguments as for :func:`rows_of`."""
+    return LossMetrics(*(x.sum() for x in rows_of(statistics, target, loss, classes)))
+
+
+def rows_of(statistics: Tensor, target: Tensor, loss: Any, classes: int) -> LossMetrics:
+    """The metrics of each row, (N,).
+
+    Args:
+        statistics: (N, 5), from :func:`row_statistics`.
         target: as given there.
-        ignore_index: as given there.
-        alpha: of the loss: "adaptive", a number, or anything else for none.
-        rho: of adaptive alpha.
+        loss: a loss Module; its ``alpha`` is "adaptive", a number, or missing.
         classes: K, of all processes.
     """
     nll, entropy, correct, maximum, log_e = statistics.unbind(1)
     counts = torch.ones_like(nll)
     if not target.is_floating_point():
-        counts = (target != ignore_index).to(counts.dtype)
-    weight = torch.zeros_like(nll)
+        counts = (target != getattr(loss, "ignore_index", -100)).to(counts.dtype)
+    alpha, weight = getattr(loss, "alpha", None), torch.zeros_like(nll)
     if alpha == "adaptive":
-        weight = counts - rho * entropy / (math.log(classes) if classes > 1 else 1.0)
+        weight = counts - loss.rho * entropy / (math.log(classes) if classes > 1 else 1.0)
     elif isinstance(alpha, int | float):
         weight = counts * alpha
     return LossMetrics(counts, nll, entropy, correct, weight, (maximum + log_e).square())

@@ -6,7 +6,8 @@ Two entry points:
   its warm-up, its checkpoints and, if wanted, a teacher.
 - :func:`fuse_head` gives a loss to a causal or encoder-decoder model: output layer and loss become
   one :func:`labo.linear_loss`, in a ``Trainer`` or in any other training loop.
-  :class:`RegularizationCallback` counts the steps of its warm-up in a ``Trainer``.
+  ``regularize(trainer, loss)`` counts the steps of its warm-up in a ``Trainer`` and logs the
+  metrics of the model; :func:`take_metrics` returns them elsewhere.
 
 Both follow the same rules:
 
@@ -21,7 +22,7 @@ Both follow the same rules:
 """
 
 from .callback import RegularizationCallback
-from .head import fuse_head, unfuse_head
+from .head import fuse_head, take_metrics, unfuse_head
 from .trainer import regularize
 
-__all__ = ["RegularizationCallback", "fuse_head", "regularize", "unfuse_head"]
+__all__ = ["RegularizationCallback", "fuse_head", "regularize", "take_metrics", "unfuse_head"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...fused.linear import LinearLossOptions
+from ...fused.linear import LinearLossOptions, TeacherHead
+from ...fused.metrics import LossMetrics
 from ...losses import CrossEntropyLoss
+from .logits import LazyLogits
 from .losses import (
+    DISTILLATION,
     FOLLOWED,
     active,
     check_loss,
@@ -25,7 +29,9 @@ from .losses import (
     mark_used,
     share,
 )
+from .metrics import Collected
 from .models import (
+    OutputLayer,
     added_loss,
     find_head,
     is_dtensor,
@@ -41,15 +47,26 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def fuse_head(
-    model: _Model, loss: nn.Module, *, options: LinearLossOptions | None = None
+    model: _Model,
+    loss: nn.Module,
+    *,
+    teacher: nn.Module | None = None,
+    z_loss: float = 0.0,
+    metrics: bool = False,
+    eval_logits: bool | None = None,
+    options: LinearLossOptions | None = None,
 ) -> _Model:
     """Compute the output layer and the loss of a language model by :func:`labo.linear_loss`.
 
     With labels and with gradients enabled, ``model(...)`` then returns this loss and no logits,
     which are never stored. ``num_items_in_batch`` is taken into account, so the model can be given
     to a ``Trainer`` as it is. With labels and under ``torch.no_grad()``, the loss is the plain
-    negative log-likelihood, and the logits are returned. Without labels nothing changes, so
+    negative log-likelihood, computed in chunks as well. Without labels nothing changes, so
     ``generate`` works. ``model.train()`` and ``model.eval()`` make no difference to the loss.
+
+    ``model(..., token_weight=...)`` gives each label a weight, in the shape of the labels. The loss
+    is the weighted sum over the sum of the weights, or over ``num_items_in_batch`` if that is
+    given, as a ``Trainer`` does. Evaluation takes no weights.
 
     The fused loss is compared with the model's own on four tokens before the model is changed.
 
@@ -58,6 +75,14 @@ def fuse_head(
             in place. Call this before the model is compiled or distributed.
         loss: any row-wise loss Module of labo, or a :class:`labo.Warmup` of two, to be stepped by
             :class:`RegularizationCallback` in a Trainer and by ``loss.step()`` elsewhere.
+        teacher: for :class:`labo.DistillationLoss` and :class:`labo.DecoupledDistillationLoss`: a
+            model with the same vocabulary, which receives the same inputs, in eval mode and without
+            gradients. Its logits are computed chunk by chunk, too. It is not saved with the model.
+        z_loss: coefficient of the z-loss, which is added in training.
+        metrics: collect entropy, accuracy and more; :func:`take_metrics` returns them, and
+            ``regularize(trainer, loss)`` logs them.
+        eval_logits: whether evaluation returns logits. None: logits that are computed when they are
+            used, by ``compute_metrics`` for example. True: plain logits. False: none.
         options: chunk size or memory budget.
 
     Returns:
@@ -81,12 +106,25 @@ def fuse_head(
             "fuse_head before that, or use regularize(trainer, loss): with TRL's SFTTrainer, or "
             "for a model on several devices (device_map)"
         )
-    check_loss(loss, teacher=False)
+    check_loss(loss, teacher=teacher is not None)
     check_rowwise(loss, "fuse_head")
     head = find_head(base)
     shift = shifts(base)
     check_equal(base, head, shift)
-    base._labo = _Fused(loss.to(head.weight.device), shift, options, base.loss_type)
+    if teacher is not None:
+        teacher = _check_teacher(teacher, head)
+    if not (math.isfinite(z_loss) and z_loss >= 0):
+        raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
+    base._labo = _Fused(
+        loss=loss.to(head.weight.device),
+        shift=shift,
+        options=options,
+        loss_type=base.loss_type,
+        z_loss=z_loss,
+        teacher=teacher,
+        eval_logits=eval_logits,
+        collected=Collected() if metrics else None,
+    )
     if trainer_counts_shifted(base) != shift:
         # The Trainer counts targets by loss_type, which GPT-2 does not have. It would count the
         # first label of each row, and the loss would be too small.
@@ -122,6 +160,28 @@ def unfuse_head(model: _Model) -> _Model:
     return model
 
 
+def take_metrics(model: nn.Module, *, training: bool = True) -> LossMetrics | None:
+    """The metrics of a model that was fused with ``metrics=True``, since the last call.
+
+    Args:
+        model: the fused model, or PEFT's wrapper of it.
+        training: those of forward passes with gradients, or of those without.
+
+    Returns:
+        Sums over the targets of this process; None if there was no forward pass with labels.
+    """
+    fused = fused_part(model)
+    if fused is None or fused.collected is None:
+        raise ValueError("the model collects no metrics: use fuse_head(model, loss, metrics=True)")
+    return fused.collected.take(training)
+
+
+def fused_part(model: nn.Module) -> _Fused | None:
+    """What :func:`fuse_head` added to the model, if it is fused."""
+    base: Any = unwrapped(model)
+    return base._labo if is_fused(base) else None
+
+
 def is_fused(model: nn.Module) -> bool:
     return hasattr(unwrapped(model), "_labo_class")
 
@@ -137,6 +197,25 @@ class _Fused:
     shift: bool
     options: LinearLossOptions | None
     loss_type: str | None
+    z_loss: float
+    teacher: nn.Module | None
+    eval_logits: bool | None
+    collected: Collected | None
+
+
+def _check_teacher(teacher: nn.Module, head: nn.Linear) -> nn.Module:
+    """The teacher, frozen; refused if its output layer cannot be used by chunks."""
+    base = unwrapped(teacher)
+    if is_fused(base):
+        raise ValueError("the teacher is fused: call unfuse_head(teacher) first")
+    its_head = find_head(base)
+    if len(its_head.weight) != len(head.weight):
+        raise ValueError(
+            f"the teacher has {len(its_head.weight)} classes and the model {len(head.weight)}: "
+            "both must have the same vocabulary"
+        )
+    check_equal(base, its_head, shifts(base))
+    return teacher.eval().requires_grad_(False)
 
 
 @functools.cache
@@ -146,12 +225,22 @@ def _fused_class(cls: Any) -> Any:
     With a subclass, unlike with a patched instance, copies and replicas of the model use their own
     weights.
     """
-    names = list(inspect.signature(cls.forward).parameters)[1:]
+    signature = inspect.signature(cls.forward)
+    names = list(signature.parameters)[1:]
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(cls.forward, self)
         return _fused_forward(self, own, {**kwargs, **dict(zip(names, args, strict=False))})
+
+    # The Trainer drops the columns of a data set that the forward pass does not name.
+    weight = inspect.Parameter("token_weight", inspect.Parameter.KEYWORD_ONLY, default=None)
+    *others, last = signature.parameters.values()
+    rest = [last] if last.kind is inspect.Parameter.VAR_KEYWORD else []
+    others = others if rest else [*others, last]
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*others, weight, *rest]
+    )
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
         if name == "forward":
@@ -186,6 +275,7 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     items = inputs.pop("num_items_in_batch", None)
     labels = inputs.pop("labels", None)
     target = inputs.pop("shift_labels", None)
+    token_weight = inputs.pop("token_weight", None)
     if labels is None and target is None:
         if items is not None:
             raise ValueError(
@@ -197,30 +287,90 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     fused: _Fused = model._labo
     if target is None:
         target = shifted(labels) if fused.shift else labels
+        if token_weight is not None and fused.shift:
+            token_weight = nn.functional.pad(token_weight[..., 1:], (0, 1))
     inputs = with_decoder_inputs(model, {**inputs, "labels": labels})
     inputs.pop("labels")
     as_dict = inputs.pop("return_dict", None)
     inputs["return_dict"] = True
-    if torch.is_grad_enabled():
+    inputs.setdefault("use_cache", False)
+    training, head, logits = torch.is_grad_enabled(), find_head(model), None
+    outputs, hidden = run_body(forward, head, inputs)
+    layer = output_layer(model, head)
+    if training:
         if items is not None and not torch.compiler.is_compiling():
             _warn_without_callback(fused.loss)
         mark_used(fused.loss)
-        inputs.setdefault("use_cache", False)
-        head = find_head(model)
-        outputs, hidden = run_body(forward, head, inputs)
-        loss, logits = active(fused.loss), None
-        mean = output_layer(model, head).loss(hidden, target, loss, fused.options)
-        value = share(mean, target, items, getattr(loss, "weight", None))
+        loss = active(fused.loss)
+        extras = {"token_weight": token_weight, "z_loss": fused.z_loss}
+        if fused.teacher is not None and isinstance(loss, DISTILLATION):  # not in a warm-up
+            extras["teacher_logits"] = _teacher_head(fused.teacher, inputs, layer.weight.device)
+        mean = _mean(fused, layer, hidden, target, loss, **extras)
+        value = share(mean, target, items, getattr(loss, "weight", None), token_weight)
         added = added_loss(model, outputs)
         if added is not None:
             value = value + share(added.to(value.device), target, items)
     else:
-        outputs = forward(**inputs)
-        logits = outputs.logits
-        value = share(CrossEntropyLoss()(logits, target.to(logits.device)), target, items)
+        value = share(_mean(fused, layer, hidden, target, CrossEntropyLoss()), target, items)
+        logits = _eval_logits(fused, layer, hidden, outputs.logits.dtype)
     outputs = type(outputs)(**{**outputs, "loss": value, "logits": logits})
     as_dict = model.config.return_dict if as_dict is None else as_dict
     return outputs if as_dict else outputs.to_tuple()
+
+
+def _mean(
+    fused: _Fused,
+    layer: OutputLayer,
+    hidden: Tensor,
+    target: Tensor,
+    loss: nn.Module,
+    **extras: Any,
+) -> Tensor:
+    """The mean of ``loss``, whose metrics are collected."""
+    collected = fused.collected
+    mean, found = layer.loss_and_metrics(
+        hidden, target, loss, fused.options, measure=collected is not None, **extras
+    )
+    if collected is not None and found is not None:
+        collected.add(found, training=torch.is_grad_enabled())
+    return mean
+
+
+@torch.no_grad()
+def _teacher_head(teacher: nn.Module, inputs: dict[str, Any], device: torch.device) -> TeacherHead:
+    """The teacher's hidden states and output layer."""
+    base = unwrapped(teacher.to(device))
+    head = find_head(base)
+    inputs = {name: value for name, value in inputs.items() if name != "output_router_logits"}
+    _, hidden = run_body(base, head, inputs)
+    return output_layer(base, head).as_teacher(hidden)
+
+
+def _eval_logits(
+    fused: _Fused, layer: OutputLayer, hidden: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """The logits of an evaluation, as ``eval_logits`` of :func:`fuse_head` says."""
+    if fused.eval_logits is False:
+        return None
+    if fused.eval_logits or torch.compiler.is_compiling():
+        return layer.logits(hidden)
+    weight, device = layer.weight, layer.weight.device
+    autocast = (device.type, torch.get_autocast_dtype(device.type))
+    autocast_is_on = torch.is_autocast_enabled(device.type)
+    version = None if weight.is_inference() else weight._version
+
+    def compute() -> Tensor:
+        freed = weight.untyped_storage().size() == 0  # FSDP, after the forward pass
+        if freed or (version is not None and weight._version != version):
+            raise ValueError(
+                "the logits of a fused model are computed when they are used, and its output layer "
+                f"{'is sharded again' if freed else 'has changed'} by now: use "
+                "fuse_head(model, loss, eval_logits=True)"
+            )
+        with torch.no_grad(), torch.autocast(*autocast, enabled=autocast_is_on):
+            return layer.logits(hidden)
+
+    return LazyLogits(compute, (*hidden.shape[:-1], len(weight)), dtype, device)
 
 
 def _warn_without_callback(loss: nn.Module) -> None:

@@ -61,7 +61,7 @@ def check_loss(loss: nn.Module, *, teacher: bool) -> None:
                 "Trainer does not provide: use `labo train`"
             )
         if isinstance(leaf, DISTILLATION) and not teacher:
-            raise ValueError(f"{name} needs a teacher: use regularize(trainer, loss, teacher=...)")
+            raise ValueError(f"{name} needs a teacher: give teacher= to regularize or to fuse_head")
         if any(parameter.requires_grad for parameter in leaf.parameters()):
             raise ValueError(
                 f"{name} has trainable parameters, and a Trainer optimizes the parameters of the "
@@ -109,25 +109,33 @@ def check_rowwise(loss: nn.Module, function: str) -> None:
 
 
 def share(
-    mean: Tensor, target: Tensor, items: Tensor | int | None, weight: Tensor | None = None
+    mean: Tensor,
+    target: Tensor,
+    items: Tensor | int | None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
 ) -> Tensor:
     """The contribution of a micro-batch's mean to the mean over the whole batch.
 
     Args:
-        mean: mean over the targets of the micro-batch, weighted by class if ``weight`` is given.
+        mean: mean over the targets of the micro-batch, weighted by class if ``weight`` is given,
+            and by ``token_weight``.
         target: the targets of the micro-batch, ``IGNORED`` where there is none.
         items: the number of targets in the whole batch, or None to return ``mean``.
         weight: (K,) class weights.
+        token_weight: weights of the shape of ``target``.
     """
     if items is None:
         return mean
     if target.is_floating_point():  # the Trainer counts every entry of class probabilities
         return mean * (target.numel() / items)
     valid = target != IGNORED
-    if weight is None:
-        mass = valid.sum()
-    else:
-        mass = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum()
+    mass: Tensor = valid
+    if weight is not None:
+        mass = weight[target.to(weight.device).masked_fill(~valid.to(weight.device), 0)]
+    if token_weight is not None:
+        mass = mass.to(token_weight.device) * token_weight
+    mass = mass.masked_fill(~valid.to(mass.device), 0).sum()
     if isinstance(items, Tensor):
         items = items.to(mean.device)
     return mean * (mass.to(mean.device) / items)

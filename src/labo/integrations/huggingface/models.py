@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...fused.linear import LinearLossOptions, linear_loss
+from ...fused.linear import LinearLossOptions, TeacherHead, linear_loss
+from ...fused.metrics import LossMetrics
 from .losses import IGNORED
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -160,25 +161,53 @@ class OutputLayer:
         target: Tensor,
         loss: nn.Module,
         options: LinearLossOptions | None = None,
+        **extras: Any,
     ) -> Tensor:
         """The mean of ``loss`` over the targets, without the logits."""
-        hidden, target = hidden.to(self.weight.device), target.to(self.weight.device)
+        return self.loss_and_metrics(hidden, target, loss, options, measure=False, **extras)[0]
+
+    def loss_and_metrics(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        loss: nn.Module,
+        options: LinearLossOptions | None = None,
+        *,
+        measure: Literal[False, True, "rows"],
+        **extras: Any,
+    ) -> tuple[Tensor, LossMetrics | None]:
+        """The mean of ``loss``, and if asked for the metrics, as sums or per row.
+
+        ``extras`` are ``token_weight``, ``z_loss`` and ``teacher_logits`` of ``linear_loss``.
+        """
+        device = self.weight.device
+        hidden, target = hidden.to(device), target.to(device)
         if self.scale != 1:
             hidden = hidden * self.scale
-        return linear_loss(
+        result: Any = linear_loss(
             hidden,
             self.weight,
             target,
             loss,
             linear_bias=self.bias,
             softcap=self.softcap,
+            return_metrics=measure,
             options=options,
+            **extras,
         )
+        return result if measure else (result, None)
+
+    def as_teacher(self, hidden: Tensor) -> TeacherHead:
+        """The layer with its rows, for the loss of a student."""
+        hidden = hidden.to(self.weight.device) * self.scale
+        return TeacherHead(hidden, self.weight, self.bias, self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states to (..., V) logits."""
         hidden = hidden.to(self.weight.device)
-        logits = nn.functional.linear(hidden * self.scale, self.weight, self.bias)
+        if self.scale != 1:
+            hidden = hidden * self.scale
+        logits = nn.functional.linear(hidden, self.weight, self.bias)
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 

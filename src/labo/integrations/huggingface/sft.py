@@ -19,10 +19,7 @@ from transformers.utils import ModelOutput
 
 from .head import check_equal, run_body
 from .losses import IGNORED, active, check_rowwise, mark_used, share
-from .models import OutputLayer, find_head, output_layer, shifted, unwrapped
-
-# Logits that are in memory at once while the metrics are computed: 16 MiB in float32.
-_METRIC_CHUNK = 1 << 22
+from .models import find_head, output_layer, shifted, unwrapped
 
 
 @dataclass
@@ -102,28 +99,14 @@ def _answer(
     rows, target = hidden.to(device)[mask], shift_labels.to(device)[mask]
     mark_used(loss)
     current = active(loss)
-    mean = layer.loss(rows, target, current)
+    mean, found = layer.loss_and_metrics(rows, target, current, measure="rows")
+    assert found is not None
     total = share(mean, target, 1, getattr(current, "weight", None))
-    entropy, is_top1 = _metrics(layer, rows, target)
     return TokenOutput(
         # SFTTrainer uses the sum only: each token gets an equal part of it
         log_probs=-total / mask.sum().clamp(min=1) * mask,
-        entropy=entropy,
-        is_top1=is_top1,
+        entropy=found.entropy.float(),
+        is_top1=found.correct.bool(),
         label_mask=mask,
         aux_loss=getattr(outputs, "aux_loss", None),
     )
-
-
-@torch.no_grad()
-def _metrics(layer: OutputLayer, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) entropy of the prediction, and whether its largest probability is the target's."""
-    entropy = target.new_empty(len(target), dtype=torch.float32)
-    is_top1 = target.new_empty(len(target), dtype=torch.bool)
-    chunk = max(1, _METRIC_CHUNK // len(layer.weight))
-    for start in range(0, len(target), chunk):
-        part = slice(start, start + chunk)
-        p = layer.logits(hidden[part]).float().softmax(-1)
-        is_top1[part] = p.argmax(-1) == target[part]
-        entropy[part] = torch.special.entr(p).sum(-1)
-    return entropy, is_top1

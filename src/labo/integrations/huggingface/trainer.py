@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from ...fused.metrics import loss_metrics
 from ...losses import CrossEntropyLoss, _Loss
 from . import sft
 from .callback import RegularizationCallback, check_arguments
-from .head import is_fused
+from .head import fused_part, is_fused
 from .losses import DISTILLATION, active, check_loss, mark_used, share
+from .metrics import Collected, log_metrics
 from .models import added_loss, is_dtensor, shifted, shifts, unwrapped, with_decoder_inputs
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
@@ -24,12 +26,16 @@ def regularize(
     *,
     teacher: nn.Module | None = None,
     shift: bool | None = None,
+    metrics: bool = False,
 ) -> _Trainer:
     """Let a ``Trainer`` train with a loss of labo.
 
     The loss is computed from the logits, with the batches and the model as they are. Decoder inputs
     of an encoder-decoder are made from the labels. A :class:`RegularizationCallback` for the loss
     is added. In evaluation the loss is the plain negative log-likelihood.
+
+    For a model that :func:`fuse_head` gave the same loss, this adds the callback, and logs the
+    metrics that the model collects.
 
     TRL's ``SFTTrainer`` computes its loss from hidden states in chunks, and so does this function
     for it, by :func:`labo.linear_loss`. TRL logs its metrics as usual. Its evaluation is its own.
@@ -44,6 +50,10 @@ def regularize(
         teacher: a model that receives the same inputs, in eval mode and without gradients.
         shift: whether the logits at position i predict label i + 1. By default this is derived
             from the model: true for causal models, false for encoder-decoders and classifiers.
+        metrics: log ``nll``, ``entropy``, ``mean_token_accuracy``, ``alpha`` and ``z_squared`` (see
+            :class:`labo.LossMetrics`) with the loss, and without alpha for evaluations. They are
+            means over the targets since the last log. A fused model has its own setting, and TRL
+            logs its own metrics.
 
     Returns:
         ``trainer``.
@@ -53,17 +63,30 @@ def regularize(
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"regularize needs a transformers.Trainer, got {type(trainer).__name__}")
-    check_loss(loss, teacher=teacher is not None)
+    fused_teacher = getattr(fused_part(trainer.model), "teacher", None)
+    check_loss(loss, teacher=teacher is not None or fused_teacher is not None)
     check_arguments(trainer.args)
     _check_trainer(trainer)
     model: Any = trainer.model
+    fused = fused_part(model)
+    if fused is not None:
+        _check_fused(trainer, fused, loss, teacher, shift, metrics)
+        if fused.collected is not None:
+            log_metrics(trainer, fused.collected)
+        trainer.add_callback(RegularizationCallback(loss))
+        return trainer
     shift = shifts(model) if shift is None else shift
     if sft.is_sft_trainer(trainer):
+        if metrics:
+            raise ValueError("SFTTrainer logs its own metrics: leave metrics out")
         sft.attach(trainer, loss, shift=shift, teacher=teacher)
     else:
         if teacher is not None:
             teacher = teacher.to(trainer.args.device).eval().requires_grad_(False)
-        _LogitLoss(trainer, loss.to(trainer.args.device), teacher, shift).attach()
+        collected = Collected() if metrics else None
+        _LogitLoss(trainer, loss.to(trainer.args.device), teacher, shift, collected).attach()
+        if collected is not None:
+            log_metrics(trainer, collected)
     # The number of targets. The Trainer derives it from the loss_type of the model that it was
     # made with, which GPT-2 does not have.
     trainer._loss_shifts_labels = shift
@@ -77,11 +100,11 @@ def _check_trainer(trainer: Any) -> None:
         raise ValueError("the trainer has a loss of labo already: make a new trainer")
     if trainer.compute_loss_func is not None:
         raise ValueError("the trainer has a compute_loss_func, and only one loss can be used")
-    if is_fused(trainer.model):
-        remedy = "use the Trainer as it is, with callbacks=[RegularizationCallback(loss)]"
-        if sft.is_sft_trainer(trainer):
-            remedy = "make the SFTTrainer with a model that is not fused"
-        raise ValueError(f"the model computes the loss already (fuse_head): {remedy}")
+    if is_fused(trainer.model) and sft.is_sft_trainer(trainer):
+        raise ValueError(
+            "the model computes the loss already (fuse_head): make the SFTTrainer with a model "
+            "that is not fused"
+        )
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.sp_enabled and parallel.sp_backend == "deepspeed":
         raise ValueError(
@@ -90,16 +113,43 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
+def _check_fused(
+    trainer: Any,
+    fused: Any,
+    loss: nn.Module,
+    teacher: nn.Module | None,
+    shift: bool | None,
+    metrics: bool,
+) -> None:
+    """Refuse what :func:`fuse_head` was to be told."""
+    problem = "the model computes the loss already (fuse_head)"
+    if loss is not fused.loss:
+        raise ValueError(f"{problem}: give regularize the same loss")
+    if teacher is not None or shift is not None:
+        raise ValueError(f"{problem}: give teacher to fuse_head, and leave shift out")
+    if metrics and fused.collected is None:
+        raise ValueError(f"{problem}: use fuse_head(model, loss, metrics=True)")
+    callbacks = trainer.callback_handler.callbacks
+    if any(isinstance(callback, RegularizationCallback) for callback in callbacks):
+        raise ValueError("the trainer has a RegularizationCallback already: leave it out")
+
+
 class _LogitLoss:
     """The loss of a Trainer, from the logits that its model returns."""
 
     def __init__(
-        self, trainer: Trainer, loss: nn.Module, teacher: nn.Module | None, shift: bool
+        self,
+        trainer: Trainer,
+        loss: nn.Module,
+        teacher: nn.Module | None,
+        shift: bool,
+        collected: Collected | None,
     ) -> None:
         self.trainer: Any = trainer
         self.loss = loss
         self.teacher = teacher
         self.shift = shift
+        self.collected = collected
         self.trainers_own = trainer.compute_loss
         # of the current call
         self.is_shifted = False
@@ -146,9 +196,11 @@ class _LogitLoss:
             )
         flat = logits.reshape(-1, logits.shape[-1])
         target = target.reshape(flat.shape if target.is_floating_point() else -1).to(logits.device)
-        if not torch.is_grad_enabled():
+        training, loss = torch.is_grad_enabled(), active(self.loss)
+        if self.collected is not None:
+            self.collected.add(loss_metrics(flat, target, loss), training=training)
+        if not training:
             return share(CrossEntropyLoss()(flat, target), target, num_items_in_batch)
-        loss = active(self.loss)
         if not isinstance(loss, _Loss):  # the losses of labo are accurate in half precision
             flat = flat.float()
         mark_used(self.loss)

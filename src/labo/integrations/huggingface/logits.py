@@ -1,0 +1,92 @@
+"""Logits that are computed when something uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+# What can be told without the values.
+_KNOWN = frozenset(
+    {
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        Tensor.device.__get__,  # type: ignore[attr-defined]
+        Tensor.layout.__get__,  # type: ignore[attr-defined]
+        Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+        Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+        Tensor.is_nested.__get__,  # type: ignore[attr-defined]
+        Tensor.dim,
+        Tensor.size,
+        Tensor.numel,
+        Tensor.__len__,
+        Tensor.is_floating_point,
+    }
+)
+
+
+class LazyLogits(Tensor):
+    """The logits of an evaluated model, which most evaluations do not look at.
+
+    A ``Trainer`` drops them if there is no ``compute_metrics``. This tensor knows its shape, and
+    computes the logits when an operation needs their values.
+
+    Args:
+        compute: returns the logits.
+        shape, dtype, device: of the logits.
+    """
+
+    _compute: Callable[[], Tensor]
+    _found: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, compute: Callable[[], Tensor], shape: Any, dtype: torch.dtype, device: torch.device
+    ) -> LazyLogits:
+        # a wrapper has no memory of its own
+        made: LazyLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._compute, made._found = compute, None
+        return made
+
+    def values(self) -> Tensor:  # type: ignore[override]
+        """The logits as a plain tensor."""
+        if self._found is None:
+            self._found = self._compute()
+        return self._found
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _KNOWN:
+            return super().__torch_function__(function, types, args, kwargs)
+        if function is Tensor.float and args[0]._found is None:  # accelerate's mixed precision
+            lazy = args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                facts = (lazy.shape, torch.float32, lazy.device)
+            return LazyLogits(lambda: lazy.values().float(), *facts)
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.values, (args, kwargs))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """For callers that do not go through ``__torch_function__``, in C++."""
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.values, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.values())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.values().clone()

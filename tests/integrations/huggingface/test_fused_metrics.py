@@ -1,0 +1,295 @@
+"""fuse_head beyond the loss: evaluation in chunks, metrics, token weights, z-loss, teachers."""
+
+from __future__ import annotations
+
+import copy
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate.utils.operations import ConvertOutputsToFp32
+from torch import nn
+
+import labo
+from labo.integrations import huggingface as hf
+from labo.integrations.huggingface.logits import LazyLogits
+from probes import LargestTensor
+from tiny_models import V, arguments, assert_same, build, by_hand, collate, examples, gradients
+
+CHUNKS = labo.LinearLossOptions(batch_chunk_size=16)
+NAMES = ("nll", "entropy", "mean_token_accuracy", "alpha", "z_squared")
+
+
+def trainer_of(model, out, **settings):
+    shared = {"train_dataset": examples(8), "eval_dataset": examples(8), "data_collator": collate}
+    trainer = transformers.Trainer(model=model, args=arguments(out, **settings), **shared)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def expected_metrics(model, batch, loss) -> dict[str, float]:
+    """From the logits in float64, over the targets of a causal model."""
+    with torch.no_grad():
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, :-1].double()
+    target = batch["labels"][:, 1:]
+    logits, target = logits[target != -100], target[target != -100]
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return {
+        "nll": -log_p.gather(1, target.unsqueeze(1)).mean().item(),
+        "entropy": entropy.mean().item(),
+        "mean_token_accuracy": (logits.argmax(-1) == target).double().mean().item(),
+        "alpha": (1 - loss.rho * entropy / np.log(V)).mean().item(),
+        "z_squared": logits.logsumexp(-1).square().mean().item(),
+    }
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+@torch.no_grad()
+def test_logits_are_computed_when_they_are_used():
+    plain = build("Gemma2", vocabulary=500).eval()
+    batch = collate(examples(40))
+    fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss(), options=CHUNKS)
+    whole = batch["labels"].numel() * 500
+    with LargestTensor() as seen:
+        output = fused(**batch)
+        wide = output.logits.float()
+        assert output.logits.shape == wide.shape == (*batch["labels"].shape, 500)
+    assert seen.largest < whole / 4
+    expected = plain(**batch).logits
+    assert torch.equal(output.logits.argmax(-1), expected.argmax(-1))
+    np.testing.assert_array_equal(output.logits.cpu().numpy(), expected.numpy())
+    assert torch.equal(copy.deepcopy(output.logits), expected)
+    assert torch.equal(output.logits[:, -1], expected[:, -1])
+
+
+@torch.no_grad()
+def test_logits_of_an_evaluation_in_mixed_precision():
+    """accelerate raises what a model returns to float32, which must not compute the logits."""
+    model, batch = build("Llama").eval(), collate(examples(3))
+    fused = hf.fuse_head(copy.deepcopy(model), labo.LABOLoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch).logits
+        output = ConvertOutputsToFp32(fused)(**batch)
+    assert isinstance(output.logits, LazyLogits)
+    assert output.logits._found is None
+    assert torch.equal(output.logits + 0, expected.float())
+
+
+@torch.no_grad()
+def test_eval_logits_always_and_never():
+    batch = collate(examples(3))
+    always = hf.fuse_head(build("GPT2"), labo.LABOLoss(), eval_logits=True)(**batch).logits
+    assert type(always) is torch.Tensor
+    never = hf.fuse_head(build("GPT2"), labo.LABOLoss(), eval_logits=False)(**batch)
+    assert never.logits is None
+    torch.testing.assert_close(never.loss, by_hand(build("GPT2"), batch, nn.CrossEntropyLoss()))
+
+
+@torch.no_grad()
+def test_logits_of_weights_that_have_changed_are_refused():
+    model = hf.fuse_head(build("GPT2"), labo.LABOLoss())
+    logits = model(**collate(examples(3))).logits
+    model.lm_head.weight.mul_(2)
+    with pytest.raises(ValueError, match=r"has changed by now: use fuse_head.*eval_logits=True"):
+        logits.argmax(-1)
+
+
+def test_evaluation_in_a_trainer(tmp_path):
+    """No logits unless something asks for them; then they are the model's own."""
+    plain, loss = build("Llama", vocabulary=V).eval(), labo.LABOLoss()
+    batch = collate(examples(8))
+    fused = hf.fuse_head(copy.deepcopy(plain), loss, metrics=True, options=CHUNKS)
+    trainer = hf.regularize(trainer_of(fused, tmp_path, per_device_eval_batch_size=8), loss)
+    with LargestTensor() as seen:
+        scores = trainer.evaluate()
+    assert seen.largest < batch["labels"].numel() * V
+    wanted = expected_metrics(plain, batch, loss)
+    for name in NAMES:
+        if name != "alpha":
+            assert scores[f"eval_{name}"] == pytest.approx(wanted[name], rel=1e-5), name
+    assert "eval_alpha" not in scores
+    assert scores["eval_loss"] == pytest.approx(wanted["nll"], rel=1e-5)
+    with torch.no_grad():
+        logits = plain(**batch).logits
+    predictions = trainer.predict(examples(8)).predictions
+    np.testing.assert_allclose(predictions, logits.numpy(), rtol=1e-5, atol=1e-5)
+    assert trainer.evaluate()["eval_nll"] == pytest.approx(wanted["nll"], rel=1e-5)
+
+    seen_by = {}
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    trainer.compute_metrics = lambda found: seen_by.update(found=found.predictions) or {}
+    trainer.evaluate()
+    np.testing.assert_array_equal(seen_by["found"], logits.argmax(-1).numpy())
+
+
+# ------------------------------------------------------------------ metrics
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_trainer_logs_the_metrics(fused, tmp_path):
+    """Of all micro-batches since the last log."""
+    loss, plain = labo.LABOLoss(), build("Llama")
+    model = hf.fuse_head(build("Llama"), loss, metrics=True) if fused else build("Llama")
+    still = {"learning_rate": 0.0, "max_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = trainer_of(model, tmp_path, **still, **sizes)
+    hf.regularize(trainer, loss, metrics=True)
+    trainer.train()
+    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    wanted = expected_metrics(plain, collate(examples(8)), loss)
+    for name in NAMES:
+        assert log[name] == pytest.approx(wanted[name], rel=1e-5), name
+    trainer.evaluate()
+    assert trainer.state.log_history[-1]["eval_entropy"] == pytest.approx(
+        wanted["entropy"], rel=1e-5
+    )
+
+
+def test_metrics_in_another_loop():
+    model = hf.fuse_head(build("Llama"), labo.LABOLoss(), metrics=True)
+    batch = collate(examples(4))
+    for _ in range(2):
+        model(**batch).loss.backward()
+    found = hf.take_metrics(model)
+    assert found.targets == 2 * (batch["labels"][:, 1:] != -100).sum()
+    assert hf.take_metrics(model) is None
+    assert hf.take_metrics(model, training=False) is None
+    with pytest.raises(ValueError, match="collects no metrics"):
+        hf.take_metrics(hf.fuse_head(build("Llama"), labo.LABOLoss()))
+
+
+def test_metrics_when_compiled():
+    model = hf.fuse_head(build("Llama"), labo.LABOLoss(), metrics=True)
+    batch = collate(examples(4))
+    torch.compile(model, backend="eager")(**batch).loss.backward()
+    wanted = expected_metrics(build("Llama"), batch, labo.LABOLoss())
+    assert hf.take_metrics(model).means()["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
+
+
+# ------------------------------------------------------------------ weights and z-loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_token_weights_come_with_the_batch(accumulate, tmp_path):
+    """sum of the weighted losses over the number of targets, in any number of micro-batches."""
+    rows, loss = examples(8), labo.LABOLoss()
+    for row in rows:
+        row["token_weight"] = torch.rand(len(row["labels"])).tolist()
+
+    def with_weights(some):
+        weights = [torch.tensor(row["token_weight"]) for row in some]
+        return {
+            **collate(some),
+            "token_weight": nn.utils.rnn.pad_sequence(weights, batch_first=True),
+        }
+
+    batch = with_weights(rows)
+    plain = build("Llama")
+    logits = plain(**collate(rows)).logits[:, :-1]
+    values = labo.LABOLoss(reduction="none")(logits, batch["labels"][:, 1:])
+    total = (values * batch["token_weight"][:, 1:]).sum()
+    targets = (batch["labels"][:, 1:] != -100).sum()
+    model = hf.fuse_head(build("Llama"), loss)
+    valid = batch["labels"][:, 1:] != -100
+    mean = total / batch["token_weight"][:, 1:][valid].sum()
+    torch.testing.assert_close(model(**batch).loss, mean)
+    trainer = trainer_of(
+        model,
+        tmp_path,
+        max_steps=1,
+        per_device_train_batch_size=8 // accumulate,
+        gradient_accumulation_steps=accumulate,
+    )
+    trainer.train_dataset, trainer.data_collator = datasets.Dataset.from_list(rows), with_weights
+    assert trainer.train().training_loss == pytest.approx((total / targets).item(), rel=1e-5)
+
+
+def test_z_loss():
+    plain, batch = build("Gemma2"), collate(examples(4))
+    model = hf.fuse_head(build("Gemma2"), labo.LABOLoss(), z_loss=0.1)
+    logits, target = plain(**batch).logits[:, :-1], batch["labels"][:, 1:]
+    expected = labo.LABOLoss()(logits, target) + labo.functional.z_loss(logits, target, lam=0.1)
+    value = model(**batch).loss
+    torch.testing.assert_close(value, expected)
+    assert_same(gradients(model, value), gradients(plain, expected), rtol=1e-3, atol=1e-5)
+    with torch.no_grad():
+        nll = by_hand(plain, batch, nn.CrossEntropyLoss())
+        torch.testing.assert_close(model(**batch).loss, nll)
+    with pytest.raises(ValueError, match="z_loss must be"):
+        hf.fuse_head(build("Llama"), labo.LABOLoss(), z_loss=-1.0)
+
+
+# ------------------------------------------------------------------ teachers
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere"])
+def test_a_teacher_beside_the_student(family):
+    """Its cap and its scale included, and neither has its logits in memory."""
+    loss = labo.DistillationLoss(alpha=0.5, tau=2.0)
+    student, teacher = build("Llama", vocabulary=500), build(family, seed=1, vocabulary=500)
+    batch = collate(examples(40))
+    with torch.no_grad():
+        teacher_logits = teacher(**batch).logits[:, :-1]
+    logits = student(**batch).logits[:, :-1]
+    expected = loss(logits, batch["labels"][:, 1:], teacher_logits)
+    model = hf.fuse_head(
+        copy.deepcopy(student),
+        loss,
+        teacher=teacher,
+        options=labo.LinearLossOptions(batch_chunk_size=16),
+    )
+    with LargestTensor() as seen:
+        value = model(**batch).loss
+        slopes = gradients(model, value)
+    assert seen.largest < batch["labels"].numel() * 500 / 4
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    assert_same(slopes, gradients(student, expected), rtol=1e-3, atol=1e-5)
+    assert not any("teacher" in name for name in model.state_dict())
+
+
+def test_a_teacher_in_a_trainer_with_a_warm_up(tmp_path):
+    loss = labo.Warmup(labo.CrossEntropyLoss(), labo.DistillationLoss(), steps=2)
+    model = hf.fuse_head(build("Llama"), loss, teacher=build("Llama", seed=1))
+    trainer = hf.regularize(trainer_of(model, tmp_path, max_steps=3), loss)
+    trainer.train()
+    assert loss.steps_done == 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "teacher", "sentence"),
+    [
+        (labo.DistillationLoss(), None, "needs a teacher: give teacher= to"),
+        (labo.LABOLoss(), "Llama", "does not use a teacher"),
+        (labo.DistillationLoss(), "wide", "the teacher has 70 classes and the model 61"),
+        (labo.DistillationLoss(), "fused", "the teacher is fused"),
+    ],
+)
+def test_teachers_that_are_refused(loss, teacher, sentence):
+    models = {
+        None: lambda: None,
+        "Llama": lambda: build("Llama"),
+        "wide": lambda: build("Llama", vocabulary=70),
+        "fused": lambda: hf.fuse_head(build("Llama"), labo.LABOLoss()),
+    }
+    with pytest.raises(ValueError, match=sentence):
+        hf.fuse_head(build("Llama"), loss, teacher=models[teacher]())
+
+
+def test_regularize_refuses_what_a_fused_model_should_have_been_told(tmp_path):
+    loss = labo.LABOLoss()
+    trainer = trainer_of(hf.fuse_head(build("Llama"), loss), tmp_path)
+    for change, sentence in (
+        ({"loss": labo.LABOLoss()}, "give regularize the same loss"),
+        ({"shift": True}, "leave shift out"),
+        ({"metrics": True}, "metrics=True"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            hf.regularize(trainer, **({"loss": loss} | change))
+    hf.regularize(trainer, loss)
+    with pytest.raises(ValueError, match="RegularizationCallback already"):
+        hf.regularize(trainer, loss)
