@@ -182,7 +182,21 @@ def language_model(smoke: bool) -> list[Row]:
         peaks = (memory[ours], memory[rival])
         rows.append(Row(f"{work}, extra memory", ours, rival, *peaks, "MiB", None))
         rows += _compare(f"{work}, step", times, [(ours, rival, None)])
-    return rows
+    return rows + _evaluation(huggingface.SMOKE if smoke else huggingface.EVALUATION)
+
+
+def _evaluation(size: huggingface.Size) -> list[Row]:
+    """Extra memory of ``Trainer.evaluate``, beside a training step and the model's own."""
+    work = f"evaluate, {size.batch * size.length} tokens, V={size.vocabulary}, extra memory"
+    fused = huggingface.in_fresh_process("fuse_head LABO", size, evaluate=True) / 2**20
+    rivals = {
+        "training step": (huggingface.in_fresh_process("fuse_head LABO", size), 1.2),
+        "transformers CE": (huggingface.in_fresh_process("transformers CE", size, True), None),
+    }
+    return [
+        Row(work, "fuse_head LABO", rival, fused, used / 2**20, "MiB", goal)
+        for rival, (used, goal) in rivals.items()
+    ]
 
 
 def translating(smoke: bool) -> list[Row]:

@@ -1,7 +1,8 @@
-"""A training step of a language model of transformers, with and without a fused head.
+"""A training step, and an evaluation, of a language model with and without a fused head.
 
 Extra memory is measured in a fresh process, ``python -m benchmarks.huggingface``: the peak of a
-step beyond the model, its gradients, and the memory that remains after a step on two tokens.
+step beyond the model, its gradients, and the memory that remains after a step on two tokens. With
+``--evaluate`` it is the peak of ``Trainer.evaluate(prediction_loss_only=True)`` instead.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +33,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(batch=8, length=256, width=256, layers=4, vocabulary=32768)
+EVALUATION = Size(batch=16, length=256, width=64, layers=2, vocabulary=50257)
 SMOKE = Size(batch=2, length=8, width=16, layers=1, vocabulary=512)
 # The loss of each contender. The first two store the logits.
 CONTENDERS = {
@@ -41,8 +44,7 @@ CONTENDERS = {
 }
 
 
-def step(name: str, size: Size) -> Callable[[int], None]:
-    """Forward and backward pass on the first tokens of each sequence."""
+def _model(name: str, size: Size) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from labo.integrations.huggingface import fuse_head
@@ -59,14 +61,21 @@ def step(name: str, size: Size) -> Callable[[int], None]:
     )
     model = LlamaForCausalLM(config)
     loss = CONTENDERS[name]
-    fused = name.startswith("fuse_head")
-    if loss is not None and fused:
-        fuse_head(model, loss())
+    return fuse_head(model, loss()) if loss is not None and _is_fused(name) else model
+
+
+def _is_fused(name: str) -> bool:
+    return name.startswith("fuse_head")
+
+
+def step(name: str, size: Size) -> Callable[[int], None]:
+    """Forward and backward pass on the first tokens of each sequence."""
+    model, loss = _model(name, size), CONTENDERS[name]
     tokens = torch.randint(size.vocabulary, (size.batch, size.length))
 
     def run(length: int) -> None:
         ids = tokens[:, :length]
-        if loss is None or fused:
+        if loss is None or _is_fused(name):
             value = model(input_ids=ids, labels=ids, use_cache=False).loss
         else:
             logits = model(input_ids=ids, use_cache=False).logits
@@ -77,14 +86,37 @@ def step(name: str, size: Size) -> Callable[[int], None]:
     return run
 
 
+def evaluation(name: str, size: Size) -> Callable[[int], None]:
+    """``Trainer.evaluate`` on one batch of the first tokens of each sequence."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(),
+        per_device_eval_batch_size=size.batch,
+        prediction_loss_only=True,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=_model(name, size), args=arguments)
+    trainer.remove_callback(PrinterCallback)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.length))
+
+    def run(length: int) -> None:
+        trainer.evaluate([{"input_ids": row, "labels": row} for row in tokens[:, :length]])
+
+    return run
+
+
 def steps(names: Iterable[str], size: Size) -> dict[str, Callable[[], None]]:
     """Whole steps, for :func:`benchmarks.race.race`."""
     return {name: partial(step(name, size), size.length) for name in names}
 
 
-def measure(name: str, size: Size) -> int:
-    """Extra bytes at the peak of one forward + backward, in this process."""
-    run = step(name, size)
+def measure(name: str, size: Size, evaluate: bool = False) -> int:
+    """Extra bytes at the peak of one step or one evaluation, in this process."""
+    run = evaluation(name, size) if evaluate else step(name, size)
     run(2)
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
@@ -93,9 +125,10 @@ def measure(name: str, size: Size) -> int:
     return max(0, _status("VmHWM") - before)
 
 
-def in_fresh_process(name: str, size: Size) -> int:
+def in_fresh_process(name: str, size: Size, evaluate: bool = False) -> int:
     """The same in a new process."""
     command = [sys.executable, "-m", "benchmarks.huggingface", name, *map(str, size)]
+    command += ["--evaluate"] if evaluate else []
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(run.stdout)
 
@@ -105,7 +138,8 @@ if __name__ == "__main__":
     parser.add_argument("name", choices=CONTENDERS)
     for field in Size._fields:
         parser.add_argument(field, type=int)
+    parser.add_argument("--evaluate", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     sizes = Size(*(getattr(arguments, field) for field in Size._fields))
-    print(measure(arguments.name, sizes))
+    print(measure(arguments.name, sizes, arguments.evaluate))
