@@ -677,6 +677,47 @@ def score(
 
 
 @app.command()
+def predict(
+    run: Annotated[
+        Path, typer.Argument(help="A run of image classification, or its model folder.")
+    ],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE]...", help="Images, and folders, of which all images are taken."
+        ),
+    ] = None,
+    files_from: Annotated[
+        str | None,
+        typer.Option(help="File with one image or folder per line; - reads them from stdin."),
+    ] = None,
+    to: Annotated[str, typer.Option("--format", help="Output format: csv or jsonl.")] = "csv",
+    top: Annotated[int, typer.Option(min=1, help="Number of classes for each image.")] = 5,
+    debug: Debug = False,
+) -> None:
+    """Write the most probable classes of images, a line for each file."""
+    from .lab.errors import LabError, RequestError
+    from .lab.images import predict as prediction
+    from .lab.run.progress import notice
+
+    if to not in ("csv", "jsonl"):
+        raise RequestError(f"--format {to}: must be csv or jsonl")
+    form: Any = to
+    names = [*(files or ()), *([] if files_from is None else prediction.read_list(files_from))]
+    if not names:
+        raise RequestError("no images: give files or folders, or --files-from")
+    found = list(prediction.find_files(names))
+    predictor = prediction.Predictor(run)
+    if not predictor.calibrated:
+        notice(f"{run} has no fitted temperature (labo calibrate): probabilities are as trained")
+    problems: list[str] = []
+    predictions = predictor.predict(found, top=top, problems=problems)
+    prediction.write_predictions(predictions, sys.stdout, form)
+    if problems:
+        raise LabError("\n".join(problems))
+
+
+@app.command()
 def translate(
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
     pair: Annotated[

@@ -32,6 +32,7 @@ from .finetuning import FolderClassifier, head_note, load_classifier, normalizat
 from .networks import CONVNETS
 from .scores import classification_scores
 from .sources import HASHED_BYTES, ImageSplit, load_images
+from .views import View
 from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 
 _EVALUATED_AT_ONCE = 256
@@ -275,7 +276,7 @@ class ImageTask(Task):
     def facts(self) -> dict[str, Any]:
         options = self.recipe.model.options()
         if self.recipe.model.name in TRANSFORMERS:
-            options.setdefault("image_size", self._image_size)
+            options.setdefault("image_size", self._view.width)
         return {
             "task": self.recipe.task,
             "model": self.recipe.model.name,
@@ -285,6 +286,7 @@ class ImageTask(Task):
             "classes": list(self.data.classes),
             "mean": list(self.mean),
             "std": list(self.std),
+            "input": self._view.facts(),
         }
 
     def model_files(
@@ -300,10 +302,12 @@ class ImageTask(Task):
         return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n"}
 
     @property
-    def _image_size(self) -> int:
-        """The width of the images that the model is given."""
-        images = self.data.train.images
-        return int(images.shape[-1]) if isinstance(images, Tensor) else self.recipe.data.size
+    def _view(self) -> View:
+        """How an image of any size becomes one that the model is given."""
+        images, size = self.data.train.images, self.recipe.data.size
+        if isinstance(images, Tensor):
+            return View(int(images.shape[-2]), int(images.shape[-1]))
+        return View(size, size, resize=size * 256 // 224)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(batch.inputs)
@@ -458,15 +462,11 @@ class ImageTask(Task):
         return {"classes": names, "examples": examples}
 
     def _plain_views(self, split: ImageSplit, index: Tensor) -> Tensor:
-        images, size = split.images, self.recipe.data.size
+        images, view = split.images, self._view
         if isinstance(images, Tensor):
             views = images[index]
         else:
-
-            def view(i: int) -> Tensor:
-                return augment.resize_center_crop(images[i], size * 256 // 224, size)
-
-            views = torch.stack(list(self._map(view, index.tolist())))
+            views = torch.stack(list(self._map(lambda i: view(images[i]), index.tolist())))
         return augment.normalize(views, self.mean, self.std)
 
 
