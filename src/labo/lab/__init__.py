@@ -16,6 +16,7 @@ config              sections of a recipe, YAML, messages for wrong keys
 run/                a run on disk: directory, checkpoint, checksums, lock; seeds, processes
 compressed          compressed files, with a limit on what they inflate to
 pretrained          a model folder to start from: loading, freezing, LoRA
+custom              functions of your own that a recipe names
 tables              a table as Markdown, LaTeX, CSV and JSON
 tasks               the protocol of a task, and the dict ``TASKS``
 teachers            where a second distribution comes from

@@ -14,13 +14,11 @@ from torch import Tensor
 from ..errors import DataError
 from ..run import checksums
 from ..run.files import open_regular
-from .splits import ImageSplit, Source
+from .splits import IMAGENET_MEAN, IMAGENET_STD, ImageSource, ImageSplit
 
 __all__ = ["SUFFIXES", "FolderImages", "decode_image", "load_folders"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def decode_image(path: Path, channels: int = 3) -> Tensor:
@@ -113,7 +111,7 @@ def _split(folder: Path, classes: list[str]) -> ImageSplit:
     return ImageSplit(FolderImages(folder, tuple(names)), torch.tensor(labels))
 
 
-def load_folders(root: Path) -> Source:
+def load_folders(root: Path) -> ImageSource:
     """Class folders under ``root/train`` and ``root/val`` or ``root/test``, or all under ``root``.
 
     If both ``val`` and ``test`` have class folders, ``val`` is the validation split. A ``test``
@@ -127,12 +125,12 @@ def load_folders(root: Path) -> Source:
         and (plain := _class_folders(root))
         and all(_image_files(root / name) for name in plain)
     ):
-        return Source(
+        return ImageSource(
             train=_split(root, plain),
             test=None,
             classes=tuple(plain),
-            mean=_IMAGENET_MEAN,
-            std=_IMAGENET_STD,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
         )
     if not classes:
         raise DataError(f"{root / 'train'}: no class folders; images belong in train/<class>/")
@@ -140,11 +138,11 @@ def load_folders(root: Path) -> Source:
     held = [_split(root / part, classes) for part in ("val", "test") if _class_folders(root / part)]
     if not held:
         raise DataError(f"{root}: neither val/<class>/ nor test/<class>/ beside train/")
-    return Source(
+    return ImageSource(
         train=train,
         test=held[-1],
         classes=tuple(classes),
         valid=held[0] if len(held) == 2 else None,
-        mean=_IMAGENET_MEAN,
-        std=_IMAGENET_STD,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
     )
