@@ -189,20 +189,20 @@ def compare(
 
     Finished runs are reused, interrupted runs are continued, missing runs are started.
     """
-    from .lab.compare.execute import compare as run_comparison
-    from .lab.compare.plan import plan
+    from .lab.compare.execute import compare as compare_methods
 
-    comparison = plan(
+    out = out or Path("runs") / f"compare-{Path(recipe).stem}"
+    table, failures = compare_methods(
         recipe,
         methods.split(","),
         seeds,
-        out or Path("runs") / f"compare-{Path(recipe).stem}",
+        out=out,
         overrides=overrides or (),
         grid=grid or (),
         teacher=None if teacher is None else str(teacher),
+        jobs=jobs,
+        accept_data=accept_data,
     )
-    table, failures = run_comparison(comparison, jobs, accept_data=accept_data)
-    out = comparison.out
     written = ", ".join(str(out / f"table.{kind}") for kind in ("md", "tex", "csv", "json"))
     further = [
         f"written: {written}",
