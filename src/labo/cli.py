@@ -189,20 +189,20 @@ def compare(
 
     Finished runs are reused, interrupted runs are continued, missing runs are started.
     """
-    from .lab.compare.execute import compare as run_comparison
-    from .lab.compare.plan import plan
+    from .lab.compare.execute import compare as compare_methods
 
-    comparison = plan(
+    out = out or Path("runs") / f"compare-{Path(recipe).stem}"
+    table, failures = compare_methods(
         recipe,
         methods.split(","),
         seeds,
-        out or Path("runs") / f"compare-{Path(recipe).stem}",
+        out=out,
         overrides=overrides or (),
         grid=grid or (),
         teacher=None if teacher is None else str(teacher),
+        jobs=jobs,
+        accept_data=accept_data,
     )
-    table, failures = run_comparison(comparison, jobs, accept_data=accept_data)
-    out = comparison.out
     written = ", ".join(str(out / f"table.{kind}") for kind in ("md", "tex", "csv", "json"))
     further = [
         f"written: {written}",
@@ -674,6 +674,47 @@ def score(
     unit: Any = documents
     found = scoring.score_files(run, files, documents=unit, column=column)
     scoring.write_scores(found, sys.stdout.buffer, tokens=tokens)
+
+
+@app.command()
+def predict(
+    run: Annotated[
+        Path, typer.Argument(help="A run of image classification, or its model folder.")
+    ],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE]...", help="Images, and folders, of which all images are taken."
+        ),
+    ] = None,
+    files_from: Annotated[
+        str | None,
+        typer.Option(help="File with one image or folder per line; - reads them from stdin."),
+    ] = None,
+    to: Annotated[str, typer.Option("--format", help="Output format: csv or jsonl.")] = "csv",
+    top: Annotated[int, typer.Option(min=1, help="Number of classes for each image.")] = 5,
+    debug: Debug = False,
+) -> None:
+    """Write the most probable classes of images, a line for each file."""
+    from .lab.errors import LabError, RequestError
+    from .lab.images import predict as prediction
+    from .lab.run.progress import notice
+
+    if to not in ("csv", "jsonl"):
+        raise RequestError(f"--format {to}: must be csv or jsonl")
+    form: Any = to
+    names = [*(files or ()), *([] if files_from is None else prediction.read_list(files_from))]
+    if not names:
+        raise RequestError("no images: give files or folders, or --files-from")
+    found = list(prediction.find_files(names))
+    predictor = prediction.Predictor(run)
+    if not predictor.calibrated:
+        notice(f"{run} has no fitted temperature (labo calibrate): probabilities are as trained")
+    problems: list[str] = []
+    predictions = predictor.predict(found, top=top, problems=problems)
+    prediction.write_predictions(predictions, sys.stdout, form)
+    if problems:
+        raise LabError("\n".join(problems))
 
 
 @app.command()

@@ -15,8 +15,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from lab_runs import log_of, run
 from labo.calibration import fit_temperature
-from labo.lab import calibrate
-from labo.lab.calibrate import calibrate_run
+from labo.lab.calibrate import _Replayed, calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.recipes import recipe_of
@@ -133,12 +132,12 @@ def test_logits_are_computed_once_if_they_are_few_and_each_time_if_not(monkeypat
         yield torch.arange(3.0), torch.tensor(0)
         yield torch.arange(3.0) + 1, torch.tensor(1)
 
-    few = calibrate._Replayed(compute)
+    few = _Replayed(compute)
     first, second = list(few()), list(few())
     assert len(passes) == 1
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
-    monkeypatch.setattr(calibrate._Replayed, "_KEPT", 5)
-    many = calibrate._Replayed(compute)
+    monkeypatch.setattr(_Replayed, "_KEPT", 5)
+    many = _Replayed(compute)
     assert len(list(many())) == len(list(many())) == 2
     assert len(passes) == 3
 

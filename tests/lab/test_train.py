@@ -17,7 +17,6 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from lab_runs import log_of, losses, metrics, outcome, run, train
-from labo.lab import train as loop
 from labo.lab.config import Optim, known_recipes
 from labo.lab.images import task as image_classification
 from labo.lab.images.scores import classification_scores
@@ -26,6 +25,8 @@ from labo.lab.optim import learning_rate
 from labo.lab.recipes import load_recipe
 from labo.lab.run import progress
 from labo.lab.run.progress import Display, track
+from labo.lab.train import Trainer, TrainingState
+from labo.lab.train import train as train_recipe
 from labo.lab.translation.cldr import cldr_data
 
 
@@ -155,9 +156,9 @@ def test_work_without_a_terminal_is_reported_now_and_then(monkeypatch):
     ],
 )
 def test_ties_go_to_the_better_nll_and_then_to_the_later_step(scores, selected):
-    trainer = object.__new__(loop.Trainer)
+    trainer = object.__new__(Trainer)
     trainer.recipe = load_recipe("digits", ["train.select=accuracy"])
-    trainer.state = loop.TrainingState()
+    trainer.state = TrainingState()
     trainer.task = SimpleNamespace(higher_is_better={"accuracy": True}, steps_per_epoch=1)
     trainer.display = SimpleNamespace(evaluated=lambda *_: None)
     trainer.module = torch.nn.Linear(1, 1)
@@ -332,7 +333,7 @@ def test_every_recipe_for_images_takes_real_steps(name, image_folder, tmp_path, 
     recipe = load_recipe(name, settings)
     if recipe.data.name != "folder":
         monkeypatch.setattr(image_classification, "load_images", generated)
-    results = loop.train(recipe, tmp_path / "run")
+    results = train_recipe(recipe, tmp_path / "run")
     assert results["steps"] == 2
     assert math.isfinite(results["test"]["nll"])
     shutil.rmtree(tmp_path / "run")
@@ -346,7 +347,7 @@ def test_every_recipe_for_text_takes_real_steps(name, tmp_path, monkeypatch):
     settings += ["decode.beam=2", "decode.max_ratio=0.5", "decode.max_extra=2"]
     settings += ["model.encoder_layers=1", "model.decoder_layers=1"]
     settings += ["data.name=prepared", f"data.path={data.path}", "data.languages=[]"]
-    results = loop.train(load_recipe(name, settings), tmp_path / "run")
+    results = train_recipe(load_recipe(name, settings), tmp_path / "run")
     assert results["steps"] == 2
     assert math.isfinite(results["test"]["nll"])
     assert {"bleu", "bleu_fr_en"} <= results["test"].keys()

@@ -16,6 +16,7 @@ config              sections of a recipe, YAML, messages for wrong keys
 run/                a run on disk: directory, checkpoint, checksums, lock; seeds, processes
 compressed          compressed files, with a limit on what they inflate to
 pretrained          a model folder to start from: loading, freezing, LoRA
+custom              functions of your own that a recipe names
 tables              a table as Markdown, LaTeX, CSV and JSON
 tasks               the protocol of a task, and the dict ``TASKS``
 teachers            where a second distribution comes from
@@ -34,4 +35,109 @@ compare/            one recipe, several methods and seeds: plan, launch, execute
 reproduce/          the paper's tables and figures
 demo                ``labo demo``
 ==================  ===============================================================================
+
+From Python, the names of ``__all__`` are what the ``labo`` command is made of; they are imported
+when they are first used. ``docs/library.md`` shows them at work.
 """
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .analysis.run import analyze_run, analyze_runs
+    from .calibrate import calibrate_run as calibrate
+    from .compare.execute import compare
+    from .config import Recipe
+    from .errors import LabError, RequestError
+    from .evaluate import evaluate_run as evaluate
+    from .images.folders import FolderImages
+    from .images.predict import Predictor
+    from .images.splits import ImageSource
+    from .language_modeling.generate import Generator
+    from .language_modeling.score import Scorer
+    from .methods import METHODS
+    from .recipes import build_recipe, load_recipe
+    from .report import write_report
+    from .run.directory import RunDirectory
+    from .tasks import load_model
+    from .train import train
+    from .translation.translate import Translator
+
+__all__ = [
+    "METHODS",
+    "FolderImages",
+    "Generator",
+    "ImageSource",
+    "LabError",
+    "Predictor",
+    "Recipe",
+    "RequestError",
+    "RunDirectory",
+    "Scorer",
+    "Translator",
+    "analyze_run",
+    "analyze_runs",
+    "build_recipe",
+    "calibrate",
+    "compare",
+    "evaluate",
+    "load_model",
+    "load_recipe",
+    "train",
+    "write_report",
+]
+
+# Name -> module, and the name there if it is another one.
+_HOMES = {
+    "METHODS": "methods",
+    "FolderImages": "images.folders",
+    "Generator": "language_modeling.generate",
+    "ImageSource": "images.splits",
+    "LabError": "errors",
+    "Predictor": "images.predict",
+    "Recipe": "config",
+    "RequestError": "errors",
+    "RunDirectory": "run.directory",
+    "Scorer": "language_modeling.score",
+    "Translator": "translation.translate",
+    "analyze_run": "analysis.run",
+    "analyze_runs": "analysis.run",
+    "build_recipe": "recipes",
+    "calibrate": "calibrate:calibrate_run",
+    "compare": "compare.execute",
+    "evaluate": "evaluate:evaluate_run",
+    "load_model": "tasks",
+    "load_recipe": "recipes",
+    "train": "train",
+    "write_report": "report",
+}
+
+
+class _Lab(ModuleType):
+    """This package. Some functions have the name of the module they are in.
+
+    Importing a module binds its name in the package. For ``train`` and the like that is not done:
+    ``from labo.lab import train`` is the function, whatever was imported before.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home, _, alias = _HOMES[name].partition(":")
+        value = getattr(importlib.import_module(f".{home}", __name__), alias or name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *_HOMES})
+
+
+sys.modules[__name__].__class__ = _Lab

@@ -52,6 +52,12 @@ Pair = Annotated[tuple[float, float], Field(strict=False)]
 Epochs = Annotated[tuple[int, ...], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
+# The experiment trackers of accelerate.
+TRACKERS = (
+    *("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"),
+    "trackio",
+)
+
 
 class Optim(Section):
     """The optimizer and its learning rate, which is a pure function of the step."""
@@ -120,6 +126,12 @@ class Train(Section):
         False, description="Batch-norm statistics over all processes. Needs GPUs."
     )
     log_every: int = Field(50, ge=1, description="Steps between two logged losses.")
+    log_with: Names = Field(
+        ("tensorboard",),
+        description="Where metrics are logged besides `metrics.jsonl`, one or a list of "
+        + ", ".join(f"`{name}`" for name in TRACKERS)
+        + ". All but TensorBoard have to be installed and set up as their documentation says.",
+    )
     eval_every: int = Field(
         1,
         ge=1,
@@ -145,6 +157,15 @@ class Train(Section):
         description="Select the average of the last N evaluated models; 0 selects the best.",
     )
     workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
+
+    @field_validator("log_with", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        names = [value] if isinstance(value, str) else value
+        for name in names if isinstance(names, list | tuple) else ():
+            if name not in TRACKERS:
+                raise ValueError(unknown_name("tracker", name, TRACKERS))
+        return names
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +53,7 @@ from .run.interrupt import Interruptions
 from .run.lock import held
 from .run.progress import Display
 from .run.seeds import mix
+from .run.trackers import installed_trackers, start_trackers
 from .tasks import Batch, Task, find_task, load_model
 
 T = TypeVar("T")
@@ -539,9 +539,7 @@ class Trainer:
             checkpoint.tidy(self.run.checkpoints)
             self.run.forget_after(self.state.step, self.display.say)
         self.display.advance(self.state.step)
-        self.accelerator.init_trackers(
-            "tensorboard", init_kwargs={"tensorboard": {"purge_step": self.state.step + 1}}
-        )
+        start_trackers(self.accelerator, self.recipe, self.run.path, self.state.step)
 
     def _repair_best(self) -> None:
         if self.accelerator.is_main_process:
@@ -673,8 +671,10 @@ def _accelerator(recipe: Recipe, run: RunDirectory) -> Accelerator:
         raise RequestError("train.precision: fp16 needs a GPU; bf16 works on a CPU")
     return make_accelerator(
         recipe.train.precision,
-        log_with="tensorboard" if find_spec("tensorboard") else None,
-        project_config=ProjectConfiguration(str(run.path), logging_dir=str(run.path)),
+        log_with=installed_trackers(recipe.train.log_with),
+        project_config=ProjectConfiguration(
+            str(run.path), logging_dir=str(run.path / "tensorboard")
+        ),
     )
 
 

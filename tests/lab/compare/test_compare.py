@@ -21,7 +21,7 @@ from labo import cli
 from labo.lab.analysis.groups import mean_cell
 from labo.lab.compare import execute, launch
 from labo.lab.compare.conditions import note_conditions
-from labo.lab.compare.execute import carry_out, compare
+from labo.lab.compare.execute import carry_out, run_comparison
 from labo.lab.compare.plan import Comparison, claim_folder, plan, runs_in
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
@@ -70,7 +70,7 @@ def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
     assert carry_out([more], tmp_path, jobs=2) == []
     assert launcher.commands() == ["train labo-s0", "evaluate labo-s0"]
     launcher.started.clear()
-    table, failures = compare(more)
+    table, failures = run_comparison(more)
     assert (launcher.started, failures) == ([], [])
     assert to_markdown(table) == (tmp_path / "table.md").read_text()
     assert {"table.md", "table.tex", "table.csv", "table.json"} <= set(os.listdir(tmp_path))

@@ -6,7 +6,7 @@ Runs that are finished are not run again, runs that were interrupted are continu
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,53 @@ from ..tables import Table, write_table
 from ..tasks import find_task
 from . import launch
 from .conditions import note_conditions
-from .plan import Comparison, PlannedRun, check_folder, claim_folder
+from .plan import Comparison, PlannedRun, check_folder, claim_folder, plan
 from .table import tabulate
 
 
 def compare(
-    comparison: Comparison, jobs: int | None = None, *, accept_data: bool = False
+    recipe: str,
+    methods: Sequence[str] = ("base", "ls", "labo"),
+    seeds: int = 3,
+    *,
+    out: str | Path,
+    overrides: Iterable[str] = (),
+    grid: Iterable[str] = (),
+    teacher: str | None = None,
+    jobs: int | None = None,
+    accept_data: bool = False,
 ) -> tuple[Table, list[launch.Failure]]:
-    """Carry a comparison out, and write ``table.md``, ``.tex``, ``.csv`` and ``.json``.
+    """Train several methods with several seeds, and tabulate them, as ``labo compare`` does.
+
+    Each run is a process of its own. Finished runs are reused, interrupted ones are continued.
+
+    Args:
+        recipe: a recipe file, or the name of a recipe of the package.
+        methods: the rows, such as ``labo`` or ``labo:tau=1.05``.
+        seeds: runs per method, with seeds from 0.
+        out: the folder of the runs. The table is written there as ``table.md``, ``.tex``, ``.csv``
+            and ``.json``.
+        overrides: ``key=value`` settings for all runs.
+        grid: hyper-parameters to select on the validation split, such as ``labo.tau=1.15,1.25``.
+        teacher: a run that methods with a teacher learn from; by default the base run of the same
+            seed.
+        jobs: how many runs at once; by default one per GPU, or one per core.
+        accept_data: continue although the data of some runs have changed.
 
     Returns:
         The table, and the runs that failed, which it lacks.
+
+    Raises:
+        RequestError: the request is wrong, or ``out`` holds something else.
     """
+    comparison = plan(recipe, methods, seeds, out, overrides=overrides, grid=grid, teacher=teacher)
+    return run_comparison(comparison, jobs, accept_data=accept_data)
+
+
+def run_comparison(
+    comparison: Comparison, jobs: int | None = None, *, accept_data: bool = False
+) -> tuple[Table, list[launch.Failure]]:
+    """Carry out what was planned, and write the table; see :func:`compare`."""
     failures = carry_out([comparison], comparison.out, jobs, accept_data=accept_data)
     table = tabulate(comparison)
     write_table(table, comparison.out / "table")

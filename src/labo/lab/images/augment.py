@@ -32,6 +32,7 @@ __all__ = [
     "random_resized_crop",
     "random_rotation",
     "resize_center_crop",
+    "resize_cover",
 ]
 
 _CROP_TRIES = 10
@@ -197,9 +198,30 @@ def resize_center_crop(image: Tensor, resize: int = 256, size: int = 224) -> Ten
         raise ValueError(f"resize must be at least size ({size}), got {resize}")
     height, width = image.shape[-2:]
     shorter = min(height, width)
-    height, width = resize * height // shorter, resize * width // shorter
-    top, left = round((height - size) / 2), round((width - size) / 2)
-    return _resize(image, height, width)[:, top : top + size, left : left + size]
+    resized = _resize(image, resize * height // shorter, resize * width // shorter)
+    return _center_crop(resized, size, size)
+
+
+def resize_cover(image: Tensor, height: int, width: int) -> Tensor:
+    """Resize to the smallest size that covers ``height`` x ``width``, then crop the center.
+
+    Args:
+        image: (C, H, W) uint8.
+        height: of the result.
+        width: of the result.
+
+    Returns:
+        (C, height, width) uint8.
+    """
+    scale = max(height / image.shape[-2], width / image.shape[-1])
+    rows, columns = (round(scale * length) for length in image.shape[-2:])
+    resized = _resize(image, max(rows, height), max(columns, width))
+    return _center_crop(resized, height, width)
+
+
+def _center_crop(image: Tensor, height: int, width: int) -> Tensor:
+    top, left = (round((a - b) / 2) for a, b in zip(image.shape[-2:], (height, width), strict=True))
+    return image[:, top : top + height, left : left + width]
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

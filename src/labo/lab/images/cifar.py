@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import DataError
 from .files import read_files
 from .pickles import ByteArray, read_pickle
-from .splits import ImageSplit, Source, check_labels
+from .splits import ImageSource, ImageSplit, check_labels
 
 __all__ = ["load_cifar"]
 
@@ -182,7 +182,7 @@ def _classes(
     return names
 
 
-def load_cifar(name: str, root: Path) -> Source:
+def load_cifar(name: str, root: Path) -> ImageSource:
     """CIFAR-10 or CIFAR-100 from a folder that holds it, unpacked or not, or from its archive."""
     data_set = _DATA_SETS[name]
     version, path, files = _find(data_set, root)
@@ -196,7 +196,7 @@ def load_cifar(name: str, root: Path) -> Source:
         return images, labels
 
     images, labels = zip(*(read(file) for file in version.train if file in files), strict=True)
-    return Source(
+    return ImageSource(
         train=ImageSplit(torch.cat(images), torch.cat(labels)),
         test=ImageSplit(*read(version.test)),
         classes=tuple(_classes(data_set, version, files, path)),

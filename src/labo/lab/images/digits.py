@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..run.seeds import permutation
-from .splits import ImageSplit, Source, channel_statistics
+from .splits import ImageSource, ImageSplit, channel_statistics
 
 __all__ = ["load_digits"]
 
@@ -25,7 +25,7 @@ def _is_test(labels: Tensor) -> Tensor:
     return chosen
 
 
-def load_digits() -> Source:
+def load_digits() -> ImageSource:
     """The digits, a fixed stratified fifth of them as test split."""
     try:
         from sklearn import datasets
@@ -38,4 +38,4 @@ def load_digits() -> Source:
     train = torch.nonzero(~in_test).squeeze(1)
     test = torch.nonzero(in_test).squeeze(1)
     mean, std = channel_statistics(images[train])
-    return Source(digits.select(train), digits.select(test), tuple("0123456789"), mean, std)
+    return ImageSource(digits.select(train), digits.select(test), tuple("0123456789"), mean, std)

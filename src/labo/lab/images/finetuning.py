@@ -30,9 +30,9 @@ class FolderClassifier(nn.Module):
         self.channels: int = getattr(network.config, "num_channels", 3)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.image_size is not None and images.shape[-1] != self.image_size:
-            size = (self.image_size, self.image_size)
-            images = F.interpolate(images, size, mode="bilinear", antialias=True)
+        size = self.image_size
+        if size is not None and images.shape[-2:] != (size, size):
+            images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
         if images.shape[1] == 1 != self.channels:
             images = images.expand(-1, self.channels, -1, -1)
         logits: Tensor = self.network(pixel_values=images).logits

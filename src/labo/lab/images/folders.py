@@ -13,13 +13,33 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..run import checksums
-from .splits import ImageSplit, Source
+from ..run.files import open_regular
+from .splits import IMAGENET_MEAN, IMAGENET_STD, ImageSource, ImageSplit
 
-__all__ = ["FolderImages", "load_folders"]
+__all__ = ["SUFFIXES", "FolderImages", "decode_image", "load_folders"]
 
-_SUFFIXES = (".jpg", ".jpeg", ".png")
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
+SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+def decode_image(path: Path, channels: int = 3) -> Tensor:
+    """The pixels of an image file, (channels, H, W) uint8: grey (1 channel) or RGB (3).
+
+    Raises:
+        DataError: it cannot be read as an image.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with open_regular(path) as content, Image.open(content) as file:
+            image = file.convert("L" if channels == 1 else "RGB")
+    except UnidentifiedImageError as error:
+        raise DataError(f"{path}: not a readable image") from error
+    # Pillow reports damage as any of these, a broken PNG as SyntaxError.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: not a readable image ({reason})") from error
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, channels).permute(2, 0, 1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -40,17 +60,7 @@ class FolderImages:
         return len(self.names)
 
     def __getitem__(self, index: int) -> Tensor:
-        from PIL import Image
-
-        path = self.root / self.names[index]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        # Pillow reports damage as any of these, a broken PNG as SyntaxError.
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path}: not a readable image ({error})") from error
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        return pixels.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()
+        return decode_image(self.root / self.names[index])
 
     def select(self, index: Tensor) -> FolderImages:
         """The images with these indices, (M,) int64."""
@@ -78,7 +88,7 @@ def _image_files(folder: Path) -> list[str]:
     found = [
         entry
         for entry in os.scandir(folder)
-        if entry.name.lower().endswith(_SUFFIXES) and entry.name[0] != "."
+        if entry.name.lower().endswith(SUFFIXES) and entry.name[0] != "."
     ]
     for entry in found:
         if not stat.S_ISREG(entry.stat().st_mode):  # opening a pipe would wait forever
@@ -95,13 +105,13 @@ def _split(folder: Path, classes: list[str]) -> ImageSplit:
             raise DataError(f"{folder / kind}: a class that is not among the training classes")
         files = _image_files(folder / kind)
         if not files:
-            raise DataError(f"{folder / kind}: no image in it ({', '.join(_SUFFIXES)})")
+            raise DataError(f"{folder / kind}: no image in it ({', '.join(SUFFIXES)})")
         names += [f"{kind}/{file}" for file in files]
         labels += [classes.index(kind)] * len(files)
     return ImageSplit(FolderImages(folder, tuple(names)), torch.tensor(labels))
 
 
-def load_folders(root: Path) -> Source:
+def load_folders(root: Path) -> ImageSource:
     """Class folders under ``root/train`` and ``root/val`` or ``root/test``, or all under ``root``.
 
     If both ``val`` and ``test`` have class folders, ``val`` is the validation split. A ``test``
@@ -115,12 +125,12 @@ def load_folders(root: Path) -> Source:
         and (plain := _class_folders(root))
         and all(_image_files(root / name) for name in plain)
     ):
-        return Source(
+        return ImageSource(
             train=_split(root, plain),
             test=None,
             classes=tuple(plain),
-            mean=_IMAGENET_MEAN,
-            std=_IMAGENET_STD,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
         )
     if not classes:
         raise DataError(f"{root / 'train'}: no class folders; images belong in train/<class>/")
@@ -128,11 +138,11 @@ def load_folders(root: Path) -> Source:
     held = [_split(root / part, classes) for part in ("val", "test") if _class_folders(root / part)]
     if not held:
         raise DataError(f"{root}: neither val/<class>/ nor test/<class>/ beside train/")
-    return Source(
+    return ImageSource(
         train=train,
         test=held[-1],
         classes=tuple(classes),
         valid=held[0] if len(held) == 2 else None,
-        mean=_IMAGENET_MEAN,
-        std=_IMAGENET_STD,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
     )

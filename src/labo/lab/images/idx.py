@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .files import read_files
-from .splits import ImageSplit, Source, channel_statistics, check_labels
+from .splits import ImageSource, ImageSplit, channel_statistics, check_labels
 
 __all__ = ["load_idx"]
 
@@ -71,7 +71,7 @@ def _read(folder: Path, names: list[str]) -> dict[str, bytes]:
     return {dotted.get(name, name): data for name, data in found.items()}
 
 
-def load_idx(name: str, root: Path) -> Source:
+def load_idx(name: str, root: Path) -> ImageSource:
     """MNIST or Fashion-MNIST from ``root`` or the folders that torchvision makes in it."""
     names = [
         f"{prefix}-{part}-ubyte"
@@ -91,4 +91,4 @@ def load_idx(name: str, root: Path) -> Source:
     images, labels = _read_split(files, folder, "train")
     mean, std = channel_statistics(images)
     test = ImageSplit(*_read_split(files, folder, "t10k"))
-    return Source(ImageSplit(images, labels), test, _CLASSES[name], mean, std)
+    return ImageSource(ImageSplit(images, labels), test, _CLASSES[name], mean, std)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._names import unknown_name
+from ..custom import call_function, is_reference
 from ..errors import DataError
 from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
 from .folders import FolderImages, load_folders
 from .idx import load_idx
-from .splits import ImageFiles, ImageSplit, Source
+from .splits import ImageFiles, ImageSource, ImageSplit, check_source
 
 __all__ = [
     "BUILT_IN",
@@ -32,8 +34,8 @@ __all__ = [
 
 HASHED_BYTES = 8 << 30  # the most bytes of image files that are hashed for a fingerprint
 
-BUILT_IN: dict[str, Callable[[], Source]] = {"digits": load_digits}
-ON_DISK: dict[str, Callable[[Path], Source]] = {
+BUILT_IN: dict[str, Callable[[], ImageSource]] = {"digits": load_digits}
+ON_DISK: dict[str, Callable[[Path], ImageSource]] = {
     "cifar10": partial(load_cifar, "cifar10"),
     "cifar100": partial(load_cifar, "cifar100"),
     "mnist": partial(load_idx, "mnist"),
@@ -76,12 +78,14 @@ def load_images(
     holdout: float = 0.1,
     holdout_seed: int = 0,
     train_size: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> ImageDataset:
     """An image data set with its training split divided into training and validation.
 
     Args:
         name: "digits" (built in), or what is at ``root``: "cifar10", "cifar100", "mnist",
-            "fashion-mnist", "folder".
+            "fashion-mnist", "folder"; or ``package.module:function``, which is called with ``root``
+            and ``arguments`` and returns an :class:`ImageSource`.
         root: the folder that holds the files, or a CIFAR archive.
         holdout: the share of the training split that becomes the validation split, in [0, 1). Class
             folders that come with a validation split keep theirs. Class folders without any splits
@@ -89,6 +93,7 @@ def load_images(
         holdout_seed: which samples these are.
         train_size: train on so many images only, drawn at random (by ``holdout_seed``) from those
             that are left after the hold-out; None for all.
+        arguments: keyword arguments of a function of your own.
 
     Returns:
         The data; images in memory, except those in folders.
@@ -99,7 +104,7 @@ def load_images(
     if not 0 <= holdout < 1:
         raise ValueError(f"holdout must lie in [0, 1), got {holdout!r}")
     try:
-        source = _load_source(name, root)
+        source = _load_source(name, root, arguments or {})
         fingerprint, covers_content = _fingerprint(source)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
@@ -129,7 +134,10 @@ def load_images(
     )
 
 
-def _load_source(name: str, root: str | Path | None) -> Source:
+def _load_source(name: str, root: str | Path | None, arguments: Mapping[str, Any]) -> ImageSource:
+    if is_reference(name):
+        given = {"root": None if root is None else Path(root).expanduser()}
+        return check_source(call_function("data.name", name, given, arguments), name)
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if name not in ON_DISK:
@@ -151,7 +159,7 @@ def _hold_out(split: ImageSplit, share: float, seed: int) -> tuple[ImageSplit, I
 
 
 def _divide(
-    source: Source, share: float, seed: int, root: str | Path | None
+    source: ImageSource, share: float, seed: int, root: str | Path | None
 ) -> tuple[ImageSplit, ImageSplit, ImageSplit]:
     """Training, validation and test split of a data set without any, each with every class."""
     if share == 0 or share >= 0.5:
@@ -173,7 +181,7 @@ def _divide(
     return train, valid, test
 
 
-def _fingerprint(source: Source) -> tuple[str, bool]:
+def _fingerprint(source: ImageSource) -> tuple[str, bool]:
     """SHA-256 over the published splits, and whether it covers the content of all files."""
     splits = [split for split in (source.train, source.valid, source.test) if split is not None]
     sizes = [split.images.sizes() for split in splits if not isinstance(split.images, Tensor)]

@@ -19,19 +19,21 @@ from torch import Tensor, nn
 
 from ..._names import unknown_name
 from .. import config
+from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
 from ..pretrained import Lora, add_lora, folder_digest, freeze
 from ..run import files as atomic
 from ..run.distributed import gather_rows
-from ..run.progress import track
+from ..run.progress import notice, track
 from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .finetuning import FolderClassifier, head_note, load_classifier, normalization
 from .networks import CONVNETS
 from .scores import classification_scores
-from .sources import HASHED_BYTES, ImageSplit, load_images
+from .sources import BUILT_IN, HASHED_BYTES, ON_DISK, ImageSplit, load_images
+from .views import View
 from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 
 _EVALUATED_AT_ONCE = 256
@@ -45,8 +47,14 @@ _SIZES_ONLY = (
 class ImageData(config.Section):
     """The images, and how they are augmented in training."""
 
-    name: Literal["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder"] = Field(
-        description="The data set. `digits` comes with scikit-learn; the others need `root`."
+    name: str = Field(
+        description="The data set: "
+        + ", ".join(f"`{name}`" for name in [*BUILT_IN, *ON_DISK])
+        + ", or `package.module:function` for your own. `digits` comes with scikit-learn; the "
+        "others need `root`."
+    )
+    arguments: dict[str, Any] = Field(
+        {}, description="Keyword arguments of a function of your own."
     )
     root: str | None = Field(None, description="The folder that holds the data set.")
     holdout: float = Field(
@@ -80,13 +88,31 @@ class ImageData(config.Section):
         1.0, gt=0, le=1, description="Probability that a micro-batch is mixed at all."
     )
 
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if not is_reference(name) and name not in BUILT_IN and name not in ON_DISK:
+            raise ValueError(unknown_name("data set", name, [*BUILT_IN, *ON_DISK]))
+        return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImageData:
+        if self.arguments and not is_reference(self.name):
+            raise ValueError("arguments: only a function of your own has them")
+        return self
+
 
 class ImageModel(config.Section):
     """Which network, or a pre-trained folder. The keys from patch on are of vision transformers."""
 
     name: str | None = Field(
         None,
-        description="The network: " + ", ".join(f"`{name}`" for name in [*CONVNETS, *TRANSFORMERS]),
+        description="The network: "
+        + ", ".join(f"`{name}`" for name in [*CONVNETS, *TRANSFORMERS])
+        + ", or `package.module:function` for your own.",
+    )
+    arguments: dict[str, Any] = Field(
+        {}, description="Keyword arguments of a function of your own."
     )
     pretrained: str | None = Field(
         None,
@@ -135,14 +161,17 @@ class ImageModel(config.Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        if name is not None and name not in CONVNETS and name not in TRANSFORMERS:
-            raise ValueError(unknown_name("model", name, [*CONVNETS, *TRANSFORMERS]))
+        known = [*CONVNETS, *TRANSFORMERS]
+        if name is not None and not is_reference(name) and name not in known:
+            raise ValueError(unknown_name("model", name, known))
         return name
 
     @model_validator(mode="after")
     def _consistent(self) -> ImageModel:
         if (self.name is None) == (self.pretrained is None):
             raise ValueError("give name or pretrained, and not both (name=null leaves it out)")
+        if self.arguments and not self.is_custom:
+            raise ValueError("arguments: only a function of your own has them")
         if self.lora is not None and self.pretrained is None:
             raise ValueError("lora: adapters are for a pretrained model")
         if self.options() and self.name not in TRANSFORMERS:
@@ -152,9 +181,14 @@ class ImageModel(config.Section):
             )
         return self
 
+    @property
+    def is_custom(self) -> bool:
+        """Whether the name is that of a function of your own."""
+        return self.name is not None and is_reference(self.name)
+
     def options(self) -> dict[str, Any]:
-        """What differs from the defaults of the name."""
-        start = {"name", "pretrained", "freeze", "lora"}
+        """What differs from the defaults of a vision transformer."""
+        start = {"name", "arguments", "pretrained", "freeze", "lora"}
         return self.model_dump(exclude=start, exclude_none=True)
 
 
@@ -209,6 +243,7 @@ class ImageTask(Task):
             holdout=options.holdout,
             holdout_seed=options.holdout_seed,
             train_size=options.train_size,
+            arguments=options.arguments,
         )
         if not len(self.data.valid):
             raise RequestError(
@@ -220,6 +255,8 @@ class ImageTask(Task):
         self.notes: Sequence[str] = [] if self.data.covers_content else [_SIZES_ONLY]
         if recipe.model.pretrained is not None:
             self._take_up(recipe.model.pretrained)
+        if recipe.model.is_custom:
+            self.fingerprint += f"~{recipe.model.name}@{self._model_version}"
         self.labels = self.data.train.labels
         self.size, self.num_classes = len(self.labels), len(self.data.classes)
         self.steps_per_epoch = -(-self.size // recipe.train.batch_size)
@@ -247,6 +284,8 @@ class ImageTask(Task):
         options = self.recipe.model
         if options.pretrained is None:
             model = _fresh_model(self.facts())
+            if options.is_custom:
+                self._check_outputs(model)
             if options.freeze:
                 freeze(model, options.freeze)
             return model
@@ -262,29 +301,76 @@ class ImageTask(Task):
             add_lora(classifier.network, options.lora, classifier.heads, train_heads=True)
         return classifier
 
+    @property
+    def _model_version(self) -> str:
+        """Of the function of the user that builds the model."""
+        assert self.recipe.model.name is not None
+        return function_version("model.name", self.recipe.model.name)
+
+    def _check_outputs(self, model: nn.Module) -> None:
+        """Try a model of the user on two images, before the training.
+
+        Raises:
+            RequestError: it fails, or what it returns are no logits.
+        """
+        name = self.recipe.model.name
+        images = self._plain_views(self.data.train, torch.arange(min(2, self.size)))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            try:
+                found = model.eval()(images)
+            except Exception as error:  # the model is not ours
+                reason = str(error).strip().partition("\n")[0]
+                raise RequestError(
+                    f"model.name: {name} fails on images of shape {tuple(images.shape)}: "
+                    f"{type(error).__name__}: {reason}"
+                ) from error
+        model.train()
+        wanted = (len(images), self.num_classes)
+        if not isinstance(found, Tensor):
+            raise RequestError(
+                f"model.name: {name} must return logits of shape {wanted} for {len(images)} "
+                f"images, but returns a {type(found).__name__}"
+            )
+        if tuple(found.shape) != wanted or not found.is_floating_point():
+            raise RequestError(
+                f"model.name: {name} must return logits of shape {wanted} for {len(images)} "
+                f"images, but returns {found.dtype} of shape {tuple(found.shape)}"
+            )
+
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         facts = config.get("labo", config)
         if facts["model"] is None:  # it was pre-trained
             return load_classifier(folder)
+        if is_reference(facts["model"]):
+            version = function_version("model.name", facts["model"])
+            if version != facts["version"]:
+                notice(
+                    f"{facts['model']} has changed since {folder} was trained: it was "
+                    f"{facts['version']}, it is {version}"
+                )
         model = _fresh_model(facts)
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
         return model
 
     def facts(self) -> dict[str, Any]:
         options = self.recipe.model.options()
-        if self.recipe.model.name in TRANSFORMERS:
-            options.setdefault("image_size", self._image_size)
+        if self.recipe.model.is_custom:
+            options = dict(self.recipe.model.arguments)
+        elif self.recipe.model.name in TRANSFORMERS:
+            options.setdefault("image_size", self._view.width)
         return {
             "task": self.recipe.task,
             "model": self.recipe.model.name,
             **({"options": options} if options else {}),
+            **({"version": self._model_version} if self.recipe.model.is_custom else {}),
             "num_classes": self.num_classes,
             "in_channels": len(self.data.mean),
             "classes": list(self.data.classes),
             "mean": list(self.mean),
             "std": list(self.std),
+            "input": self._view.facts(),
         }
 
     def model_files(
@@ -300,10 +386,12 @@ class ImageTask(Task):
         return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n"}
 
     @property
-    def _image_size(self) -> int:
-        """The width of the images that the model is given."""
-        images = self.data.train.images
-        return int(images.shape[-1]) if isinstance(images, Tensor) else self.recipe.data.size
+    def _view(self) -> View:
+        """How an image of any size becomes one that the model is given."""
+        images, size = self.data.train.images, self.recipe.data.size
+        if isinstance(images, Tensor):
+            return View(int(images.shape[-2]), int(images.shape[-1]))
+        return View(size, size, resize=size * 256 // 224)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(batch.inputs)
@@ -458,15 +546,11 @@ class ImageTask(Task):
         return {"classes": names, "examples": examples}
 
     def _plain_views(self, split: ImageSplit, index: Tensor) -> Tensor:
-        images, size = split.images, self.recipe.data.size
+        images, view = split.images, self._view
         if isinstance(images, Tensor):
             views = images[index]
         else:
-
-            def view(i: int) -> Tensor:
-                return augment.resize_center_crop(images[i], size * 256 // 224, size)
-
-            views = torch.stack(list(self._map(view, index.tolist())))
+            views = torch.stack(list(self._map(lambda i: view(images[i]), index.tolist())))
         return augment.normalize(views, self.mean, self.std)
 
 
@@ -475,6 +559,14 @@ TASK = ImageTask
 
 def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
     name, sizes = facts["model"], (facts["num_classes"], facts["in_channels"])
+    if is_reference(name):
+        given = {"num_classes": sizes[0], "in_channels": sizes[1]}
+        own = call_function("model.name", name, given, facts.get("options", {}))
+        if not isinstance(own, nn.Module):
+            raise RequestError(
+                f"model.name: {name} must return a torch.nn.Module, not {type(own).__name__}"
+            )
+        return own
     if name in TRANSFORMERS:
         return VisionTransformer(name, *sizes, **facts["options"])
     model: nn.Module = CONVNETS[name](*sizes)

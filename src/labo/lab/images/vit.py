@@ -139,8 +139,8 @@ class VisionTransformer(nn.Module):
         return getattr(self, self.kind)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-1] != self.image_size:
-            size = (self.image_size, self.image_size)
+        size = (self.image_size, self.image_size)
+        if images.shape[-2:] != size:
             images = F.interpolate(images, size, mode="bilinear", antialias=True)
         logits: Tensor = self.classifier(self._pooled(self.body(images).last_hidden_state))
         return logits

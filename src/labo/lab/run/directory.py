@@ -141,8 +141,8 @@ class RunDirectory:
         begun = self.data if self.recipe_file.is_file() else None
         if begun is not None and begun.split("+")[-1] != found:
             raise RequestError(
-                f"the data of {self.path} have changed: {begun} when it was begun, {found} now; "
-                "restore the data, choose another --out, or pass --accept-data to labo train, "
+                f"the data or code of {self.path} have changed: {begun} when it was begun, {found} "
+                "now; restore them, choose another --out, or pass --accept-data to labo train, "
                 "evaluate or compare"
             )
 

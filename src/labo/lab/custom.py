@@ -1,0 +1,130 @@
+"""Models and data of your own: a function that a recipe names as ``package.module:function``.
+
+The module is imported from the installed packages or from the current folder. What a function gets
+and what it must return is up to the task; what is wrong is said in one line before training starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import RequestError
+from .run.files import sha256
+
+__all__ = ["call_function", "function_version", "is_reference"]
+
+_REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name has the form ``package.module:function``.
+
+    Example:
+        >>> is_reference("mynets.small:build"), is_reference("resnet18"), is_reference("a b:c")
+        (True, False, False)
+    """
+    return _REFERENCE.fullmatch(name) is not None
+
+
+def find_function(key: str, reference: str) -> Callable[..., Any]:
+    """The function that a recipe names.
+
+    Args:
+        key: the recipe key, for messages.
+        reference: ``package.module:function``.
+
+    Raises:
+        RequestError: the module cannot be imported, has no such name, or it is no function.
+    """
+    module_name, _, path = reference.partition(":")
+    if os.getcwd() not in sys.path:  # the labo command does not look there, python -m labo does
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise RequestError(
+                f"{key}: {reference}: there is no module {error.name}, neither installed nor in "
+                f"{os.getcwd()}"
+            ) from error
+        raise RequestError(f"{key}: {reference}: importing it failed: {_line(error)}") from error
+    except Exception as error:  # the module is not ours
+        raise RequestError(f"{key}: {reference}: importing it failed: {_line(error)}") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            where = getattr(found, "__name__", module_name)
+            raise RequestError(f"{key}: {reference}: {where} has no {name}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise RequestError(f"{key}: {reference} is no function but a {type(found).__name__}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def call_function(
+    key: str, reference: str, given: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Any:
+    """Call the function that a recipe names.
+
+    Args:
+        key: the recipe key, for messages.
+        reference: ``package.module:function``.
+        given: what the task gives it, by name.
+        arguments: further keyword arguments, from the recipe.
+
+    Raises:
+        RequestError: it is not there, does not take these arguments, or fails.
+    """
+    function = find_function(key, reference)
+    if twice := sorted(given.keys() & arguments.keys()):
+        raise RequestError(f"{key}: {reference} gets {twice[0]} from the task, not from arguments")
+    settings = {**given, **arguments}
+    try:
+        inspect.signature(function).bind(**settings)
+    except TypeError as error:
+        raise RequestError(
+            f"{key}: {reference} is called with {', '.join(settings)}: {error}"
+        ) from error
+    except ValueError:
+        pass  # some functions of extension modules have no signature
+    try:
+        return function(**settings)
+    except RequestError:
+        raise
+    except Exception as error:  # the function is not ours
+        raise RequestError(f"{key}: {reference} failed: {_line(error)}") from error
+
+
+def function_version(key: str, reference: str) -> str:
+    """What changes when the code of a function does.
+
+    Returns:
+        The version of the installed package that the module belongs to; else the first 12 digits of
+        the SHA-256 of its source file; else "unknown".
+    """
+    function = inspect.unwrap(find_function(key, reference))
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or not getattr(module, "__file__", None):
+        return "unknown"
+    file = Path(str(module.__file__)).resolve()
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    if installed & {*file.parents}:
+        package = module.__name__.partition(".")[0]
+        names = importlib.metadata.packages_distributions().get(package)
+        if names:
+            version = importlib.metadata.version(names[0])
+            return version.replace("+", ".")  # a + joins the data of a run
+    return sha256(file)[:12]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

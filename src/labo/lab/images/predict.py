@@ -1,0 +1,208 @@
+"""The class of image files: ``labo predict``.
+
+:class:`Predictor` is the way in from Python. An image is resized, cropped and normalized as in
+evaluation, and the logits are divided by the temperature of ``labo calibrate`` if there is one.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, RequestError
+from ..run.calibration import read_calibration
+from ..run.files import read_bytes
+from ..tasks import find_model
+from .augment import normalize
+from .folders import SUFFIXES, decode_image
+from .task import ImageTask
+from .views import View
+
+__all__ = ["Format", "Prediction", "Predictor", "find_files", "read_list", "write_predictions"]
+
+Format = Literal["csv", "jsonl"]
+
+_TASK = "image_classification"
+_IMAGES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of an image.
+
+    Attributes:
+        file: the image.
+        classes: the names of the classes, most probable first.
+        probabilities: of these classes, calibrated if the model is.
+    """
+
+    file: Path
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    def record(self) -> dict[str, Any]:
+        """As a line of JSON."""
+        top = zip(self.classes, self.probabilities, strict=True)
+        return {
+            "file": str(self.file),
+            "class": self.classes[0],
+            "probability": self.probabilities[0],
+            "top": [{"class": name, "probability": p} for name, p in top],
+        }
+
+
+class Predictor:
+    """A trained image classifier.
+
+    Args:
+        run: a run directory, or a model folder itself.
+
+    Attributes:
+        classes: the names of the classes, in the order of the logits.
+        temperature: what the logits of the saved model are divided by; 1 without ``labo
+            calibrate``, and if the temperature is folded into the model.
+        calibrated: whether a temperature was fitted.
+
+    Raises:
+        RequestError: there is no image classifier in it.
+
+    Example::
+
+        for prediction in Predictor("runs/digits-labo-s0").predict(["seven.png"]):
+            print(prediction.classes[0], prediction.probabilities[0])
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        folder, facts = find_model(run, _TASK)
+        try:
+            self.view = View(**facts["input"])
+        except (KeyError, TypeError) as error:
+            raise RequestError(
+                f"{folder / 'config.json'} does not say the size of the images; it is of an older "
+                "version of labo: train the model again"
+            ) from error
+        self.classes: tuple[str, ...] = tuple(facts["classes"])
+        self.channels: int = facts["in_channels"]
+        if self.channels not in (1, 3):
+            raise RequestError(
+                f"{run} takes images of {self.channels} channels; files are read as grey (1) or "
+                "RGB (3)"
+            )
+        self.mean, self.std = facts["mean"], facts["std"]
+        calibration = read_calibration(folder)
+        self.calibrated = calibration is not None
+        self.temperature = 1.0 if calibration is None else calibration.divisor
+        self.model = ImageTask.load_model(folder).eval()
+        self.device = torch.device("cpu")
+        if torch.accelerator.is_available():
+            self.device = torch.accelerator.current_accelerator() or self.device
+            self.model.to(self.device)
+
+    def predict(
+        self, files: Iterable[str | Path], *, top: int = 5, problems: list[str] | None = None
+    ) -> Iterator[Prediction]:
+        """The most probable classes of each image.
+
+        Args:
+            files: image files.
+            top: how many classes, at most all of them.
+            problems: gets a line for each file that is no image, which is then left out; None
+                raises an error at the first one.
+
+        Raises:
+            DataError: a file is no image, and ``problems`` is None.
+        """
+        paths = map(Path, files)
+        with ThreadPoolExecutor(os.cpu_count()) as workers:
+            while chunk := list(islice(paths, _IMAGES_AT_ONCE)):
+                read = []
+                for path, found in zip(chunk, workers.map(self._read, chunk), strict=True):
+                    if isinstance(found, Tensor):
+                        read.append((path, found))
+                    elif problems is None:
+                        raise found
+                    else:
+                        problems.append(str(found))
+                if read:
+                    yield from self._predict(read, top)
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Calibrated probabilities (N, K) of images (N, C, H, W) uint8, on the CPU."""
+        with torch.inference_mode():
+            inputs = normalize(images, self.mean, self.std).to(self.device)
+            logits: Tensor = self.model(inputs)
+            return (logits.double() / self.temperature).softmax(-1).cpu()
+
+    def _read(self, path: Path) -> Tensor | DataError:
+        """The image as the model takes it, or what is wrong with the file."""
+        try:
+            return self.view(decode_image(path, self.channels))
+        except DataError as error:
+            return error
+
+    def _predict(self, read: Sequence[tuple[Path, Tensor]], top: int) -> Iterator[Prediction]:
+        found = self.probabilities(torch.stack([image for _, image in read]))
+        best = found.topk(min(top, len(self.classes)))
+        rows = zip(read, best.values.tolist(), best.indices.tolist(), strict=True)
+        for (file, _), p, index in rows:
+            yield Prediction(file, tuple(self.classes[i] for i in index), tuple(p))
+
+
+def find_files(names: Iterable[str | Path]) -> Iterator[Path]:
+    """The files of these names; of a folder all images in it and in its folders, sorted.
+
+    Raises:
+        RequestError: there is no image in a folder.
+    """
+    for path in map(Path, names):
+        if not path.is_dir():
+            yield path
+            continue
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        if not inside:
+            raise RequestError(f"{path}: no image in it ({', '.join(SUFFIXES)})")
+        yield from inside
+
+
+def read_list(name: str) -> list[str]:
+    """The names in a list of files, one per line; empty lines are left out.
+
+    Args:
+        name: the list; - is stdin.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    content = sys.stdin.buffer.read() if name == "-" else read_bytes(Path(name))
+    return [line for line in os.fsdecode(content).splitlines() if line.strip()]
+
+
+def write_predictions(predictions: Iterable[Prediction], file: TextIO, form: Format) -> None:
+    """Write a line for each prediction.
+
+    A table (``csv``) has the columns ``file``, ``class`` and ``probability``, then ``class_2``,
+    ``probability_2`` and so on.
+    """
+    if form == "jsonl":
+        for prediction in predictions:
+            file.write(json.dumps(prediction.record(), ensure_ascii=False) + "\n")
+        return
+    table = csv.writer(file, lineterminator="\n")
+    for number, prediction in enumerate(predictions):
+        if number == 0:
+            more = range(2, len(prediction.classes) + 1)
+            further = [name for i in more for name in (f"class_{i}", f"probability_{i}")]
+            table.writerow(["file", "class", "probability", *further])
+        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
+        table.writerow([prediction.file, *(cell for pair in pairs for cell in pair)])

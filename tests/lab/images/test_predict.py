@@ -1,0 +1,131 @@
+"""``labo predict``: the probabilities of evaluation, for files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from labo.cli import main
+from labo.lab.calibrate import calibrate_run
+from labo.lab.errors import RequestError
+from labo.lab.evaluate import evaluate_run
+from labo.lab.images.predict import Predictor
+from labo.lab.images.sources import load_images
+from labo.lab.images.views import View
+from labo.lab.recipes import load_recipe
+from labo.lab.run.directory import RunDirectory
+from labo.lab.train import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    train(load_recipe("digits", ["train.max_steps=30", "method=ls"]), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """The first test images as files, in a folder with another folder."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "b").mkdir()
+    images = load_images("digits").test.images
+    for number in range(4):
+        name = folder / ("b" if number > 2 else ".") / f"{number}.png"
+        Image.fromarray(images[number, 0].numpy()).save(name)
+    return folder
+
+
+def records(run: Path) -> list[list[float]]:
+    lines = (run / "records" / "test.jsonl").read_text().splitlines()
+    return [json.loads(line)["probabilities"] for line in lines]
+
+
+def status(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    return end.value.code
+
+
+def test_files_get_the_probabilities_of_evaluation_after_the_temperature(run, pictures, capsys):
+    evaluate_run(run, ["test"])
+    expected = torch.tensor(records(run)[:4], dtype=torch.float64)
+    assert status("predict", run, pictures, "--format", "jsonl", "--top", 3) == 0
+    out, err = capsys.readouterr()
+    assert err == (
+        f"labo: {run} has no fitted temperature (labo calibrate): probabilities are as trained\n"
+    )
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [Path(line["file"]).name for line in found] == ["0.png", "1.png", "2.png", "3.png"]
+    for line, row in zip(found, expected, strict=True):
+        best = row.topk(3)
+        assert [int(entry["class"]) for entry in line["top"]] == best.indices.tolist()
+        assert [e["probability"] for e in line["top"]] == pytest.approx(best.values.tolist())
+        assert (line["class"], line["probability"]) == tuple(line["top"][0].values())
+
+    temperature = calibrate_run(run).temperature
+    assert abs(temperature - 1) > 0.01
+    tempered = (expected.log() / temperature).softmax(-1)
+    assert status("predict", run, pictures / "0.png") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    (line,) = csv.DictReader(io.StringIO(out))
+    assert float(line["probability"]) == pytest.approx(float(tempered[0].max()), rel=1e-5)
+    assert float(line["probability_5"]) == pytest.approx(float(tempered[0].topk(5).values[-1]))
+    assert list(line)[:3] == ["file", "class", "probability"]
+    assert len(line) == 11
+
+
+def test_a_file_that_is_no_image_is_one_line_and_the_others_are_predicted(
+    run, pictures, tmp_path, capsys
+):
+    text, cut = tmp_path / "text.png", tmp_path / "cut.png"
+    text.write_text("no image")
+    cut.write_bytes((pictures / "0.png").read_bytes()[:-40])
+    listed = tmp_path / "list.txt"
+    listed.write_text(f"{cut}\n\n{tmp_path / 'none.png'}\n{pictures / '1.png'}\n")
+    assert status("predict", run, pictures / "0.png", text, "--files-from", listed) == 1
+    out, err = capsys.readouterr()
+    assert [Path(row[0]).name for row in csv.reader(io.StringIO(out))] == ["file", "0.png", "1.png"]
+    problems = [line for line in err.splitlines() if "temperature" not in line]
+    assert problems[0] == f"labo: {text}: not a readable image"
+    assert problems[1].startswith(f"labo: {cut}: not a readable image (")
+    assert problems[2].endswith("none.png: not a readable image (No such file or directory)")
+    assert len(problems) == 3
+
+
+def test_other_sizes_and_colours_are_brought_to_those_of_the_model(run, pictures, tmp_path):
+    plain = Image.open(pictures / "2.png")
+    large = plain.resize((24, 24), Image.Resampling.NEAREST).convert("RGB")
+    large.save(tmp_path / "large.png")
+    found = list(Predictor(run).predict([pictures / "2.png", tmp_path / "large.png"]))
+    assert found[0].classes[0] == found[1].classes[0]
+    wide = torch.arange(8 * 20, dtype=torch.uint8).view(1, 8, 20)
+    assert torch.equal(View(8, 8)(wide), wide[..., 6:14])
+    assert View(16, 12)(wide).shape == (1, 16, 12)
+
+
+def test_wrong_requests(run, tmp_path, capsys):
+    for arguments, message in [
+        ((run,), "no images: give files or folders, or --files-from"),
+        ((run, tmp_path), f"{tmp_path}: no image in it (.jpg, .jpeg, .png)"),
+        ((run, "--files-from", "nowhere"), "nowhere: no such file"),
+        ((run, "x.png", "--format", "xml"), "--format xml: must be csv or jsonl"),
+        ((tmp_path, "x.png"), f"{tmp_path} is no run with best/config.json"),
+    ]:
+        assert status("predict", *arguments) == 2
+        assert capsys.readouterr().err == f"labo: {message}\n"
+    config = RunDirectory(run).best / "config.json"
+    facts = json.loads(config.read_text())
+    del facts["input"]
+    other = tmp_path / "model"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(RequestError, match="does not say the size of the images"):
+        Predictor(other)
