@@ -49,6 +49,8 @@ class Column:
         suffix: printed after each number.
         signed: whether positive numbers have a plus sign.
         printed: whether the column is in Markdown and LaTeX. CSV and JSON have all columns.
+        better: 1 if a larger number is better, -1 if a smaller one is, 0 if neither. The report
+            marks the best number.
     """
 
     key: str
@@ -59,6 +61,7 @@ class Column:
     suffix: str = ""
     signed: bool = False
     printed: bool = True
+    better: int = 0
 
     def shown(self, number: float) -> str:
         """A number as text.
@@ -93,6 +96,28 @@ class Table:
     @property
     def printed(self) -> list[Column]:
         return [column for column in self.columns if column.printed]
+
+
+def best_rows(column: Column, rows: Sequence[Row]) -> set[int]:
+    """The indices of the rows with the best number of a column, as far as its digits tell.
+
+    It is empty if the column has no better direction, or fewer than two numbers.
+
+    Example:
+        >>> rows = [Row("a", {"s": Cell(0.912)}), Row("b", {"s": Cell(0.914)})]
+        >>> best_rows(Column("s", "S", digits=3, better=1), rows)
+        {1}
+        >>> best_rows(Column("s", "S", digits=2, better=1), rows)
+        {0, 1}
+    """
+    values = {
+        i: row.cells.get(column.key, Cell()).value for i, row in enumerate(rows) if not row.ruled
+    }
+    known = {i: value for i, value in values.items() if value is not None}
+    if not column.better or len(known) < 2:
+        return set()
+    best = column.shown(max(known.values(), key=lambda value: column.better * value))
+    return {i for i, value in known.items() if column.shown(value) == best}
 
 
 def filled(columns: Iterable[Column], rows: Sequence[Row]) -> list[Column]:

@@ -13,7 +13,7 @@ from sklearn.metrics import roc_auc_score
 from analysis_runs import drawn_images
 from labo.lab.analysis import selective
 from labo.lab.analysis.calibration import ece, tempered
-from labo.lab.analysis.intervals import bootstrap_intervals
+from labo.lab.analysis.intervals import bootstrap_intervals, wilson
 
 levels = st.sampled_from([0.1, 0.3, 0.5, 0.9, 1.0])
 samples = st.lists(st.tuples(levels, st.booleans()), min_size=1, max_size=40)
@@ -197,3 +197,11 @@ def test_a_single_record_has_an_interval_of_no_width(right):
     found = bootstrap_intervals(np.array([1.0]), np.array([right]))
     assert found["accuracy"] == [right, right]
     assert found["aurc"] == [1 - right, 1 - right]
+
+
+def test_wilson_interval_is_the_published_one():
+    # Newcombe (1998), Statistics in Medicine 17, table I, method 3.
+    for successes, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)):
+        assert wilson(successes / count, count) == pytest.approx((low, high), abs=5e-5)
+    assert wilson(0.0, 20) == pytest.approx((0, 0.1611), abs=5e-5)
+    assert wilson(1.0, 29)[1] == 1

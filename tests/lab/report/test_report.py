@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from labo import cli, smoothing
+from labo.lab.analysis.groups import Difference
 from labo.lab.analysis.labels import smoothed_labels
+from labo.lab.analysis.run import write_analysis
 from labo.lab.analysis.significance import sign_flip_test, t_interval
 from labo.lab.errors import RequestError
 from labo.lab.report import write_report
-from labo.lab.report.charts import Axis, Line, line_chart, sheet, ticks
+from labo.lab.report.charts import Axis, ChartRow, Line, dot_chart, line_chart, sheet, ticks
 from labo.lab.report.embed import explorer_data
 from labo.lab.report.gather import make_groups, read_runs
-from labo.lab.report.palette import COLOURS
+from labo.lab.report.palette import COLOURS, Style, styles
+from labo.lab.report.summary import judged, summary_figure, verdict
 from labo.lab.report.task import find_report
 from labo.lab.text.token_text import readable, token_name
 from report_runs import (
@@ -110,13 +113,14 @@ def test_runs_are_named_so_that_they_are_told_apart(tmp_path):
 def test_the_page_has_every_section(page):
     ids = [attributes.get("id") for attributes in page.of("section")]
     assert ids == [
-        "runs",
+        "summary",
         "results",
         "training",
         "confidence",
         "translation",
         "sentences",
         "labels",
+        "runs",
     ]
     links = {attributes["href"] for attributes in page.of("a")}
     assert {f"#{name}" for name in ids} <= links
@@ -139,16 +143,96 @@ def test_results_are_means_over_seeds_with_differences(runs, tmp_path):
     assert "500" in text
 
 
+def test_the_page_opens_with_the_best_method_and_what_it_costs(runs, tmp_path):
+    images = runs[:6]
+    text = report(images, tmp_path / "r.html").text.replace("\u00a0", " ")
+    scores = {}
+    for run in images:
+        results = json.loads((run / "results.json").read_text())
+        scores.setdefault(run.name.split("-")[1], []).append(100 * results["test"]["accuracy"])
+    best = f"{np.mean(scores['labo']):.2f} ± {np.std(scores['labo'], ddof=1):.2f} %"
+    first = text.index(f"labo has the highest accuracy: {best} (test split, mean of 2 seeds).")
+    assert first < text.index("All methods") < text.index("Results on the test split")
+    for name in ("ls", "base"):
+        gain = np.array(scores["labo"]) - np.array(scores[name])
+        low, high = (f"{end:.2f}".replace("-", "−") for end in t_interval(gain))
+        p = f"p = {sign_flip_test(gain)[0]:.2g}"
+        assert (
+            f"{gain.mean():+.2f} points compared with {name} "
+            f"(95 % interval {low} to {high}, {p})" in text
+        )
+    assert "no difference that 2 seeds can show" in text
+    assert "With 2 seeds p cannot be below 0.5" in text
+    assert "A training step takes 1.25 ± 0.00 times as long as with base." in text
+    assert re.search(r"calibration error \(ECE\) is [\d.]+ % \(ls [\d.]+ %, base [\d.]+ %\)", text)
+
+
+def test_only_a_difference_that_is_significant_is_called_one():
+    def found(values, examples=None):
+        p, smallest = sign_flip_test(values) if len(values) > 1 else (None, None)
+        seeds = list(range(len(values)))
+        mean = float(np.mean(values))
+        return Difference(
+            "labo", "ls", "ls", seeds, values, mean, None, p, smallest, None, examples
+        )
+
+    assert judged(found([1.0])) == "one seed cannot show whether there is a difference"
+    assert judged(found([1.0], 0.2)) == "no difference that these examples can show"
+    assert judged(found([1.0], 0.01)).startswith("a difference on these examples")
+    assert judged(found([1.0, 1.1, 0.9, 1.0, 1.2], 0.001)) == "no difference that 5 seeds can show"
+    assert (
+        judged(found([1.0, 1.1, 0.9, 1.0, 1.2, 1.0]))
+        == "a difference over 6 seeds at the 5 % level"
+    )
+
+
+def test_equal_scores_share_the_first_place_and_lower_can_be_better(tmp_path):
+    paths = [write_run(tmp_path / m["name"], m) for m in (BASE, LS)]
+    for path in paths:
+        results = json.loads((path / "results.json").read_text())
+        results["test"]["accuracy"] = 0.97
+        (path / "results.json").write_text(json.dumps(results))
+    (group,) = make_groups([listing.member for listing in read_runs(paths)])
+    assert verdict(group, None).best == ["base", "ls"]
+    assert verdict(group, None).text.startswith("have the highest accuracy: 97.00 %")
+    assert len(summary_figure([group]).panels) == 3
+
+
+def test_best_numbers_are_bold(page):
+    best = [a for a in page.of("td") if "best" in (a.get("class") or "")]
+    assert len(best) >= 6
+
+
+def test_twelve_methods_have_twelve_markers():
+    names = [(name, 0) for name in ("base", "ls", "labo", *(f"other{i}" for i in range(8)))]
+    found = styles([*names, ("labo", 1)])
+    assert len({style.marker for style in found.values()}) == 12
+    looks = [(style.colour, style.dash) for style in found.values()]
+    assert len(set(looks)) == 12
+
+
+def test_a_method_far_from_the_others_does_not_squeeze_the_scale():
+    rows = [ChartRow(f"m{i}", 98 + i / 10, Style("m0"), "") for i in range(8)]
+    wide = dot_chart("c", "t", "d", Axis("x"), [*rows, ChartRow("far", 20.0, Style("m0"), "20")])
+    assert 'class="tick"' in wide.svg
+    ticks_shown = [float(t) for t in re.findall(r'class="tick"[^>]*>([\d.]+)<', wide.svg)]
+    assert min(ticks_shown) > 90
+    assert ">20<" in wide.svg
+
+
 def test_every_figure_has_alternative_text_and_a_signature(page):
     figures = sum(tag == "figure" for tag, _ in page.elements)
     assert figures >= 10
     ids = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
-    drawings = page.of("svg")
+    drawings = [a for a in page.of("svg") if a.get("class") != "swatch"]
     for attributes in drawings:
         assert attributes["role"] == "img"
         assert set(attributes["aria-labelledby"].split()) <= ids
     signatures = [a for a in page.of("p") if a.get("class") == "signature"]
     assert len(signatures) >= figures
+    folded = [a for a in page.of("details") if a.get("class") == "provenance"]
+    assert len(folded) == figures + 1  # and that of the runs
+    assert not any("open" in a for a in folded)
     assert len(ids) == len([a["id"] for _, a in page.elements if a.get("id")])  # no id twice
 
 
@@ -184,8 +268,11 @@ def test_a_page_of_one_bare_run(tmp_path):
     run = write_run(tmp_path / "only", LS, records=False)
     found = report([run], tmp_path / "r.html")
     ids = [attributes.get("id") for attributes in found.of("section")]
-    assert ids == ["runs", "results", "training", "left-out"]
+    assert ids == ["summary", "results", "training", "left-out", "runs"]
     assert "labo evaluate" in found.text
+    assert re.search(
+        r"ls is the only finished method: accuracy [\d.]+.% \(test split, one seed\)", found.text
+    )
 
 
 def test_the_same_runs_make_the_same_bytes(runs, tmp_path):
@@ -199,8 +286,9 @@ def test_variants_of_a_method_are_told_apart(tmp_path):
     usual = write_run(tmp_path / "usual", LABO)
     (group,) = make_groups([listing.member for listing in read_runs([sharp, usual])])
     assert [variant.label for variant in group.variants] == ["labo tau=1.05", "labo tau=1.25"]
-    assert {variant.colour for variant in group.variants} == {"m2"}
-    assert len({variant.dashed for variant in group.variants}) == 2
+    assert {variant.style.colour for variant in group.variants} == {"m2"}
+    assert len({variant.style.dash for variant in group.variants}) == 2
+    assert len({variant.style.marker for variant in group.variants}) == 2
 
 
 def test_students_of_different_teachers_are_one_method(tmp_path):
@@ -334,8 +422,9 @@ def test_the_command(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_report_needs_no_torch(tmp_path):
+def test_a_report_of_analyzed_runs_needs_no_torch(tmp_path):
     run = write_run(tmp_path / "run", LABO)
+    write_analysis(run)
     script = (
         "import sys; from labo.lab.report import write_report\n"
         f"write_report([{str(run)!r}], {str(tmp_path / 'r.html')!r})\n"
@@ -446,23 +535,26 @@ def test_ticks_are_round_and_inside():
 
 
 def test_a_line_of_one_point_can_be_drawn():
-    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), [Line([(5, 0.0)], "m0", "a & b")])
+    line = Line([(5, 0.0)], Style("m0"), "a & b", "a & b")
+    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), [line])
     assert "nan" not in chart.svg
     assert "a &amp; b" in chart.svg
 
 
 def test_labels_at_the_ends_do_not_cover_each_other():
-    lines = [Line([(0, 0), (1, 0.5 + i / 1000)], "m0", f"name{i}") for i in range(7)]
+    lines = [
+        Line([(0, 0), (1, 0.5 + i / 1000)], Style("m0"), f"name{i}", f"name{i}") for i in range(7)
+    ]
     chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), lines).svg
-    heights = sorted(float(y) for y in re.findall(r'class="end m0" x="[\d.]+" y="([\d.]+)"', chart))
+    heights = sorted(float(y) for y in re.findall(r'class="end" x="[\d.]+" y="([\d.]+)"', chart))
     assert len(heights) == 7
     assert min(b - a for a, b in pairwise(heights)) >= 13.9
 
 
 def test_a_sheet_is_a_file_of_its_own_in_the_light_colours():
-    line = Line([(0, 0.0), (1, 1.0)], "m1", "a < b")
+    line = Line([(0, 0.0), (1, 1.0)], Style("m1"), "a < b", "a < b")
     charts = [line_chart(n, n, "d", Axis("x"), Axis("y"), [line]) for n in ("one", "two")]
-    text = sheet(charts, [("m1", "ls & co")])
+    text = sheet(charts, [(Style("m1"), "ls & co")])
     root = ElementTree.fromstring(text)
     inner = root.findall("{http://www.w3.org/2000/svg}svg")
     assert [(chart.get("x"), chart.get("width")) for chart in inner] == [

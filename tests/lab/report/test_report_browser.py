@@ -233,6 +233,60 @@ def test_the_arrow_keys_walk_through_the_sentences(show, file):
         assert listbox.get_attribute("aria-activedescendant") == f"browser-1-{index}"
 
 
+def test_the_page_does_not_scroll_by_itself(show, file):
+    page = show(file)
+    assert page.evaluate("window.scrollY") == 0
+    page.locator(".browser input").fill("Hund")
+    assert page.locator('.browser [role="listbox"]').evaluate("list => list.scrollTop") == 0
+
+
+def test_a_chosen_sentence_is_scrolled_to_within_the_list(show, file):
+    page = show(file, reduced_motion="reduce")
+    listbox = page.locator('.browser [role="listbox"]')
+    listbox.focus()
+    before = page.evaluate("window.scrollY")
+    page.keyboard.press("End")
+    top, bottom = page.evaluate(
+        """() => { const box = (name) => document.querySelector(name).getBoundingClientRect();
+             const list = box('.browser [role=listbox]'), chosen = box('[aria-selected=true]');
+             return [chosen.top - list.top, list.bottom - chosen.bottom]; }"""
+    )
+    assert top >= 0
+    assert bottom >= 0
+    assert page.evaluate("window.scrollY") == before
+
+
+def test_pointing_at_a_method_brings_it_forward(show, tmp_path):
+    methods = [BASE, LS, LABO, *({"name": name} for name in ("cp", "fl", "kd", "poly"))]
+    write_report([write_run(tmp_path / m["name"], m) for m in methods], tmp_path / "r.html")
+    page = show(tmp_path / "r.html", reduced_motion="reduce")
+    entry = page.locator('#g0-learning .legend [data-series="labo"]')
+
+    def faded(name: str) -> bool:
+        found: str = page.evaluate(
+            """(name) => getComputedStyle(document.querySelector(
+                 `#g0-learning svg [data-series="${name}"]`)).opacity""",
+            name,
+        )
+        return float(found) < 0.3
+
+    entry.focus()
+    assert faded("ls")
+    assert not faded("labo")
+    entry.blur()
+    assert not faded("ls")
+    entry.hover()
+    assert faded("ls")
+    entry.click()
+    page.mouse.move(5, 5)
+    assert faded("ls")  # it stays until it is clicked again
+    assert entry.get_attribute("aria-pressed") == "true"
+    entry.click()
+    page.mouse.move(5, 5)
+    entry.blur()
+    assert not faded("ls")
+
+
 def test_a_token_shows_its_probability_on_focus(show, file):
     page = show(file)
     first = page.locator(".token").first

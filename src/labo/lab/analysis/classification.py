@@ -61,8 +61,11 @@ class ClassifierAnalysis(TaskAnalysis):
         locations: see :class:`labo.lab.analysis.task.TaskAnalysis`.
     """
 
-    headline = Column("accuracy", "accuracy %", scale=100)
-    scores = (Column("nll", "NLL", digits=3), Column("ece", "ECE %", scale=100))
+    headline = Column("accuracy", "accuracy %", scale=100, better=1)
+    scores = (
+        Column("nll", "NLL", digits=3, better=-1),
+        Column("ece", "ECE %", scale=100, better=-1),
+    )
     measures = (
         headline,
         Column("nll", "NLL", digits=3),

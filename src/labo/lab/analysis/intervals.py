@@ -1,4 +1,4 @@
-"""95 % bootstrap intervals of accuracy, underconfidence, ECE and AURC.
+"""95 % intervals: of a share, and by the bootstrap of accuracy, underconfidence, ECE and AURC.
 
 Tokens are drawn by the sentence, because the errors within a sentence are correlated.
 
@@ -10,6 +10,9 @@ therefore the basic bootstrap interval, [2 e - upper, 2 e - lower], cut at 0.
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 import numpy as np
 
 from .calibration import BINS, bin_index, ece
@@ -18,6 +21,29 @@ from .selective import risk_by_rank
 
 DRAWS = 1000
 LEVEL = 0.95
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    r"""Wilson's score interval of a share p of n independent trials.
+
+    .. math:: \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4n^2}}{1 + z^2 / n}
+
+    Unlike :math:`p \pm z \sqrt{p (1 - p) / n}` it stays within [0, 1] and has a width at p = 0 and
+    p = 1 (Brown, Cai and DasGupta 2001).
+
+    Args:
+        share: p.
+        count: n > 0; a mean over several runs need not be a whole number.
+
+    Example:
+        >>> [round(end, 3) for end in wilson(0.9, 10)]
+        [0.596, 0.982]
+    """
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    reach /= 1 + z * z / count
+    return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
 def bootstrap_intervals(

@@ -128,7 +128,9 @@ def difference_columns(headline: Column, reference: str) -> list[Column]:
         reference: the name of the method that others are compared with.
     """
     return [
-        replace(headline, key=f"delta_{reference}", heading=f"Δ {reference}", signed=True),
+        replace(
+            headline, key=f"delta_{reference}", heading=f"Δ {reference}", signed=True, better=0
+        ),
         Column(f"p_{reference}", "p", digits=3),
         Column(f"p_bootstrap_{reference}", "p examples", digits=3),
     ]
@@ -160,7 +162,7 @@ def _difference_row(label: str, found: Mapping[str, Any]) -> Row:
 def _difference_table(caption: str, headline: Column, rows: Sequence[Row]) -> Table:
     columns = [
         Column("seeds", "seeds", digits=0),
-        replace(headline, key="mean", heading=f"Δ {headline.heading}", signed=True),
+        replace(headline, key="mean", heading=f"Δ {headline.heading}", signed=True, better=0),
         Column("p", "p", digits=4),
         Column("smallest_p", "smallest p", digits=4),
         Column("p_bootstrap", "p examples", digits=3),

@@ -61,7 +61,7 @@ class TaskAnalysis(ABC):
             :meth:`analyze_split` and :meth:`compare_group`.
     """
 
-    headline: Column = Column("accuracy", "accuracy %", scale=100)
+    headline: Column = Column("accuracy", "accuracy %", scale=100, better=1)
     higher_is_better: bool = True
     scores: Sequence[Column] = ()
     measures: Sequence[Column] = ()

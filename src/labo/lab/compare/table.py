@@ -181,8 +181,9 @@ def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
     except RequestError:
         return []  # the group has a note about it
     notes = [
-        f"time: seconds per training step relative to {BASE} with the same seed; {jobs} runs at "
-        f"once, {threads} thread(s) each; wall-clock time, so other work on the machine distorts it"
+        f"time: seconds per training step relative to {BASE} with the same seed; "
+        f"{'1 run' if jobs == 1 else f'{jobs} runs'} at once, {threads} thread(s) each; wall-clock "
+        "time, so other work on the machine distorts it"
         for jobs, threads in sorted(kinds)
     ]
     if len(kinds) > 1:

@@ -104,13 +104,13 @@ class LanguageAnalysis(TaskAnalysis):
     """Bits per byte, over all documents; calibration, over the recorded tokens."""
 
     bootstraps = True
-    headline = Column("bits_per_byte", "bits per byte", digits=4)
+    headline = Column("bits_per_byte", "bits per byte", digits=4, better=-1)
     higher_is_better = False
     scores = (
-        Column("perplexity", "perplexity"),
-        Column("nll", "NLL", digits=3),
-        Column("token_accuracy", "token accuracy %", scale=100),
-        Column("ece", "ECE %", scale=100),
+        Column("perplexity", "perplexity", better=-1),
+        Column("nll", "NLL", digits=3, better=-1),
+        Column("token_accuracy", "token accuracy %", scale=100, better=1),
+        Column("ece", "ECE %", scale=100, better=-1),
     )
     measures = (
         headline,

@@ -1,8 +1,11 @@
-"""``labo report``: runs -> one HTML page that needs neither a network nor torch.
+"""``labo report``: runs -> one HTML page that needs no network.
 
-``gather`` reads the runs and sorts them into groups. ``results`` and ``figures`` make the tables
-and figures that every task has, ``task`` finds what a task adds. ``charts`` draws, ``embed``
-prepares the samples of the label explorer, and ``page.html.j2`` is the page.
+``gather`` reads the runs and sorts them into groups. ``summary`` makes the first screen,
+``results`` and ``figures`` the tables and figures that every task has, ``task`` finds what a task
+adds. ``charts`` draws, ``palette`` says how a method looks, ``embed`` prepares the samples of the
+label explorer, and ``page.html.j2`` is the page.
+
+Torch is needed only for runs that were not analyzed yet.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +25,9 @@ from markupsafe import Markup
 from ... import __version__
 from ..errors import RequestError
 from ..run import files as atomic
-from ..tables import NOTHING, Cell, Column, shown_cell
-from . import embed, figures, palette, results
+from ..tables import Cell, Column, best_rows, shown_cell
+from . import embed, figures, palette, results, summary
+from .charts import swatch
 from .gather import Listing, ReportGroup, differing, make_groups, method_text, read_runs
 from .task import find_report
 
@@ -70,18 +75,28 @@ def _render(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"embedded": _embedded, "shown": _shown}
+    environment.filters |= {
+        "embedded": _embedded,
+        "shown": _shown,
+        "swatch": _swatch,
+        "unbroken": _unbroken,
+    }
     scripts = [_read(name) for name in _SCRIPTS]
     contexts = [_group_context(group, f"g{index}") for index, group in enumerate(groups)]
     return environment.get_template("page.html.j2").render(
         version=__version__,
         nothing=Cell(),
+        best_rows=best_rows,
         style=Markup(palette.variables() + "".join(map(_read, _STYLES))),
         scripts=[Markup(script) for script in scripts],
         script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
         listings=listings,
         method_text=method_text,
         groups=contexts,
+        summary=summary.summary_figure(groups),
+        cautions=list(
+            dict.fromkeys(c for context in contexts for c in context["verdict"].cautions)
+        ),
         sections=_sections(contexts),
         browsers=_browsers(groups),
         label=_label(groups),
@@ -97,7 +112,9 @@ def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
     return {
         "title": group.title,
         "split": group.split,
-        "colours": {variant.label: variant.key for variant in group.variants},
+        "verdict": summary.verdict(group, confidence),
+        "styles": {variant.label: variant.style for variant in group.variants},
+        "notes": group.group.notes,
         "results": results.results_table(group),
         "bootstrapped": any(found.p_bootstrap is not None for found in group.group.differences),
         "differing": differing(group),
@@ -150,8 +167,6 @@ def _left_out(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> lis
         for note in notes:
             reasons.setdefault(note, []).append(listing.name)
     for group in groups:
-        for note in group.group.notes:
-            reasons.setdefault(note, []).append(group.title)
         curves = [(member.analysis or {})["training"]["valid"] for member in group.members]
         if not any("entropy" in curve for curve in curves):
             note = "no confidence over training: entropy was not logged"
@@ -174,9 +189,18 @@ def _embedded(value: Any) -> Markup:
     return Markup(text)
 
 
+def _unbroken(text: str) -> str:
+    """A sentence whose lines do not break between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=%|points|BLEU)|(?<=p) (?=[=<])|(?<=[=<]) (?=\d)", "\u00a0", text)
+
+
+def _swatch(style: palette.Style) -> Markup:
+    return Markup(swatch(style))
+
+
 def _shown(cell: Cell, column: Column, signed: bool) -> str:
     if cell.value is None:
-        return NOTHING
+        return "\u2013"
     return shown_cell(replace(column, signed=column.signed or signed), cell).replace("-", "−")
 
 

@@ -1,8 +1,8 @@
-"""Charts as SVG: lines, bars and pairs of dots.
+"""Charts as SVG: lines, bars, dots on a scale.
 
-Colours are CSS variables (``palette``), so a chart follows the theme of the page. A mark has the
-class of its method (``m0``, ...), which sets ``--c``. Every chart has a title and a description for
-screen readers. One unit is one CSS pixel on a phone.
+Colours are CSS variables (``palette``), so a chart follows the theme of the page. The marks of a
+method are in a ``g`` element with the classes of its style and its label as ``data-series``. Every
+chart has a title and a description for screen readers. One unit is one CSS pixel on a phone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from statistics import quantiles
 
 from . import palette
+from .palette import MARKERS, Style
 
 WIDTH = 360
 _HEIGHT = 240
@@ -23,6 +25,8 @@ _LABEL_HEIGHT = 14
 _ROW_HEIGHT = 24
 _MOST_POINTS = 240
 _LEGEND_HEIGHT = 30
+_SAMPLE = (28, 12)  # width and height of a piece of line in a legend
+_MARKS = 5  # on a line with many points
 
 Point = tuple[float, float]
 
@@ -64,27 +68,43 @@ class Chart:
         )
 
 
-def sheet(panels: Sequence[Chart], legend: Sequence[tuple[str, str]] = ()) -> str:
+def sheet(panels: Sequence[Chart], legend: Sequence[tuple[Style, str]] = ()) -> str:
     """Charts side by side as an SVG file, in the light colours.
 
     Args:
         panels: at least one.
-        legend: (class, name) of every method that is drawn.
+        legend: style and name of every method that is drawn.
     """
     style = palette.variables(palette.LIGHT)
     style += (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
     width = WIDTH * len(panels)
     height = max(panel.height for panel in panels) + (_LEGEND_HEIGHT if legend else 0)
     parts = [panel.at(WIDTH * index) for index, panel in enumerate(panels)]
-    parts += [
-        _text(20 + 120 * index, height - 8, name, f"end {colour}")
-        for index, (colour, name) in enumerate(legend)
-    ]
+    across = 20.0
+    for drawn, name in legend:
+        parts.append(f'<g transform="translate({across:.1f} {height - 18:g})">{_sample(drawn)}</g>')
+        parts.append(_text(across + _SAMPLE[0] + 6, height - 8, name, f"end {drawn.colour}"))
+        across += _SAMPLE[0] + 26 + len(name) * _CHARACTER
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" '
         f'width="{width}" height="{height:g}" font-family="sans-serif">'
         f"<style>{escape(style, quote=False)}</style>{''.join(parts)}</svg>\n"
     )
+
+
+def swatch(style: Style) -> str:
+    """A piece of line with the marker of a method, for tables and legends."""
+    width, height = _SAMPLE
+    return (
+        f'<svg class="swatch" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'aria-hidden="true">{_sample(style)}</svg>'
+    )
+
+
+def _sample(style: Style) -> str:
+    width, height = _SAMPLE
+    line = f'<polyline class="line" points="0,{height / 2:g} {width},{height / 2:g}"/>'
+    return f'<g class="{style.classes}">{line}{_marker(style, width / 2, height / 2, 4)}</g>'
 
 
 @dataclass(frozen=True)
@@ -93,19 +113,22 @@ class Line:
 
     Attributes:
         points: at least one, in the order of x.
-        colour: the class of its method.
-        label: at the end of the line; empty if another line of the same method has it.
-        dashed: a dashed line, with rings as marks.
-        marks: the area of the mark at each point, 0 to 1; the line between them is faint. If empty,
-            only the last point has a mark.
+        style: of its method.
+        series: the label of its method. Pointing at one mark brings forward all marks of a series.
+        label: at the end of the line; empty for none.
+        after: whether it is a second line of the same method: dashed, with rings as marks.
+        marks: the area of the mark at each point, 0 to 1. If empty, a few points have a mark.
+        band: (low, high) at each point, shaded; empty for none.
         filled: the area below the line is shaded, and no point has a mark.
     """
 
     points: Sequence[Point]
-    colour: str
+    style: Style
+    series: str
     label: str = ""
-    dashed: bool = False
+    after: bool = False
     marks: Sequence[float] = ()
+    band: Sequence[Point] = ()
     filled: bool = False
 
 
@@ -136,11 +159,26 @@ class Axis:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """A row of a bar chart (one value) or of a dot chart (two values)."""
+    """A row of a bar chart or of a dot chart.
+
+    Attributes:
+        label: at the left.
+        value: where the mark is.
+        style: of its method.
+        text: at the right: the number as it is shown.
+        ring: where a second mark is, if there is one.
+        dots: small marks, one per seed.
+        interval: the ends of a horizontal line.
+        strong: whether label and text are bold.
+    """
 
     label: str
-    values: Sequence[float]
-    colour: str
+    value: float
+    style: Style
+    text: str
+    ring: float | None = None
+    dots: Sequence[float] = ()
+    interval: Point | None = None
     strong: bool = False
 
 
@@ -184,9 +222,10 @@ def line_chart(
         diagonal: draw x = y.
         level: draw this value of y.
     """
-    lines = [replace(line, points=_thinned(line.points)) for line in lines]
+    lines = [_thinned(line) for line in lines]
     x_low, x_high = x.ends((p[0] for line in lines for p in line.points), 0.08 if x.names else 0)
     heights = [p[1] for line in lines for p in line.points]
+    heights += [end for line in lines for ends in line.band for end in ends]
     y_low, y_high = y.ends(heights if level is None else [*heights, level], 0.06)
     longest = max(len(line.label) for line in lines)
     right = WIDTH - _RIGHT - (longest * _CHARACTER + 4 if longest else 0)
@@ -213,49 +252,93 @@ def line_chart(
     ends = []
     for line in lines:
         positions = [position(point) for point in line.points]
-        parts.append(_drawn(line, positions, floor))
+        band = [
+            (position((at, low)), position((at, high)))
+            for (at, _), (low, high) in zip(line.points, line.band or line.points, strict=True)
+        ]
+        parts.append(_drawn(line, positions, band if line.band else [], floor))
         if line.label:
-            ends.append((positions[-1][1], line.label, line.colour))
-    for at, label, colour in _spread(ends, _TOP, floor):
-        parts.append(_text(right + 9, at + 4, label, f"end {colour}"))
+            ends.append((positions[-1][1], line))
+    for at, line in _spread(ends, _TOP, floor):
+        label = _text(right + 9, at + 4, line.label, "end")
+        parts.append(_series(line.series, line.style, label))
     return Chart(name, title, description, _HEIGHT, "".join(parts))
 
 
 def bar_chart(name: str, title: str, description: str, rows: Sequence[ChartRow]) -> Chart:
-    """Bars from 0 to 1 with their numbers, to three decimals."""
+    """Bars from 0 to 1 with their numbers."""
     left, parts = _named(rows)
     for row, at in zip(rows, _heights(rows), strict=True):
-        width = row.values[0] * (WIDTH - 44 - left)
+        width = row.value * (WIDTH - 44 - left)
         parts.append(
-            f'<rect class="bar {row.colour}" x="{left:.1f}" y="{at - 7}" width="{width:.1f}" '
-            'height="14"/>'
+            f'<rect class="bar {row.style.colour}" x="{left:.1f}" y="{at - 7}" '
+            f'width="{width:.1f}" height="14"/>'
         )
         shown = "value strong" if row.strong else "value"
-        parts.append(_text(left + width + 6, at + 4, f"{row.values[0]:.3f}", shown))
+        parts.append(_text(left + width + 6, at + 4, row.text, shown))
     parts.append(_rule("axis", (left, _TOP - 12), (left, _end(rows))))
     return Chart(name, title, description, _end(rows) + 4, "".join(parts))
 
 
-def dot_chart(name: str, title: str, description: str, x: str, rows: Sequence[ChartRow]) -> Chart:
-    """A ring and a dot per row on a scale from 0 to 1, with their numbers."""
+def dot_chart(
+    name: str,
+    title: str,
+    description: str,
+    x: Axis,
+    rows: Sequence[ChartRow],
+    *,
+    level: float | None = None,
+) -> Chart:
+    """Marks on a horizontal scale, one row per method. An arrow is a row far outside of the scale.
+
+    Args:
+        name: see :class:`Chart`.
+        title: see :class:`Chart`.
+        description: see :class:`Chart`.
+        x: the scale.
+        rows: at least one.
+        level: draw this value of x.
+    """
     left, parts = _named(rows)
-    left, right, floor = left + 8, WIDTH - 34.0, _end(rows)
-    for value in ticks(0, 1):
-        at = left + value * (right - left)
-        parts.append(_rule("grid", (at, _TOP - 12), (at, floor)))
-        parts.append(_text(at, floor + 16, _number(value), "tick", "middle"))
-    parts.append(_text((left + right) / 2, floor + 34, x, "label", "middle"))
+    longest = max(len(row.text) for row in rows)
+    left, right, floor = left + 4, WIDTH - 10 - longest * 7.0, _end(rows)
+    near = _without_outliers(rows)
+    values = [row.value for row in near] + [end for row in near for end in row.interval or ()]
+    values += [dot for row in near for dot in row.dots]
+    values += [row.ring for row in near if row.ring is not None]
+    low, high = x.ends(values if level is None else [*values, level], 0.05)
+
+    def place(value: float) -> float:
+        return left + (min(max(value, low), high) - low) / (high - low) * (right - left)
+
+    for value in ticks(low, high, 3):
+        parts.append(_rule("grid", (place(value), _TOP - 12), (place(value), floor)))
+        parts.append(_text(place(value), floor + 16, _number(value), "tick", "middle"))
+    if level is not None:
+        parts.append(_rule("guide", (place(level), _TOP - 12), (place(level), floor)))
+    parts.append(_text((left + right) / 2, floor + 34, x.label, "label", "middle"))
     for row, at in zip(rows, _heights(rows), strict=True):
-        ring, full = (left + value * (right - left) for value in row.values)
-        parts.append(
-            f'<line class="span {row.colour}" x1="{ring:.1f}" y1="{at}" x2="{full:.1f}" y2="{at}"/>'
-            f'<circle class="ring {row.colour}" cx="{ring:.1f}" cy="{at}" r="4.5"/>'
-            f'<circle class="dot {row.colour}" cx="{full:.1f}" cy="{at}" r="4.5"/>'
+        marks = ""
+        shown = "value strong" if row.strong else "value"
+        if row not in near:
+            side = -1 if row.value < low else 1
+            end, back = place(row.value), 7 * side
+            arrow = f"{end + back:.1f},{at} {end:.1f},{at - 5} {end:.1f},{at + 5}"
+            marks = f'<polygon class="dot" points="{arrow}"/>'
+            marks += _text(WIDTH, at + 4, row.text, shown, "end")
+            parts.append(_series(row.label, row.style, marks))
+            continue
+        if row.ring is not None:
+            marks += _rule("span", (place(row.ring), at), (place(row.value), at))
+            marks += _marker(row.style, place(row.ring), at, 4.5, "ring")
+        if row.interval is not None:
+            marks += _rule("span", (place(row.interval[0]), at), (place(row.interval[1]), at))
+        marks += "".join(
+            f'<circle class="seed" cx="{place(dot):.1f}" cy="{at}" r="2.6"/>' for dot in row.dots
         )
-        outward = 9 if ring > full else -9
-        for mark, value, offset in zip((ring, full), row.values, (outward, -outward), strict=True):
-            anchor = "start" if offset > 0 else "end"
-            parts.append(_text(mark + offset, at + 4, f"{value:.2f}", "value", anchor))
+        marks += _marker(row.style, place(row.value), at, 5)
+        marks += _text(WIDTH, at + 4, row.text, shown, "end")
+        parts.append(_series(row.label, row.style, marks))
     return Chart(name, title, description, floor + 42, "".join(parts))
 
 
@@ -274,44 +357,131 @@ def _rule(kind: str, start: Point, end: Point) -> str:
     )
 
 
-def _drawn(line: Line, positions: Sequence[Point], floor: float) -> str:
+def _series(label: str, style: Style, marks: str) -> str:
+    return f'<g class="{style.classes}" data-series="{escape(label)}">{marks}</g>'
+
+
+def _drawn(
+    line: Line, positions: Sequence[Point], band: Sequence[tuple[Point, Point]], floor: float
+) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-    kind = f"line dashed {line.colour}" if line.dashed else f"line {line.colour}"
-    kind += " faint" if line.marks else ""
-    drawn = f'<polyline class="{kind}" points="{path}"/>'
+    drawn = ""
     if line.filled:
         area = f"{positions[0][0]:.1f},{floor} {path} {positions[-1][0]:.1f},{floor}"
-        return f'<polygon class="area {line.colour}" points="{area}"/>{drawn}'
-    mark = f"ring {line.colour}" if line.dashed else f"dot {line.colour}"
-    radii = [1.6 + 6 * math.sqrt(area) for area in line.marks]
-    for (x, y), radius in zip(positions if radii else positions[-1:], radii or [2.5], strict=True):
-        drawn += f'<circle class="{mark}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>'
-    return drawn
+        drawn += f'<polygon class="area" points="{area}"/>'
+    if len(band) == 1:
+        drawn += _rule("whisker", *band[0])
+    elif band:
+        edge = [low for low, _ in band] + [high for _, high in reversed(band)]
+        around = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
+        drawn += f'<polygon class="band" points="{around}"/>'
+    kind = "line after" if line.after else "line"
+    if len(positions) > 1:
+        drawn += f'<polyline class="{kind}{" faint" if line.marks else ""}" points="{path}"/>'
+    mark = "ring" if line.after else "dot"
+    if line.marks:
+        for (x, y), share in zip(positions, line.marks, strict=True):
+            drawn += _marker(line.style, x, y, 1.8 + 6 * math.sqrt(share), mark)
+    elif not line.filled:
+        for index in _marked(len(positions), line.style.marker):
+            drawn += _marker(line.style, *positions[index], 3.4, mark)
+    return _series(line.series, line.style, drawn)
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """At most ``_MOST_POINTS`` points: means of neighbours."""
-    size = -(-len(points) // _MOST_POINTS)
+def _marked(count: int, which: int) -> list[int]:
+    """The points of a line that have a marker; of each style other ones, and always the last.
+
+    Example:
+        >>> _marked(3, 0), _marked(100, 0), _marked(100, 1)
+        ([0, 1, 2], [0, 20, 40, 60, 80, 99], [1, 21, 41, 61, 81, 99])
+    """
+    if count <= _MARKS:
+        return list(range(count))
+    step = count / _MARKS
+    first = which / len(MARKERS) * step
+    return [*(int(first + i * step) for i in range(_MARKS)), count - 1]
+
+
+def _marker(style: Style, x: float, y: float, r: float, kind: str = "dot") -> str:
+    """A marker of about the area of a circle of radius r: ``dot`` is filled, ``ring`` is hollow."""
+    name = MARKERS[style.marker]
+    if name == "circle":
+        return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>'
+    corners = " ".join(f"{x + r * dx:.1f},{y + r * dy:.1f}" for dx, dy in _SHAPES[name])
+    return f'<polygon class="{kind}" points="{corners}"/>'
+
+
+def _regular(corners: int, size: float, start: float = -90.0, inner: float = 1.0) -> list[Point]:
+    """The corners of a regular polygon; of a star if every other one has the radius ``inner``."""
+    angles = [math.radians(start + 360 * i / corners) for i in range(corners)]
+    radii = [size * (inner if i % 2 else 1) for i in range(corners)]
+    return [
+        (r * math.cos(angle), r * math.sin(angle)) for r, angle in zip(radii, angles, strict=True)
+    ]
+
+
+_PLUS = [
+    (-0.42, -1.2), (0.42, -1.2), (0.42, -0.42), (1.2, -0.42), (1.2, 0.42), (0.42, 0.42),
+    (0.42, 1.2), (-0.42, 1.2), (-0.42, 0.42), (-1.2, 0.42), (-1.2, -0.42), (-0.42, -0.42),
+]  # fmt: skip
+_TURN = math.sqrt(0.5)
+
+# The corners of each marker around (0, 0).
+_SHAPES: dict[str, list[Point]] = {
+    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    "triangle": _regular(3, 1.35),
+    "diamond": _regular(4, 1.3),
+    "down": _regular(3, 1.35, 90),
+    "hourglass": [(-1, -1.15), (1, -1.15), (-1, 1.15), (1, 1.15)],
+    "pill": [(-1.35, -0.45), (1.35, -0.45), (1.35, 0.45), (-1.35, 0.45)],
+    "cross": [((x - y) * _TURN, (x + y) * _TURN) for x, y in _PLUS],
+    "plus": _PLUS,
+    "bar": [(-0.45, -1.35), (0.45, -1.35), (0.45, 1.35), (-0.45, 1.35)],
+    "star": _regular(10, 1.45, inner=0.45),
+    "hexagon": _regular(6, 1.1, 0),
+}
+
+
+def _thinned(line: Line) -> Line:
+    """The line with at most ``_MOST_POINTS`` points: means of neighbours."""
+    size = -(-len(line.points) // _MOST_POINTS)
     if size == 1:
-        return points
-    chunks = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks]
+        return line
+
+    def thinned(points: Sequence[Point]) -> list[Point]:
+        chunks = [points[i : i + size] for i in range(0, len(points), size)]
+        return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks]
+
+    return replace(line, points=thinned(line.points), band=thinned(line.band))
 
 
 def _spread(
-    ends: Sequence[tuple[float, str, str]], top: float, floor: float
-) -> list[tuple[float, str, str]]:
+    ends: Sequence[tuple[float, Line]], top: float, floor: float
+) -> list[tuple[float, Line]]:
     """Labels moved apart so that none covers another."""
-    placed: list[tuple[float, str, str]] = []
+    placed: list[tuple[float, Line]] = []
     at = top - _LABEL_HEIGHT
-    for wanted, label, colour in sorted(ends):
+    for wanted, line in sorted(ends, key=lambda end: (end[0], end[1].label)):
         at = max(wanted, at + _LABEL_HEIGHT)
-        placed.append((at, label, colour))
+        placed.append((at, line))
     limit = floor + _LABEL_HEIGHT
     for i in reversed(range(len(placed))):
         limit = min(placed[i][0], limit - _LABEL_HEIGHT)
-        placed[i] = limit, *placed[i][1:]
+        placed[i] = limit, placed[i][1]
     return placed
+
+
+def _without_outliers(rows: Sequence[ChartRow]) -> list[ChartRow]:
+    """The rows whose value is not far away from those of most others.
+
+    Far is more than six times the distance between the quartiles outside of them. With fewer than
+    five rows nothing is far.
+    """
+    if len(rows) < 5:
+        return list(rows)
+    first, _, third = quantiles([row.value for row in rows], n=4)
+    far = 6 * (third - first)
+    return [row for row in rows if first - far <= row.value <= third + far]
 
 
 def _named(rows: Sequence[ChartRow]) -> tuple[float, list[str]]:

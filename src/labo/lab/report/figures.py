@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ..analysis.groups import Member
+from ..analysis.intervals import wilson
 from ..tables import Column
 from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart
 from .gather import DrawnVariant, ReportGroup, signature_line
+from .palette import Style
 
 # With more or longer names the labels at the ends of lines do not fit: a legend replaces them.
-_MOST_LABELS, _LONGEST_LABEL = 8, 14
+_MOST_LABELS, _LONGEST_LABEL = 6, 14
 _LONGEST_ROW = 24
+_FEW = 10  # predictions: a bin with fewer is drawn apart from the line
+
+_SEEDS = "A line is the mean over seeds; the shade is from the lowest to the highest seed."
 
 Numbers = Sequence[float | None]
 Points = Iterable[tuple[float, float]]
@@ -29,7 +35,7 @@ class Figure:
         panels: the charts.
         caption: how to read it.
         signature: what its numbers are computed from.
-        legend: (classes of the symbol, label) of what is drawn, if the panels have no labels.
+        legend: style and label of every method that is drawn, if the panels have no labels.
     """
 
     name: str
@@ -37,7 +43,7 @@ class Figure:
     panels: Sequence[Chart]
     caption: str
     signature: str
-    legend: Sequence[tuple[str, str]] = ()
+    legend: Sequence[tuple[Style, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Reliability:
     Attributes:
         name: the end of its id.
         title: what it shows.
-        views: one or two views of an analysis; the second is drawn dashed, with rings.
+        views: one or two views of an analysis; the second is drawn dashed, with hollow marks.
         caption: what the views are.
     """
 
@@ -82,20 +88,20 @@ class Panels:
     def lines(
         self, title: str, x: Axis, y: Axis, points: Callable[[Member], Points], **options: Any
     ) -> None:
-        """A chart with a line for every run that has at least one point."""
+        """A chart with a line for every variant with points: the mean over seeds, with a band."""
         lines: list[Line] = []
         used: list[Member] = []
         ends = []
         for variant in self.group.variants:
             found = [(member, list(points(member))) for member in variant.members]
             found = [(member, line) for member, line in found if line]
+            if not found:
+                continue
             used += [member for member, _ in found]
-            for index, (_, line) in enumerate(found):
-                label = variant.label if self.labelled and index == 0 else ""
-                lines.append(Line(line, variant.colour, label, variant.dashed))
-            if found:
-                last = ", ".join(f"{line[-1][1]:.3g}" for _, line in found)
-                ends.append(f"{variant.label} ends at {last}")
+            mean, band = _over_seeds([line for _, line in found])
+            label = variant.label if self.labelled else ""
+            lines.append(Line(mean, variant.style, variant.label, label, band=band))
+            ends.append(f"{variant.label} ends at {mean[-1][1]:.3g}")
         if lines:
             description = f"{y.label} over {x.label}: {'; '.join(ends)}."
             chart = line_chart(self.next_name(), title, description, x, y, lines, **options)
@@ -106,7 +112,7 @@ class Panels:
         """The figure if it has panels; by default with a legend if lines have no labels."""
         if self.charts:
             shown = [v for v in self.group.variants if set(v.members) & set(self.members)]
-            keys = [(variant.key, variant.label) for variant in shown]
+            keys = [(variant.style, variant.label) for variant in shown]
             wanted = not self.labelled if legend is None else legend
             signature = signature_line(self.members)
             yield Figure(self.name, title, self.charts, caption, signature, keys if wanted else ())
@@ -117,6 +123,26 @@ def pairs(xs: Numbers, ys: Numbers, scale: float = 1) -> Iterator[tuple[float, f
     for x, y in zip(xs, ys, strict=True):
         if x is not None and y is not None:
             yield x, y * scale
+
+
+def _over_seeds(
+    lines: Sequence[Sequence[tuple[float, float]]],
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The mean of several lines; and the smallest and largest value at each point, if several.
+
+    At a point that only some of them have, as of runs that stopped early, it is over these.
+
+    Example:
+        >>> _over_seeds([[(1, 0.0), (2, 3.0)], [(1, 1.0), (2, 5.0)]])
+        ([(1, 0.5), (2, 4.0)], [(0.0, 1.0), (3.0, 5.0)])
+    """
+    values: dict[float, list[float]] = {}
+    for line in lines:
+        for x, y in line:
+            values.setdefault(x, []).append(y)
+    found = sorted(values.items())
+    mean = [(x, sum(ys) / len(ys)) for x, ys in found]
+    return mean, [(min(ys), max(ys)) for _, ys in found] if len(lines) > 1 else []
 
 
 def _documents(member: Member) -> Mapping[str, Any]:
@@ -151,8 +177,8 @@ def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterat
         panels.lines(f"Validation: {title}", step, Axis(score.heading), points)
     panels.lines("Validation: NLL", step, Axis("negative log-likelihood, nats"), _valid("nll"))
     caption = (
-        "Every run is a line; runs of one method have one colour. The training losses are "
-        "different functions and cannot be compared with each other. The score and the NLL can."
+        f"{_SEEDS} The training losses are different functions and cannot be compared with each "
+        "other. The score and the NLL can."
     )
     yield from panels.figure("Learning curves", caption)
 
@@ -234,13 +260,13 @@ def confidence_figures(
 def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[Figure]:
     panels = Panels(name, group)
     for variant in group.variants:
-        lines, words = [], []
+        lines: list[Line] = []
+        words = []
         for index, way in enumerate(spec.views):
             found = [(member, view(member, group, way)) for member in variant.members]
-            diagrams = [shown["reliability"] for _, shown in found if shown]
-            points, shares = _pooled(diagrams)
-            if points:
-                lines.append(Line(points, variant.colour, dashed=index == 1, marks=shares))
+            bins = _pooled([shown["reliability"] for _, shown in found if shown])
+            if bins:
+                lines += _diagram(bins, variant, after=index == 1)
                 ece = [shown["ece"] for _, shown in found if shown]
                 words.append(f"{way}, ECE {sum(ece) / len(ece):.3f}")
                 panels.use(member for member, shown in found if shown)
@@ -259,14 +285,27 @@ def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[F
     caption = (
         f"A calibrated model is on the dotted line. Above it the model is underconfident: its "
         f"accuracy is higher than its confidence. {spec.caption} The area of a mark is its share "
-        "of the predictions. The seeds of a method are pooled."
+        "of the predictions. The seeds of a method are pooled. The shade is the 95 % Wilson "
+        f"interval for the predictions of one run. A bin with fewer than {_FEW} of them is not "
+        "joined to the line."
     )
     yield from panels.figure(spec.title, caption, legend=False)
 
 
-def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[float, float]], list[float]]:
-    """The bins of several runs as one diagram: (confidence, accuracy) of each, and its share."""
-    points, counts = [], []
+@dataclass(frozen=True)
+class _Bin:
+    """A bin of several runs: means, predictions per run, and the share of all predictions."""
+
+    confidence: float
+    accuracy: float
+    count: float
+    share: float
+
+
+def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> list[_Bin]:
+    """The bins of several runs as one diagram, without the empty ones."""
+    size = sum(sum(diagram["count"]) for diagram in diagrams)
+    bins = []
     for i in range(len(diagrams[0]["count"]) if diagrams else 0):
         filled = [d for d in diagrams if d["count"][i]]
         total = sum(d["count"][i] for d in filled)
@@ -275,9 +314,24 @@ def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[float, fl
                 sum(d["count"][i] * d[key][i] for d in filled) / total
                 for key in ("confidence", "accuracy")
             )
-            points.append((confidence, accuracy))
-            counts.append(total)
-    return points, [count / sum(counts) for count in counts]
+            bins.append(_Bin(confidence, accuracy, total / len(diagrams), total / size))
+    return bins
+
+
+def _diagram(bins: Sequence[_Bin], variant: DrawnVariant, *, after: bool) -> Iterator[Line]:
+    """A line through neighbouring bins with enough predictions; the other bins one by one."""
+    for few, parts in groupby(bins, lambda found: found.count < _FEW):
+        run = list(parts)
+        for part in [[found] for found in run] if few else [run]:
+            yield Line(
+                [(found.confidence, found.accuracy) for found in part],
+                variant.style,
+                variant.label,
+                after=after,
+                marks=[found.share for found in part],
+                # The second line is read against the diagonal; its band would cover the first.
+                band=[] if after else [wilson(found.accuracy, found.count) for found in part],
+            )
 
 
 def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
@@ -288,16 +342,17 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
         wrong = _mean(shown["confidence_on_errors"] for shown in found)
         right = _mean(shown["confidence_on_right"] for shown in found)
         if wrong is not None and right is not None:
-            rows.append(ChartRow(_cut(variant.label), (wrong, right), variant.colour))
+            text = f"{wrong:.2f}, {right:.2f}"
+            rows.append(ChartRow(cut(variant.label), right, variant.style, text, ring=wrong))
             panels.use(member for member in variant.members if view(member, group, way))
     if rows:
-        words = [f"{row.label} {row.values[0]:.2f} and {row.values[1]:.2f}" for row in rows]
         panels.charts.append(
             dot_chart(
                 panels.next_name(),
                 "Confidence on wrong and on right predictions",
-                f"Mean top probability of wrong and of right predictions: {'; '.join(words)}.",
-                "mean top probability",
+                "Mean top probability of wrong and of right predictions: "
+                f"{'; '.join(f'{row.label} {row.text}' for row in rows)}.",
+                Axis("mean top probability", 0, 1),
                 rows,
             )
         )
@@ -314,9 +369,9 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
         curve,
     )
     caption = (
-        "Rings: wrong predictions. Dots: right predictions. The further apart they are, the better "
-        "confidence separates them. Risk is the share of errors among the most confident "
-        "predictions; lower is better."
+        "Hollow marks: wrong predictions. Filled marks: right predictions. The further apart they "
+        "are, the better confidence separates them. Risk is the share of errors among the most "
+        f"confident predictions; lower is better. {_SEEDS}"
     )
     yield from panels.figure("Confidence and errors", caption)
 
@@ -342,14 +397,18 @@ def label_figure(member: Member, name: str, class_name: Callable[[str], str]) ->
         return None
     shown = samples[0]
     names = [class_name(found) for found in shown["classes"]]
-    kinds = {"one_hot": ("One-hot", "m0"), "ls": ("Label smoothing", "m1"), "labo": ("LABO", "m2")}
+    kinds = {
+        "one_hot": ("One-hot", Style("m0")),
+        "ls": ("Label smoothing", Style("m1")),
+        "labo": ("LABO", Style("m2")),
+    }
     panels = []
-    for number, (kind, (title, colour)) in enumerate(kinds.items(), 1):
+    for number, (kind, (title, style)) in enumerate(kinds.items(), 1):
         rows = [
-            ChartRow(_cut(text), [value], colour, strong=i == shown["target"])
+            ChartRow(cut(text), value, style, f"{value:.3f}", strong=i == shown["target"])
             for i, (text, value) in enumerate(zip(names, shown[kind], strict=True))
         ]
-        words = ", ".join(f"{row.label} {row.values[0]:.3f}" for row in rows)
+        words = ", ".join(f"{row.label} {row.text}" for row in rows)
         panels.append(bar_chart(f"{name}-{number}", title, f"{title} label: {words}.", rows))
     alpha = "adaptive" if shown["rho"] is not None else "fixed"
     caption = (
@@ -362,7 +421,8 @@ def label_figure(member: Member, name: str, class_name: Callable[[str], str]) ->
     return Figure(name, "Three labels of one sample", panels, caption, signature_line([member]))
 
 
-def _cut(label: str) -> str:
+def cut(label: str) -> str:
+    """A label for a row of a chart, shortened if it is long."""
     return label if len(label) <= _LONGEST_ROW else label[: _LONGEST_ROW - 1] + "…"
 
 

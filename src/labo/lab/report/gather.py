@@ -14,7 +14,7 @@ from ..analysis.run import FILE, analyze_run, load_analysis
 from ..analysis.task import TaskAnalysis, find_analysis
 from ..config import differing_keys
 from ..errors import RequestError
-from .palette import OTHER_COLOURS, OWN_COLOURS
+from .palette import OWN, Style, styles
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,7 @@ class DrawnVariant:
     """A variant of a group and how it is drawn."""
 
     variant: Variant
-    colour: str
-    dashed: bool
+    style: Style
 
     @property
     def label(self) -> str:
@@ -61,11 +60,6 @@ class DrawnVariant:
     def members(self) -> list[Member]:
         """Its runs by seed."""
         return list(self.variant.members.values())
-
-    @property
-    def key(self) -> str:
-        """The classes of its symbol in tables and legends."""
-        return f"{self.colour} ring" if self.dashed else self.colour
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +130,34 @@ def _analysis(run: Run) -> Mapping[str, Any]:
 def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
     """The groups of :func:`labo.lab.analysis.groups.group_runs` with titles and colours."""
     groups = group_runs(members)
-    colours = _colours({variant.name for group in groups for variant in group.variants})
+    numbered = [_numbered(group.variants) for group in groups]
+    chosen = styles(key for variants in numbered for key in variants)
     titles = _titles([group.members[0] for group in groups])
     return [
-        ReportGroup(title, group, _drawn(group.variants, colours))
-        for group, title in zip(groups, titles, strict=True)
+        ReportGroup(title, group, _drawn(variants, chosen))
+        for group, title, variants in zip(groups, titles, numbered, strict=True)
     ]
+
+
+def _numbered(variants: Sequence[Variant]) -> dict[tuple[str, int], Variant]:
+    """The variants by the name of their method and their number among those of this name."""
+    found: dict[tuple[str, int], Variant] = {}
+    for variant in variants:
+        number = sum(name == variant.name for name, _ in found)
+        found[variant.name, number] = variant
+    return found
+
+
+def _drawn(
+    variants: Mapping[tuple[str, int], Variant], chosen: Mapping[tuple[str, int], Style]
+) -> list[DrawnVariant]:
+    """base, ls and labo first, then the others by name."""
+    drawn = [DrawnVariant(variant, chosen[key]) for key, variant in variants.items()]
+
+    def order(variant: DrawnVariant) -> tuple[int, str]:
+        return OWN.index(variant.name) if variant.name in OWN else len(OWN), variant.label
+
+    return sorted(drawn, key=order)
 
 
 def _titles(members: Sequence[Member]) -> list[str]:
@@ -171,33 +187,6 @@ def _data_name(member: Member) -> str:
 def _section(member: Member, name: str) -> Mapping[str, Any]:
     section = member.run.recipe.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _colours(names: set[str]) -> dict[str, tuple[str, bool]]:
-    """Method -> colour, and whether it is dashed; the same for the whole page."""
-    colours = {name: (colour, False) for name, colour in OWN_COLOURS.items()}
-    for index, name in enumerate(sorted(names - colours.keys())):
-        turn, which = divmod(index, len(OTHER_COLOURS))
-        colours[name] = OTHER_COLOURS[which], turn % 2 == 1
-    return colours
-
-
-def _drawn(
-    variants: Sequence[Variant], colours: Mapping[str, tuple[str, bool]]
-) -> list[DrawnVariant]:
-    """base, ls and labo first, then the others by name. Further variants of a name are dashed."""
-    seen: set[str] = set()
-    drawn = []
-    for variant in variants:
-        colour, dashed = colours[variant.name]
-        drawn.append(DrawnVariant(variant, colour, dashed or variant.name in seen))
-        seen.add(variant.name)
-    known = list(OWN_COLOURS)
-
-    def order(variant: DrawnVariant) -> tuple[int, str]:
-        return known.index(variant.name) if variant.name in known else len(known), variant.label
-
-    return sorted(drawn, key=order)
 
 
 def differing(group: ReportGroup) -> str:

@@ -1,9 +1,14 @@
-"""The colours of the report and of its figures: CSS variables, each with a light and a dark value.
+"""How methods are drawn: a colour, a dash pattern and a marker each.
 
-A page has both and follows the reader's system. A figure in a file of its own has the light ones.
+Colours are CSS variables with a light and a dark value. A page has both and follows the reader's
+system. A figure in a file of its own has the light ones. The first twelve methods of a page have
+different markers, so they can be told apart without colour.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 LIGHT, DARK = 0, 1
 
@@ -27,12 +32,79 @@ COLOURS: dict[str, tuple[str, str]] = {
     "m7": ("#8f2d3c", "#f08a98"),
 }
 
-OWN_COLOURS = {"base": "m0", "ls": "m1", "labo": "m2"}  # the same in every report
-OTHER_COLOURS = ("m3", "m4", "m5", "m6", "m7")  # for the other methods in turn
+OWN = ("base", "ls", "labo")  # drawn the same in every report: m0, m1, m2
+_OTHER_COLOURS = ("m3", "m4", "m5", "m6", "m7")  # for the other methods in turn
+DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "4 3")  # stroke-dasharray
+MARKERS = (
+    "circle",
+    "square",
+    "triangle",
+    "diamond",
+    "down",
+    "cross",
+    "plus",
+    "bar",
+    "star",
+    "hourglass",
+    "hexagon",
+    "pill",
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the marks of a method look.
+
+    Attributes:
+        colour: a CSS class, ``m0`` to ``m7``, which sets the colour.
+        dash: an index of ``DASHES``.
+        marker: an index of ``MARKERS``.
+    """
+
+    colour: str
+    dash: int = 0
+    marker: int = 0
+
+    @property
+    def classes(self) -> str:
+        """Its CSS classes."""
+        return f"{self.colour} d{self.dash}"
+
+
+_OWN_STYLES = {"base": Style("m0", 2, 1), "ls": Style("m1", 1, 2), "labo": Style("m2", 0, 0)}
+
+
+def styles(names: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Style]:
+    """A style for every variant of a page.
+
+    Args:
+        names: (method, number) of each variant; the variants of a method are numbered from 0.
+
+    Returns:
+        Variant -> style. The variants of a method share its colour.
+
+    Example:
+        >>> styles([("labo", 0), ("labo", 1)])["labo", 1]
+        Style(colour='m2', dash=3, marker=3)
+    """
+    chosen = sorted(set(names))
+    others = sorted({name for name, _ in chosen} - set(OWN))
+    colours = {name: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, name in enumerate(others)}
+    colours |= {name: style.colour for name, style in _OWN_STYLES.items()}
+    found, place = {}, len(OWN)
+    for name, number in chosen:
+        if number == 0 and name in OWN:
+            found[name, number] = _OWN_STYLES[name]
+            continue
+        # One more at every turn: a colour that comes again has another dash.
+        dash = (place + place // len(DASHES)) % len(DASHES)
+        found[name, number] = Style(colours[name], dash, place % len(MARKERS))
+        place += 1
+    return found
 
 
 def variables(theme: int | None = None) -> str:
-    """The colours as a CSS rule.
+    """The colours and the dash patterns as CSS rules.
 
     Args:
         theme: ``LIGHT`` or ``DARK``; if not given, both, chosen by ``color-scheme``.
@@ -47,4 +119,5 @@ def variables(theme: int | None = None) -> str:
     for name, both in COLOURS.items():
         value = f"light-dark({both[LIGHT]}, {both[DARK]})" if theme is None else both[theme]
         lines.append(f"  --{name}: {value};")
-    return "\n".join([":root {", *lines, "}"]) + "\n"
+    dashes = [f".d{i} {{ --d: {dash or 'none'}; }}" for i, dash in enumerate(DASHES)]
+    return "\n".join([":root {", *lines, "}", *dashes]) + "\n"

@@ -101,14 +101,16 @@ def confidence_table(
         return found["value"] if found else None
 
     columns: dict[Column, Value] = {
-        Column("accuracy", "accuracy %", scale=100): view_value(group, first, "accuracy"),
+        Column("accuracy", "accuracy %", scale=100, better=1): view_value(group, first, "accuracy"),
         Column("confidence", "confidence %", scale=100): view_value(group, first, "confidence"),
         Column("gap", "accuracy − confidence", scale=100, signed=True): view_value(
             group, first, "underconfidence"
         ),
-        Column("ece", "ECE %", scale=100): view_value(group, first, "ece"),
+        Column("ece", "ECE %", scale=100, better=-1): view_value(group, first, "ece"),
         Column("temperature", "temperature"): temperature,
-        Column("ece_after", "ECE after temperature %", scale=100): view_value(group, second, "ece"),
+        Column("ece_after", "ECE after temperature %", scale=100, better=-1): view_value(
+            group, second, "ece"
+        ),
         **{column: view_value(group, way, key) for column, way, key in further},
     }
     caption = f"Confidence on the {group.split} split of {group.title}"

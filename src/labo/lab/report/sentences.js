@@ -56,7 +56,6 @@
         return;
       }
       option.setAttribute("aria-selected", "true");
-      option.scrollIntoView({ block: "nearest" });
       list.setAttribute("aria-activedescendant", option.id);
       const sentence = data.sentences[options.indexOf(option)];
       entry("source", "", sentence.source);
@@ -70,6 +69,13 @@
       }
     }
 
+    // scrollIntoView would also scroll the page.
+    function reveal(option) {
+      const above = option.offsetTop, below = above + option.offsetHeight;
+      if (above < list.scrollTop) list.scrollTop = above;
+      else if (below > list.scrollTop + list.clientHeight) list.scrollTop = below - list.clientHeight;
+    }
+
     function search() {
       const wanted = filter.value.trim().toLowerCase();
       shown = options.filter((_, i) => texts[i].includes(wanted));
@@ -80,7 +86,10 @@
 
     function walk(step) {
       const next = shown[Math.min(Math.max(shown.indexOf(chosen) + step, 0), shown.length - 1)];
-      if (next) choose(next);
+      if (next) {
+        choose(next);
+        reveal(next);
+      }
     }
 
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, End: Infinity, Home: -Infinity };

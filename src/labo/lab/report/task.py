@@ -18,7 +18,7 @@ from ..tasks import task_package
 from .figures import Figure, Reliability
 from .gather import ReportGroup
 
-TEMPERED = "Rings: after one temperature, fitted on the validation split."
+TEMPERED = "Hollow marks: after one temperature, fitted on the validation split."
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TaskReport:
             "reliability",
             "Reliability",
             ("before", "after"),
-            f"Dots: the predictions of the model. {TEMPERED}",
+            f"Filled marks: the predictions of the model. {TEMPERED}",
         ),
     )
 

@@ -18,7 +18,7 @@ class TokenReport(TaskReport):
             "reliability",
             "Reliability",
             ("forced", "forced_after"),
-            f"Dots: every reference token, given the true words before it. {TEMPERED}",
+            f"Filled marks: every reference token, given the true words before it. {TEMPERED}",
         ),
     )
 

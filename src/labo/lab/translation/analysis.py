@@ -43,10 +43,10 @@ def _size(text: str) -> int:
 class TranslationAnalysis(TaskAnalysis):
     """BLEU and chrF; tokens of the reference and of the output; parts by word frequency."""
 
-    headline = Column("bleu", "BLEU")
+    headline = Column("bleu", "BLEU", better=1)
     scores = (
-        Column("chrf", "chrF"),
-        Column("nll", "NLL", digits=3),
+        Column("chrf", "chrF", better=1),
+        Column("nll", "NLL", digits=3, better=-1),
         Column("length_ratio", "length ratio", digits=3),
     )
     measures = (

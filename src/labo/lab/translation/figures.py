@@ -47,7 +47,7 @@ def histogram_figure(group: ReportGroup, name: str) -> Iterator[Figure]:
             shares = [share for share in shares if share]
             if shares:
                 mean = [sum(column) / len(column) for column in zip(*shares, strict=True)]
-                lines.append(Line(_steps(mean), variant.colour, dashed=variant.dashed, filled=True))
+                lines.append(Line(_steps(mean), variant.style, variant.label, filled=True))
                 peak = (mean.index(max(mean)) + 0.5) / len(mean)
                 words.append(f"{variant.label} peaks at {peak:.2f}")
                 panels.use(member for member, shown in found if shown)

@@ -24,15 +24,17 @@ _SENTENCES = 200  # at most, in the sentence browser
 class TranslationReport(TokenReport):
     """Calibration of reference tokens and of the output; a section; the sentence browser."""
 
-    confidence_columns = ((Column("ece_own", "ECE own output %", scale=100), "decoded", "ece"),)
+    confidence_columns = (
+        (Column("ece_own", "ECE own output %", scale=100, better=-1), "decoded", "ece"),
+    )
     reliability = (
         *TokenReport.reliability,
         Reliability(
             "own",
             "Reliability on its own output",
             ("decoded",),
-            "Dots: the tokens of the output; right are those that are aligned with an equal token "
-            "of the reference.",
+            "Filled marks: the tokens of the output; right are those that are aligned with an "
+            "equal token of the reference.",
         ),
     )
 
@@ -63,7 +65,7 @@ class TranslationReport(TokenReport):
             for member in variant.members:
                 if member.split(group.split):
                     outputs.append(member.records(group.split))
-                    runs.append({"name": member.name, "colour": variant.colour})
+                    runs.append({"name": member.name, "colour": variant.style.colour})
         if not outputs:
             return None
         total = len(outputs[0])
@@ -99,7 +101,7 @@ def frequency_table(group: ReportGroup) -> Table | None:
 
         return value
 
-    columns = {Column(part, f"{part} frequent"): bleu(part) for part in PARTS}
+    columns = {Column(part, f"{part} frequent", better=1): bleu(part) for part in PARTS}
     caption = f"BLEU by word frequency, {group.split} split"
     table = mean_table(caption, group, columns)
     ls, labo = group.group.first("ls"), group.group.first("labo")

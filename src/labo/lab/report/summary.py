@@ -1,0 +1,279 @@
+"""The first screen of a report: the best method of each data set, and one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ..analysis.groups import Difference, mean_cell
+from ..tables import Cell, Column, Row, Table, best_rows, shown_cell
+from .charts import Axis, Chart, ChartRow, dot_chart
+from .figures import Figure, cut, view
+from .gather import DrawnVariant, ReportGroup, signature_line
+from .task import find_report
+
+LEVEL = 0.05  # a difference with a larger p-value is not called one
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer for one group.
+
+    Attributes:
+        title: the data.
+        best: the labels of the best methods; several if their numbers are equal.
+        text: what is said of them.
+        costs: time and calibration of the best method; empty if nothing is known.
+        cautions: sentences about what limits the statement.
+    """
+
+    title: str
+    best: Sequence[str]
+    text: str
+    costs: str = ""
+    cautions: Sequence[str] = ()
+
+
+def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
+    """The best method of a group, its differences to the references, and what it costs.
+
+    Args:
+        group: the runs.
+        confidence: of :func:`labo.lab.report.results.confidence_table`.
+    """
+    scored = _scored(group)
+    headline = _headline(group)
+    if not scored:
+        return Verdict(group.title, (), "No run is finished yet.")
+    best = scored[0]
+    rows = [
+        Row(v.label, {headline.key: mean_cell(v.variant.scores(group.split).values())})
+        for v in scored
+    ]
+    equal = [rows[i].label for i in sorted(best_rows(headline, rows))] or [best.label]
+    seeds = len(best.variant.scores(group.split))
+    number = shown_cell(headline, rows[0].cells[headline.key]) + _unit(headline)
+    name = headline.heading.removesuffix(" %")
+    over = f"{group.split} split, {'one seed' if seeds == 1 else f'mean of {seeds} seeds'}"
+    if len(scored) == 1:
+        text = f"is the only finished method: {name} {number} ({over})."
+        return Verdict(group.title, equal, text, _costs(group, best, confidence))
+    which = "highest" if headline.better > 0 else "lowest"
+    verb = "has" if len(equal) == 1 else "have"
+    text = f"{verb} the {which} {name}: {number} ({over})."
+    found = [
+        difference
+        for reference in reversed(group.group.references)  # ls before base
+        if (difference := group.group.difference(best.variant, reference)) is not None
+    ]
+    parts = []
+    for judgement, same in groupby(found, judged):
+        measured = " and ".join(_measured(difference, headline) for difference in same)
+        parts.append(f"{measured}: {judgement}.")
+    text = " ".join([text, *(part[0].upper() + part[1:] for part in parts)])
+    return Verdict(
+        group.title, equal, text, _costs(group, best, confidence), _cautions(scored, found)
+    )
+
+
+def judged(found: Difference) -> str:
+    """What a difference shows, in words.
+
+    Seeds decide if there are several; if there is one, the bootstrap over examples.
+    """
+    count = len(found.seeds)
+    if found.p is None:
+        if found.p_bootstrap is None:
+            return "one seed cannot show whether there is a difference"
+        if found.p_bootstrap > LEVEL:
+            return "no difference that these examples can show"
+        return "a difference on these examples, between these two models"
+    if found.p > LEVEL:
+        return f"no difference that {count} seeds can show"
+    return f"a difference over {count} seeds at the 5 % level"
+
+
+def _measured(found: Difference, headline: Column) -> str:
+    """A difference with its interval and its p-value."""
+    unit = " points" if headline.heading.endswith("%") else f" {headline.heading}"
+    sign = "+" if found.mean > 0 else ""
+    number = f"{sign}{headline.shown(found.mean)}"
+    about = []
+    if found.interval is not None:
+        low, high = map(headline.shown, found.interval)
+        about.append(f"95 % interval {low} to {high}")
+    if found.p is not None:
+        about.append(p_text(found.p))
+    if found.p_bootstrap is not None:
+        about.append(f"{p_text(found.p_bootstrap)} over the examples")
+    shown = f" ({', '.join(about)})" if about else ""
+    return f"{number}{unit} compared with {found.reference}{shown}".replace("-", "−")
+
+
+def p_text(p: float) -> str:
+    """A p-value.
+
+    Example:
+        >>> p_text(0.25), p_text(0.00099)
+        ('p = 0.25', 'p < 0.001')
+    """
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def _costs(group: ReportGroup, best: DrawnVariant, confidence: Table | None) -> str:
+    sentences = []
+    time = mean_cell(group.group.step_times(best.variant))
+    if time.value is not None and best.name != "base":
+        factor = shown_cell(Column("time", "time"), time)
+        sentences.append(f"A training step takes {factor} times as long as with base.")
+    rows = {row.label: row.cells for row in (confidence.rows if confidence else ())}
+    if best.label in rows:
+        others = [v.label for v in reversed(group.group.references) if v.label != best.label]
+        before, after = (_errors(rows, key, best.label, others) for key in ("ece", "ece_after"))
+        if before:
+            tempered = f"; after one temperature {after}" if after else ""
+            sentences.append(f"Its calibration error (ECE) is {before}{tempered}.")
+    return " ".join(sentences)
+
+
+def _errors(
+    rows: Mapping[str, Mapping[str, Cell]], key: str, best: str, others: Sequence[str]
+) -> str:
+    """The calibration error of the best method, and in parentheses those of the references."""
+    values = {label: rows[label][key].value for label in (best, *others) if label in rows}
+    shown = {label: f"{100 * value:.1f} %" for label, value in values.items() if value is not None}
+    if best not in shown:
+        return ""
+    beside = ", ".join(f"{label} {shown[label]}" for label in others if label in shown)
+    return f"{shown[best]} ({beside})" if beside else shown[best]
+
+
+def _cautions(scored: Sequence[DrawnVariant], found: Sequence[Difference]) -> list[str]:
+    sentences = []
+    smallest = [difference for difference in found if difference.smallest_p is not None]
+    if smallest and max(d.smallest_p or 0 for d in smallest) > LEVEL:
+        worst = max(smallest, key=lambda difference: difference.smallest_p or 0)
+        sentences.append(
+            f"With {len(worst.seeds)} seeds p cannot be below {worst.smallest_p:.2g}; six seeds "
+            "are the fewest that can reach 0.05."
+        )
+    if len(scored) > 2:
+        sentences.append(
+            f"The best of {len(scored)} methods was picked by the same scores, which favours it, "
+            "and p is not corrected for that."
+        )
+    return sentences
+
+
+# ------------------------------------------------------------------ the figure
+
+
+def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
+    """The scores of all methods; of a single group also differences and calibration errors."""
+    shown = [group for group in groups if _scored(group)]
+    panels = [_scores(group, len(shown) > 1, f"summary-{i}") for i, group in enumerate(shown)]
+    caption = "Small circles are seeds, the larger mark is their mean."
+    if len(shown) == 1:
+        (group,) = shown
+        difference = _differences(group, "summary-difference")
+        calibration = _calibration(group, "summary-calibration")
+        panels += [panel for panel in (difference, calibration) if panel is not None]
+        if difference is not None:
+            caption += " The line of a difference is its 95 % interval over seeds."
+        if calibration is not None:
+            caption += " Hollow marks: the calibration error after one temperature."
+    if not panels:
+        return None
+    members = [m for group in shown for v in _scored(group) for m in v.members]
+    return Figure("summary-figure", "All methods", panels, caption, signature_line(members))
+
+
+def _scores(group: ReportGroup, titled: bool, name: str) -> Chart:
+    headline, scored = _headline(group), _scored(group)
+    rows = []
+    for index, v in enumerate(scored):
+        values = [headline.scale * value for value in v.variant.scores(group.split).values()]
+        mean = sum(values) / len(values)
+        rows.append(
+            ChartRow(
+                cut(v.label),
+                mean,
+                v.style,
+                f"{mean:.{headline.digits}f}",
+                dots=values if len(values) > 1 else (),
+                strong=index == 0,
+            )
+        )
+    what = headline.heading
+    title = group.title if titled else f"{what[0].upper()}{what[1:]}".removesuffix(" %")
+    return dot_chart(name, title, _words(what, rows), Axis(f"{what}, {group.split} split"), rows)
+
+
+def _differences(group: ReportGroup, name: str) -> Chart | None:
+    headline = _headline(group)
+    reference = group.group.references[-1]
+    rows = []
+    for v in _scored(group):
+        found = group.group.difference(v.variant, reference)
+        if found is not None:
+            ends = found.interval and [headline.scale * end for end in found.interval]
+            rows.append(
+                ChartRow(
+                    cut(v.label),
+                    headline.scale * found.mean,
+                    v.style,
+                    f"{headline.scale * found.mean:+.{headline.digits}f}".replace("-", "−"),
+                    dots=[headline.scale * value for value in found.values] if ends else (),
+                    interval=(ends[0], ends[1]) if ends else None,
+                )
+            )
+    if not rows:
+        return None
+    title = f"Difference to {reference.label}"
+    unit = "points" if headline.heading.endswith("%") else headline.heading
+    return dot_chart(name, title, _words(title, rows), Axis(unit), rows, level=0)
+
+
+def _calibration(group: ReportGroup, name: str) -> Chart | None:
+    first, second = find_report(group.task).views
+    rows = []
+    for v in _scored(group):
+        ece, after = (
+            [100 * shown["ece"] for member in v.members if (shown := view(member, group, way))]
+            for way in (first, second)
+        )
+        if ece:
+            mean = sum(ece) / len(ece)
+            ring = sum(after) / len(after) if after else None
+            text = f"{mean:.1f}" if ring is None else f"{mean:.1f} → {ring:.1f}"
+            rows.append(ChartRow(cut(v.label), mean, v.style, text, ring=ring))
+    if not rows:
+        return None
+    title = "Calibration error"
+    return dot_chart(name, title, _words(title, rows), Axis("ECE %", low=0), rows)
+
+
+def _words(what: str, rows: Sequence[ChartRow]) -> str:
+    return f"{what}: {'; '.join(f'{row.label} {row.text}' for row in rows)}."
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _headline(group: ReportGroup) -> Column:
+    return replace(group.kind.headline, better=1 if group.kind.higher_is_better else -1)
+
+
+def _unit(headline: Column) -> str:
+    return " %" if headline.heading.endswith(" %") else ""
+
+
+def _scored(group: ReportGroup) -> list[DrawnVariant]:
+    """The variants with a score, best first."""
+    sign = 1 if group.kind.higher_is_better else -1
+    means = {
+        v.label: mean_cell(v.variant.scores(group.split).values()).value for v in group.variants
+    }
+    scored = [v for v in group.variants if means[v.label] is not None]
+    return sorted(scored, key=lambda v: -sign * (means[v.label] or 0))
