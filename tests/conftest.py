@@ -182,6 +182,8 @@ LOSS_CASES = [
     LossCase("krls-qp", F.kr_ls_loss, {"order": "qp"}, table, off={"alpha": 0.0}, linear=False),
     LossCase("mls", F.masked_label_smoothing_loss, extra=class_mask, off={"alpha": 0.0}),
     LossCase("wls", F.weighted_label_smoothing_loss, extra=class_groups, off={"alpha": 0.0}),
+    LossCase("rdrop", F.r_drop_loss, {"label": "smoothed"}, teacher),
+    LossCase("rdrop-labo", F.r_drop_loss, {"label": "labo"}, teacher, detached=True),
 ]
 
 each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)

@@ -87,6 +87,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "tail": ("bucket", "uniform", "labo", "drop", "renormalize"),
     "impl": ("auto", "reference", "blocked", "native"),
     "first_table": ("zeros", "uniform"),
+    "label": ("onehot", "smoothed", "labo"),
 }
 
 

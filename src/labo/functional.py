@@ -59,6 +59,7 @@ __all__ = [
     "online_label_smoothing_loss",
     "poly1_loss",
     "ps_kd_loss",
+    "r_drop_loss",
     "smoothed_cross_entropy",
     "tf_reg_loss",
     "topk_distillation_loss",
@@ -1763,3 +1764,113 @@ def kr_ls_loss(
     update = row_sum(q_res.exp() * (zero_log(q_res) - zero_log(p_res.detach())))
     learn = update - update.detach()
     return rows.reduce(hard + rows.weigh(alpha * (residual + learn).masked_fill(alone, 0.0)))
+
+
+# ------------------------------------------------------------------ with a second forward pass
+
+
+def r_drop_loss(
+    logits: Tensor,
+    target: Tensor,
+    other_logits: Tensor | None = None,
+    *,
+    lam: float = 1.0,
+    hard_weight: float = 0.5,
+    label: str = "onehot",
+    alpha: float | str | None = None,
+    tau: float = 1.25,
+    rho: float = 0.5,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""R-Drop: two forward passes with different dropout are to agree.
+
+    With z and z' the logits of the two passes, p and p' their probabilities:
+
+    .. math::
+        w\,(\ell(z) + \ell(z')) + \lambda\,
+        \frac{\mathrm{KL}(p \Vert p') + \mathrm{KL}(p' \Vert p)}{2}
+
+    where :math:`\ell` is the cross entropy with the label, with the smoothed label
+    (:func:`label_smoothing_loss`), or LABO (:func:`labo_loss`, each pass with its own optimal
+    smoothing). Gradients flow through both passes and through both directions of the divergence.
+
+    Args:
+        logits: (..., K), of the first pass.
+        target: (...) class indices or (..., K) class probabilities.
+        other_logits: as ``logits``, required: of the second pass.
+        lam: lambda, the weight of the divergence, called alpha by the authors.
+        hard_weight: w, the weight of each of the two cross entropies; 1 in the authors' code.
+        label: "onehot", "smoothed" or "labo".
+        alpha: of label "smoothed", by default 0.1, or of "labo", by default "adaptive".
+        tau: temperature of label "labo".
+        rho: how much entropy lowers the adaptive alpha of label "labo".
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> other = torch.tensor([[3.0, 1.0, 0.2, -0.5]])
+        >>> r_drop_loss(logits, target, other)
+        tensor(0.4113)
+        >>> r_drop_loss(logits, target, other, lam=5, hard_weight=1, label="smoothed")
+        tensor(1.4314)
+
+    Reference:
+        Wu et al. 2021, R-Drop: Regularized Dropout for Neural Networks.
+    """
+    check_hyper(lam=lam, hard_weight=hard_weight, label=label, tau=tau, rho=rho)
+    alpha = _strength_of(label, alpha)
+    if not isinstance(other_logits, Tensor):
+        raise _checks.TeacherError(
+            "this loss needs other_logits: the logits of a second forward pass, of the shape of "
+            "the logits"
+        )
+    _checks.check_logits(logits, dim)
+    logits, other_logits = (
+        _checks.local(name, z) for name, z in (("logits", logits), ("other_logits", other_logits))
+    )
+    if other_logits.shape != logits.shape:
+        raise _checks.TeacherError(
+            f"other_logits must have the shape of the logits {tuple(logits.shape)}, "
+            f"got {tuple(other_logits.shape)}"
+        )
+    _checks.check_devices(logits, other_logits=other_logits)
+    masked = (logits == -math.inf) | (other_logits == -math.inf)
+    first, second = (
+        Rows(z.masked_fill(masked, -math.inf), target, weight, ignore_index, reduction, dim)
+        for z in (logits, other_logits)
+    )
+    log_p, log_other = (zero_log(rows.log_probabilities()) for rows in (first, second))
+    # Both logarithms are 0 where a class is masked.
+    divergence = row_sum((log_p.exp() - log_other.exp()) * (log_p - log_other)) / 2
+    hard = _labelled(first, label, alpha, tau, rho) + _labelled(second, label, alpha, tau, rho)
+    return first.reduce(times(hard_weight, hard) + first.weigh(lam * divergence))
+
+
+def _strength_of(label: str, alpha: float | str | None) -> float | str:
+    """The alpha of a label: its default, or the given one, if the label has one."""
+    if label == "onehot" and alpha is not None:
+        raise ValueError('alpha goes with label="smoothed" or label="labo"')
+    if label == "smoothed" and isinstance(alpha, str):
+        raise ValueError('alpha="adaptive" goes with label="labo"')
+    check_hyper(alpha=alpha)
+    if alpha is not None:
+        return alpha
+    return "adaptive" if label == "labo" else 0.1
+
+
+def _labelled(rows: Rows, label: str, alpha: float | str, tau: float, rho: float) -> Tensor:
+    """Cross entropy, label smoothing or LABO per row, (M,)."""
+    if label == "onehot":
+        return rows.nll(rows.log_probabilities())
+    if label == "smoothed":
+        assert not isinstance(alpha, str)
+        return _objective(rows, smoothing.uniform(rows.logits), alpha)
+    held = rows.shifted.detach()
+    strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
+    return _objective(rows, smoothing.tempered(held, tau), strength, strength * tau)

@@ -47,6 +47,7 @@ __all__ = [
     "OnlineLabelSmoothingLoss",
     "PSKDLoss",
     "Poly1Loss",
+    "RDropLoss",
     "TFRegLoss",
     "TopKDistillationLoss",
     "Warmup",
@@ -1044,6 +1045,46 @@ class KRLSLoss(_Loss):
         return f"num_classes={len(self.table)}, {super().extra_repr()}"
 
 
+class RDropLoss(_Loss):
+    """R-Drop; called as ``loss(logits, target, other_logits)``, with the logits of two passes.
+
+    The passes have different dropout. Gradients flow through both.
+    See :func:`labo.functional.r_drop_loss`.
+
+    Example:
+        >>> loss = RDropLoss(lam=1.0)
+        >>> other = torch.tensor([[3.0, 1.0, 0.2, -0.5]])
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]), other)
+        tensor(0.4113)
+    """
+
+    function = staticmethod(F.r_drop_loss)
+    teacher_argument = "other_logits"
+    rowwise = False  # linear_loss holds a second prediction constant
+
+    def __init__(
+        self,
+        *,
+        lam: float = 1.0,
+        hard_weight: float = 0.5,
+        label: str = "onehot",
+        alpha: float | str | None = None,
+        tau: float = 1.25,
+        rho: float = 0.5,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"lam": lam, "hard_weight": hard_weight, "label": label}
+        smoothing = {"alpha": alpha, "tau": tau, "rho": rho}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **smoothing)
+        F._strength_of(label, alpha)
+
+    def forward(self, logits: Tensor, target: Tensor, other_logits: Tensor | None = None) -> Tensor:
+        return F.r_drop_loss(logits, target, other_logits, **self.arguments())
+
+
 class Warmup(nn.Module):
     """The warm-up of Algorithm 1: ``before`` while the step i < ``steps``, then ``after``.
 
@@ -1140,6 +1181,7 @@ LOSSES = Registry(
         "ger": GeneralizedEntropyLoss,
         "mls": MaskedLabelSmoothingLoss,
         "wls": WeightedLabelSmoothingLoss,
+        "rdrop": RDropLoss,
         "labo": LABOLoss,
     },
 )

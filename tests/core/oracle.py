@@ -237,5 +237,20 @@ def weighted_label_smoothing(z, y, w, groups, *, alpha=0.1, shares=(0.4, 0.4, 0.
     return ce(z, q / (1 - e[0]) if normalize else q, w)
 
 
+def r_drop(
+    z, y, w, other, *, lam=1.0, hard_weight=0.5, label="onehot", alpha=None, tau=1.25, rho=0.5
+):
+    def hard(x):
+        if label == "onehot":
+            return cross_entropy(x, y, w)
+        if label == "smoothed":
+            return label_smoothing(x, y, w, alpha=0.1 if alpha is None else alpha)
+        return labo(x, y, w, tau=tau, alpha="adaptive" if alpha is None else alpha, rho=rho)
+
+    p, r = softmax(z), softmax(other)
+    divergence = (kl(p, r) + kl(r, p)) / 2
+    return real(hard_weight) * (hard(z) + hard(other)) + w[y] * real(lam) * divergence
+
+
 def mean(values: list[Any], target: list[int], w: Row) -> float:
     return float(sum(values) / sum(w[y] for y in target))

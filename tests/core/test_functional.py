@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import LOSS_CASES, each_loss, gradient, stored_teacher
+from conftest import LOSS_CASES, each_loss, gradient, stored_teacher, teacher
 from labo import functional as F
 from labo import smoothing
 
@@ -189,11 +189,14 @@ def test_gradient_of_losses_with_detached_parts(case):
     onehot = torch.nn.functional.one_hot(target, 5)
     top = p.topk(2).values
     top = top / top.sum(-1, keepdim=True)
+    labo_slope = p - smoothing.smoothed_target(
+        target, smoothing.tempered(logits), smoothing.adaptive_alpha(logits)
+    )
+    other = teacher(logits)[0].softmax(-1)
+    kl = (p * (p / other).log()).sum(-1, keepdim=True)
     expected = {
-        "labo": p
-        - smoothing.smoothed_target(
-            target, smoothing.tempered(logits), smoothing.adaptive_alpha(logits)
-        ),
+        "labo": labo_slope,
+        "rdrop-labo": (labo_slope + p * ((p / other).log() - kl) + p - other) / 2,
         "fl-detached": (1 - p_y) * (p - onehot),
         "afl": (1 + 0.5 * p_y) * (p - onehot),
         "dft": p_y * (p - onehot),
@@ -494,7 +497,7 @@ WITHOUT = [
     for case in LOSS_CASES
     # K itself, or a table or mask over K classes, is part of these
     if case.name.split("-")[0] not in ("labo", "tfreg", "ols", "krls", "mls", "wls", "topk")
-    and case.name not in ("ls-joeynmt", "kd-elementwise")
+    and case.name not in ("ls-joeynmt", "kd-elementwise", "rdrop-labo")
 ]
 
 

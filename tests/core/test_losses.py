@@ -15,6 +15,7 @@ from labo import functional as F
 
 K = 6
 WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
+WITH_STATES = {"rdrop"}  # a third argument with a gradient, which is no teacher
 
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
 
@@ -25,7 +26,7 @@ def build(name: str) -> torch.nn.Module:
 
 def call(name: str, loss: torch.nn.Module, logits: torch.Tensor, target: torch.Tensor):
     torch.manual_seed(0)
-    teacher = (logits.detach().sin(),) if name in WITH_TEACHER else ()
+    teacher = (logits.detach().sin(),) if name in WITH_TEACHER | WITH_STATES else ()
     return loss(logits, target, *teacher)
 
 
@@ -120,6 +121,9 @@ def test_labo_tau_may_change():
         (lambda: labo.DecoupledDistillationLoss(warmup_epochs=-1), "warmup_epochs must be"),
         (lambda: labo.DecoupledDistillationLoss(warmup_epochs=1.5), "warmup_epochs must be"),
         (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
+        (lambda: labo.RDropLoss(label="hard"), "unknown label"),
+        (lambda: labo.RDropLoss(alpha=0.1), "alpha goes with label"),
+        (lambda: labo.RDropLoss(label="smoothed", alpha="adaptive"), 'goes with label="labo"'),
         (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
         (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
     ],
@@ -301,7 +305,7 @@ def test_ps_kd_without_a_past_is_cross_entropy():
     torch.testing.assert_close(build("pskd")(logits, target), expected)
 
 
-@pytest.mark.parametrize("name", sorted(set(labo.LOSSES) - WITH_TEACHER))
+@pytest.mark.parametrize("name", sorted(set(labo.LOSSES) - WITH_TEACHER - WITH_STATES))
 def test_teacher_logits_that_a_loss_does_not_take_are_refused(name):
     logits, target = batch()
     loss = build(name)

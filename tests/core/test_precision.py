@@ -190,6 +190,22 @@ LOSSES = [
         ),
         "groups",
     ),
+    (
+        "rdrop",
+        F.r_drop_loss,
+        oracle.r_drop,
+        st.one_of(
+            either(lam=strength, hard_weight=strength),
+            st.builds(lambda a: {"label": "smoothed", "alpha": a}, st.none() | unit),
+            st.builds(
+                lambda a, t, r: {"label": "labo", "alpha": a, "tau": t, "rho": r},
+                st.none() | unit,
+                tau,
+                unit,
+            ),
+        ),
+        "teacher",
+    ),
 ]
 FUSED = [row for row in LOSSES if row[0] in ("ce", "ls", "labo")]
 TEACHERS = [row for row in LOSSES if row[4] == "teacher"]

@@ -484,3 +484,30 @@ def test_weighted_label_smoothing():
     groups = torch.tensor([0, 0, 2, 1])
     near(F.weighted_label_smoothing_loss(A, Y0, groups, normalize=False), 0.618327)
     near(F.weighted_label_smoothing_loss(A, Y0, groups), 0.618327 / 0.98)
+
+
+def test_r_drop():
+    p, r = A.log_softmax(-1), T.log_softmax(-1)
+    near((p.exp() * (p - r)).sum(), 0.091230)
+    near((r.exp() * (r - p)).sum(), 0.077980)
+    for first, second in ((A, T), (T, A)):
+        near(F.r_drop_loss(first, Y0, second, lam=0, hard_weight=0), 0.0)
+        near(F.r_drop_loss(first, Y0, second, hard_weight=0), (0.091230 + 0.077980) / 2)
+    translation = {"lam": 5, "hard_weight": 1, "label": "smoothed", "alpha": 0.1}
+    near(F.r_drop_loss(A, Y0, T, **translation), 1.431374)
+    near(gradient(lambda z: F.r_drop_loss(z, Y0, T, **translation), A)[0], -1.267133)
+    # Both passes get a gradient, and their order does not matter.
+    first = gradient(lambda z: F.r_drop_loss(z, Y0, T, **translation), A)
+    second = gradient(lambda z: F.r_drop_loss(T, Y0, z, **translation), A)
+    torch.testing.assert_close(first, second)
+    # The authors' image code: both directions summed over the batch, here of one sample.
+    near(F.r_drop_loss(A, Y0, T, hard_weight=1, lam=2 * 0.3 * 1), 0.704112)
+
+
+def test_r_drop_with_the_label_of_labo():
+    """Without the divergence it is the mean of LABO's losses; two equal passes have none."""
+    mean = (F.labo_loss(A, Y0) + F.labo_loss(T, Y0)) / 2
+    near(F.r_drop_loss(A, Y0, T, lam=0, label="labo"), mean)
+    near(F.r_drop_loss(A, Y0, A, lam=9, label="labo"), 1.120539)
+    slope = gradient(lambda z: F.r_drop_loss(z, Y0, T, lam=0, label="labo"), A)
+    near(slope, gradient(lambda z: F.labo_loss(z, Y0) / 2, A))

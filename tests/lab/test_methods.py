@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lab_runs import IMAGE_METHODS, log_of, losses, settings_of, train
 from labo import LOSSES
 from labo.lab.methods import METHODS
-from labo.lab.teachers import Frozen, Teacher
+from labo.lab.teachers import Frozen, SecondPass, Teacher, has_dropout
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to change numbers
@@ -44,7 +45,8 @@ def test_every_loss_is_a_method():
     assert set(LOSSES) - {"ce"} <= stems
 
 
-PLAIN = {n: m for n, m in METHODS.items() if not m.needs and m.teacher in (Teacher, Frozen)}
+STATELESS = (Teacher, Frozen, SecondPass)
+PLAIN = {n: m for n, m in METHODS.items() if not m.needs and m.teacher in STATELESS}
 
 
 @pytest.mark.parametrize("method", PLAIN.values(), ids=PLAIN)
@@ -56,6 +58,24 @@ def test_methods_that_mix_labels_are_those_whose_loss_takes_them(method):
     else:
         with pytest.raises(ValueError, match="not linear in the label"):
             loss(logits, logits.softmax(-1), *teacher)
+
+
+def test_r_drop_needs_dropout(tmp_path):
+    """A run without dropout says so; with dropout the two passes differ."""
+    assert not has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+    assert has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    few = ["train.epochs=null", "train.max_steps=3", "train.log_every=1", "train.batch_size=64"]
+    vit = ["model.name=vit-tiny", "model.patch=4", "model.width=8", "model.layers=2"]
+    vit += ["model.heads=2", "model.ffn=16"]
+    for name, settings in {
+        "without": ["method.lam=1e5"],
+        "dropout": ["model.dropout=0.3", "method.lam=1e5"],
+        "drop_path": ["model.drop_path=0.5", "method.lam=1e5"],
+    }.items():
+        out = tmp_path / name
+        assert train(out, [*few, *vit, "method=r-drop", *settings]) == {0}, log_of(out).read_text()
+        assert ("the model has no dropout" in log_of(out).read_text()) == (name == "without")
+        assert (losses(out)[0] > 3) == (name != "without")
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

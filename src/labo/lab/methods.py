@@ -25,8 +25,9 @@ from .. import losses
 from .._checks import check_hyper
 from .._names import unknown_name
 from .config import RecipeError, Section, explain
+from .errors import RequestError
 from .tasks import find_task
-from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self
+from .teachers import EMA, Frozen, SameClassPeer, SecondPass, Teacher, past_self
 
 # Parameters of a loss that a recipe cannot set.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
@@ -55,8 +56,15 @@ class Method:
     def build(
         self, hyper: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> tuple[nn.Module, Teacher]:
-        """The loss, with reduction "sum", and the teacher."""
-        loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
+        """The loss, with reduction "sum", and the teacher.
+
+        Raises:
+            RequestError: the hyper-parameters do not go together.
+        """
+        try:
+            loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
+        except ValueError as error:
+            raise RequestError(f"method: {error}") from error
         teacher = _call(self.teacher, hyper, facts)
         return loss, teacher
 
@@ -321,6 +329,13 @@ METHODS: dict[str, Method] = {
         "Chen et al. 2022",
         weighted_smoothing,
         needs=frozenset({"vocabulary_groups"}),
+    ),
+    "r-drop": Method(
+        "two passes with different dropout are to agree",
+        "Wu et al. 2021",
+        losses.RDropLoss,
+        SecondPass,
+        mixes=True,
     ),
     "labo": Method(
         "optimal instance-specific smoothing in closed form, after a warm-up with ls",

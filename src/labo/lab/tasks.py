@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -69,6 +69,23 @@ class Batch:
         soft = self.target.is_floating_point()
         target = self.target.new_full(self.target.shape[: 1 if soft else None], -100)
         return replace(self, target=target.long())
+
+    def twice(self) -> Batch:
+        """Every sample once more, after all of them."""
+        return replace(
+            self,
+            inputs=_twice(self.inputs),
+            target=_twice(self.target),
+            index=_twice(self.index),
+        )
+
+
+def _twice(inputs: Any) -> Any:
+    """A tensor (N, ...) or a dataclass of such tensors, repeated."""
+    if is_dataclass(inputs):
+        parts = {part.name: _twice(getattr(inputs, part.name)) for part in fields(inputs)}
+        return replace(inputs, **parts)  # type: ignore[type-var]
+    return None if inputs is None else inputs.repeat(2, *(1,) * (inputs.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -161,7 +178,10 @@ class Task(Protocol):
         raise RequestError(f"{self.recipe.task} does not provide peers")
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
-        """Run the model: logits, or hidden states with the output layer."""
+        """Run the model: logits, or hidden states with the output layer.
+
+        They have ``chunk(2)``, as tensors do: the outputs for the two halves of the samples.
+        """
         return model(batch.inputs)
 
     def loss(

@@ -1,10 +1,10 @@
 """Teachers: the source of a second prediction, for methods that need one.
 
-A teacher is a frozen model, a sample of the same class, an averaged model, or the model of the
-previous epoch. The training loop calls it once per micro-batch, after the forward pass of the
-model, and passes what it returns to the loss after ``(outputs, target)``. ``step()`` is called
-after each optimizer step. The state of a teacher consists of tensors and is saved with every
-checkpoint.
+A teacher is a frozen model, a sample of the same class, an averaged model, the model of the
+previous epoch, or a second pass of the model itself. The training loop runs the model through
+``run``, once per micro-batch, and passes the further outputs to the loss after
+``(outputs, target)``. ``step()`` is called after each optimizer step. The state of a teacher
+consists of tensors and is saved with every checkpoint.
 
 As with losses, the run supplies the positional parameters (``task``, ``model``, ``accelerator``,
 ``seed``). The keyword-only parameters are hyper-parameters.
@@ -13,6 +13,7 @@ As with losses, the run supplies the positional parameters (``task``, ``model``,
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -28,10 +29,20 @@ from .tasks import Batch, Task, load_model
 
 
 class Teacher:
-    """No teacher, and the base class of all teachers."""
+    """No teacher, and the base class of all teachers.
+
+    Attributes:
+        notes: what the user should know before the run begins.
+    """
+
+    notes: Sequence[str] = ()
+
+    def run(self, task: Task, model: nn.Module, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
+        """The outputs of the model for ``batch``, and further ones that have a gradient too."""
+        return task.outputs(model, batch), ()
 
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any, ...]:
-        """Further arguments of the loss, given the outputs of the model for ``batch``."""
+        """Further arguments of the loss without a gradient, given the outputs of the model."""
         return ()
 
     def step(self) -> None:
@@ -87,6 +98,37 @@ class SameClassPeer(Teacher):
         peers = self.task.peers(batch).to(self.accelerator.device)
         with self.accelerator.autocast():
             return (self.task.outputs(self.model, peers),)
+
+
+class SecondPass(Teacher):
+    """The model's output for the same samples with other dropout, with a gradient (R-Drop).
+
+    As in the authors' translation code the batch is doubled and takes one forward pass. Batch norm
+    then normalizes both copies by the statistics of all samples and moves its running statistics
+    once per step, as for the other methods. Two passes would move them twice.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not has_dropout(model):
+            self.notes = [
+                "the model has no dropout, so that its two passes agree: r-drop is the cross "
+                "entropy of its label"
+            ]
+
+    def run(self, task: Task, model: nn.Module, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
+        first, second = task.outputs(model, batch.twice()).chunk(2)
+        return first, (second,)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a model drops anything at random in training: units, or layers by a hook."""
+    for part in model.modules():
+        for holder in (part, *part._forward_hooks.values()):
+            drops = "drop" in type(holder).__name__.lower()
+            for name, value in vars(holder).items():
+                if isinstance(value, float) and value > 0 and (drops or "drop" in name):
+                    return True
+    return False
 
 
 class EMA(Teacher):

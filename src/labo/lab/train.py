@@ -311,6 +311,7 @@ class Trainer:
     def _notes(self) -> Iterator[str]:
         """What the user should know before the run begins."""
         yield from self.task.notes
+        yield from self.teacher.notes
         several = self.accelerator.num_processes > 1
         if several and has_batchnorm(self.module) and not self.recipe.train.sync_batchnorm:
             yield (
@@ -375,9 +376,9 @@ class Trainer:
                 nothing_counted(ignored),
             ):
                 with accelerator.autocast():
-                    outputs = self.task.outputs(self.model, batch)
-                taught = self.teacher(batch, outputs)
-                loss = self.task.loss(self.loss, outputs, batch, taught) / count
+                    outputs, further = self.teacher.run(self.task, self.model, batch)
+                further = (*further, *self.teacher(batch, outputs))
+                loss = self.task.loss(self.loss, outputs, batch, further) / count
                 # Data parallelism takes the mean of the gradients; their sum is wanted.
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()

@@ -14,6 +14,7 @@ from ...losses import (
     DecoupledDistillationLoss,
     DistillationLoss,
     PSKDLoss,
+    RDropLoss,
     Warmup,
     _Loss,
 )
@@ -55,10 +56,10 @@ def check_loss(loss: nn.Module, *, teacher: bool) -> None:
         raise TypeError(f"loss must be a Module such as labo.LABOLoss(), got {loss!r}")
     for leaf in leaves(loss):
         name = type(leaf).__name__
-        if isinstance(leaf, CSKDLoss | BetaSmoothingLoss | PSKDLoss):
+        if isinstance(leaf, CSKDLoss | BetaSmoothingLoss | PSKDLoss | RDropLoss):
             raise ValueError(
-                f"{name} needs a second sample, an averaged model or earlier predictions, which a "
-                "Trainer does not provide: use `labo train`"
+                f"{name} needs a second sample or pass, an averaged model or earlier predictions, "
+                "which a Trainer does not provide: use `labo train`"
             )
         if isinstance(leaf, DISTILLATION) and not teacher:
             raise ValueError(f"{name} needs a teacher: give teacher= to regularize or to fuse_head")

@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ... import linear_loss
+from ... import RDropLoss, linear_loss
+
+_CHUNK_BYTES = 64 << 20  # of the logits of one chunk
 
 
 class Head(NamedTuple):
@@ -30,6 +33,10 @@ class Head(NamedTuple):
         logits = nn.functional.linear(states, self.weight, self.bias)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def chunk(self, chunks: int) -> tuple[Head, ...]:
+        """The parts of the states, as ``Tensor.chunk``, each with this output layer."""
+        return tuple(self._replace(states=states) for states in self.states.chunk(chunks))
+
 
 def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None = None) -> Tensor:
     """The loss of logits that are never stored, see :func:`labo.linear_loss`.
@@ -38,8 +45,12 @@ def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None 
         loss: a row-wise loss of the library.
         head: states (N, D) and output layer.
         target: (N,) class indices.
-        teacher: for a loss with a teacher, the teacher's states at the same targets.
+        teacher: for a loss with a teacher, the teacher's states at the same targets. For R-Drop
+            the states of the second pass, which have a gradient.
     """
+    if isinstance(loss, RDropLoss):
+        assert teacher is not None
+        return _by_chunks(loss, target, head, teacher)
     if teacher is not None and teacher.softcap is not None:
         raise ValueError("a teacher whose logits are capped cannot be used: linear_loss has no cap")
     teacher_logits: tuple[Tensor, ...] | None = None
@@ -55,3 +66,24 @@ def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None 
         softcap=head.softcap,
         teacher_logits=teacher_logits,
     )
+
+
+def _by_chunks(loss: nn.Module, target: Tensor, *heads: Head) -> Tensor:
+    """The sum of a loss of the logits of several heads, chunk by chunk.
+
+    The backward pass computes the logits of a chunk again, so those of the batch are never stored.
+    """
+
+    def part_loss(target: Tensor, *states: Tensor) -> Tensor:
+        logits = [head.logits(part) for head, part in zip(heads, states, strict=True)]
+        value: Tensor = loss(logits[0], target, *logits[1:])
+        return value
+
+    weight = heads[0].weight
+    rows = max(1, _CHUNK_BYTES // (len(heads) * len(weight) * weight.element_size()))
+    parts = zip(target.split(rows), *(head.states.split(rows) for head in heads), strict=True)
+    values = [
+        checkpoint(part_loss, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in parts
+    ]
+    return torch.stack(values).sum()

@@ -231,6 +231,8 @@ class TranslationTask(Task):
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
         "ps-kd": {"alpha": 0.7},
         "labo": {"warmup_steps": 5000},
+        # That of the authors' translation code.
+        "r-drop": {"lam": 5.0, "hard_weight": 1.0, "label": "smoothed"},
     }
 
     def __init__(self, recipe: TextRecipe) -> None:
@@ -309,9 +311,10 @@ class TranslationTask(Task):
         head: Head = model(sentences.source, sentences.mask, sentences.prefix)
         return head._replace(states=head.states[sentences.prefix != PAD])
 
-    def loss(self, loss: nn.Module, outputs: Head, batch: Batch, second: tuple[Any, ...]) -> Tensor:
-        target = batch.target[batch.inputs.prefix != PAD]
-        return head_loss(loss, outputs, target, *second)
+    def loss(
+        self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
+    ) -> Tensor:
+        return head_loss(loss, outputs, _tokens(batch), *teacher_outputs)
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         real = batch.inputs.prefix != PAD
