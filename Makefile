@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench gpu docs soak clean
+.PHONY: demo test check bench gpu docs soak fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/labo demo
@@ -32,6 +32,10 @@ docs: $(INSTALLED)
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
 soak: $(INSTALLED)
 	LABO_SOAK=5 $(BIN)/python -m pytest tests/lab/run/test_resume.py
+
+# Damaged files for every reader and command, and the C kernel under sanitizers: half an hour.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m fuzz
 
 # torch comes first and pinned: unpinned it would bring gigabytes of GPU libraries.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard src/labo/fused/*.c)

@@ -308,6 +308,16 @@ def test_in_place_accepts_views_of_the_output_of_a_layer(impl):
 
 
 @each_backend
+def test_in_place_without_rows(impl):
+    """Tensors without elements have no memory, so these share none."""
+    leaf = torch.empty(0, 9, requires_grad=True)
+    loss = F.labo_loss(leaf * 1, torch.empty(0, dtype=torch.long), impl=impl, inplace=True)
+    loss.backward()
+    assert loss == 0
+    assert leaf.grad.shape == (0, 9)
+
+
+@each_backend
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_in_place_without_a_gradient_changes_nothing(impl, mode):
     """As in an evaluation: no gradient is computed, so none is written over the logits."""

@@ -184,6 +184,33 @@ def test_a_warmup_that_never_ends_is_told(steps, told, tmp_path):
     assert (line in log_of(out).read_text()) is told
 
 
+def test_a_run_of_any_length_starts_at_once(tmp_path):
+    """Which steps are evaluated is computed, not listed."""
+    out = tmp_path / "run"
+    settings = ["train.epochs=1000000000000", "train.average_last=3", "train.batch_size=160"]
+    assert train(out, settings, kill=("step", 20)) == {-signal.SIGKILL}, log_of(out).read_text()
+    assert [line["epoch"] for line in metrics(out) if "valid" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("eval_every", [1, 3])
+@pytest.mark.parametrize("total", [1, 6, 7])
+@pytest.mark.parametrize("average_last", [0, 2, 5])
+def test_which_steps_are_evaluated_and_averaged(eval_every, total, average_last):
+    """Against the list of them."""
+    trainer = object.__new__(loop.Trainer)
+    trainer.recipe = load_recipe(
+        "digits", [f"train.eval_every={eval_every}", f"train.average_last={average_last}"]
+    )
+    trainer.task = SimpleNamespace(steps_per_epoch=3)
+    trainer.total = total
+    every = 3 * eval_every
+    evaluated = sorted({*range(every, total, every), total})
+    averaged = evaluated[-average_last:] if average_last else []
+    steps = range(total + 1)
+    assert [step for step in steps if trainer._is_evaluated(step)] == evaluated
+    assert [step for step in evaluated if trainer._is_averaged(step)] == averaged
+
+
 def test_early_stop(tmp_path):
     out = tmp_path / "run"
     settings = ["optim.lr=1e-6", "train.epochs=9", "train.patience=2", "train.select=accuracy"]

@@ -415,7 +415,8 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             memory: int = leaf.untyped_storage().data_ptr()
-            return memory == logits.untyped_storage().data_ptr()
+            # Tensors without elements have no memory, which they do not share.
+            return memory != 0 and memory == logits.untyped_storage().data_ptr()
         inputs = [before for before, _ in node.next_functions if before is not None]
         node = inputs[0] if len(inputs) == 1 else None
     return False

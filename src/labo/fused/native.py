@@ -313,7 +313,7 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
     """Refuse rows that overlap each other, or the logits other than row by row."""
     if len(out) > 1 and out.stride(0) < out.shape[-1]:
         raise ValueError("out must not have rows that overlap")
-    if out is logits:
+    if out is logits or out.numel() == 0:
         return
     same_memory = out.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
     same_rows = out.data_ptr() == logits.data_ptr() and out.stride() == logits.stride()

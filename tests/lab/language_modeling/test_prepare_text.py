@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,6 +20,7 @@ from labo.lab.language_modeling.options import Tokenization, checked
 from labo.lab.language_modeling.prepare import prepare, prepare_documents
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.language_modeling.tokenizers import encode, pretrained_tokenizer
+from labo.lab.run.files import sealed, sha256
 from labo.lab.text import arrow
 from tiny_language import CHAT, SENTENCES, learned_tokenizer, write_rows
 
@@ -301,6 +303,23 @@ def test_damaged_folders_are_refused(corpus, damage, message):
     with pytest.raises(RequestError, match=message) as caught:
         PreparedDocuments(path).split("valid")
     assert "\n" not in str(caught.value)
+
+
+def test_token_ids_have_a_type(corpus):
+    """The checksums fit, but another program wrote the file."""
+    path = run(corpus).path
+    with pa.OSFile(str(path / "valid.arrow")) as file, pa.ipc.open_stream(file) as stream:
+        table = stream.read_all()
+    ids = table["input_ids"].to_pylist()
+    ids[1][0] = 10**6
+    table = table.set_column(0, table.schema.field(0), pa.array(ids, pa.list_(pa.int32())))
+    with pa.ipc.new_stream(str(path / "valid.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    manifest = json.loads((path / "prepared.json").read_text())
+    manifest["sha256"]["valid.arrow"] = sha256(path / "valid.arrow")
+    (path / "prepared.json").write_text(json.dumps(sealed(manifest)))
+    with pytest.raises(RequestError, match=r"valid.arrow: a token id is outside \[0, \d+\)"):
+        PreparedDocuments(path).split("valid")
 
 
 def test_a_translation_task_refuses_documents_and_the_other_way_round(corpus):

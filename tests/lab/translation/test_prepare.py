@@ -613,10 +613,10 @@ def test_columns_may_have_any_names(tmp_path, columns):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv", "de,en\na\n", "x.csv:2: not 2 columns"),
+        ("x.csv", "de,en\na\n", "x.csv:2: not as many cells as the first line has names"),
         ("x.jsonl", '{"de": "a", "en": "b"}\n[1]\n', "x.jsonl:2: not a JSON object"),
-        ("x.jsonl", '{"de": 1, "en": "b"}\n', "row 1: de is not text but 1"),
-        ("x.parquet", "PAR1", "x.parquet: cannot be read"),
+        ("x.jsonl", '{"de": 1, "en": "b"}\n', "x.jsonl:1: de is not text but 1"),
+        ("x.parquet", "PAR1", "x.parquet: damaged after row 0"),
     ],
 )
 def test_damaged_tables_are_refused(tmp_path, name, content, message):

@@ -345,9 +345,10 @@ def test_a_model_that_is_not_the_one_that_was_saved_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"d_model": 0}, "holds no Marian model"),
-        ({"d_model": "wide"}, "holds no Marian model"),
-        ({"vocab_size": 3, "decoder_vocab_size": 3}, "holds no Marian model"),
+        ({"d_model": 0}, "d_model: should be greater than or equal to 2, got 0"),
+        ({"d_model": "wide"}, "d_model: should be a valid integer, got 'wide'"),
+        ({"d_model": 15}, "d_model 15 is not divisible by 2 heads"),
+        ({"vocab_size": 3, "decoder_vocab_size": 3}, "model.safetensors does not fit"),
         ({"encoder_layers": 2}, "model.safetensors lacks model.encoder.layers.1"),
         ({"decoder_layers": 1}, "has model.decoder.layers.1.* no part of a Marian model"),
     ],

@@ -7,7 +7,6 @@ examples, ``labels`` are the columns that Hugging Face trainers take.
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from ..errors import DataError
+from ..errors import DataError, RequestError
+from ..run.files import Document, read_json
 from ..text.folder import SPLITS, FolderManifest, load_tokenizer, read_manifest
 
 if TYPE_CHECKING:
@@ -64,6 +65,24 @@ class DocumentSplit:
         if self._labels and not np.array_equal(self._labels.lengths, self.lengths):
             raise DataError("a document has more labels than tokens, or fewer")
 
+    def check(self, vocabulary: int) -> None:
+        """Refuse ids without a type, and documents without a token.
+
+        Raises:
+            DataError: there is such an id or document.
+        """
+        if len(self) and self.lengths.min() < 1:
+            raise DataError("a document has no token")
+        if len(self) and self.bytes.min() < 0:
+            raise DataError("a document has a negative number of bytes")
+        for values in self._tokens.chunks:
+            if len(values) and not 0 <= values.min() <= values.max() < vocabulary:
+                raise DataError(f"a token id is outside [0, {vocabulary})")
+        for values in self._labels.chunks if self._labels else ():
+            wrong = (values != IGNORED) & ((values < 0) | (values >= vocabulary))
+            if wrong.any():
+                raise DataError(f"a label is neither in [0, {vocabulary}) nor {IGNORED}")
+
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
@@ -90,7 +109,7 @@ class _Lists:
     """A column of lists, of which nothing is copied but the lengths."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
-        self._values = [chunk.flatten().to_numpy() for chunk in column.chunks]
+        self.chunks = [chunk.flatten().to_numpy() for chunk in column.chunks]
         chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
         self.lengths: npt.NDArray[np.int64] = np.concatenate([*chunks, []]).astype(np.int64)
         self._first_rows = np.cumsum([0, *map(len, chunks)])
@@ -102,16 +121,27 @@ class _Lists:
         chunk = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         start, length = int(self._starts[row]), int(self.lengths[row])
         stop = length if count is None else min(first + count, length)
-        return self._values[chunk][start + first : start + stop]
+        return self.chunks[chunk][start + first : start + stop]
 
 
 class _TextManifest(FolderManifest):
     """What ``prepared.json`` must hold; it says more."""
 
     kind: Literal["text", "prompt", "chat"]
-    begin: int | None
-    end: int
-    vocabulary: int
+    begin: NonNegativeInt | None
+    end: NonNegativeInt
+    vocabulary: PositiveInt
+
+    @model_validator(mode="after")
+    def _consistent(self) -> _TextManifest:
+        for name, token in (("begin", self.begin), ("end", self.end)):
+            if token is not None and token >= self.vocabulary:
+                raise ValueError(f"{name}: {token} is outside [0, {self.vocabulary})")
+        return self
+
+
+class _Frequencies(Document):
+    tokens: list[NonNegativeInt]
 
 
 class PreparedDocuments:
@@ -151,17 +181,27 @@ class PreparedDocuments:
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
                 table = stream.read_all()
-        except (OSError, pa.ArrowInvalid) as error:
+            table.validate(full=True)
+        except (OSError, pa.ArrowException) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
         if table.schema != schema(self.kind, name):
             raise DataError(f"{path}: its columns are not those of a prepared split")
-        return DocumentSplit(table)
+        if any(column.null_count for column in table.columns):
+            raise DataError(f"{path}: it has empty cells")
+        try:
+            split = DocumentSplit(table)
+            split.check(self._vocabulary)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+        return split
 
     def frequencies(self) -> npt.NDArray[np.int64]:
         """(V,) how often each type occurs in the training split."""
         path = self.path / "frequencies.json"
         try:
-            counts = json.loads(path.read_text(encoding="utf-8"))["tokens"]
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
+            counts = read_json(path, _Frequencies).tokens
+        except RequestError as error:
+            raise DataError(str(error)) from error
+        if len(counts) != self._vocabulary:
+            raise DataError(f"{path}: {len(counts)} counts of types, not {self._vocabulary}")
         return np.asarray(counts, dtype=np.int64)

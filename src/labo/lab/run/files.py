@@ -96,7 +96,7 @@ def explain_json(error: ValidationError, model: type[BaseModel], prefix: str = "
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return f"not JSON ({first['ctx']['error']})"
-    if not first["loc"]:
+    if not first["loc"] and first["type"] != "value_error":
         return f"{prefix.removesuffix('.')}: not an object" if prefix else "not a JSON object"
     return "; ".join(explain(error, model, prefix)[:3])
 

@@ -30,6 +30,7 @@ from ..run.files import (
     write_json,
 )
 from ..run.lock import locked
+from .subwords import panics_refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -180,8 +181,10 @@ def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizer
     from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        found = len(tokenizer)
+        with panics_refused():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            found = len(tokenizer)
+            tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong type show here
     except Exception as error:  # tokenizers raises Exception itself
         raise DataError(f"{folder}: cannot be read ({error})") from error
     if size is not None and found != size:

@@ -22,7 +22,9 @@ __all__ = ["is_table", "read_rows", "table_files"]
 _ROWS_AT_ONCE = 1000
 _LARGEST_CELL = 1 << 25  # characters of a CSV cell
 _STATE = "state.json"  # a folder saved by datasets has it
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet", ".arrow")
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_CSV = (".csv", ".csv.gz")
+_SUFFIXES = (*_JSON_LINES, *_CSV, ".parquet", ".arrow")
 
 Row = dict[str, Any]
 
@@ -61,16 +63,17 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """The rows of a table, each with where it stands ("file:line" or "file, row 3").
 
     Args:
-        path: a file of a kind that :func:`is_table` knows, or a folder saved by ``datasets``.
+        path: a file of a kind that :func:`is_table` knows, a .json file with an object on each
+            line, or a folder saved by ``datasets``.
 
     Raises:
         DataError: a file or a row cannot be read.
     """
     for file in table_files(path):
         name = file.name.lower()
-        if ".jsonl" in name:
+        if name.endswith((*_JSON_LINES, ".json")):
             yield from _json_lines(file)
-        elif ".csv" in name:
+        elif name.endswith(_CSV):
             yield from _csv(file)
         else:
             batches = _parquet(file) if name.endswith(".parquet") else _arrow(file)
@@ -110,7 +113,9 @@ def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_ROWS_AT_ONCE)
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+            batch.validate(full=True)
+            yield batch
 
 
 def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
@@ -122,6 +127,7 @@ def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
             opened = pa.ipc.open_file(file)
             reader = (opened.get_batch(number) for number in range(opened.num_record_batches))
         for batch in reader:
+            batch.validate(full=True)  # a damaged one can end the process
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                 yield batch.slice(start, _ROWS_AT_ONCE)
 

@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = [
     "encode",
     "learn_merges",
     "make_tokenizer",
+    "panics_refused",
     "read_codes",
     "restrict",
 ]
@@ -306,5 +308,25 @@ def make_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> Iterator[list[int]]:
-    """The ids of each line, </s> last."""
-    return (e.ids for e in tokenizer.backend_tokenizer.encode_batch_fast(list(lines)))
+    """The ids of each line, </s> last.
+
+    Raises:
+        DataError: the tokenizer was changed so that it cannot encode.
+    """
+    with panics_refused():
+        encoded = tokenizer.backend_tokenizer.encode_batch_fast(list(lines))
+    return (e.ids for e in encoded)
+
+
+@contextmanager
+def panics_refused() -> Iterator[None]:
+    """Within, a panic of the Rust library ``tokenizers`` becomes a DataError.
+
+    It panics on tokenizer files that are valid JSON but do not fit together.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the files of the tokenizer do not fit together ({error})") from error

@@ -58,6 +58,7 @@ class Decode(Section):
     length_penalty: float = Field(
         1.0,
         ge=0,
+        le=100,
         description="A hypothesis scores its log-probability divided by its length to this power. "
         "Larger values favor longer outputs.",
     )

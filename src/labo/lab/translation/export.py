@@ -99,6 +99,9 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
         atomic.flush(out.parent)
     except OSError as error:
         raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+    except (ValueError, RuntimeError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LabError(f"CTranslate2 cannot convert {folder.path}: {reason}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return usage(folder, out, model.config.max_position_embeddings)

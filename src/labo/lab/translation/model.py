@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MarianConfig, MarianMTModel
@@ -196,6 +197,54 @@ def fresh_translator(config: MarianConfig, *, fixnorm: bool = False) -> Translat
     return TranslationModel(marian, fixnorm=fixnorm)
 
 
+class _Dimensions(Document):
+    """What is read of a Marian model's ``config.json``; all models here share the rest."""
+
+    vocab_size: int = Field(ge=1)
+    decoder_vocab_size: int = Field(ge=1)
+    share_encoder_decoder_embeddings: bool
+    tie_word_embeddings: bool
+    d_model: int = Field(ge=2)
+    encoder_ffn_dim: int = Field(ge=1)
+    encoder_attention_heads: int = Field(ge=1)
+    decoder_attention_heads: int = Field(ge=1)
+    encoder_layers: int = Field(ge=1)
+    decoder_layers: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=2, le=1 << 20)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> _Dimensions:
+        for heads in (self.encoder_attention_heads, self.decoder_attention_heads):
+            if self.d_model % heads:
+                raise ValueError(f"d_model {self.d_model} is not divisible by {heads} heads")
+        if self.decoder_attention_heads != self.encoder_attention_heads:
+            raise ValueError("encoder and decoder have different numbers of heads")
+        return self
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """A ValueError if no such weights are there, before any memory is taken for them."""
+        sizes = {size for tensor in weights.values() for size in tensor.shape}
+        needed = {self.vocab_size, self.decoder_vocab_size, self.d_model, self.encoder_ffn_dim}
+        if not needed <= sizes or self.encoder_layers + self.decoder_layers > len(weights):
+            raise ValueError("other dimensions")
+
+    def config(self) -> MarianConfig:
+        if self.share_encoder_decoder_embeddings:
+            embeddings = "shared"
+        else:
+            embeddings = "decoder" if self.tie_word_embeddings else "separate"
+        return marian_config(
+            (self.vocab_size, self.decoder_vocab_size),
+            width=self.d_model,
+            ffn=self.encoder_ffn_dim,
+            heads=self.encoder_attention_heads,
+            encoder_layers=self.encoder_layers,
+            decoder_layers=self.decoder_layers,
+            embeddings=embeddings,
+            positions=self.max_position_embeddings,
+        )
+
+
 def load_marian(folder: Path) -> MarianMTModel:
     """The Marian model of a folder, on the CPU and in evaluation mode.
 
@@ -219,14 +268,13 @@ def load_marian(folder: Path) -> MarianMTModel:
         found = read_tensors(weights)
     except LabError as error:
         raise RequestError(str(error)) from error
+    dimensions = read_json(folder / "config.json", _Dimensions)
     try:
-        config = MarianConfig(**read_json(folder / "config.json", Document).model_dump())
-        model = MarianMTModel(config)
+        dimensions.check(found)
+        model = MarianMTModel(dimensions.config())
         missing, unknown = model.load_state_dict(found, strict=False)
-    except Exception as error:  # whatever a wrong config leads to
-        raise RequestError(
-            f"{folder} holds no Marian model: {str(error).splitlines()[0]}"
-        ) from error
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise RequestError(f"{weights} does not fit {folder / 'config.json'}") from error
     model.tie_weights()
     expected = {*model._keys_to_ignore_on_save, *model.all_tied_weights_keys, "final_logits_bias"}
     if lost := sorted({*missing} - expected):

@@ -20,17 +20,15 @@ from transformers import MarianMTModel, PreTrainedTokenizerFast
 from ..config import explain
 from ..errors import RequestError
 from ..run.calibration import divisor_of
-from ..run.files import Document, checked
+from ..run.files import Document, checked, read_json
 from ..tasks import find_model
 from ..text.stdio import Answer, Notice, answer_lines
-from ..text.subwords import encode
+from ..text.subwords import encode, panics_refused
 from .decoding import Decode, Hypothesis, decode
-from .model import load_marian
+from .model import BOS, EOS, PAD, load_marian
 from .prepared import Pair
 from .text import Pipeline, TextOptions
 
-_MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at hand are translated
-_LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
 _LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
 
 
@@ -68,9 +66,25 @@ class _Facts(Document):
     decode: Decode
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+class _Sizes(Document):
+    """The sizes of the vocabularies, from ``config.json``."""
+
+    vocab_size: int
+    decoder_vocab_size: int
+
+
+def _load_tokenizer(folder: Path, size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer, which must have the special tokens, ids and size that models here have."""
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        with panics_refused():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            special = [tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token]
+            if tokenizer.convert_tokens_to_ids(special) != [BOS, PAD, EOS]:
+                raise ValueError(f"the special tokens {special} do not have the ids 0, 1 and 2")
+            if len(tokenizer) != size:
+                raise ValueError(f"{len(tokenizer)} types, but the model has {size}")
+            tokenizer.decode(tokenizer.encode("a"))
+            return tokenizer
     except Exception as error:  # tokenizers raises Exception itself
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RequestError(f"{folder} holds no tokenizer that can be read: {reason}") from error
@@ -118,10 +132,12 @@ class ModelFolder:
 
     def tokenizers(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
         """The tokenizers of source and target; the same object for a joint vocabulary."""
-        source = _load_tokenizer(self.path)
-        if not (self.path / "target_tokenizer").is_dir():
+        sizes = read_json(self.path / "config.json", _Sizes)
+        source = _load_tokenizer(self.path, sizes.vocab_size)
+        target = self.path / "target_tokenizer"
+        if not target.is_dir() and sizes.decoder_vocab_size == sizes.vocab_size:
             return source, source
-        return source, _load_tokenizer(self.path / "target_tokenizer")
+        return source, _load_tokenizer(target, sizes.decoder_vocab_size)
 
     def pair(self, name: str | None) -> Pair:
         """A direction by its name, such as de-en, or by its source language alone."""
@@ -165,10 +181,9 @@ class Translator:
         self.temperature = folder.temperature
         self.notice = notice
         self.pipeline = Pipeline(folder.text, chosen.source, chosen.target)
+        self.model = folder.load()
         self.tokenizer, self.target_tokenizer = folder.tokenizers()
         self.tag = [self._tag_id(chosen.tag)] if chosen.tag else []
-        self.model = folder.load()
-        self._check_sizes()
         if torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
 
@@ -177,14 +192,6 @@ class Translator:
         if tag not in vocabulary:
             raise RequestError(f"the tokenizer has no tag {tag}")
         return int(vocabulary[tag])
-
-    def _check_sizes(self) -> None:
-        """Refuse tokenizers with more types than the model has embeddings for."""
-        config = self.model.config
-        sizes = (config.vocab_size, config.decoder_vocab_size or config.vocab_size)
-        for tokenizer, size in zip((self.tokenizer, self.target_tokenizer), sizes, strict=True):
-            if len(tokenizer) != size:
-                raise RequestError(f"a tokenizer has {len(tokenizer)} types, the model {size}")
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """The best translation of each line; that of an empty line is empty."""
@@ -250,8 +257,9 @@ class Translator:
 
     def _translation(self, hypothesis: Hypothesis) -> Translation:
         tokenizer = self.target_tokenizer
-        said = str(tokenizer.decode(list(hypothesis.ids), skip_special_tokens=True))
-        tokens = tokenizer.convert_ids_to_tokens(list(hypothesis.ids))
+        with panics_refused():
+            said = str(tokenizer.decode(list(hypothesis.ids), skip_special_tokens=True))
+            tokens = tokenizer.convert_ids_to_tokens(list(hypothesis.ids))
         return Translation(
             # A model of bytes can produce any of the characters that end a line.
             " ".join(self.pipeline.restore(said).splitlines()),
