@@ -773,24 +773,50 @@ def translate(
     )
 
 
+# Task -> the format that its models are exported to.
+_EXPORTS = {"translation": "ctranslate2", "image_classification": "onnx"}
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="Format. Only ctranslate2 is supported.")] = "ctranslate2",
+    out: Annotated[Path, typer.Option(help="Folder (ctranslate2) or file (onnx) to write.")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Format: ctranslate2 for translation, onnx for images. Default: by task."
+        ),
+    ] = None,
     quantization: Annotated[
         str | None,
-        typer.Option(help="Type of the weights, such as int8 or float16. Default: as trained."),
+        typer.Option(
+            help="Type of the weights for ctranslate2, such as int8 or float16. Default: as "
+            "trained."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Export a translation model to CTranslate2, and print the code that loads it."""
+    """Export a model to CTranslate2 or ONNX, and print the code that loads it."""
     from .lab.errors import RequestError
-    from .lab.translation.export import export as export_model
+    from .lab.tasks import task_of_model
 
-    if to != "ctranslate2":
-        raise RequestError(f"--to {to}: must be ctranslate2")
-    print(export_model(run, out, quantization))
+    if to is not None and to not in _EXPORTS.values():
+        raise RequestError(f"--to {to}: must be {' or '.join(_EXPORTS.values())}")
+    task = task_of_model(run)
+    if task not in _EXPORTS:
+        raise RequestError(f"{run} holds a model for {task}, which has no export")
+    if to is not None and to != _EXPORTS[task]:
+        raise RequestError(f"--to {to}: a model for {task} is exported to {_EXPORTS[task]}")
+    if task == "translation":
+        from .lab.translation.export import export as export_translation
+
+        print(export_translation(run, out, quantization))
+        return
+    if quantization is not None:
+        raise RequestError("--quantization: only for ctranslate2")
+    from .lab.images.export import export as export_classifier
+
+    print(export_classifier(run, out))
 
 
 @app.command()

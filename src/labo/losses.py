@@ -944,6 +944,7 @@ class OnlineLabelSmoothingLoss(_Loss):
     sums: Tensor
     counts: Tensor
     rowwise = False
+    per_process = ("sums", "counts")  # buffers that add up over the processes
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ class Train(Section):
         "no", description="Mixed precision: none, bfloat16 or float16."
     )
     sync_batchnorm: bool = Field(
-        False, description="Batch-norm statistics over all processes. Needs GPUs."
+        False, description="Compute the statistics of batch norm over all processes."
     )
     log_every: int = Field(50, ge=1, description="Steps between two logged losses.")
     log_with: Names = Field(

@@ -288,16 +288,36 @@ def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
     Raises:
         RequestError: there is none, or it is for another task.
     """
-    run = Path(run)
-    found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
-    if not found:
-        raise RequestError(f"{run} is no run with best/config.json")
-    folder = found[0]
+    folder = _model_folder(Path(run))
     verify_folder(folder)
-    document = read_json(folder / "config.json", Document).model_dump()
-    facts = document.get("labo", document)
-    theirs = facts.get("task") if isinstance(facts, dict) else None
+    theirs, facts = _task_and_facts(folder)
     if theirs != task:
-        kind = f"a model for {theirs}" if isinstance(theirs, str) else "no model of labo"
+        kind = f"a model for {theirs}" if theirs is not None else "no model of labo"
         raise RequestError(f"{run} holds {kind}, not a model for {task}")
     return folder, facts
+
+
+def task_of_model(run: str | Path) -> str:
+    """The task of the model of a run.
+
+    Raises:
+        RequestError: there is none, or it is no model of labo.
+    """
+    found, _ = _task_and_facts(_model_folder(Path(run)))
+    if found is None:
+        raise RequestError(f"{run} holds no model of labo")
+    return found
+
+
+def _model_folder(run: Path) -> Path:
+    for folder in (run / "best", run):
+        if (folder / "config.json").is_file():
+            return folder
+    raise RequestError(f"{run} is no run with best/config.json")
+
+
+def _task_and_facts(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    document = read_json(folder / "config.json", Document).model_dump()
+    facts = document.get("labo", document)
+    task = facts.get("task") if isinstance(facts, dict) else None
+    return (task, facts) if isinstance(task, str) else (None, {})

@@ -11,6 +11,10 @@ the number of targets in the whole batch. The loss curve is then that of one pro
 rounding, if the model has no batch norm or ``train.sync_batchnorm`` is on. Without it each process
 normalises its own share of the batch.
 
+A run may be continued by another number of processes: the samples and their order stay the same,
+and the loss curve does up to rounding. The bits are those of an uninterrupted run only if the
+number stays the same.
+
 Ctrl-C and SIGTERM let the step under way finish, save a checkpoint and end the run.
 """
 
@@ -78,6 +82,7 @@ class TrainingState(BaseModel):
     stale: int = Field(0, ge=0)  # evaluations since the score was last exceeded
     averaged: int = Field(0, ge=0)  # models in the average
     seconds: float = Field(0.0, ge=0)  # spent in training, over all its starts
+    earlier_processes: list[int] = []  # how many there were, before their number changed
 
 
 class SavedState(TrainingState):
@@ -531,6 +536,9 @@ class Trainer:
             self._take_up(found)
             self.saved, self.saved_step = found.path, self.state.step
             self.display.say(f"continuing {self.run.path} at step {self.state.step:,}")
+            if self.state.earlier_processes:
+                others = " and ".join(map(str, self.state.earlier_processes))
+                self.display.say(f"note: {others} process(es) were at work before; the bits differ")
             if changed := self.run.changes_since_start():
                 self.display.say(f"note: it was begun with {changed}; the bits may differ")
             if self.state.best_step and not self.recipe.train.average_last:
@@ -548,11 +556,6 @@ class Trainer:
 
     def _take_up(self, found: checkpoint.Checkpoint) -> None:
         saved: SavedState = found.state
-        if saved.processes != self.accelerator.num_processes:
-            raise RequestError(
-                f"{self.run.path} is a run of {saved.processes} process(es): continue it with as "
-                "many"
-            )
         try:
             self._load(saved, found.tensors)
         except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -565,9 +568,10 @@ class Trainer:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(saved.scaler)
         self.state = TrainingState(**saved.model_dump(exclude={"processes", "scaler"}))
-        mine = self.accelerator.process_index
+        if saved.processes != self.accelerator.num_processes:
+            self.state.earlier_processes.append(saved.processes)
         self.module.load_state_dict(tensors["model"])
-        self.loss.load_state_dict({name: rows[mine] for name, rows in tensors["loss"].items()})
+        self.loss.load_state_dict(self._share_of_loss(tensors["loss"], saved.processes))
         self.teacher.load_state_dict(tensors["teacher"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(
@@ -575,6 +579,26 @@ class Trainer:
         )
         self.average = {
             name: tensor.to(self.accelerator.device) for name, tensor in tensors["average"].items()
+        }
+
+    def _share_of_loss(self, rows: Mapping[str, Tensor], processes: int) -> dict[str, Tensor]:
+        """This process's state of the loss, from those of all processes that saved it.
+
+        If there are more or fewer now, the first one takes the sum of what adds up over them.
+        """
+        mine = self.accelerator.process_index
+        if processes == self.accelerator.num_processes:
+            return {name: row[mine] for name, row in rows.items()}
+        added_up = {
+            f"{prefix}.{name}".removeprefix(".")
+            for prefix, module in self.loss.named_modules()
+            for name in getattr(module, "per_process", ())
+        }
+        return {
+            name: (row.sum(0) if mine == 0 else torch.zeros_like(row[0]))
+            if name in added_up
+            else row[0]
+            for name, row in rows.items()
         }
 
     def finish(self, test: bool) -> dict[str, Any]:
@@ -592,7 +616,7 @@ class Trainer:
                 self.recipe,
                 data=self.task.fingerprint,
                 steps=self.state.step,
-                processes=self.accelerator.num_processes,
+                processes=[*self.state.earlier_processes, self.accelerator.num_processes],
             ),
             "steps": self.state.step,
             "selected_step": self.state.step if self.average else self.state.best_step,

@@ -42,6 +42,19 @@ def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     assert_same_curve(one, two, 5e-5 if method == "tf-kd-self" else 2e-5)
 
 
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    # OLS collects sums in each process until the end of an epoch, after five steps.
+    settings = [*RUN, "method=ols", "train.save_every=2"]
+    one, changing = tmp_path / "one", tmp_path / "changing"
+    assert train(one, settings) == {0}
+    for world in (1, 2, 3):  # from step 0, 2 and 4
+        assert 0 not in train(changing, settings, world, kill=("step", 3))
+    assert train(changing, settings, 1) == {0}, log_of(changing).read_text()
+    assert_same_curve(one, changing)
+    assert "processes:1>2>3>1|" in (changing / "results.json").read_text()
+    assert "note: 1 and 2 and 3 process(es) were at work before" in log_of(changing).read_text()
+
+
 # With accumulation the last micro-batches have as many samples as there are processes, or fewer.
 BATCH_NORM = ["train.epochs=1", "train.batch_size=117", "train.log_every=1", "optim.lr=0.01"]
 

@@ -152,7 +152,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     for arguments, line in [
         (["--out", "there"], "there exists: choose another --out"),
-        (["--out", "x", "--to", "onnx"], "--to onnx: must be ctranslate2"),
+        (
+            ["--out", "x", "--to", "onnx"],
+            "--to onnx: a model for translation is exported to ctranslate2",
+        ),
         (
             ["--out", "x", "--quantization", "int4"],
             f"--quantization int4: choose from {', '.join(ACCEPTED_MODEL_TYPES)}",

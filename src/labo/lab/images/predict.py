@@ -67,6 +67,7 @@ class Predictor:
 
     Args:
         run: a run directory, or a model folder itself.
+        device: where to compute; by default the accelerator of this machine, or its CPU.
 
     Attributes:
         classes: the names of the classes, in the order of the logits.
@@ -83,7 +84,7 @@ class Predictor:
             print(prediction.classes[0], prediction.probabilities[0])
     """
 
-    def __init__(self, run: str | Path) -> None:
+    def __init__(self, run: str | Path, *, device: str | None = None) -> None:
         folder, facts = find_model(run, _TASK)
         try:
             self.view = View(**facts["input"])
@@ -103,11 +104,8 @@ class Predictor:
         calibration = read_calibration(folder)
         self.calibrated = calibration is not None
         self.temperature = 1.0 if calibration is None else calibration.divisor
-        self.model = ImageTask.load_model(folder).eval()
-        self.device = torch.device("cpu")
-        if torch.accelerator.is_available():
-            self.device = torch.accelerator.current_accelerator() or self.device
-            self.model.to(self.device)
+        self.device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        self.model = ImageTask.load_model(folder).eval().to(self.device)
 
     def predict(
         self, files: Iterable[str | Path], *, top: int = 5, problems: list[str] | None = None

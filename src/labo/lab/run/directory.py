@@ -22,7 +22,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +173,15 @@ class RunDirectory:
         if completed != results:
             self.finish(completed)
 
-    def signature(self, recipe: Recipe, *, data: str, steps: int, processes: int) -> str:
-        """What the scores depend on, in one line. Two equal experiments have equal signatures."""
+    def signature(self, recipe: Recipe, *, data: str, steps: int, processes: Sequence[int]) -> str:
+        """What the scores depend on, in one line. Two equal experiments have equal signatures.
+
+        Args:
+            recipe: of the run.
+            data: the fingerprint of the data, if the run does not say.
+            steps: optimizer steps done.
+            processes: how many there were, and how many after each change of their number.
+        """
         begun = self.begun_with()
         parts = {
             "labo": begun.get("labo"),
@@ -185,7 +192,7 @@ class RunDirectory:
             "method": ",".join(f"{key}={value}" for key, value in recipe.method.items()),
             "seed": recipe.seed,
             "steps": steps,
-            "processes": processes,
+            "processes": ">".join(map(str, processes)),
             "recipe": recipe.digest(),
         }
         return "|".join(f"{name}:{value}" for name, value in parts.items())
