@@ -112,6 +112,7 @@ LOSS_CASES = [
     ),
     LossCase("labo", F.labo_loss, off={"alpha": 0.0}, detached=True),
     LossCase("labo-fixed", F.labo_loss, {"alpha": 0.3}, off={"alpha": 0.0}),
+    LossCase("labo-held", F.held_labo_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("labo-grad", F.labo_loss, {"alpha_grad": True}),
     LossCase("cp", F.confidence_penalty_loss, off={"beta": 0.0}),
     LossCase("cp-hinge", F.confidence_penalty_loss, {"threshold": 1.0}, off={"beta": 0.0}),

@@ -49,6 +49,7 @@ __all__ = [
     "eaft_loss",
     "focal_loss",
     "generalized_entropy_loss",
+    "held_labo_loss",
     "kr_ls_loss",
     "label_smoothing_loss",
     "labo_loss",
@@ -1874,3 +1875,76 @@ def _labelled(rows: Rows, label: str, alpha: float | str, tau: float, rho: float
     held = rows.shifted.detach()
     strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
     return _objective(rows, smoothing.tempered(held, tau), strength, strength * tau)
+
+
+# ------------------------------------------------------------------ with an earlier prediction
+
+
+def held_labo_loss(
+    logits: Tensor,
+    target: Tensor,
+    held_logits: Tensor | None = None,
+    *,
+    tau: float = 1.25,
+    alpha: float | str = "adaptive",
+    rho: float = 0.5,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""LABO whose optimal smoothing is held: the objective of its second and later outer steps.
+
+    With the logits :math:`z_0` from the start of the outer loop,
+    :math:`P^*_0 = \mathrm{softmax}(z_0/\tau)`, :math:`\alpha_0` from :math:`z_0`,
+    :math:`\beta_0 = \alpha_0\tau` and
+    :math:`\hat P_0 = (1-\alpha_0)\,\mathrm{onehot}(y) + \alpha_0 P^*_0`:
+
+    .. math:: -\sum_j \hat P_{0,j} \log p_j + \beta_0\, \mathrm{KL}(P^*_0 \Vert U)
+
+    The label is a constant, so the gradient is :math:`p - \hat P_0`. Without ``held_logits``, or
+    with those of the same prediction, it is :func:`labo_loss`.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        held_logits: as ``logits``: the logits at the start of the outer loop; held constant.
+        tau, alpha, rho: as for :func:`labo_loss`.
+        weight, ignore_index, reduction, dim: as for every loss here.
+        impl, inplace: see the module; used without ``held_logits``.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> start, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> held_labo_loss(start, target, start)
+        tensor(1.1205)
+        >>> held_labo_loss(torch.tensor([[2.1, 1.0, 0.1, -1.0]]), target, start)
+        tensor(1.1137)
+
+    Reference:
+        Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
+        Optimization; their limitations name the number of outer steps.
+    """
+    if held_logits is None:
+        return labo_loss(
+            logits,
+            target,
+            tau=tau,
+            alpha=alpha,
+            rho=rho,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            dim=dim,
+            impl=impl,
+            inplace=inplace,
+        )
+    check_hyper(tau=tau, alpha=alpha, rho=rho, impl=impl)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    held = rows.teacher("held_logits", held_logits)
+    strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
+    return rows.reduce(_objective(rows, smoothing.tempered(held, tau), strength, strength * tau))

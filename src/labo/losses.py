@@ -37,6 +37,7 @@ __all__ = [
     "EAFTLoss",
     "FocalLoss",
     "GeneralizedEntropyLoss",
+    "HeldLABOLoss",
     "KRLSLoss",
     "LABOLoss",
     "LabelSmoothingLoss",
@@ -1084,6 +1085,47 @@ class RDropLoss(_Loss):
 
     def forward(self, logits: Tensor, target: Tensor, other_logits: Tensor | None = None) -> Tensor:
         return F.r_drop_loss(logits, target, other_logits, **self.arguments())
+
+
+class HeldLABOLoss(_Loss):
+    """LABO with several outer steps; called as ``loss(logits, target, held_logits)``.
+
+    The held logits are those of the first update on the batch. For that update they are left out,
+    and the loss is LABO. See :func:`labo.functional.held_labo_loss`.
+
+    Example:
+        >>> loss, target = HeldLABOLoss(tau=1.25), torch.tensor([0])
+        >>> start = torch.tensor([[2.0, 1.0, 0.1, -1.0]])
+        >>> loss(start, target), loss(torch.tensor([[2.1, 1.0, 0.1, -1.0]]), target, start)
+        (tensor(1.1205), tensor(1.1137))
+    """
+
+    function = staticmethod(F.held_labo_loss)
+    teacher_argument = "held_logits"
+    teacher_optional = True
+    tau: float
+    alpha: float | str
+    rho: float
+
+    def __init__(
+        self,
+        *,
+        tau: float = 1.25,
+        alpha: float | str = "adaptive",
+        rho: float = 0.5,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+        impl: str = "auto",
+        inplace: bool = False,
+    ) -> None:
+        hyper = {"tau": tau, "alpha": alpha, "rho": rho}
+        fast = {"impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
+
+    def spec(self) -> RowSpec | None:
+        return spec.labo(self.tau, self.alpha, self.rho)
 
 
 class Warmup(nn.Module):

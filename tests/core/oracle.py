@@ -69,6 +69,14 @@ def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, alpha_grad=False):
     return smoothed(z, y, w, p, real(alpha)) + w[y] * real(alpha) * real(tau) * kl(p, 1 / real(k))
 
 
+def held_labo(z, y, w, held, *, tau=1.25, alpha="adaptive", rho=0.5):
+    k = real(len(z))
+    if alpha == "adaptive":
+        alpha = 1 - real(rho) * entropy(softmax(held)) / np.log(k)
+    p = softmax(held / real(tau))
+    return smoothed(z, y, w, p, real(alpha)) + w[y] * real(alpha) * real(tau) * kl(p, 1 / k)
+
+
 def confidence_penalty(z, y, w, *, beta=0.1, threshold=None):
     h = entropy(softmax(z))
     penalty = -h if threshold is None else max(real(0), real(threshold) - h)

@@ -191,6 +191,13 @@ LOSSES = [
         "groups",
     ),
     (
+        "labo-held",
+        F.held_labo_loss,
+        oracle.held_labo,
+        either(tau=tau, alpha=st.just("adaptive") | unit, rho=unit),
+        "teacher",
+    ),
+    (
         "rdrop",
         F.r_drop_loss,
         oracle.r_drop,

@@ -511,3 +511,41 @@ def test_r_drop_with_the_label_of_labo():
     near(F.r_drop_loss(A, Y0, A, lam=9, label="labo"), 1.120539)
     slope = gradient(lambda z: F.r_drop_loss(z, Y0, T, lam=0, label="labo"), A)
     near(slope, gradient(lambda z: F.labo_loss(z, Y0) / 2, A))
+
+
+def test_labo_with_several_outer_steps():
+    """Free logits, z <- z - gradient. The held label is the limit; a fresh one moves."""
+    held, fresh = A, A
+    values, slopes, fresh_values, fresh_slopes = [], [], [], []
+    for _ in range(4):
+        slope = gradient(lambda z: F.held_labo_loss(z, Y0, A), held)
+        values.append(F.held_labo_loss(held, Y0, A))
+        slopes.append(slope[0])
+        held = held - slope
+        slope = gradient(lambda z: F.labo_loss(z, Y0), fresh)
+        fresh_values.append(F.labo_loss(fresh, Y0))
+        fresh_slopes.append(slope[0])
+        fresh = fresh - slope
+    near(values[:2], [1.120539, 1.111326])
+    near(slopes[:2], [-0.079998, -0.051184])
+    near(fresh_values[:2], [1.120539, 1.124681])
+    near(fresh_slopes[:2], [-0.079998, -0.061475])
+    near(held.softmax(-1)[0], 0.703797)
+    p_hat = smoothing.smoothed_target(Y0, smoothing.tempered(A), smoothing.adaptive_alpha(A))
+    near(p_hat[0], 0.718064)
+    near(F.held_labo_loss(p_hat.log(), Y0, A), 1.103665)
+
+
+def test_held_labo_of_its_own_prediction_is_labo():
+    for alpha in ("adaptive", 0.3):
+        expected = F.labo_loss(BATCH, TARGETS, alpha=alpha, reduction="none")
+        near(F.held_labo_loss(BATCH, TARGETS, BATCH, alpha=alpha, reduction="none"), expected)
+        loss = labo.HeldLABOLoss(alpha=alpha, reduction="none")
+        assert torch.equal(loss(BATCH, TARGETS), expected)
+        near(loss(BATCH, TARGETS, BATCH), expected)
+    x, weight = torch.randn(5, 3), torch.randn(4, 3)
+    target = torch.tensor([0, 3, 1, 1, 2])
+    loss = labo.HeldLABOLoss()
+    by_head = labo.linear_loss(x, weight, target, loss, teacher_logits=(x.flip(0), weight + 1))
+    expected = loss(x @ weight.T, target, x.flip(0) @ (weight + 1).T)
+    torch.testing.assert_close(by_head, expected)

@@ -13,7 +13,7 @@ from torch import nn
 from lab_runs import IMAGE_METHODS, log_of, losses, settings_of, train
 from labo import LOSSES
 from labo.lab.methods import METHODS
-from labo.lab.teachers import Frozen, SecondPass, Teacher, has_dropout
+from labo.lab.teachers import Frozen, SecondPass, Teacher, has_dropout, held_label
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to change numbers
@@ -45,7 +45,7 @@ def test_every_loss_is_a_method():
     assert set(LOSSES) - {"ce"} <= stems
 
 
-STATELESS = (Teacher, Frozen, SecondPass)
+STATELESS = (Teacher, Frozen, SecondPass, held_label)
 PLAIN = {n: m for n, m in METHODS.items() if not m.needs and m.teacher in STATELESS}
 
 

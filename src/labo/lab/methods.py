@@ -27,7 +27,7 @@ from .._names import unknown_name
 from .config import RecipeError, Section, explain
 from .errors import RequestError
 from .tasks import find_task
-from .teachers import EMA, Frozen, SameClassPeer, SecondPass, Teacher, past_self
+from .teachers import EMA, Frozen, SameClassPeer, SecondPass, Teacher, held_label, past_self
 
 # Parameters of a loss that a recipe cannot set.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
@@ -67,6 +67,11 @@ class Method:
             raise RequestError(f"method: {error}") from error
         teacher = _call(self.teacher, hyper, facts)
         return loss, teacher
+
+
+def updates_per_batch(hyper: Mapping[str, Any]) -> int:
+    """How many updates in a row a method makes on each batch."""
+    return int(hyper.get("outer_steps", 1))
 
 
 def hyper_parameters(method: str, task: str) -> type[Section]:
@@ -146,12 +151,12 @@ def warmed_up_labo(
         tau: temperature of the smoothing distribution; the paper searches {1.15, 1.25}.
         alpha: "adaptive", or a number in [0, 1].
         rho: how far the entropy of a prediction lowers adaptive alpha.
-        warmup_steps: T_w. Optimizer steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no
-            warm-up.
+        warmup_steps: T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. With
+            several outer steps these are batches, not updates.
         warmup_alpha: alpha of label smoothing during the warm-up.
     """
     before = losses.LabelSmoothingLoss(alpha=warmup_alpha, reduction=reduction)
-    after = losses.LABOLoss(tau=tau, alpha=alpha, rho=rho, reduction=reduction)
+    after = losses.HeldLABOLoss(tau=tau, alpha=alpha, rho=rho, reduction=reduction)
     return losses.Warmup(before, after, warmup_steps)
 
 
@@ -341,6 +346,7 @@ METHODS: dict[str, Method] = {
         "optimal instance-specific smoothing in closed form, after a warm-up with ls",
         "Lu et al. 2023",
         warmed_up_labo,
+        held_label,
         mixes=True,
     ),
 }

@@ -178,7 +178,7 @@ class Task(Protocol):
         raise RequestError(f"{self.recipe.task} does not provide peers")
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
-        """Run the model: logits, or hidden states with the output layer.
+        """Run the model: logits, or a NamedTuple of hidden states and their output layer.
 
         They have ``chunk(2)``, as tensors do: the outputs for the two halves of the samples.
         """

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ..losses import Warmup
 from .config import Recipe
 from .errors import LabError, RequestError
-from .methods import METHODS
+from .methods import METHODS, updates_per_batch
 from .optim import build_optimizer, learning_rate
 from .run import checkpoint
 from .run.checksums import DamagedError
@@ -171,7 +171,9 @@ class Trainer:
         self.task = find_task(recipe.task)(recipe)
         if not accept_data:
             run.check_data(self.task.fingerprint)
-        steps = self.task.steps_per_epoch
+        # A step is an update. An epoch uses every batch, for one or several updates in a row.
+        self.updates_per_batch = updates_per_batch(recipe.method)
+        steps = self.steps_per_epoch = self.task.steps_per_epoch * self.updates_per_batch
         limits = (recipe.train.max_steps, recipe.train.epochs and recipe.train.epochs * steps)
         self.total = min(limit for limit in limits if limit)
 
@@ -238,10 +240,8 @@ class Trainer:
                 self.between_steps = False
                 self.update(batches, index)
                 state.step += 1
-                state.position += 1
-                if state.position == self.task.steps_per_epoch:
-                    state.epoch, state.position = state.epoch + 1, 0
-                    _tell(self.loss, "end_epoch")
+                if state.step % self.updates_per_batch == 0:
+                    self._end_batch()
                 state.seconds = time.perf_counter() - began
                 self.between_steps = True
                 self.display.advance(state.step, self.task.count(index))
@@ -255,6 +255,15 @@ class Trainer:
             if evaluated or _divides(self.recipe.train.save_every, state.step):
                 self.save()
 
+    def _end_batch(self) -> None:
+        """Go on to the next batch, after the last update on one."""
+        state = self.state
+        state.position += 1
+        _tell(self.loss, "step")
+        if state.position == self.task.steps_per_epoch:
+            state.epoch, state.position = state.epoch + 1, 0
+            _tell(self.loss, "end_epoch")
+
     def _next(self, upcoming: Iterator[T]) -> T | None:
         """The next item, or None. Several processes must agree before any of them may stop."""
         several = self.accelerator.num_processes > 1
@@ -265,7 +274,7 @@ class Trainer:
     def _evaluation_steps(self) -> int:
         """Steps between two evaluations."""
         train = self.recipe.train
-        return train.eval_every_steps or train.eval_every * self.task.steps_per_epoch
+        return train.eval_every_steps or train.eval_every * self.steps_per_epoch
 
     def _is_evaluated(self, step: int) -> bool:
         every = self._evaluation_steps
@@ -294,7 +303,7 @@ class Trainer:
         task, recipe, accelerator = self.task, self.recipe, self.accelerator
         yield (
             f"data       {task.fingerprint}: {task.size:,} training samples, "
-            f"{task.num_classes:,} classes, {task.steps_per_epoch:,} steps per epoch"
+            f"{task.num_classes:,} classes, {self.steps_per_epoch:,} steps per epoch"
         )
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         yield f"model      {trained:,} parameters"
@@ -323,9 +332,10 @@ class Trainer:
                 "each process computes batch norm over its own share of a batch, so that the loss "
                 "depends on the number of processes; train.sync_batchnorm=true computes it over all"
             )
-        if isinstance(self.loss, Warmup) and self.loss.steps > self.total:
+        batches = -(-self.total // self.updates_per_batch)
+        if isinstance(self.loss, Warmup) and self.loss.steps > batches:
             yield (
-                f"the warm-up of {self.loss.steps} steps is longer than the run of {self.total}: "
+                f"the warm-up of {self.loss.steps} steps is longer than the run of {batches}: "
                 f"{self.recipe.method['name']} itself is never used; method.warmup_steps sets it"
             )
 
@@ -340,10 +350,16 @@ class Trainer:
             yield item
 
     def _plan(self, step: int, epoch: int, position: int) -> Iterator[tuple[list[Batch], Tensor]]:
-        for number in range(self.total - step):
-            ahead, index_in_epoch = divmod(position + number, self.task.steps_per_epoch)
-            index = self.task.global_batch(epoch + ahead, index_in_epoch)
-            yield [self._share(part, epoch + ahead) for part in self._micro_batches(index)], index
+        while step < self.total:
+            index = self.task.global_batch(epoch, position)
+            batch = [self._share(part, epoch) for part in self._micro_batches(index)], index
+            updates = self.updates_per_batch - step % self.updates_per_batch  # still to make on it
+            for _ in range(min(updates, self.total - step)):
+                yield batch
+            step += updates
+            position += 1
+            if position == self.task.steps_per_epoch:
+                epoch, position = epoch + 1, 0
 
     def _micro_batches(self, index: Tensor) -> tuple[Tensor, ...]:
         return index.tensor_split(min(self.recipe.train.accumulate, len(index)))
@@ -398,7 +414,6 @@ class Trainer:
             group["lr"] = learning_rate(recipe.optim, state.step, state.epoch, self.total)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        _tell(self.loss, "step")
         self.teacher.step()
         state.loss_sum += value
         state.loss_steps += 1
@@ -446,7 +461,7 @@ class Trainer:
 
     def _epoch(self) -> int:
         """The epoch of the last step, from 1."""
-        return (self.state.step - 1) // self.task.steps_per_epoch + 1
+        return (self.state.step - 1) // self.steps_per_epoch + 1
 
     def _write(self, line: dict[str, Any], curves: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -512,6 +527,7 @@ class Trainer:
             name: self.accelerator.gather(tensor.to(self.accelerator.device).unsqueeze(0))
             for name, tensor in self.loss.state_dict().items()
         }
+        teacher = self.teacher.state_dict()
         if self.accelerator.is_main_process:
             state = self.state.model_dump() | {"processes": self.accelerator.num_processes}
             if self.accelerator.scaler is not None:
@@ -520,7 +536,7 @@ class Trainer:
                 "model": self.module.state_dict(),
                 "optimizer": _flat(self.optimizer.state_dict()["state"]),
                 "loss": loss,
-                "teacher": self.teacher.state_dict(),
+                "teacher": teacher,
                 "average": self.average,
             }
             folder, digest = self.run.checkpoints, self.recipe.digest()

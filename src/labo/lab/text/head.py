@@ -51,10 +51,11 @@ def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None 
     if isinstance(loss, RDropLoss):
         assert teacher is not None
         return _by_chunks(loss, target, head, teacher)
+    teacher_logits: Tensor | tuple[Tensor, ...] | None = None
     if teacher is not None and teacher.softcap is not None:
-        raise ValueError("a teacher whose logits are capped cannot be used: linear_loss has no cap")
-    teacher_logits: tuple[Tensor, ...] | None = None
-    if teacher is not None:
+        with torch.no_grad():  # linear_loss has no cap for a teacher: all logits at once
+            teacher_logits = teacher.logits(teacher.states)
+    elif teacher is not None:
         bias = () if teacher.bias is None else (teacher.bias,)
         teacher_logits = (teacher.states, teacher.weight, *bias)
     return linear_loss(
