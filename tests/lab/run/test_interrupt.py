@@ -102,6 +102,15 @@ def test_other_commands_end_with_a_line_too(tmp_path):
     assert done.stderr.splitlines()[-1] == "labo: interrupted"
 
 
+@pytest.fixture
+def _interruptible():
+    """A shell starts jobs in the background with SIGINT ignored, the tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_the_second_signal_is_not_put_off():
     interruptions = Interruptions()
     with interruptions.handled(), interruptions.deferred():
