@@ -26,7 +26,7 @@ from .._checks import check_hyper
 from .._names import unknown_name
 from .config import RecipeError, Section, explain
 from .tasks import find_task
-from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self
+from .teachers import EMA, Frozen, SameClassPeer, Stored, Teacher, past_self
 
 # Parameters of a loss that a recipe cannot set.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
@@ -253,6 +253,13 @@ METHODS: dict[str, Method] = {
         losses.DistillationLoss,
         Frozen,
         mixes=True,
+    ),
+    "topk-kd": Method(
+        "distillation from the k most probable tokens that `labo teacher` stored",
+        "Hinton et al. 2015",
+        losses.TopKDistillationLoss,
+        Stored,
+        needs=frozenset({"stored_teacher"}),
     ),
     "dkd": Method(
         "decoupled distillation: target class and other classes of the teacher weighted apart",

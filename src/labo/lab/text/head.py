@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import linear_loss
+from ... import TeacherHead, linear_loss
 
 
 class Head(NamedTuple):
@@ -31,21 +31,22 @@ class Head(NamedTuple):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None = None) -> Tensor:
+def head_loss(
+    loss: nn.Module,
+    head: Head,
+    target: Tensor,
+    teacher: Head | tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The loss of logits that are never stored, see :func:`labo.linear_loss`.
 
     Args:
         loss: a row-wise loss of the library.
         head: states (N, D) and output layer.
         target: (N,) class indices.
-        teacher: for a loss with a teacher, the teacher's states at the same targets.
+        teacher: for a loss with a teacher, the teacher's states at the same targets; or the
+            indices and log-probabilities of its most probable classes, each (N, k).
     """
-    if teacher is not None and teacher.softcap is not None:
-        raise ValueError("a teacher whose logits are capped cannot be used: linear_loss has no cap")
-    teacher_logits: tuple[Tensor, ...] | None = None
-    if teacher is not None:
-        bias = () if teacher.bias is None else (teacher.bias,)
-        teacher_logits = (teacher.states, teacher.weight, *bias)
+    teacher_logits = TeacherHead(*teacher) if isinstance(teacher, Head) else teacher
     return linear_loss(
         head.states,
         head.weight,
