@@ -37,7 +37,13 @@ class _Commands(TyperGroup):
 
 
 # Commands that continue where they were stopped, and the word for their runs.
-_RESUMABLE = {"train": "run", "compare": "runs", "reproduce": "runs", "demo": "runs"}
+_RESUMABLE = {
+    "train": "run",
+    "compare": "runs",
+    "reproduce": "runs",
+    "demo": "runs",
+    "teacher": "folder",
+}
 app = typer.Typer(
     name="labo",
     cls=_Commands,
@@ -715,6 +721,43 @@ def predict(
     prediction.write_predictions(predictions, sys.stdout, form)
     if problems:
         raise LabError("\n".join(problems))
+
+
+@app.command()
+def teacher(
+    model: Annotated[
+        Path, typer.Argument(help="Run directory, or a Hugging Face folder with a causal model.")
+    ],
+    data: Annotated[Path, typer.Argument(help="Folder made by prepare-text.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Tokens to store for each target.")] = 64,
+    block: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens the model sees at once. Default: all its positions."),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="Of the log-probabilities: float16 or float32.")
+    ] = "float16",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    verify: Verify = False,
+    debug: Debug = False,
+) -> None:
+    """Store the most probable tokens of a language model for training with method=topk-kd.
+
+    The same command continues work that was stopped.
+    """
+    from .lab.errors import RequestError
+    from .lab.language_modeling.teacher import store
+
+    if precision not in ("float16", "float32"):
+        raise RequestError(f"--precision {precision}: choose float16 or float32")
+    kind: Any = precision
+    found = store(model, data, out, top_k=top_k, block=block, precision=kind, force=force)
+    print(
+        f"{out}: {found['targets']:,} targets, {found['bytes'] / 1e6:,.1f} MB, "
+        f"{found['bytes'] / max(1, found['targets']):.0f} bytes per target, "
+        f"{found['seconds']:.0f} s"
+    )
 
 
 @app.command()

@@ -117,7 +117,9 @@ def test_every_method_is_in_the_table():
         name: module.__name__ for name, module in labo.LOSSES.items()
     }
     in_recipes = [name.strip("`") for _, names, _ in rows for name in names.split(", ")]
-    assert sorted(in_recipes) == sorted(METHODS)
+    # Its loss takes a stored teacher and is not in LOSSES; it has a section of its own.
+    assert "the method `topk-kd` of recipes" in methods
+    assert sorted([*in_recipes, "topk-kd"]) == sorted(METHODS)
     for module in labo.LOSSES.values():
         assert f"`{module.__name__}(" in methods
 

@@ -815,7 +815,7 @@ def _check_teacher(
     return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
 
 
-def _check_stored(teacher: Tensor | tuple[Tensor, ...], rows: torch.Size) -> tuple[Tensor, Tensor]:
+def _check_stored(teacher: Any, rows: torch.Size) -> tuple[Tensor, Tensor]:
     """Stored classes and their log-probabilities, (N, k). The loss checks their values."""
     if isinstance(teacher, Tensor) or len(teacher) != 2:
         raise _checks.TeacherError("teacher_logits must be the pair (indices, log_probabilities)")

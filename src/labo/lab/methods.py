@@ -27,7 +27,16 @@ from .._names import unknown_name
 from .config import RecipeError, Section, explain
 from .errors import RequestError
 from .tasks import find_task
-from .teachers import EMA, Frozen, SameClassPeer, SecondPass, Teacher, held_label, past_self
+from .teachers import (
+    EMA,
+    Frozen,
+    SameClassPeer,
+    SecondPass,
+    Stored,
+    Teacher,
+    held_label,
+    past_self,
+)
 
 # Parameters of a loss that a recipe cannot set.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
@@ -266,6 +275,13 @@ METHODS: dict[str, Method] = {
         losses.DistillationLoss,
         Frozen,
         mixes=True,
+    ),
+    "topk-kd": Method(
+        "distillation from the k most probable tokens that `labo teacher` stored",
+        "Hinton et al. 2015",
+        losses.TopKDistillationLoss,
+        Stored,
+        needs=frozenset({"stored_teacher"}),
     ),
     "dkd": Method(
         "decoupled distillation: target class and other classes of the teacher weighted apart",

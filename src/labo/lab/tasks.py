@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -114,7 +114,8 @@ class Task(Protocol):
     higher_is_better: ClassVar[Mapping[str, bool]]  # the metrics a model can be selected by
     provides: ClassVar[frozenset[str]] = frozenset()
     """What methods may need: "one_target_per_sample" (a sentence has many), "peers" (samples of the
-    same class), "class_table" (few enough classes for a K x K table), "vocabulary_groups"."""
+    same class), "class_table" (few enough classes for a K x K table), "vocabulary_groups",
+    "stored_teacher"."""
     method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Method -> hyper-parameter -> default, where it differs from that of the loss."""
 
@@ -176,6 +177,13 @@ class Task(Protocol):
     def peers(self, batch: Batch) -> Batch:
         """For each sample of a batch another one of the same class."""
         raise RequestError(f"{self.recipe.task} does not provide peers")
+
+    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+        """Predictions that ``labo teacher`` stored, as a function of a training batch.
+
+        It returns indices and log-probabilities, each (n, k), of the n targets of the batch.
+        """
+        raise RequestError(f"{self.recipe.task} does not provide stored_teacher")
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Run the model: logits, or a NamedTuple of hidden states and their output layer.

@@ -86,6 +86,20 @@ class Frozen(Teacher):
             return (self.task.outputs(self.model, batch),)
 
 
+class Stored(Teacher):
+    """The most probable classes of a teacher for every target, from files (top-k KD).
+
+    Args:
+        stored: the folder that ``labo teacher`` made.
+    """
+
+    def __init__(self, task: Task, accelerator: Accelerator, *, stored: str) -> None:
+        self.read, self.device = task.stored_teacher(stored), accelerator.device
+
+    def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
+        return (tuple(column.to(self.device) for column in self.read(batch)),)
+
+
 class SameClassPeer(Teacher):
     """The model's own output for another sample of the same class (CS-KD).
 

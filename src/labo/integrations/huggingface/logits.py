@@ -9,24 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# What can be told without the values.
+# What can be told without the values: properties, whose functions are their getters, and methods.
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn")
 _KNOWN = frozenset(
-    {
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.device.__get__,  # type: ignore[attr-defined]
-        Tensor.layout.__get__,  # type: ignore[attr-defined]
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-        Tensor.is_nested.__get__,  # type: ignore[attr-defined]
+    [
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         Tensor.dim,
         Tensor.size,
         Tensor.numel,
         Tensor.__len__,
         Tensor.is_floating_point,
-    }
+    ]
 )
 
 
@@ -53,7 +46,7 @@ class LazyLogits(Tensor):
         made._compute, made._found = compute, None
         return made
 
-    def values(self) -> Tensor:  # type: ignore[override]
+    def computed(self) -> Tensor:
         """The logits as a plain tensor."""
         if self._found is None:
             self._found = self._compute()
@@ -70,23 +63,23 @@ class LazyLogits(Tensor):
             lazy = args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 facts = (lazy.shape, torch.float32, lazy.device)
-            return LazyLogits(lambda: lazy.values().float(), *facts)
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.values, (args, kwargs))
+            return LazyLogits(lambda: lazy.computed().float(), *facts)
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs))
         return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """For callers that do not go through ``__torch_function__``, in C++."""
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.values())
+        return repr(self.computed())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
+        return self.computed().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.values().clone()
+        return self.computed().clone()

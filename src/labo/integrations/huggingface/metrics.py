@@ -50,7 +50,7 @@ def log_metrics(trainer: Trainer, collected: Collected) -> None:
         logs.update({name: value for name, value in named.items() if name not in logs})
         own(logs, *args, **kwargs)
 
-    trainer.log = log  # type: ignore[method-assign]
+    trainer.log = log
     trainer.add_callback(_Forget(collected))
 
 

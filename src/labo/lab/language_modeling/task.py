@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,8 +33,9 @@ from ..pretrained import Lora, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation, Task
 from ..text import forced
-from ..text.batching import batches_by_length, text_digest
+from ..text.batching import batches_by_length
 from ..text.head import Head, head_loss
+from ..text.stored import StoredTeacher
 from .model import (
     PRESETS,
     LanguageModel,
@@ -46,7 +47,8 @@ from .model import (
 )
 from .packing import Packing, pack
 from .prepared import IGNORED, DocumentSplit, PreparedDocuments
-from .tokenizers import pretrained_tokenizer
+from .teacher import stored_rows
+from .tokenizers import pretrained_tokenizer, vocabulary_digest
 
 _EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
@@ -198,6 +200,7 @@ class LanguageModelingTask(Task):
         "bits_per_byte": False,
         "token_accuracy": True,
     }
+    provides: ClassVar = frozenset({"stored_teacher"})
     tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
@@ -334,6 +337,19 @@ class LanguageModelingTask(Task):
         self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
     ) -> Tensor:
         return head_loss(loss, outputs, _tokens(batch), *teacher_outputs)
+
+    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+        stored, documents = StoredTeacher(folder), self._train.documents
+        vocabulary = vocabulary_digest(self.data.tokenizer)
+        stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=len(documents))
+
+        def read(batch: Batch) -> tuple[Tensor, Tensor]:
+            places = self._train.target_places(batch.index.tolist())
+            if not bool((batch.target != IGNORED).any()):  # Batch.without_targets
+                places = places[:0]
+            return stored_rows(stored, documents, places)
+
+        return read
 
     def sums(self, outputs: Head, batch: Batch) -> Tensor:
         learned = batch.target != IGNORED
@@ -689,8 +705,3 @@ def _load(options: DocumentData) -> PreparedDocuments:
 def _tokens(batch: Batch) -> Tensor:
     """(tokens,) of the targets that are to be learned."""
     return batch.target[batch.target != IGNORED]
-
-
-def vocabulary_digest(tokenizer: Any) -> str:
-    """A name for the tokens of a tokenizer and their ids."""
-    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))

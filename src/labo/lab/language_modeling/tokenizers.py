@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, RequestError
+from ..text.batching import text_digest
 from ..text.subwords import (
     SPECIAL_TOKENS,
     Merges,
@@ -20,7 +22,14 @@ from .prepared import IGNORED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["begin_token", "chat_renderer", "encode", "learn_tokenizer", "pretrained_tokenizer"]
+__all__ = [
+    "begin_token",
+    "chat_renderer",
+    "encode",
+    "learn_tokenizer",
+    "pretrained_tokenizer",
+    "vocabulary_digest",
+]
 
 # What a chat looks like to a learned tokenizer, which has no template of its own.
 CHAT_TEMPLATE = (
@@ -137,3 +146,8 @@ def _ids(
     raw.no_padding()
     raw.encode_special_tokens = not special
     return [found.ids for found in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A name for the tokens of a tokenizer and their ids."""
+    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ... import RDropLoss, linear_loss
+from ... import RDropLoss, TeacherHead, linear_loss
 
 _CHUNK_BYTES = 64 << 20  # of the logits of one chunk
 
@@ -38,26 +38,26 @@ class Head(NamedTuple):
         return tuple(self._replace(states=states) for states in self.states.chunk(chunks))
 
 
-def head_loss(loss: nn.Module, head: Head, target: Tensor, teacher: Head | None = None) -> Tensor:
+def head_loss(
+    loss: nn.Module,
+    head: Head,
+    target: Tensor,
+    teacher: Head | tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The loss of logits that are never stored, see :func:`labo.linear_loss`.
 
     Args:
         loss: a row-wise loss of the library.
         head: states (N, D) and output layer.
         target: (N,) class indices.
-        teacher: for a loss with a teacher, the teacher's states at the same targets. For R-Drop
+        teacher: for a loss with a teacher, the teacher's states at the same targets, or the
+            indices and log-probabilities of its most probable classes, each (N, k). For R-Drop
             the states of the second pass, which have a gradient.
     """
     if isinstance(loss, RDropLoss):
-        assert teacher is not None
+        assert isinstance(teacher, Head)
         return _by_chunks(loss, target, head, teacher)
-    teacher_logits: Tensor | tuple[Tensor, ...] | None = None
-    if teacher is not None and teacher.softcap is not None:
-        with torch.no_grad():  # linear_loss has no cap for a teacher: all logits at once
-            teacher_logits = teacher.logits(teacher.states)
-    elif teacher is not None:
-        bias = () if teacher.bias is None else (teacher.bias,)
-        teacher_logits = (teacher.states, teacher.weight, *bias)
+    teacher_logits = TeacherHead(*teacher) if isinstance(teacher, Head) else teacher
     return linear_loss(
         head.states,
         head.weight,

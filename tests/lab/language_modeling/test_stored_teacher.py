@@ -1,0 +1,198 @@
+"""labo teacher: stored predictions, and training with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+import labo
+from lab_runs import losses
+from labo.lab.errors import DataError, RequestError
+from labo.lab.language_modeling import teacher as module
+from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.model import LanguageModel, causal_config
+from labo.lab.language_modeling.options import Tokenization
+from labo.lab.language_modeling.prepare import prepare_documents
+from labo.lab.language_modeling.prepared import IGNORED
+from labo.lab.language_modeling.task import LanguageModelingTask
+from labo.lab.language_modeling.teacher import store
+from labo.lab.methods import METHODS
+from labo.lab.recipes import load_recipe
+from labo.lab.text.head import head_loss
+from labo.lab.text.stored import StoredTeacher
+from labo.lab.train import train
+from tiny_language import SENTENCES, learned_tokenizer
+
+BLOCK = 24
+TINY = ["model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0"]
+
+
+def prepare(folder: Path, kind: str) -> Path:
+    parts = [*SENTENCES[:12], "\n".join(SENTENCES[12:16]), "x"]
+    documents = [
+        RawDocument(f"{n}", "text", (Part(text, True),))
+        if kind == "text"
+        else RawDocument(f"{n}", "prompt", (Part(f"say {text[:9]}", False), Part(text[:7], True)))
+        for n, text in enumerate(parts)
+    ]
+    options = Tokenization(holdout=5, holdout_test=5)
+    prepare_documents(folder, {"train": documents}, options, tokenizer=learned_tokenizer())
+    return folder
+
+
+@pytest.fixture(scope="module", params=["text", "prompt"])
+def data(request, tmp_path_factory) -> Path:
+    return prepare(tmp_path_factory.mktemp(request.param) / "data", request.param)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    return prepare(tmp_path_factory.mktemp("texts") / "data", "text")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A Hugging Face folder with an untrained model and the tokenizer of the data."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    size = {"width": 16, "layers": 1, "heads": 2}
+    tokenizer = learned_tokenizer()
+    config = causal_config("gpt2-tiny", len(tokenizer), positions=BLOCK, dimensions=size)
+    causal = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in causal.parameters():
+            parameter.mul_(4)
+    causal.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def task_of(data: Path, *settings: str) -> LanguageModelingTask:
+    chosen = ["data.name=prepared", f"data.path={data}", f"data.block={BLOCK}"]
+    chosen += ["train.batch_tokens=96", *TINY, *settings]
+    return LanguageModelingTask(load_recipe("lm-manual", chosen))
+
+
+def test_all_classes_are_dense_distillation(data, model, tmp_path):
+    """For every batch, and with any packing: value and gradient of the teacher beside."""
+    types = len(learned_tokenizer())
+    store(model, data, tmp_path / "stored", top_k=types, precision="float32")
+    teacher = LanguageModel(GPT2LMHeadModel.from_pretrained(model)).eval()
+    task = task_of(data)
+    read = task.stored_teacher(str(tmp_path / "stored"))
+    torch.manual_seed(0)
+    student = task.build_model()
+    dense, stored = (
+        labo.DistillationLoss(alpha=0.5, tau=1.0),
+        labo.TopKDistillationLoss(alpha=0.5, tail="bucket"),
+    )
+    for position in range(task.steps_per_epoch):
+        batch = task.batch(task.global_batch(0, position), 0)
+        target = batch.target[batch.target != IGNORED]
+        head = task.outputs(student, batch)
+        with torch.no_grad():
+            theirs = task.outputs(teacher, batch)
+        values = [
+            head_loss(dense, head, target, theirs),
+            head_loss(stored, head, target, read(batch)),
+        ]
+        torch.testing.assert_close(*values, rtol=1e-5, atol=1e-6)
+        slopes = [torch.autograd.grad(v, head.weight, retain_graph=True)[0] for v in values]
+        torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
+    empty = read(batch.without_targets())
+    assert [tuple(column.shape) for column in empty] == [(0, types)] * 2
+
+
+def test_a_few_classes_and_their_size(texts, model, tmp_path):
+    found = store(model, texts, tmp_path / "stored", top_k=3)
+    stored = StoredTeacher(tmp_path / "stored")
+    assert found["targets"] == stored.about.targets > 0
+    indices, log_p = stored.sample(2)
+    assert indices.shape == log_p.shape
+    assert (log_p[:, :-1] >= log_p[:, 1:]).all()
+
+
+def test_an_interrupted_command_goes_on(texts, model, tmp_path, monkeypatch):
+    """What is complete is not computed again, and the files are those of one go."""
+    small = {"top_k": 4, "part_targets": 60}
+    store(model, texts, tmp_path / "whole", **small)
+    calls = []
+    own = module._Reader.documents
+
+    def stops(reader, first, last):
+        calls.append(first)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return own(reader, first, last)
+
+    monkeypatch.setattr(module._Reader, "documents", stops)
+    with pytest.raises(KeyboardInterrupt):
+        store(model, texts, tmp_path / "parts", **small)
+    assert not (tmp_path / "parts").exists()
+    interrupted = calls.copy()
+    store(model, texts, tmp_path / "parts", **small)
+    assert calls[3] == interrupted[2]
+    files = [sorted(p.name for p in (tmp_path / f).iterdir()) for f in ("whole", "parts")]
+    assert files[0] == files[1]
+    assert len(files[0]) > 3
+    for name in files[0]:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+    # Other settings begin anew.
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        store(model, texts, tmp_path / "other", **small)
+    store(model, texts, tmp_path / "other", top_k=5, part_targets=60)
+    assert StoredTeacher(tmp_path / "other").top_k == 5
+
+
+def test_training_from_files(texts, model, tmp_path):
+    stored = tmp_path / "stored"
+    store(model, texts, stored, top_k=8)
+    recipe = load_recipe(
+        "lm-manual",
+        [
+            "data.name=prepared",
+            f"data.path={texts}",
+            f"data.block={BLOCK}",
+            "train.batch_tokens=96",
+            "train.epochs=2",
+            "method=topk-kd",
+            f"method.stored={stored}",
+            "method.tail=labo",
+            *TINY,
+        ],
+    )
+    train(recipe, tmp_path / "run")
+    values = losses(tmp_path / "run")
+    assert values[-1] < values[0]
+
+
+def test_what_is_refused(texts, model, tmp_path):
+    out = tmp_path / "stored"
+    with pytest.raises(RequestError, match="--top-k 9999: the vocabulary has"):
+        store(model, texts, out, top_k=9999)
+    with pytest.raises(RequestError, match="--block"):
+        store(model, texts, out, block=BLOCK + 1)
+    with pytest.raises(RequestError, match=r"neither a run nor a model folder"):
+        store(tmp_path, texts, out)
+    store(model, texts, out, top_k=2)
+    with pytest.raises(RequestError, match="exists; --force replaces it"):
+        store(model, texts, out, top_k=2)
+    other = prepare(tmp_path / "other", "prompt")
+    with pytest.raises(RequestError, match="was made for other data"):
+        task_of(other).stored_teacher(str(out))
+    with pytest.raises(DataError, match="no prepared data here; `labo teacher` makes it"):
+        StoredTeacher(tmp_path / "nothing")
+    part = out / "part-00000.arrow"
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match="damaged"):
+        StoredTeacher(out)
+
+
+def test_the_method_is_for_language_models():
+    assert METHODS["topk-kd"].needs == {"stored_teacher"}
+    with pytest.raises(RequestError, match="does not provide"):
+        load_recipe("digits", ["method=topk-kd", "method.stored=x"])
