@@ -6,10 +6,11 @@ Only safetensors are read, and no code of a folder is run.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,6 +22,7 @@ from .run.files import sha256
 
 __all__ = [
     "Lora",
+    "adapter_files",
     "add_lora",
     "folder_digest",
     "freeze",
@@ -45,6 +47,11 @@ class Lora(Section):
         (),
         description="Names of the layers that get an adapter, such as `q_proj`. By default all "
         "linear layers except the output layer.",
+    )
+    save: Literal["merged", "both"] = Field(
+        "merged",
+        description="What the run saves: the model with the adapters merged into it, or also the "
+        "adapters by themselves, in `best/adapter`, as PEFT does.",
     )
 
 
@@ -155,8 +162,7 @@ def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_hea
     Raises:
         RequestError: no layer has such a name, or PEFT cannot adapt it.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers.pytorch_utils import Conv1D
+    from peft import inject_adapter_in_model
 
     layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
     for target in options.targets:
@@ -165,14 +171,8 @@ def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_hea
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
             raise RequestError(f"model.lora.targets: no layer {target} (there are {known})")
-    config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha or 2 * options.rank,
-        lora_dropout=options.dropout,
-        target_modules=list(options.targets) or "all-linear",
-        exclude_modules=list(heads),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-    )
+    targets = list(options.targets) or "all-linear"
+    config = _lora_config(model, options, target_modules=targets, exclude_modules=list(heads))
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
@@ -183,6 +183,73 @@ def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_hea
             model.get_submodule(head).requires_grad_(True)
 
 
+def _lora_config(model: nn.Module, options: Lora, **more: Any) -> Any:
+    from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
+
+    return LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha or 2 * options.rank,
+        lora_dropout=options.dropout,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        **more,
+    )
+
+
+def adapter_files(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    options: Lora | None,
+    base: str | None,
+    *,
+    trained_heads: Sequence[str] = (),
+) -> dict[str, str | bytes]:
+    """The adapters of a model as PEFT saves them, by file name, if they are to be saved apart.
+
+    ``PeftModel.from_pretrained(base_model, folder)`` loads them.
+
+    Args:
+        model: the model of transformers, with adapters.
+        weights: a ``state_dict()`` of it, or of an average of such.
+        options: of the adapters; None if there are none.
+        base: the folder that the model started from.
+        trained_heads: output layers that were trained whole, which are saved with the adapters.
+    """
+    adapted = sorted(_adapted(model))
+    if options is None or options.save == "merged" or not adapted:
+        return {}
+    from safetensors.torch import save
+
+    heads = tuple(f"{head}." for head in trained_heads)
+    tensors = {
+        f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in weights.items()
+        if ".lora_" in name or name.startswith(heads)
+    }
+    config = _lora_config(
+        model,
+        options,
+        target_modules=adapted,
+        modules_to_save=list(trained_heads) or None,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    ).to_dict()
+    plain = {key: sorted(x) if isinstance(x, set) else x for key, x in config.items()}
+    return {
+        "adapter/adapter_config.json": json.dumps(plain, indent=2, sort_keys=True) + "\n",
+        "adapter/adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+
+
+def _adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that have an adapter."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
+
+
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights without adapters: each is added to the layer that it belongs to.
 
@@ -190,11 +257,7 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
         model: the model, with adapters or without.
         weights: a ``state_dict()`` of it, or of an average of such.
     """
-    adapted = {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
-    }
+    adapted = _adapted(model)
     if not adapted:
         return dict(weights)
     plain = {}

@@ -142,10 +142,10 @@ class Task(Protocol):
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What a run saves of a model with these weights: tensors, and texts by file name.
+    ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
+        """What a run saves of a model with these weights: tensors, and further files by name.
 
-        One of the texts is ``config.json``. It has the facts, at the top or under "labo".
+        One of the files is ``config.json``. It has the facts, at the top or under "labo".
         """
         return dict(weights), {"config.json": json.dumps(self.facts(), indent=2) + "\n"}
 

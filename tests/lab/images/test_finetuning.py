@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageClassification,
@@ -105,7 +106,8 @@ def test_adapters_and_the_output_layer_are_trained_and_saved_merged(tmp_path):
         "network.classifier.weight",
         "network.classifier.bias",
     }
-    assert train(out, folder, "model.lora={rank: 2}") == {0}, log_of(out).read_text()
+    lora = "model.lora={rank: 2, save: both}"
+    assert train(out, folder, lora) == {0}, log_of(out).read_text()
     before, after = (load_file(f / "model.safetensors") for f in (folder, out / "best"))
     assert before.keys() == after.keys()
     assert torch.equal(
@@ -116,6 +118,16 @@ def test_adapters_and_the_output_layer_are_trained_and_saved_merged(tmp_path):
     # What was scored at the end is the merged model; while it was trained, the one with adapters.
     scores = json.loads((out / "results.json").read_text())["valid"]
     assert scores == pytest.approx(metrics(out)[-1]["valid"], rel=1e-4)
+
+    # The adapters by themselves, on the model that the run started from.
+    start = AutoModelForImageClassification.from_pretrained(
+        folder, num_labels=10, ignore_mismatched_sizes=True
+    )
+    apart = PeftModel.from_pretrained(start, out / "best" / "adapter").eval()
+    whole = AutoModelForImageClassification.from_pretrained(out / "best").eval()
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(apart(images).logits, whole(images).logits, rtol=1e-4, atol=1e-4)
+    RunDirectory(out).verify_best()
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(folder, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,6 +111,24 @@ def test_merged_weights_have_the_logits_of_the_adapters(pretrained, data):
     expected = model.causal(torch.arange(9)[None]).logits
     torch.testing.assert_close(plain(torch.arange(9)[None]).logits, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(unchanged, expected, atol=1e-2)
+
+
+def test_adapters_saved_apart_are_loaded_by_peft(pretrained, data, tmp_path):
+    small = task(pretrained, data, "model.lora={rank: 3, save: both}")
+    model = small.build_model().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    _, files = small.model_files(model, model.state_dict())
+    saved = {name: content for name, content in files.items() if name.startswith("adapter/")}
+    (tmp_path / "adapter").mkdir()
+    for name, content in saved.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    start = AutoModelForCausalLM.from_pretrained(pretrained)
+    apart = PeftModel.from_pretrained(start, tmp_path / "adapter").eval()
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(apart(ids).logits, model.causal(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_are_all_that_is_trained(pretrained, data):

@@ -61,8 +61,12 @@ class FolderClassifier(nn.Module):
 
     def plain_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a plain model folder holds of a ``state_dict()``."""
-        named = {name.removeprefix("network."): tensor for name, tensor in weights.items()}
-        return published(self.network, merged(self.network, named))
+        return published(self.network, merged(self.network, self.network_weights(weights)))
+
+    @staticmethod
+    def network_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A ``state_dict()`` of this module as one of the network of transformers."""
+        return {name.removeprefix("network."): tensor for name, tensor in weights.items()}
 
     def plain_config(self, classes: Sequence[str]) -> dict[str, Any]:
         """The config with which plain transformers loads the model."""

@@ -22,7 +22,7 @@ from .. import config
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
-from ..pretrained import Lora, add_lora, folder_digest, freeze
+from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze
 from ..run import files as atomic
 from ..run.distributed import gather_rows
 from ..run.progress import notice, track
@@ -126,8 +126,7 @@ class ImageModel(config.Section):
     )
     lora: Lora | None = Field(
         None,
-        description="With `pretrained`: train low-rank adapters and the output layer only. The "
-        "saved model has them merged.",
+        description="With `pretrained`: train low-rank adapters and the output layer only.",
     )
     patch: int | None = Field(
         None, ge=1, description="Vision transformers: width of a patch in pixels."
@@ -375,15 +374,23 @@ class ImageTask(Task):
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        config = self.facts()
+    ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
+        config, adapter = self.facts(), {}
         if isinstance(model, FolderClassifier):
+            options = self.recipe.model
+            adapter = adapter_files(
+                model.network,
+                model.network_weights(weights),
+                options.lora,
+                options.pretrained,
+                trained_heads=model.heads,
+            )
             weights = model.plain_weights(weights)
             config = {**model.plain_config(config["classes"]), "labo": config}
         elif isinstance(model, VisionTransformer):
             plain = plain_config(model, config["classes"])
             config = config if plain is None else {**plain, "labo": config}
-        return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n"}
+        return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n", **adapter}
 
     @property
     def _view(self) -> View:

@@ -151,10 +151,14 @@ class LanguageModel(nn.Module):
             *(self.causal._keys_to_ignore_on_save or ()),
             *self.causal.all_tied_weights_keys,
         }
-        named = {name.removeprefix("causal."): tensor for name, tensor in weights.items()}
-        plain = merged(self.causal, named)
+        plain = merged(self.causal, self.causal_weights(weights))
         kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
         return published(self.causal, kept)
+
+    @staticmethod
+    def causal_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A ``state_dict()`` of this module as one of the model of transformers."""
+        return {name.removeprefix("causal."): tensor for name, tensor in weights.items()}
 
     def fold_temperature(self, temperature: float) -> None:
         """Divide the logits by a temperature for good.

@@ -29,7 +29,7 @@ from ...calibration import ReliabilityBins
 from .. import config
 from ..config import Names
 from ..errors import RequestError
-from ..pretrained import Lora, add_lora, folder_digest, freeze, load_config
+from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation, Task
 from ..text import forced
@@ -108,9 +108,7 @@ class CausalModel(config.Section):
         description="Modules or parameters that are not trained, such as `transformer.wte`; `*` "
         "matches anything.",
     )
-    lora: Lora | None = Field(
-        None, description="Train low-rank adapters only. The saved model has them merged."
-    )
+    lora: Lora | None = Field(None, description="Train low-rank adapters only.")
     width: int | None = Field(None, ge=2, description="Size of the hidden states.")
     layers: int | None = Field(None, ge=1, description="Number of layers.")
     heads: int | None = Field(None, ge=1, description="Attention heads.")
@@ -207,6 +205,8 @@ class LanguageModelingTask(Task):
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
         "ps-kd": {"alpha": 0.7},
         "labo": {"warmup_steps": 1000},
+        # The only published setting, which is for language models.
+        "eaft": {"top_k": 20},
     }
 
     def __init__(self, recipe: DocumentRecipe) -> None:
@@ -310,7 +310,7 @@ class LanguageModelingTask(Task):
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+    ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
         assert isinstance(model, LanguageModel)
         causal = json.loads(model.causal.config.to_json_string(use_diff=False))
         causal |= {"architectures": [type(model.causal).__name__], "labo": self.facts()}
@@ -319,14 +319,18 @@ class LanguageModelingTask(Task):
             "eos_token_id": self.data.end,
             "pad_token_id": self.data.tokenizer.pad_token_id,
         }
-        texts = {
+        options = self.recipe.model
+        files: dict[str, str | bytes] = {
             "config.json": json.dumps(causal, indent=2) + "\n",
             "generation_config.json": json.dumps(generation, indent=2) + "\n",
+            **adapter_files(
+                model.causal, model.causal_weights(weights), options.lora, options.pretrained
+            ),
         }
         for path in sorted((self.data.path / "tokenizer").glob("*")):
             if path.suffix in (".json", ".jinja", ".txt"):
-                texts[path.name] = path.read_text(encoding="utf-8")
-        return model.plain_weights(weights), texts
+                files[path.name] = path.read_text(encoding="utf-8")
+        return model.plain_weights(weights), files
 
     def outputs(self, model: nn.Module, batch: Batch) -> Head:
         """Hidden states and output layer for the tokens of a batch that are to be learned."""

@@ -239,8 +239,8 @@ class RunDirectory:
 
     # ------------------------------------------------------------------ writing
 
-    def select(self, weights: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-        """Put a model into ``best``.
+    def select(self, weights: Mapping[str, Tensor], files: Mapping[str, str | bytes]) -> None:
+        """Put a model into ``best``: its weights, and further files by name.
 
         While files are replaced the manifest lists both their checksums, so that ``best`` is whole
         whenever the process is killed.
@@ -249,16 +249,22 @@ class RunDirectory:
         try:
             self.best.mkdir(exist_ok=True)
             atomic.write_temporary_tensors(model, weights)
-            new = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+            contents = {
+                name: content.encode() if isinstance(content, str) else content
+                for name, content in files.items()
+            }
+            new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
             new[model.name] = atomic.sha256(atomic.temporary(model))
             old = checksums.manifest_of(self.best)
             both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
             checksums.write_manifest(self.best, both)
-            for name, text in texts.items():
+            for name, content in contents.items():
                 (self.best / name).parent.mkdir(exist_ok=True)
-                atomic.write_text(self.best / name, text)
+                atomic.write_bytes(self.best / name, content)
             atomic.put_in_place(model)
             checksums.write_manifest(self.best, {name: [value] for name, value in new.items()})
+            for name in old.keys() - new.keys():
+                (self.best / name).unlink(missing_ok=True)
         except OSError as error:
             atomic.temporary(model).unlink(missing_ok=True)
             raise LabError(f"cannot write {model}: {error.strerror or error}") from error

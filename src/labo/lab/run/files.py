@@ -177,8 +177,12 @@ def put_in_place(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     try:
-        temporary(path).write_text(text, encoding="utf-8")
+        temporary(path).write_bytes(content)
         put_in_place(path)
     except OSError as error:
         temporary(path).unlink(missing_ok=True)

@@ -291,12 +291,12 @@ class TranslationTask(Task):
 
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+    ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
         assert isinstance(model, TranslationModel)
         marian = json.loads(model.marian.config.to_json_string(use_diff=False))
         marian |= {"architectures": ["MarianMTModel"], "labo": self.facts()}
         generation = generation_config(self.recipe.decode, model.marian.config)
-        texts = {
+        texts: dict[str, str | bytes] = {
             "config.json": json.dumps(marian, indent=2) + "\n",
             "generation_config.json": generation.to_json_string(),
         }
