@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lab_runs import IMAGE_METHODS, log_of, losses, metrics, settings_of, train
 
@@ -40,6 +41,16 @@ def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     assert train(two, settings, world=2) == {0}, log_of(two).read_text()
     # At tau = 20 the KL, and its rounding error, is multiplied by 400.
     assert_same_curve(one, two, 5e-5 if method == "tf-kd-self" else 2e-5)
+
+
+def test_the_moving_average_of_two_processes_is_that_of_one(tmp_path):
+    settings = [*RUN, "method=base", "train.ema=0.9", "data.randaugment=1", "data.erasing=0.5"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(one, settings) == {0}, log_of(one).read_text()
+    assert train(two, settings, world=2) == {0}, log_of(two).read_text()
+    assert_same_curve(one, two)
+    ours, theirs = (load_file(out / "best" / "model.safetensors") for out in (two, one))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 # With accumulation the last micro-batches have as many samples as there are processes, or fewer.
