@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench gpu docs soak fuzz clean
+.PHONY: demo test check bench gpu docs results soak fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/labo demo
@@ -28,6 +28,10 @@ gpu: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict
+
+# The tables and figures of docs/results.md, from results/*.csv.
+results: $(INSTALLED)
+	$(BIN)/python tools/results.py
 
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
 soak: $(INSTALLED)

@@ -54,6 +54,21 @@ def test_method_names_however_written(name):
     assert load_recipe("digits", [f"method={name}"]).method["name"] == "cs-kd"
 
 
+@pytest.mark.parametrize("key", ["data.banana", "data.epochs", "model.randaugment"])
+def test_a_key_without_a_near_one_in_its_section_is_told_the_section(key):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", [f"{key}=1"])
+    (line,) = caught.value.problems
+    section = key.split(".")[0]
+    assert line.startswith(f"unknown key {key!r} (keys of {section}: name, ")
+    assert "did you mean" not in line
+
+
+def test_two_kinds_of_average_exclude_each_other():
+    with pytest.raises(RecipeError, match="average_last and ema exclude each other"):
+        load_recipe("digits", ["train.average_last=2", "train.ema=0.9"])
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

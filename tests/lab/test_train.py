@@ -167,7 +167,7 @@ def test_ties_go_to_the_better_nll_and_then_to_the_later_step(scores, selected):
     trainer._select = lambda weights: None
     for step, (accuracy, nll) in enumerate(scores, 1):
         trainer.state.step = step
-        trainer._note_scores({"accuracy": accuracy, "nll": nll})
+        trainer._note_scores({"accuracy": accuracy, "nll": nll}, {})
     assert trainer.state.best_step == selected
     improved = max(range(3), key=lambda i: (scores[i][0], -i))  # a tie is not an improvement
     assert trainer.state.stale == 2 - improved
@@ -235,12 +235,35 @@ def test_the_average_of_the_last_models(tmp_path):
             torch.testing.assert_close(weight, (one[name] + two[name]) / 2)
 
 
+def test_the_moving_average_is_evaluated_and_saved(tmp_path):
+    settings = ["train.epochs=2", "train.batch_size=160", "train.save_every=1", "train.ema=0.6"]
+    whole = tmp_path / "whole"
+    assert train(whole, settings) == {0}, log_of(whole).read_text()
+    before, last = sorted((whole / "checkpoints").iterdir())
+    step = int(before.name.removeprefix("step-"))
+    decay = min(0.6, (1 + step) / (10 + step))
+    old, new = load_file(before / "ema.safetensors"), load_file(last / "ema.safetensors")
+    weights = load_file(last / "model.safetensors")
+    selected = load_file(whole / "best" / "model.safetensors")
+    for name, average in new.items():
+        if average.is_floating_point():
+            expected = decay * old[name] + (1 - decay) * weights[name]
+            torch.testing.assert_close(average, expected)
+    results = json.loads((whole / "results.json").read_text())
+    assert results["selected_step"] == step + 1
+    assert all(torch.equal(selected[name], new[name]) for name in selected)
+    assert any(not torch.equal(selected[name], weights[name]) for name in selected)
+    valid = [line["valid"] for line in metrics(whole) if "valid" in line]
+    assert results["valid"] == valid[-1]  # the scores in training are those of the average
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         ["data.mixup=0.2"],
         ["data.cutmix=1.0", "data.mixup=1.0", "data.mix_probability=0.5"],
         ["data.padding=1", "data.flip=true", "data.rotation=15"],
+        ["data.randaugment=2", "data.magnitude=12", "data.erasing=0.5", "train.ema=0.9"],
         ["train.precision=bf16"],
         ["optim.name=adamw", "optim.lr=1e-3", "optim.clip_norm=1.0"],
         ["optim.name=adam", "optim.schedule=inverse_sqrt", "optim.warmup_steps=4", "optim.lr=1e-3"],

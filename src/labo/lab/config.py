@@ -6,6 +6,7 @@ A recipe file is given by its path or, if it is part of the package, by its name
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -156,6 +157,13 @@ class Train(Section):
         ge=0,
         description="Select the average of the last N evaluated models; 0 selects the best.",
     )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Evaluate and select an exponential moving average of the weights with this "
+        "decay, such as 0.999, instead of the weights themselves.",
+    )
     workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
 
     @field_validator("log_with", mode="before")
@@ -180,6 +188,8 @@ class Train(Section):
             raise ValueError("eval_every and eval_every_steps exclude each other")
         if self.average_last and self.patience is not None:
             raise ValueError("average_last needs a known end: it does not go with patience")
+        if self.average_last and self.ema is not None:
+            raise ValueError("average_last and ema exclude each other")
         return self
 
 
@@ -363,8 +373,7 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
         path, section = _locate(model, problem["loc"])
         key = prefix + ".".join(path)
         if problem["type"] == "extra_forbidden":
-            above = key.removesuffix(path[-1])
-            line = unknown_name("key", key, [above + name for name in section.model_fields])
+            line = _unknown_key(key.removesuffix(path[-1]), path[-1], section.model_fields)
         elif problem["type"] == "missing":
             line = f"{key}: missing"
         elif problem["type"] == "value_error":  # from one of our own checks
@@ -375,6 +384,15 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             line = f"{key}: {wanted}, got {_shortened(problem['input'])}"
         lines.setdefault(key, line)  # each member of a union complains for itself
     return list(lines.values())
+
+
+def _unknown_key(above: str, name: str, known: Iterable[str]) -> str:
+    """The message for an unknown key: a near one of its own section, or all of that section."""
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key {above + name!r}; did you mean {above + near[0]!r}?"
+    where = f" of {above.removesuffix('.')}" if above else ""
+    return f"unknown key {above + name!r} (keys{where}: {', '.join(known)})"
 
 
 def _shortened(value: object) -> str:

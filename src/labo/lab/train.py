@@ -198,6 +198,7 @@ class Trainer:
         )
         self.notes = list(self._notes())
         self.average: dict[str, Tensor] = {}
+        self.ema: dict[str, Tensor] = {}  # the moving average of the weights, if there is one
         self.state = TrainingState()
         self.saved: Path | None = None  # the newest checkpoint
         self.saved_step = 0
@@ -319,6 +320,8 @@ class Trainer:
         yield f"method     {name.removeprefix('name=')}{''.join(f' {text}' for text in hyper)}"
         selected = f"selected by {recipe.selected_by}, every {self._evaluation_steps:,} steps"
         yield f"length     {self.total:,} steps; {selected}"
+        if recipe.train.ema is not None:
+            yield f"average    moving average of the weights, decay {recipe.train.ema:g}"
         yield from (f"{name:<10} {text}" for name, text in task.scored_by().items())
         yield f"folder     {self.run.path}"
 
@@ -414,10 +417,42 @@ class Trainer:
             group["lr"] = learning_rate(recipe.optim, state.step, state.epoch, self.total)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._update_ema()
         self.teacher.step()
         state.loss_sum += value
         state.loss_steps += 1
         self.stopping = asked_to_stop > 0
+
+    def _update_ema(self) -> None:
+        """ema <- d ema + (1 - d) weights, with d = min(decay, (1 + t) / (10 + t)) after t steps.
+
+        The smaller d of the first steps keeps the average from remembering the random start.
+        """
+        if self.recipe.train.ema is None:
+            return
+        done = self.state.step
+        decay = min(self.recipe.train.ema, (1 + done) / (10 + done))
+        _blend(self.ema, self.module.state_dict(), 1 - decay)
+
+    @contextmanager
+    def _evaluated(self) -> Iterator[dict[str, Tensor]]:
+        """The weights that are evaluated, which the module has meanwhile: its own, or the average.
+
+        The running statistics are those of the first process.
+        """
+        for buffer in self.module.buffers():
+            broadcast(buffer)
+        if not self.ema:
+            yield self.module.state_dict()
+            return
+        own = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        try:
+            self.module.load_state_dict(self.ema)
+            for buffer in self.module.buffers():
+                broadcast(buffer)
+            yield self.module.state_dict()
+        finally:
+            self.module.load_state_dict(own)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [*self.module.parameters(), *self.loss.parameters()]
@@ -470,14 +505,13 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Score the model on the validation split, and select it if it is the best so far."""
-        for buffer in self.module.buffers():  # running statistics: those of the first process
-            broadcast(buffer)
-        metrics = self.task.validate(self.module, self.accelerator)
-        with self.interruptions.deferred():
-            self._note_scores(metrics)
+        with self._evaluated() as weights:
+            metrics = self.task.validate(self.module, self.accelerator)
+            with self.interruptions.deferred():
+                self._note_scores(metrics, weights)
         self._stop_if_asked()
 
-    def _note_scores(self, metrics: Mapping[str, float]) -> None:
+    def _note_scores(self, metrics: Mapping[str, float], weights: dict[str, Tensor]) -> None:
         """Log the scores of an evaluation, and select the model if they are the best so far."""
         state, train = self.state, self.recipe.train
         if not all(map(math.isfinite, metrics.values())):
@@ -497,7 +531,7 @@ class Trainer:
         state.stale = 0 if better else state.stale + 1
         if selected:
             state.best, state.best_nll, state.best_step = value, nll, state.step
-            self._select(self.module.state_dict())
+            self._select(weights)
         if self._is_averaged(state.step):
             self._add_to_average()
         state.evaluated = state.step
@@ -509,11 +543,7 @@ class Trainer:
 
     def _add_to_average(self) -> None:
         self.state.averaged += 1
-        for name, tensor in self.module.state_dict().items():
-            if name in self.average and tensor.is_floating_point():
-                self.average[name].lerp_(tensor, 1 / self.state.averaged)
-            else:
-                self.average[name] = tensor.clone()
+        _blend(self.average, self.module.state_dict(), 1 / self.state.averaged)
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -538,6 +568,7 @@ class Trainer:
                 "loss": loss,
                 "teacher": teacher,
                 "average": self.average,
+                "ema": self.ema,
             }
             folder, digest = self.run.checkpoints, self.recipe.digest()
             self.saved = checkpoint.save(folder, self.state.step, state, tensors, digest)
@@ -593,9 +624,10 @@ class Trainer:
         self.optimizer.load_state_dict(
             {"state": _nested(tensors["optimizer"]), "param_groups": groups}
         )
-        self.average = {
-            name: tensor.to(self.accelerator.device) for name, tensor in tensors["average"].items()
-        }
+        self.average, self.ema = (
+            {name: tensor.to(self.accelerator.device) for name, tensor in tensors[group].items()}
+            for group in ("average", "ema")
+        )
 
     def _share_of_loss(self, rows: Mapping[str, Tensor], processes: int) -> dict[str, Tensor]:
         """This process's state of the loss, from those of all processes that saved it.
@@ -694,7 +726,8 @@ def _selected_weights(run: RunDirectory, recipe: Recipe) -> tuple[int, dict[str,
             step = found.state.best_step
         if found.state.step == step:
             averaged = run.finished and recipe.train.average_last
-            return step, found.tensors["average" if averaged else "model"]
+            own = "model" if recipe.train.ema is None else "ema"
+            return step, found.tensors["average" if averaged else own]
     return step or 0, None
 
 
@@ -717,6 +750,16 @@ def _accelerator(recipe: Recipe, run: RunDirectory) -> Accelerator:
             str(run.path), logging_dir=str(run.path / "tensorboard")
         ),
     )
+
+
+@torch.no_grad()
+def _blend(average: dict[str, Tensor], weights: Mapping[str, Tensor], share: float) -> None:
+    """Move an average towards weights by a share; what is new or not a float is copied."""
+    for name, tensor in weights.items():
+        if name in average and tensor.is_floating_point():
+            average[name].lerp_(tensor, share)
+        else:
+            average[name] = tensor.clone()
 
 
 def _tell(loss: nn.Module, event: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lab_runs import IMAGE_METHODS, log_of, losses, metrics, settings_of, train
 
@@ -53,6 +54,16 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert_same_curve(one, changing)
     assert "processes:1>2>3>1|" in (changing / "results.json").read_text()
     assert "note: 1 and 2 and 3 process(es) were at work before" in log_of(changing).read_text()
+
+
+def test_the_moving_average_of_two_processes_is_that_of_one(tmp_path):
+    settings = [*RUN, "method=base", "train.ema=0.9", "data.randaugment=1", "data.erasing=0.5"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(one, settings) == {0}, log_of(one).read_text()
+    assert train(two, settings, world=2) == {0}, log_of(two).read_text()
+    assert_same_curve(one, two)
+    ours, theirs = (load_file(out / "best" / "model.safetensors") for out in (two, one))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 # With accumulation the last micro-batches have as many samples as there are processes, or fewer.

@@ -21,13 +21,17 @@ from ..._checks import check_hyper
 from ..run.seeds import mix
 
 __all__ = [
+    "ERASING_DRAWS",
     "RESIZED_CROP_DRAWS",
     "beta_draw",
+    "check_draws",
+    "choice",
     "cutmix",
     "mixup",
     "normalize",
     "random_crop",
     "random_crop_flip",
+    "random_erasing",
     "random_flip",
     "random_resized_crop",
     "random_rotation",
@@ -38,6 +42,8 @@ __all__ = [
 _CROP_TRIES = 10
 RESIZED_CROP_DRAWS = 2 * _CROP_TRIES + 2
 """Random numbers that :func:`random_resized_crop` takes: a shape per try, and a position."""
+ERASING_DRAWS = 1 + RESIZED_CROP_DRAWS
+"""Random numbers that :func:`random_erasing` takes: whether, then those of a box."""
 
 
 def beta_draw(seed: int, step: int, a: float) -> float:
@@ -46,12 +52,13 @@ def beta_draw(seed: int, step: int, a: float) -> float:
     return random.Random(mix(seed, "beta", step)).betavariate(a, a)
 
 
-def _choice(u: Tensor, count: int) -> Tensor:
+def choice(u: Tensor, count: int) -> Tensor:
     """Uniform integers in [0, count) from ``u`` in [0, 1)."""
     return (u * count).long().clamp(max=count - 1)  # the product may round up to count
 
 
-def _check_draws(images: Tensor, u: Tensor, shape: tuple[int, ...]) -> None:
+def check_draws(images: Tensor, u: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse images that are no batch, and random numbers of another shape."""
     if images.dim() != 4:
         raise ValueError(f"images must have shape (N, C, H, W), got {tuple(images.shape)}")
     if tuple(u.shape) != shape:
@@ -71,9 +78,9 @@ def random_crop(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
     Returns:
         (N, C, H, W).
     """
-    _check_draws(images, u, (len(images), 2))
+    check_draws(images, u, (len(images), 2))
     height, width = images.shape[-2:]
-    top, left = _choice(u.to(images.device), 2 * padding + 1).unbind(1)
+    top, left = choice(u.to(images.device), 2 * padding + 1).unbind(1)
     padded = F.pad(images, (padding, padding, padding, padding))
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, tops, lefts, H, W)
     return windows[torch.arange(len(images), device=images.device), :, top, left]
@@ -81,7 +88,7 @@ def random_crop(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
 
 def random_flip(images: Tensor, u: Tensor) -> Tensor:
     """Flip images with u < 1/2 horizontally; images (N, C, H, W), u (N,)."""
-    _check_draws(images, u, (len(images),))
+    check_draws(images, u, (len(images),))
     flipped = (u < 0.5).to(images.device).view(-1, 1, 1, 1)
     return torch.where(flipped, images.flip(-1), images)
 
@@ -97,7 +104,7 @@ def random_crop_flip(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
     Returns:
         (N, C, H, W).
     """
-    _check_draws(images, u, (len(images), 3))
+    check_draws(images, u, (len(images), 3))
     return random_flip(random_crop(images, u[:, :2], padding), u[:, 2])
 
 
@@ -112,7 +119,7 @@ def random_rotation(images: Tensor, u: Tensor, degrees: float) -> Tensor:
     Returns:
         (N, C, H, W).
     """
-    _check_draws(images, u, (len(images),))
+    check_draws(images, u, (len(images),))
     n, c, height, width = images.shape
     angle = torch.deg2rad((2 * u.to(images.device).double() - 1) * degrees).view(n, 1, 1)
     # Rounded: the last bit of a sine may depend on the position in the batch, a pixel must not.
@@ -135,6 +142,24 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
     return resized.squeeze(0).round().clamp(0, 255).to(torch.uint8)
 
 
+def _random_box(
+    height: int,
+    width: int,
+    u: Sequence[float],
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> tuple[int, int, int, int] | None:
+    """Top, left, height and width of a random box; None if no try fits into the image."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for area_draw, ratio_draw in zip(u[0:-2:2], u[1:-2:2], strict=True):
+        area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
+        aspect = math.exp(low + ratio_draw * (high - low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(u[-2] * (height - h + 1)), int(u[-1] * (width - w + 1)), h, w
+    return None
+
+
 def _crop_box(
     height: int,
     width: int,
@@ -143,13 +168,8 @@ def _crop_box(
     ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random crop, by the rule of torchvision."""
-    low, high = math.log(ratio[0]), math.log(ratio[1])
-    for area_draw, ratio_draw in zip(u[0:-2:2], u[1:-2:2], strict=True):
-        area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
-        aspect = math.exp(low + ratio_draw * (high - low))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return int(u[-2] * (height - h + 1)), int(u[-1] * (width - w + 1)), h, w
+    if (box := _random_box(height, width, u, scale, ratio)) is not None:
+        return box
     # No try fitted: the largest center crop with an allowed ratio.
     w = min(width, round(height * ratio[1]))
     h = min(height, round(width / ratio[0]))
@@ -240,6 +260,41 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     center = torch.tensor(mean, device=images.device).view(-1, 1, 1)
     spread = torch.tensor(std, device=images.device).view(-1, 1, 1)
     return (images.float() / 255 - center) / spread
+
+
+def random_erasing(
+    images: Tensor,
+    u: Tensor,
+    probability: float,
+    scale: tuple[float, float] = (0.02, 1 / 3),
+    ratio: tuple[float, float] = (0.3, 1 / 0.3),
+) -> Tensor:
+    """Random erasing (Zhong et al. 2020): a random box of some images is set to 0.
+
+    The area of the box, as a share of that of the image, is uniform in ``scale``; its width /
+    height is log-uniform in ``ratio``. There are ten tries for a box that fits; if none does, the
+    image stays as it is. Of normalized images 0 is the mean color.
+
+    Args:
+        images: (N, C, H, W), normalized.
+        u: (N, ERASING_DRAWS) in [0, 1).
+        probability: that an image is erased at all.
+        scale: smallest and largest share of the area.
+        ratio: smallest and largest width / height.
+
+    Returns:
+        (N, C, H, W). The argument is not modified.
+    """
+    check_draws(images, u, (len(images), ERASING_DRAWS))
+    height, width = images.shape[-2:]
+    images = images.clone()
+    for image, draws in zip(images, u.tolist(), strict=True):
+        if draws[0] < probability:
+            box = _random_box(height, width, draws[1:], scale, ratio)
+            if box is not None:
+                top, left, h, w = box
+                image[:, top : top + h, left : left + w] = 0
+    return images
 
 
 def _check_mixable(images: Tensor, target: Tensor, lam: float, order: Tensor) -> None:

@@ -31,6 +31,7 @@ from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .finetuning import FolderClassifier, head_note, load_classifier, normalization
 from .networks import CONVNETS
+from .randaugment import LARGEST, rand_augment
 from .scores import classification_scores
 from .sources import BUILT_IN, HASHED_BYTES, ON_DISK, ImageSplit, load_images
 from .views import View
@@ -76,6 +77,19 @@ class ImageData(config.Section):
     )
     size: int = Field(
         224, ge=1, description="Width and height to which images of a folder are cropped."
+    )
+    randaugment: int = Field(
+        0, ge=0, description="RandAugment: random operations on each image; 0 is off."
+    )
+    magnitude: float = Field(
+        9.0, ge=0, le=LARGEST, description="RandAugment: the strength of the operations, 0 to 30."
+    )
+    erasing: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Random erasing: the probability that a random box of an image is set to the "
+        "mean color.",
     )
     mixup: float = Field(0.0, ge=0, description="The parameter a of mixup's Beta(a, a); 0 is off.")
     cutmix: float = Field(
@@ -459,7 +473,14 @@ class ImageTask(Task):
             views = augment.random_flip(views, u[:, 0])
         if options.rotation:
             views = augment.random_rotation(views, u[:, 1], options.rotation)
-        return augment.normalize(views, self.mean, self.std)
+        if options.randaugment:
+            u = uniforms(seed, epoch, key, 2 * options.randaugment, stream=f"{stream} randaugment")
+            views = rand_augment(views, u, options.magnitude)
+        normalized = augment.normalize(views, self.mean, self.std)
+        if options.erasing:
+            u = uniforms(seed, epoch, key, augment.ERASING_DRAWS, stream=f"{stream} erasing")
+            normalized = augment.random_erasing(normalized, u, options.erasing)
+        return normalized
 
     def _mixed(self, inputs: Tensor, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """mixup or CutMix within these samples, if the recipe asks for it."""

@@ -69,8 +69,8 @@ def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
     ]
     parts = []
     for judgement, same in groupby(found, judged):
-        measured = " and ".join(_measured(difference, headline) for difference in same)
-        parts.append(f"{measured}: {judgement}.")
+        numbers = " and ".join(measured(difference, headline) for difference in same)
+        parts.append(f"{numbers}: {judgement}.")
     text = " ".join([text, *(part[0].upper() + part[1:] for part in parts)])
     return Verdict(
         group.title, equal, text, _costs(group, best, confidence), _cautions(scored, found)
@@ -94,8 +94,8 @@ def judged(found: Difference) -> str:
     return f"a difference over {count} seeds at the 5 % level"
 
 
-def _measured(found: Difference, headline: Column) -> str:
-    """A difference with its interval and its p-value."""
+def measured(found: Difference, headline: Column) -> str:
+    """A difference with its interval and its p-value, in words."""
     unit = " points" if headline.heading.endswith("%") else f" {headline.heading}"
     sign = "+" if found.mean > 0 else ""
     number = f"{sign}{headline.shown(found.mean)}"
@@ -172,12 +172,12 @@ def _cautions(scored: Sequence[DrawnVariant], found: Sequence[Difference]) -> li
 def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
     """The scores of all methods; of a single group also differences and calibration errors."""
     shown = [group for group in groups if _scored(group)]
-    panels = [_scores(group, len(shown) > 1, f"summary-{i}") for i, group in enumerate(shown)]
+    panels = [score_chart(group, f"summary-{i}", titled=len(shown) > 1) for i, group in enumerate(shown)]
     caption = "Small circles are seeds, the larger mark is their mean."
     if len(shown) == 1:
         (group,) = shown
-        difference = _differences(group, "summary-difference")
-        calibration = _calibration(group, "summary-calibration")
+        difference = difference_chart(group, "summary-difference")
+        calibration = calibration_chart(group, "summary-calibration")
         panels += [panel for panel in (difference, calibration) if panel is not None]
         if difference is not None:
             caption += " The line of a difference is its 95 % interval over seeds."
@@ -189,7 +189,8 @@ def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
     return Figure("summary-figure", "All methods", panels, caption, signature_line(members))
 
 
-def _scores(group: ReportGroup, titled: bool, name: str) -> Chart:
+def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart:
+    """The score of every method, best first; ``titled`` by the name of the data."""
     headline, scored = _headline(group), _scored(group)
     rows = []
     for index, v in enumerate(scored):
@@ -210,7 +211,8 @@ def _scores(group: ReportGroup, titled: bool, name: str) -> Chart:
     return dot_chart(name, title, _words(what, rows), Axis(f"{what}, {group.split} split"), rows)
 
 
-def _differences(group: ReportGroup, name: str) -> Chart | None:
+def difference_chart(group: ReportGroup, name: str) -> Chart | None:
+    """The difference of every method to the last reference, ls if it is there."""
     headline = _headline(group)
     reference = group.group.references[-1]
     rows = []
@@ -235,7 +237,8 @@ def _differences(group: ReportGroup, name: str) -> Chart | None:
     return dot_chart(name, title, _words(title, rows), Axis(unit), rows, level=0)
 
 
-def _calibration(group: ReportGroup, name: str) -> Chart | None:
+def calibration_chart(group: ReportGroup, name: str) -> Chart | None:
+    """The calibration error of every method, before and after one temperature."""
     first, second = find_report(group.task).views
     rows = []
     for v in _scored(group):

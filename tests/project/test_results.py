@@ -1,0 +1,94 @@
+"""docs/results.md has the numbers of results/*.csv, and these have the numbers of the runs."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labo.lab.analysis.groups import Member, group_runs
+from labo.lab.analysis.reading import read_run
+from labo.lab.analysis.run import write_analysis
+from report_runs import BASE, LABO, LS, write_run
+from scripts import ROOT
+
+
+@pytest.fixture
+def results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("tools.results")
+
+
+PARTS = "".join(
+    f"<!-- results: {part} digits -->\n<!-- /results -->\n\n"
+    for part in ("answer", "table", "settings", "figure", "selection")
+)
+
+
+def test_the_page_agrees_with_the_committed_results(results):
+    text = results.PAGE.read_text(encoding="utf-8")
+    assert text == results.page(text), "run: make results"
+    for file, content in results.figures(text).items():
+        assert file.read_text(encoding="utf-8") == content, "run: make results"
+
+
+@pytest.fixture
+def study(results, tmp_path, monkeypatch):
+    """Runs that were added, and a page about them."""
+    for name, path in {"ROOT": "", "RESULTS": "results", "ASSETS": "", "PAGE": "page.md"}.items():
+        monkeypatch.setattr(results, name, tmp_path / path)
+    runs = [
+        write_run(tmp_path / "runs" / f"{m['name']}-s{seed}", m, seed)
+        for m in (BASE, LS, LABO)
+        for seed in (0, 1)
+    ]
+    write_analysis(runs[0])
+    results.PAGE.write_text(PARTS)
+    results.add(tmp_path / "runs", "digits")
+    results.add(tmp_path / "runs", "digits", selection=True)
+    results.rebuild()
+    return runs
+
+
+def test_the_rows_have_the_differences_of_the_runs(results, study):
+    (expected,) = group_runs([Member(read_run(path)) for path in study], "test")
+    found = results.study("digits").group
+    ours, theirs = (
+        {(d.variant, d.reference): vars(d) for d in group.differences}
+        for group in (found, expected)
+    )
+    assert ours == theirs
+    assert len(ours) == 4
+    text = results.PAGE.read_text()
+    labo = expected.difference(expected.first("labo"), expected.first("ls"))
+    assert f"{100 * labo.mean:+.2f} (" in text
+    assert "2 seeds cannot show a difference at p < 0.01" in " ".join(text.split())
+    assert (results.ASSETS / "results-digits.svg").read_text().startswith("<svg")
+    assert "| `ls` | `alpha=0.1` |" in text
+
+
+def test_adding_twice_changes_nothing_and_a_changed_row_is_noticed(results, study, tmp_path):
+    file = results.RESULTS / "digits.csv"
+    before, page = file.read_text(), results.PAGE.read_text()
+    results.add(tmp_path / "runs", "digits")
+    assert file.read_text() == before
+    assert results.page(page) == page
+    score = results.read(file)[0]["test_accuracy"]
+    file.write_text(before.replace(score, "0.5"))
+    assert results.page(page) != page
+
+
+def test_no_path_of_a_machine_is_committed(results, study):
+    for file in results.RESULTS.iterdir():
+        assert str(Path.home()) not in file.read_text()
+        assert "/tmp" not in file.read_text()
+
+
+def test_rebuilding_needs_no_torch():
+    script = "import sys, tools.results as r; r.page(r.PAGE.read_text()); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in done.stdout.split()

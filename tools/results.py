@@ -1,0 +1,475 @@
+"""The raw results of the studies, and the tables and figures that are made of them.
+
+    python tools/results.py --add runs/compare-digits --as digits    # add or update rows
+    python tools/results.py                                          # make results
+
+``results/NAME.csv`` has one row per run. ``--add`` takes the folder of a comparison, or any folder
+of run directories, and adds its runs that are scored on the test split. With ``--selection`` it
+adds all finished runs to ``results/NAME-selection.csv``, with their validation scores.
+
+Without arguments it rebuilds everything between markers in docs/results.md::
+
+    <!-- results: table NAME -->   ...   <!-- /results -->
+
+``answer`` is a sentence per study, ``table`` the methods with their differences to LS, ``settings``
+what was selected for each method, ``figure`` a picture of both, ``selection`` the validation scores
+of a grid. Differences, intervals and p-values are those of :mod:`labo.lab.analysis.groups`.
+A test compares the page with :func:`page`. Rebuilding needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from labo.lab.analysis.groups import Difference, Member, Variant, mean_cell
+from labo.lab.analysis.printing import difference_cells, difference_columns
+from labo.lab.analysis.reading import Run, State, find_teacher, read_conditions, read_run
+from labo.lab.analysis.task import find_analysis
+from labo.lab.report.charts import sheet
+from labo.lab.report.gather import ReportGroup, make_groups
+from labo.lab.report.summary import calibration_chart, difference_chart, measured, score_chart
+from labo.lab.report.task import find_report
+from labo.lab.tables import Cell, Column, Row, Table, best_rows, filled, shown_cell
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE, ASSETS = ROOT / "results", ROOT / "docs" / "results.md", ROOT / "docs" / "assets"
+SEEDS, LEVEL = 5, 0.01  # a gain has at least so many seeds and a smaller p-value
+
+# The columns of a CSV file; between the two parts are the scores: valid_NAME and test_NAME, and
+# analysis_NAME from the records of the test split.
+ABOUT = ("recipe", "task", "data", "model", "method", "hyper", "settings", "seed")
+COSTS = ("steps", "seen", "seconds", "peak_memory", "conditions", "torch", "commit", "signature")
+
+Record = dict[str, str]
+
+
+# ------------------------------------------------------------------ adding runs
+
+
+def add(folder: Path, name: str, *, selection: bool = False, recipe: str | None = None) -> str:
+    """Add the runs in a folder to a CSV file; a run that is there already is replaced.
+
+    Args:
+        folder: it holds run directories.
+        name: of the study.
+        selection: add all finished runs to ``NAME-selection.csv``, not only those with test scores.
+        recipe: the recipe they are compared with for their ``settings``; by default ``name``.
+
+    Returns:
+        What was done, in a sentence.
+    """
+    from labo.lab.recipes import load_recipe  # the only part that needs torch
+
+    plain = load_recipe(recipe or name).as_document()
+    file = RESULTS / f"{name}{'-selection' if selection else ''}.csv"
+    records = {_key(record): record for record in read(file)} if file.is_file() else {}
+    runs = [read_run(path.parent) for path in sorted(folder.rglob("recipe.yaml"))]
+    added = 0
+    for run in runs:
+        if run.results is None or not (selection or "test" in run.results):
+            continue
+        record = _record(run, recipe or name, plain, runs)
+        if selection:
+            record = {key: value for key, value in record.items() if not key.startswith("test_")}
+        records[_key(record)] = record
+        added += 1
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(_as_csv(sorted(records.values(), key=_key)), encoding="utf-8")
+    done = f"{added} of {len(runs)} runs in {folder} added"
+    return f"{file.relative_to(ROOT)}: {done}, {len(records)} rows"
+
+
+def read(file: Path) -> list[Record]:
+    """The rows of a CSV file; empty cells are left out."""
+    with file.open(encoding="utf-8", newline="") as lines:
+        return [
+            {key: value for key, value in row.items() if value != ""}
+            for row in csv.DictReader(lines)
+        ]
+
+
+def _key(record: Record) -> tuple[Any, ...]:
+    names = ("recipe", "method", "hyper", "settings")
+    return (*(record.get(name, "") for name in names), int(record["seed"]))
+
+
+def _as_csv(records: Sequence[Record]) -> str:
+    found = {key for record in records for key in record}
+    scores = sorted(found - {*ABOUT, *COSTS}, key=lambda key: (key.split("_")[0] == "test", key))
+    text = io.StringIO()
+    columns = [*ABOUT, *scores, *COSTS]
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _record(run: Run, recipe: str, plain: Mapping[str, Any], runs: Sequence[Run]) -> Record:
+    results: Mapping[str, Any] = run.results or {}
+    signature = dict(part.split(":", 1) for part in results["signature"].split("|") if ":" in part)
+    method = run.method
+    if method.get("teacher"):  # a path; what counts is the method
+        teacher = find_teacher(run, runs)
+        method["teacher"] = "unknown" if teacher is None else teacher.method["name"]
+    train, model = run.recipe.get("train", {}), run.recipe.get("model", {})
+    batch = train.get("batch_size") or train.get("batch_tokens") or train.get("batch_documents")
+    values: dict[str, Any] = {
+        "recipe": recipe,
+        "task": run.task,
+        "data": signature.get("data"),
+        "model": model.get("name") or model.get("preset"),
+        "method": method.pop("name"),
+        "hyper": _pairs(method),
+        "settings": _pairs(_changed(run, plain)),
+        "seed": run.seed,
+        **{
+            f"{split}_{name}": value
+            for split in ("valid", "test")
+            for name, value in results.get(split, {}).items()
+        },
+        **_calibration(run),
+        "steps": results["steps"],
+        "seen": batch * results["steps"] if batch else None,
+        "seconds": results["seconds"],
+        "peak_memory": results.get("peak_memory"),
+        "conditions": "; ".join(_pairs(entry) for entry in read_conditions(run.path)),
+        "torch": signature.get("torch"),
+        "commit": signature.get("git"),
+        "signature": results["signature"],
+    }
+    return {key: str(value) for key, value in values.items() if value not in (None, "")}
+
+
+def _calibration(run: Run) -> dict[str, float]:
+    """Calibration errors of the test split, as ``labo analyze`` wrote them."""
+    file = run.path / "analysis.json"
+    if not file.is_file():
+        return {}
+    split = json.loads(file.read_text(encoding="utf-8"))["splits"].get("test")
+    if split is None:
+        return {}
+    before, after = (split["views"].get(way) for way in find_report(run.task).views)
+    found = {
+        "ece": before and before["ece"],
+        "ece_after": after and after["ece"],
+        "temperature": (split.get("temperature") or {}).get("value"),
+    }
+    return {f"analysis_{name}": value for name, value in found.items() if value is not None}
+
+
+def _changed(run: Run, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in which a run differs from its recipe, besides method, seed and location."""
+    ignored = {"task", "seed", "method", *find_analysis(run.task).locations}
+    recipe = {key: value for key, value in run.recipe.items() if key not in ignored}
+    usual = _flat(plain)
+    return {
+        key: value
+        for key, value in _flat(recipe).items()
+        if key not in ignored and usual.get(key) != value
+    }
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        nested = isinstance(value, Mapping) and value
+        found |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    """``{"a": 1, "b": [2]}`` as ``a=1 b=[2]``."""
+    return " ".join(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in values.items())
+
+
+# ------------------------------------------------------------------ reading them back
+
+
+def study(name: str) -> ReportGroup:
+    """The rows of ``results/NAME.csv`` as a group of runs."""
+    members = [_member(record) for record in read(RESULTS / f"{name}.csv")]
+    groups = make_groups(members)
+    if len(groups) != 1:
+        titles = ", ".join(group.title for group in groups)
+        raise SystemExit(f"results/{name}.csv has runs of different data or models: {titles}")
+    return groups[0]
+
+
+def _member(record: Record) -> Member:
+    """A run as it is known from its row."""
+    recipe: dict[str, Any] = {
+        "task": record["task"],
+        "seed": int(record["seed"]),
+        "method": {"name": record["method"], **_values(record.get("hyper", ""))},
+        "data": {"name": record["data"].split("@")[0]},
+        "model": {"name": record.get("model")},
+    }
+    for key, value in _values(record.get("settings", "")).items():
+        *sections, last = key.split(".")
+        place = recipe
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    recipe["method"].pop("teacher", None)  # its hyper-parameters are not known here
+    results: dict[str, Any] = {"signature": record["signature"], "steps": int(record["steps"])}
+    results["seconds"] = float(record["seconds"])
+    for key, value in record.items():
+        split, _, metric = key.partition("_")
+        if split in ("valid", "test"):
+            results.setdefault(split, {})[metric] = float(value)
+    label = " ".join(record.get(key, "") for key in ("method", "hyper", "settings")).strip()
+    run = Run(Path(f"{label} s{record['seed']}"), State("finished"), recipe, results=results)
+    return Member(run, _analysis(record))
+
+
+def _analysis(record: Record) -> dict[str, Any] | None:
+    """The part of the analysis that the row has."""
+    if "analysis_ece" not in record:
+        return None
+    first, second = find_report(record["task"]).views
+    views = {first: {"ece": float(record["analysis_ece"])}}
+    if "analysis_ece_after" in record:
+        views[second] = {"ece": float(record["analysis_ece_after"])}
+    return {"splits": {"test": {"fingerprint": record["data"], "views": views}}}
+
+
+def _values(text: str) -> dict[str, Any]:
+    pairs = (part.partition("=") for part in re.split(r" (?=[\w.]+=)", text) if part)
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+# ------------------------------------------------------------------ the parts of the page
+
+
+def answer(name: str) -> str:
+    """A sentence: the difference of LABO to LS. Of several variants the best on validation."""
+    group = study(name)
+    variants = [variant for variant in group.group.variants if variant.name == "labo"]
+    reference = group.group.first("ls")
+    if not variants or reference is None:
+        raise SystemExit(f"results/{name}.csv has no runs of labo and ls")
+    ours = max(variants, key=lambda variant: _sign(group) * _mean(variant, "valid"))
+    found = group.group.difference(ours, reference)
+    if found is None:
+        raise SystemExit(f"results/{name}.csv: {ours.label} and ls have no seed in common")
+    numbers = measured(found, group.kind.headline)
+    sentence = f"- **{name}**: {ours.label} {numbers}: {_judged(group, found)}."
+    return textwrap.fill(sentence, 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
+
+
+def _mean(variant: Variant, split: str) -> float:
+    return mean_cell(variant.scores(split).values()).value or 0.0
+
+
+def _judged(group: ReportGroup, found: Difference) -> str:
+    seeds = len(found.seeds)
+    if found.p is not None and seeds >= SEEDS and found.p < LEVEL:
+        return f"a {'gain' if _sign(group) * found.mean > 0 else 'loss'} over {seeds} seeds"
+    if found.smallest_p is None or found.smallest_p >= LEVEL:
+        return f"{seeds} seeds cannot show a difference at p < {LEVEL:g}"
+    return f"no difference that {seeds} seeds show"
+
+
+def _sign(group: ReportGroup) -> int:
+    return 1 if group.kind.higher_is_better else -1
+
+
+def table(name: str) -> str:
+    """The methods of a study, best first."""
+    group = study(name)
+    headline = group.kind.headline
+    references = [v for v in group.group.references if v.name == "ls"] or group.group.references
+    analysed = [Column("ece_after", "ECE after T %", scale=100, better=-1)]
+    timed = len({record.get("conditions") for record in read(RESULTS / f"{name}.csv")}) == 1
+    rows = []
+    for variant in _ranked(group):
+        cells = {
+            column.key: variant.cell(_test(column.key)) for column in (headline, *group.kind.scores)
+        }
+        cells["seeds"] = Cell(len(variant.scores("test")))
+        for reference in references:
+            found = group.group.difference(variant, reference)
+            cells |= {} if found is None else difference_cells(found)
+        cells["ece_after"] = variant.cell(_ece_after(group))
+        if timed:
+            cells["time"] = Cell(mean_cell(group.group.step_times(variant)).value)
+        rows.append(Row(variant.label, cells))
+    columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
+    columns += [c for r in references for c in difference_columns(headline, r.name)]
+    columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
+    return _markdown(Table(name, filled(columns, rows), rows))
+
+
+def _test(metric: str) -> Any:
+    return lambda member: member.metric("test", metric)
+
+
+def _ece_after(group: ReportGroup) -> Any:
+    way = find_report(group.task).views[1]
+
+    def value(member: Member) -> float | None:
+        found: float | None = (member.split("test") or {}).get("views", {}).get(way, {}).get("ece")
+        return found
+
+    return value
+
+
+def _ranked(group: ReportGroup) -> list[Variant]:
+    scored = [variant for variant in group.group.variants if variant.scores("test")]
+    return sorted(scored, key=lambda variant: -_sign(group) * _mean(variant, "test"))
+
+
+def _markdown(content: Table) -> str:
+    """A Markdown table whose best numbers are bold."""
+    head = [content.corner, *(column.heading for column in content.printed)]
+    lines = [head, ["---"] * len(head)]
+    for index, row in enumerate(content.rows):
+        shown = []
+        for column in content.printed:
+            text = shown_cell(column, row.cells.get(column.key, Cell()))
+            best = index in best_rows(column, content.rows)
+            shown.append(f"**{text}**" if best else text)
+        lines.append([f"`{row.label}`", *shown])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def settings(name: str) -> str:
+    """What was set for each method: its hyper-parameters, and changes of the recipe."""
+    lines = ["| method | hyper-parameters and changes of the recipe |\n|---|---|\n"]
+    for method, points in _points(read(RESULTS / f"{name}.csv")).items():
+        shown = "; ".join(f"`{_pairs(_set(point))}`" if point else "none" for point, _ in points)
+        lines.append(f"| `{method}` | {shown} |\n")
+    return "".join(lines)
+
+
+def _set(point: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is off."""
+    return {key: value for key, value in point.items() if value not in (None, False)}
+
+
+def _points(records: Sequence[Record]) -> dict[str, list[tuple[dict[str, Any], list[Record]]]]:
+    """Method -> its settings, each with its runs."""
+    found: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        text = " ".join(record[key] for key in ("hyper", "settings") if key in record)
+        found.setdefault(record["method"], {}).setdefault(text, []).append(record)
+    return {
+        method: [(_values(text), runs) for text, runs in points.items()]
+        for method, points in found.items()
+    }
+
+
+def figure(name: str) -> str:
+    """A picture of scores, differences and calibration errors; the file is in docs/assets."""
+    return f"![Scores of all methods](assets/{_figure_file(name).name})\n"
+
+
+def _figure_file(name: str) -> Path:
+    return ASSETS / f"results-{name}.svg"
+
+
+def drawn(name: str) -> str:
+    """The SVG file of :func:`figure`."""
+    group = study(name)
+    panels = [score_chart(group, f"{name}-score")]
+    further = (
+        difference_chart(group, f"{name}-difference"),
+        calibration_chart(group, f"{name}-ece"),
+    )
+    return sheet([*panels, *(panel for panel in further if panel is not None)])
+
+
+def selection(name: str) -> str:
+    """The validation score of every point of a grid, the best of each method in bold."""
+    records = read(RESULTS / f"{name}-selection.csv")
+    kind = find_analysis(records[0]["task"])
+    column, sign = kind.headline, 1 if kind.higher_is_better else -1
+    lines = [f"| method | setting | runs | validation {column.heading} |\n|---|---|---|---|\n"]
+    for method, points in _points(records).items():
+        varied = [
+            key for key in points[0][0] if len({str(point.get(key)) for point, _ in points}) > 1
+        ]
+        means = [
+            sum(float(record[f"valid_{column.key}"]) for record in runs) / len(runs)
+            for _, runs in points
+        ]
+        best = max(means, key=lambda mean: sign * mean)
+        for (point, runs), mean in zip(points, means, strict=True):
+            text = _pairs({key: point.get(key) for key in varied})
+            shown = column.shown(mean)
+            shown = f"**{shown}**" if mean == best else shown
+            lines.append(
+                f"| `{method}` | {f'`{text}`' if text else ''} | {len(runs)} | {shown} |\n"
+            )
+    return "".join(lines)
+
+
+PARTS = {
+    "answer": answer,
+    "table": table,
+    "settings": settings,
+    "figure": figure,
+    "selection": selection,
+}
+_BLOCK = re.compile(r"(<!-- results: (\w+) (.+?) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """A page with everything between its markers made again from the CSV files."""
+
+    def rebuilt(found: re.Match[str]) -> str:
+        start, part, names, end = found.groups()
+        if part not in PARTS:
+            raise SystemExit(f"docs/results.md: no part is called {part} ({', '.join(PARTS)})")
+        return f"{start}{''.join(PARTS[part](name) for name in names.split())}{end}"
+
+    return _BLOCK.sub(rebuilt, text)
+
+
+def figures(text: str) -> dict[Path, str]:
+    """The files of the figures of a page, with their content."""
+    names = [
+        name
+        for _, part, names, _ in _BLOCK.findall(text)
+        if part == "figure"
+        for name in names.split()
+    ]
+    return {_figure_file(name): drawn(name) for name in names}
+
+
+def rebuild() -> None:
+    """Write the page and its figures."""
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(page(text), encoding="utf-8")
+    for file, content in figures(text).items():
+        file.write_text(content, encoding="utf-8")
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Rebuild docs/results.md from results/*.csv.")
+    parser.add_argument("--add", type=Path, metavar="FOLDER", help="add the runs in a folder")
+    parser.add_argument("--as", dest="name", help="the study, and the recipe if it has its name")
+    parser.add_argument("--recipe", help="the recipe of the runs, if it has another name")
+    parser.add_argument("--selection", action="store_true", help="add to NAME-selection.csv")
+    chosen = parser.parse_args(None if arguments is None else list(arguments))
+    if chosen.add is None:
+        rebuild()
+    elif chosen.name is None:
+        parser.error("--add needs --as NAME")
+    else:
+        print(add(chosen.add, chosen.name, selection=chosen.selection, recipe=chosen.recipe))
+
+
+if __name__ == "__main__":
+    main()
