@@ -27,7 +27,16 @@ from .._names import unknown_name
 from .config import RecipeError, Section, explain
 from .errors import RequestError
 from .tasks import find_task
-from .teachers import EMA, Frozen, SameClassPeer, SecondPass, Teacher, held_label, past_self
+from .teachers import (
+    EMA,
+    Frozen,
+    InnerStates,
+    SameClassPeer,
+    SecondPass,
+    Teacher,
+    held_label,
+    past_self,
+)
 
 # Parameters of a loss that a recipe cannot set.
 _NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
@@ -196,6 +205,28 @@ def weighted_smoothing(
     )
 
 
+def confidence_network(
+    model: Any,
+    *,
+    alpha: float = 0.1,
+    lam: float = 30.0,
+    decay_steps: float = 30_000.0,
+    trust: float = 0.5,
+    reduction: str = "mean",
+) -> losses.ConNetLoss:
+    """ConNet-LS for hidden states of the size of the model.
+
+    Args:
+        alpha: smoothing of a token of mean confidence, in [0, 1].
+        lam: the price of a low confidence at the start of the training.
+        decay_steps: steps in which that price falls to 1/e; 30000 or 6000 in the authors' settings.
+        trust: probability that the label does not help a token, in [0, 1].
+    """
+    return losses.ConNetLoss(
+        model.width, alpha=alpha, lam=lam, decay_steps=decay_steps, trust=trust, reduction=reduction
+    )
+
+
 METHODS: dict[str, Method] = {
     "base": Method(
         "cross entropy, no regularization",
@@ -334,6 +365,13 @@ METHODS: dict[str, Method] = {
         "Chen et al. 2022",
         weighted_smoothing,
         needs=frozenset({"vocabulary_groups"}),
+    ),
+    "connet": Method(
+        "a learned confidence decides how much each token is smoothed",
+        "Lu et al. 2022",
+        confidence_network,
+        InnerStates,
+        needs=frozenset({"inner_states"}),
     ),
     "r-drop": Method(
         "two passes with different dropout are to agree",

@@ -305,19 +305,6 @@ class ImageTask(Task):
         images = self.data.train.images
         return int(images.shape[-1]) if isinstance(images, Tensor) else self.recipe.data.size
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch.inputs)
-        return logits
-
-    def loss(
-        self, loss: nn.Module, outputs: Tensor, batch: Batch, second: tuple[Any, ...]
-    ) -> Tensor:
-        value: Tensor = loss(outputs, batch.target, *second)
-        return value
-
-    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return outputs.detach().flatten(1).sum(-1)
-
     # ------------------------------------------------------------------ training batches
 
     def _epoch_order(self, epoch: int) -> Tensor:

@@ -33,7 +33,7 @@ from ..pretrained import Lora, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation, Task
 from ..text import forced
-from ..text.batching import batches_by_length, text_digest
+from ..text.batching import batches_by_length, text_digest, token_draws
 from ..text.head import Head, head_loss
 from .model import (
     PRESETS,
@@ -198,6 +198,7 @@ class LanguageModelingTask(Task):
         "bits_per_byte": False,
         "token_accuracy": True,
     }
+    provides: ClassVar = frozenset({"inner_states"})
     tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
@@ -325,10 +326,13 @@ class LanguageModelingTask(Task):
                 texts[path.name] = path.read_text(encoding="utf-8")
         return model.plain_weights(weights), texts
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Head:
+    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states and output layer for the tokens of a batch that are to be learned."""
-        head: Head = model(batch.inputs.ids, batch.inputs.positions)
-        return head._replace(states=head.states[batch.target != IGNORED])
+        head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
+        return head.at(batch.target != IGNORED)
+
+    def token_draws(self, batch: Batch, stream: str) -> Tensor:
+        return token_draws(self.recipe.seed, batch, batch.target != IGNORED, stream)
 
     def loss(
         self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
