@@ -56,7 +56,7 @@ class LossCase:
 
     @property
     def has_teacher(self) -> bool:
-        return self.extra in (teacher, stored_teacher)
+        return self.extra in (teacher, stored_teacher, confidence)
 
 
 def teacher(logits: Tensor) -> tuple[Tensor]:
@@ -88,6 +88,11 @@ def class_mask(logits: Tensor) -> tuple[Tensor]:
 
 def class_groups(logits: Tensor) -> tuple[Tensor]:
     return (torch.arange(logits.shape[-1]) % 3,)
+
+
+def confidence(logits: Tensor) -> tuple[Tensor]:
+    """The logits of a confidence: a fixed function of each row."""
+    return (logits.detach()[..., 0].sin(),)
 
 
 def draws(logits: Tensor) -> Tensor:
@@ -184,6 +189,7 @@ LOSS_CASES = [
     LossCase("mls", F.masked_label_smoothing_loss, extra=class_mask, off={"alpha": 0.0}),
     LossCase("wls", F.weighted_label_smoothing_loss, extra=class_groups, off={"alpha": 0.0}),
     LossCase("rdrop", F.r_drop_loss, {"label": "smoothed"}, teacher),
+    LossCase("connet", F.connet_loss, {"lam": 0.5}, confidence, linear=False, rowwise=False),
     LossCase("rdrop-labo", F.r_drop_loss, {"label": "labo"}, teacher, detached=True),
 ]
 
@@ -195,6 +201,7 @@ _POSITIONAL: dict[str, Callable[[int], Any]] = {
     "epochs": lambda k: 4,
     "mask": lambda k: torch.arange(k) % 3 != 1,
     "groups": lambda k: torch.arange(k) % 3,
+    "features": lambda k: k,
 }
 
 

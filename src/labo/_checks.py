@@ -68,6 +68,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "hard_weight": _NOT_NEGATIVE,
     "soft_weight": _NOT_NEGATIVE,
     "a": _POSITIVE,
+    "trust": _UNIT,
+    "decay_steps": _POSITIVE,
     "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
     "bins": (lambda value: isinstance(value, int) and value > 0, "a whole number of 1 or more"),
     "warmup_epochs": (

@@ -41,6 +41,7 @@ __all__ = [
     "anti_focal_loss",
     "beta_smoothing_loss",
     "confidence_penalty_loss",
+    "connet_loss",
     "cross_entropy_loss",
     "cs_kd_loss",
     "decoupled_distillation_loss",
@@ -1948,3 +1949,90 @@ def held_labo_loss(
     held = rows.teacher("held_logits", held_logits)
     strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
     return rows.reduce(_objective(rows, smoothing.tempered(held, tau), strength, strength * tau))
+
+
+# ------------------------------------------------------------------ with a learned confidence
+
+
+def connet_loss(
+    logits: Tensor,
+    target: Tensor,
+    confidence: Tensor,
+    *,
+    alpha: float = 0.1,
+    lam: float | Tensor = 30.0,
+    trusted: Tensor | None = None,
+    mean_confidence: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+) -> Tensor:
+    r"""ConNet-LS: a learned confidence decides how much to smooth, and may ask for the label.
+
+    With a confidence :math:`c` in (0, 1) for each row and its mean :math:`\bar c` over the rows
+    that count,
+
+    .. math::
+        p' = c\,p + (1-c)\,\mathrm{onehot}(y), \qquad
+        \epsilon = \alpha \exp(1 - c/\bar c),
+
+    .. math::
+        -(1-\epsilon) \log p'_y - \frac{\epsilon}{K-1} \sum_{j \ne y} \log p'_j - \lambda \log c
+
+    A low confidence makes a wrong prediction cheaper, raises the smoothing, and costs
+    :math:`-\lambda\log c`. Gradients flow through everything, the mean included.
+    :class:`labo.ConNetLoss` has the network that computes the confidence.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        confidence: (...) logits of the confidence, c = sigmoid(confidence).
+        alpha: smoothing of a row of mean confidence.
+        lam: lambda, the price of a low confidence.
+        trusted: (...) bool: rows with c = 1 in p', so that the label does not help them.
+        mean_confidence: the mean of c, if it is over more rows than these.
+        weight, ignore_index, reduction, dim: as for every loss here.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
+        >>> connet_loss(logits, target, torch.tensor([0.9]).logit(), lam=0)
+        tensor(0.5893)
+
+    Reference:
+        Lu et al. 2022, Learning Confidence for Transformer-based Neural Machine Translation.
+    """
+    check_hyper(alpha=alpha, lam=lam)
+    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    given = (confidence,) if trusted is None else (confidence, trusted)
+    if any(not isinstance(x, Tensor) or x.shape != rows.shape for x in given):
+        raise _checks.TeacherError(
+            f"confidence and trusted must have the shape {tuple(rows.shape)} of the samples, got "
+            f"{[tuple(x.shape) if isinstance(x, Tensor) else x for x in given]}"
+        )
+    _checks.check_devices(rows.logits, confidence=confidence, trusted=trusted)
+    u = confidence.reshape(-1).to(rows.logits.dtype)
+    if rows.valid is not None:
+        u = u.masked_fill(~rows.valid, 0.0)
+    if mean_confidence is None:
+        counted = torch.ones_like(u) if rows.valid is None else rows.valid.to(u.dtype)
+        mean_confidence = row_sum(u.sigmoid() * counted) / row_sum(counted).clamp(min=1)
+    epsilon = alpha * (1 - u.sigmoid() / mean_confidence.clamp(min=1e-20)).exp()
+    log_mixed = _with_hints(rows, u, None if trusted is None else trusted.reshape(-1))
+    others = smoothing.others(rows.logits, rows.target)
+    hard, soft = rows.nll(log_mixed), rows.cross_entropy(others, log_mixed)
+    price = -lam * torch.nn.functional.logsigmoid(u)
+    return rows.reduce(times(1 - epsilon, hard) + times(epsilon, soft) + rows.weigh(price))
+
+
+def _with_hints(rows: Rows, u: Tensor, trusted: Tensor | None) -> Tensor:
+    """log(c p + (1 - c) onehot(y)), (M, K), with c = sigmoid(u), or 1 in trusted rows."""
+    log_c, log_hint = (torch.nn.functional.logsigmoid(x) for x in (u, -u))
+    if trusted is not None:
+        log_c, log_hint = log_c.masked_fill(trusted, 0.0), log_hint.masked_fill(trusted, -math.inf)
+    log_p = rows.log_probabilities() + spread(log_c, rows.num_classes)
+    hinted = torch.logaddexp(rows.pick(log_p), log_hint)
+    return torch.where(rows.label() > 0, spread(hinted, rows.num_classes), log_p)

@@ -29,6 +29,7 @@ __all__ = [
     "AntiFocalLoss",
     "BetaSmoothingLoss",
     "CSKDLoss",
+    "ConNetLoss",
     "ConfidencePenaltyLoss",
     "CrossEntropyLoss",
     "DFTLoss",
@@ -1128,6 +1129,131 @@ class HeldLABOLoss(_Loss):
         return spec.labo(self.tau, self.alpha, self.rho)
 
 
+class ConNetLoss(_Loss):
+    """ConNet-LS, with the network that learns the confidence: ``loss(logits, target, states)``.
+
+    The confidence of a row is sigmoid(linear(state)), where the state comes from inside the model:
+    the authors average the outputs of the first three decoder layers. Pass ``network`` to the
+    optimizer. Call ``step()`` after each optimizer step: the price of a low confidence falls as
+    lam exp(-t / decay_steps). Under ``torch.distributed`` the mean confidence is that of all
+    processes. See :func:`labo.functional.connet_loss`.
+
+    Args:
+        features: D, the size of a state.
+        alpha: smoothing of a row of mean confidence.
+        lam: lambda, the price of a low confidence at the start.
+        decay_steps: steps in which lambda falls to 1/e.
+        trust: probability that the label does not help a row, in training mode.
+
+    Example:
+        >>> loss = ConNetLoss(2, lam=0.0).eval()
+        >>> states = torch.zeros(1, 2)
+        >>> _ = loss.network.bias.data.fill_(torch.tensor(0.9).logit())
+        >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]), states).detach()
+        tensor(0.5893)
+    """
+
+    function = staticmethod(F.connet_loss)
+    teacher_argument = "states"
+    rowwise = False
+    lam: float
+    trust: float
+    decay_steps: float
+    steps: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        alpha: float = 0.1,
+        lam: float = 30.0,
+        decay_steps: float = 30_000,
+        trust: float = 0.5,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        dim: int = -1,
+    ) -> None:
+        hyper = {"alpha": alpha, "lam": lam, "decay_steps": decay_steps, "trust": trust}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+        self.network = nn.Linear(features, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def arguments(self) -> dict[str, Any]:
+        arguments = super().arguments()
+        del arguments["trust"], arguments["decay_steps"]
+        dtype = torch.float32 if self.steps.device.type == "mps" else torch.float64
+        left = torch.exp(-self.steps.to(dtype) / self.decay_steps)
+        return arguments | {"lam": self.lam * left}
+
+    def step(self) -> None:
+        """Count one optimizer step."""
+        self.steps += 1
+
+    def confidences(
+        self, target: Tensor, states: Tensor | None, draws: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What :func:`labo.functional.connet_loss` takes, for rows that it gets in parts.
+
+        Args:
+            target: (...) class indices.
+            states: (..., D).
+            draws: (...) random numbers in [0, 1); rows with one below ``trust`` are trusted.
+
+        Returns:
+            The logits of the confidence, (...); the trusted rows, (...), in training mode; and the
+            mean confidence of the rows that count.
+        """
+        if not isinstance(states, Tensor) or states.shape[:-1] != target.shape:
+            raise TeacherError(
+                "ConNetLoss needs states: hidden states of the model, of the shape "
+                f"{(*target.shape, 'D')}"
+            )
+        layer = [parameter.to(states.dtype) for parameter in self.network.parameters()]
+        confidence = nn.functional.linear(states, *layer).squeeze(-1)
+        counts = (target != self.ignore_index).to(confidence.dtype)
+        total = torch.stack([(confidence.sigmoid() * counts).sum(), counts.sum()])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from torch.distributed.nn.functional import all_reduce
+
+            total = all_reduce(total)
+        trusted = None
+        if self.training:
+            draws = torch.rand_like(confidence) if draws is None else draws
+            trusted = draws < self.trust
+        return confidence, trusted, total[0] / total[1].clamp(min=1)
+
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        states: Tensor | None = None,
+        draws: Tensor | None = None,
+    ) -> Tensor:
+        return self.of_rows(logits, target, *self.confidences(target, states, draws))
+
+    def of_rows(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        confidence: Tensor,
+        trusted: Tensor | None,
+        mean_confidence: Tensor,
+    ) -> Tensor:
+        """The loss of some of the rows, given what :meth:`confidences` returns for all."""
+        return F.connet_loss(
+            logits,
+            target,
+            confidence,
+            trusted=trusted,
+            mean_confidence=mean_confidence,
+            **self.arguments(),
+        )
+
+    def extra_repr(self) -> str:
+        return f"features={self.network.in_features}, {super().extra_repr()}"
+
+
 class Warmup(nn.Module):
     """The warm-up of Algorithm 1: ``before`` while the step i < ``steps``, then ``after``.
 
@@ -1225,6 +1351,7 @@ LOSSES = Registry(
         "mls": MaskedLabelSmoothingLoss,
         "wls": WeightedLabelSmoothingLoss,
         "rdrop": RDropLoss,
+        "connet": ConNetLoss,
         "labo": LABOLoss,
     },
 )

@@ -260,5 +260,17 @@ def r_drop(
     return real(hard_weight) * (hard(z) + hard(other)) + w[y] * real(lam) * divergence
 
 
+def connet(z, y, w, given, *, alpha=0.1, lam=30.0):
+    """``given`` is the logit of the confidence, the mean confidence, and whether it is trusted."""
+    u, average, trusted = given
+    c = 1 / (1 + np.exp(-u))
+    hint = real(0) if trusted else 1 - c
+    mixed = np.log((1 - hint) * softmax(z) + hint * onehot(y, len(z)))
+    eps = real(alpha) * np.exp(1 - c / average)
+    others = real(np.arange(len(z)) != y) / (len(z) - 1)
+    label = (1 - eps) * onehot(y, len(z)) + eps * others
+    return -(w * label * mixed).sum() - w[y] * real(lam) * np.log(c)
+
+
 def mean(values: list[Any], target: list[int], w: Row) -> float:
     return float(sum(values) / sum(w[y] for y in target))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import pickle
 
 import pytest
@@ -15,7 +16,7 @@ from labo import functional as F
 
 K = 6
 WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
-WITH_STATES = {"rdrop"}  # a third argument with a gradient, which is no teacher
+WITH_STATES = {"rdrop", "connet"}  # a third argument with a gradient, which is no teacher
 
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
 
@@ -81,8 +82,8 @@ def test_deep_copy_pickle_and_state_dict(name):
         assert torch.equal(call(name, twin, logits, target), expected)
 
 
-# Beta smoothing draws at random, which compiled code does otherwise; its function is compared.
-@pytest.mark.parametrize("name", [name for name in labo.LOSSES if name != "betals"])
+# These draw at random, which compiled code does otherwise; their functions are compared.
+@pytest.mark.parametrize("name", [n for n in labo.LOSSES if n not in ("betals", "connet")])
 def test_compiles_whole(name):
     logits, target = batch()
     torch._dynamo.reset()
@@ -281,6 +282,54 @@ def test_ps_kd_alpha_grows_to_its_end():
         expected = F.ps_kd_loss(logits, target, past, alpha=alpha)
         torch.testing.assert_close(loss(logits, target, past), expected)
         loss.end_epoch()
+
+
+def test_connet_price_falls_and_eval_mode_trusts_nothing():
+    logits, target = batch()
+    states = logits.sin()
+    loss = labo.ConNetLoss(K, lam=2.0, decay_steps=3.0, trust=1.0)
+    confidence, trusted, mean = loss.confidences(target, states)
+    assert trusted.all()
+    torch.testing.assert_close(mean, confidence.sigmoid().mean())
+    for step in range(3):
+        expected = F.connet_loss(
+            logits, target, confidence, trusted=trusted, lam=2.0 * math.exp(-step / 3)
+        )
+        torch.testing.assert_close(loss(logits, target, states), expected)
+        loss.step()
+    resumed = labo.ConNetLoss(K, lam=2.0, decay_steps=3.0, trust=1.0)
+    resumed.load_state_dict(loss.state_dict())
+    assert torch.equal(resumed(logits, target, states), loss(logits, target, states))
+    loss.eval()
+    expected = F.connet_loss(logits, target, confidence, lam=2.0 * math.exp(-1))
+    torch.testing.assert_close(loss(logits, target, states), expected)
+
+
+def test_connet_learns_from_rows_that_count_only():
+    """Everything gets a gradient; an ignored row changes nothing, not even the mean."""
+    logits, target = batch()
+    states, ignored = logits.sin(), target.clone()
+    ignored[3] = -100
+    keep = [0, 1, 2, 4, 5, 6, 7]
+    loss = labo.ConNetLoss(K, trust=0.5)
+    draws = torch.linspace(0, 1, 8)
+    both = []
+    for rows, labels in (((slice(None)), ignored), (keep, target[keep])):
+        states.requires_grad_().grad = None
+        loss.zero_grad()
+        value = loss(logits[rows], labels, states[rows], draws[rows])
+        value.backward()
+        both.append((value.detach(), states.grad[keep].clone(), loss.network.weight.grad.clone()))
+    torch.testing.assert_close(*both)
+    assert both[0][1].any(-1).all()
+    assert both[0][2].any()
+
+
+@pytest.mark.parametrize("states", [None, torch.zeros(3, K)])
+def test_connet_names_missing_states(states):
+    logits, target = batch()
+    with pytest.raises(ValueError, match="ConNetLoss needs states: hidden states of the model"):
+        labo.ConNetLoss(K)(logits, target, states)
 
 
 # ------------------------------------------------------------------ teacher logits

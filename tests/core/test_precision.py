@@ -35,6 +35,14 @@ def from_two_stored(logits, target, teacher, **arguments):
     return F.topk_distillation_loss(logits, target, top.indices, top.values, **arguments)
 
 
+def with_confidence(logits, target, given, **arguments):
+    """ConNet-LS; ``given`` has the logit of the confidence, its mean, and what is trusted."""
+    mean, trusted = given[:1, 1], given[:, 2] > 0
+    return F.connet_loss(
+        logits, target, given[:, 0], mean_confidence=mean, trusted=trusted, **arguments
+    )
+
+
 # (name, function, oracle, hyper-parameters, what it takes besides). Numbers such as 0.1 are not
 # dyadic: a detour through float32 changes them by 1e-9.
 LOSSES = [
@@ -198,6 +206,13 @@ LOSSES = [
         "teacher",
     ),
     (
+        "connet",
+        with_confidence,
+        oracle.connet,
+        either(alpha=st.floats(0, 0.3), lam=strength),
+        "confidence",
+    ),
+    (
         "rdrop",
         F.r_drop_loss,
         oracle.r_drop,
@@ -215,6 +230,7 @@ LOSSES = [
     ),
 ]
 FUSED = [row for row in LOSSES if row[0] in ("ce", "ls", "labo")]
+ROWS = ("teacher", "confidence")  # what has a row for each sample
 TEACHERS = [row for row in LOSSES if row[4] == "teacher"]
 
 weights = st.none() | st.lists(st.floats(0.1, 2), min_size=K, max_size=K)
@@ -233,6 +249,9 @@ def draw(seed: int):
         "mask": torch.tensor([True, False, True, True, False, True]),
         "groups": torch.tensor([0, 1, 2, 0, 1, 1]),
     }
+    u = 2 * torch.randn(4, generator=random, dtype=torch.float64)
+    mean = u.sigmoid().mean().expand(4)
+    besides["confidence"] = torch.stack([u, mean, torch.tensor([0.0, 1, 0, 0]).double()], 1)
     return logits, target, besides
 
 
@@ -276,7 +295,7 @@ def test_float64_is_that_of_the_oracle(function, compute, hypers, needs, seed, w
     logits, target, besides = draw(seed)
     extra = () if needs is None else (besides[needs],)
     value = function(logits, target, *extra, **as_tensors(hyper, weight))
-    wanted = expected(compute, logits, target, weight, hyper, besides[needs], needs == "teacher")
+    wanted = expected(compute, logits, target, weight, hyper, besides[needs], needs in ROWS)
     close(value, wanted)
 
 

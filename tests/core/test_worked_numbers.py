@@ -549,3 +549,24 @@ def test_held_labo_of_its_own_prediction_is_labo():
     by_head = labo.linear_loss(x, weight, target, loss, teacher_logits=(x.flip(0), weight + 1))
     expected = loss(x @ weight.T, target, x.flip(0) @ (weight + 1).T)
     torch.testing.assert_close(by_head, expected)
+
+
+def test_connet():
+    c = torch.tensor([0.9, 0.5], dtype=torch.float64)
+    near(0.1 * (1 - c / 0.7).exp(), [0.075148, 0.133071])
+    near(F.connet_loss(BATCH, TARGETS, c.logit(), lam=0, reduction="none"), [0.553994, 0.811268])
+    without = F.connet_loss(BATCH, TARGETS, c.logit(), lam=0, reduction="sum")
+    near(F.connet_loss(BATCH, TARGETS, c.logit(), lam=1, reduction="sum") - without, 0.798508)
+    near(30 * math.exp(-3000 / 30_000), 27.145123)
+    loss = labo.ConNetLoss(1, reduction="sum").eval()
+    torch.nn.init.ones_(loss.network.weight)
+    torch.nn.init.zeros_(loss.network.bias)
+    loss.steps += 3000
+    near(loss(BATCH, TARGETS, c.logit().unsqueeze(-1)), 23.040851)
+
+
+def test_connet_with_trust_is_label_smoothing_of_the_confidence():
+    """Trusted rows of equal confidence: fairseq's label smoothing, plus the price."""
+    u = torch.zeros(2, dtype=torch.float64)
+    value = F.connet_loss(BATCH, TARGETS, u, lam=0, trusted=torch.ones(2, dtype=torch.bool))
+    near(value, F.label_smoothing_loss(BATCH, TARGETS, alpha=0.1, convention="fairseq"))

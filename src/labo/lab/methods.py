@@ -30,6 +30,7 @@ from .tasks import find_task
 from .teachers import (
     EMA,
     Frozen,
+    InnerStates,
     SameClassPeer,
     SecondPass,
     Stored,
@@ -205,6 +206,28 @@ def weighted_smoothing(
     )
 
 
+def confidence_network(
+    model: Any,
+    *,
+    alpha: float = 0.1,
+    lam: float = 30.0,
+    decay_steps: float = 30_000.0,
+    trust: float = 0.5,
+    reduction: str = "mean",
+) -> losses.ConNetLoss:
+    """ConNet-LS for hidden states of the size of the model.
+
+    Args:
+        alpha: smoothing of a token of mean confidence, in [0, 1].
+        lam: the price of a low confidence at the start of the training.
+        decay_steps: steps in which that price falls to 1/e; 30000 or 6000 in the authors' settings.
+        trust: probability that the label does not help a token, in [0, 1].
+    """
+    return losses.ConNetLoss(
+        model.width, alpha=alpha, lam=lam, decay_steps=decay_steps, trust=trust, reduction=reduction
+    )
+
+
 METHODS: dict[str, Method] = {
     "base": Method(
         "cross entropy, no regularization",
@@ -350,6 +373,13 @@ METHODS: dict[str, Method] = {
         "Chen et al. 2022",
         weighted_smoothing,
         needs=frozenset({"vocabulary_groups"}),
+    ),
+    "connet": Method(
+        "a learned confidence decides how much each token is smoothed",
+        "Lu et al. 2022",
+        confidence_network,
+        InnerStates,
+        needs=frozenset({"inner_states"}),
     ),
     "r-drop": Method(
         "two passes with different dropout are to agree",

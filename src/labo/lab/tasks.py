@@ -115,7 +115,8 @@ class Task(Protocol):
     provides: ClassVar[frozenset[str]] = frozenset()
     """What methods may need: "one_target_per_sample" (a sentence has many), "peers" (samples of the
     same class), "class_table" (few enough classes for a K x K table), "vocabulary_groups",
-    "stored_teacher"."""
+    "stored_teacher", "inner_states" (hidden states from inside the model, and
+    :meth:`token_draws`)."""
     method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Method -> hyper-parameter -> default, where it differs from that of the loss."""
 
@@ -185,12 +186,17 @@ class Task(Protocol):
         """
         raise RequestError(f"{self.recipe.task} does not provide stored_teacher")
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Any:
         """Run the model: logits, or a NamedTuple of hidden states and their output layer.
 
-        They have ``chunk(2)``, as tensors do: the outputs for the two halves of the samples.
+        They have ``chunk(2)``, as tensors do: the outputs for the two halves of the samples. A task
+        that provides "inner_states" takes the option ``inner_layers``.
         """
-        return model(batch.inputs)
+        return model(batch.inputs, **options)
+
+    def token_draws(self, batch: Batch, stream: str) -> Tensor:
+        """A random number in [0, 1) for each row of the outputs for a batch."""
+        raise RequestError(f"{self.recipe.task} does not provide inner_states")
 
     def loss(
         self, loss: nn.Module, outputs: Any, batch: Batch, teacher_outputs: tuple[Any, ...]

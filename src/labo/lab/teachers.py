@@ -297,6 +297,23 @@ class PastWeights(Teacher):
         self.past.load_state_dict(state)
 
 
+class InnerStates(Teacher):
+    """Hidden states from inside the model, with a gradient, and random draws (ConNet).
+
+    The draws are functions of the sample and the position, not of what was drawn before.
+
+    Args:
+        layers: decoder layers whose outputs are averaged, from the first one on.
+    """
+
+    def __init__(self, *, layers: Annotated[int, Field(ge=1)] = 3) -> None:
+        self.layers = layers
+
+    def run(self, task: Task, model: nn.Module, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
+        outputs = task.outputs(model, batch, inner_layers=self.layers)
+        return outputs, (None, task.token_draws(batch, "trust"))
+
+
 class EpochStart(PastWeights):
     """The model at the start of the epoch, in eval mode (LABO with ``refresh=epoch``).
 

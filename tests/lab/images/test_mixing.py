@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ from labo.lab.errors import RequestError
 from labo.lab.images.task import ImageTask
 from labo.lab.methods import METHODS, methods_for
 from labo.lab.recipes import load_recipe
-from labo.lab.teachers import Frozen
+from labo.lab.teachers import Frozen, SecondPass
 
 HERE = methods_for("image_classification")
 MIXES = [name for name in HERE if METHODS[name].mixes]
@@ -93,7 +94,17 @@ def entropy_weighted(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
     return entropy / torch.log(torch.tensor(float(K))) * base(z, q, z)
 
 
+def r_drop(z: Tensor, q: Tensor, t: Tensor) -> Tensor:
+    p, r = z.softmax(-1), t.softmax(-1)
+    symmetric = ((p - r) * (p.log() - r.log())).sum(-1) / 2
+    return (label_smoothing(z, q, t) + label_smoothing(t, q, t)) / 2 + BETA * symmetric
+
+
 DEFINITIONS = {
+    "r-drop": (
+        r_drop,
+        [f"method.lam={BETA}", "method.label=smoothed", f"method.alpha={ALPHA}"],
+    ),
     "base": (base, []),
     "maxsup": (max_suppression, []),
     "mbls": (margin_smoothing, ["method.margin=1.0"]),
@@ -120,10 +131,14 @@ def task(method: str, way: str) -> ImageTask:
 def built(method: str) -> nn.Module:
     """The loss as a run builds it."""
     hyper = task(method, "mixup").recipe.method
-    return METHODS[method].loss(
-        **{name: value for name, value in hyper.items() if name not in ("name", "teacher")},
-        reduction="sum",
-    )
+    known = inspect.signature(METHODS[method].loss).parameters
+    given = {name: value for name, value in hyper.items() if name in known}
+    return METHODS[method].loss(**given, reduction="sum")
+
+
+def second(method: str, t: Tensor) -> tuple[Tensor, ...]:
+    """The third argument of the loss, if it takes one."""
+    return (t,) if METHODS[method].teacher in (Frozen, SecondPass) else ()
 
 
 @pytest.mark.parametrize("way", ["mixup", "cutmix"])
@@ -140,8 +155,7 @@ def test_the_loss_of_mixed_labels_is_its_definition(method, way):
     z = (2 * torch.randn(len(batch.target), K)).double().requires_grad_()
     t = torch.randn(len(batch.target), K).double()
     target = batch.target.double()
-    second = (t,) if METHODS[method].teacher is Frozen else ()
-    value = loss(z, target, *second)
+    value = loss(z, target, *second(method, t))
     (gradient,) = torch.autograd.grad(value, z)
     expected = DEFINITIONS[method][0](z, target, t).sum()
     (wanted,) = torch.autograd.grad(expected, z)
@@ -157,10 +171,10 @@ def test_an_unmixed_label_is_the_class_itself(method):
     torch.manual_seed(0)
     z, t = torch.randn(2, K, K).double()
     loss = built(method)
-    second = (t,) if METHODS[method].teacher is Frozen else ()
     one_hot = F.one_hot(labels, K).double()
-    plain = loss(z, labels, *second)
-    torch.testing.assert_close(plain, loss(z, one_hot, *second), rtol=1e-6, atol=1e-6)
+    plain = loss(z, labels, *second(method, t))
+    soft = loss(z, one_hot, *second(method, t))
+    torch.testing.assert_close(plain, soft, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(plain, definition(z, one_hot, t).sum(), rtol=1e-6, atol=1e-6)
 
 

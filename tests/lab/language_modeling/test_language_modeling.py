@@ -42,7 +42,7 @@ from tiny_language import SENTENCES, learned_tokenizer
 
 # Stored teachers have a file of their own.
 METHODS_HERE = [name for name in methods_for("language_modeling") if name != "topk-kd"]
-SECOND = TEACHERLESS | {"ps-kd", "r-drop"}  # methods whose loss takes a second prediction
+SECOND = TEACHERLESS | {"ps-kd", "r-drop", "connet"}  # methods whose loss takes more
 TINY = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0"]
 
 
@@ -321,6 +321,27 @@ def test_a_teacher_gives_hidden_states_not_logits(texts):
     ]
     torch.testing.assert_close(
         value, loss(logits[0], batch.target, logits[1]), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_inner_states_are_those_of_the_first_layers(texts):
+    """ConNet reads the mean of the outputs of the first layers, at the tokens to be learned."""
+    small = task(texts, "model.layers=3", "model.dropout=0")
+    model = small.build_model()
+    batch = small.batch(small.global_batch(0, 0), 0)
+    outputs = []
+    for layer in model.causal.transformer.h[:2]:
+        layer.register_forward_hook(lambda *call: outputs.append(call[2]))
+    head = small.outputs(model, batch, inner_layers=2)
+    expected = torch.stack([x[0] if isinstance(x, tuple) else x for x in outputs]).mean(0)
+    torch.testing.assert_close(head.inner, expected[batch.target != -100])
+    assert small.outputs(model, batch).inner is None
+    assert model.width == head.inner.shape[-1]
+    draws = small.token_draws(batch, "trust")
+    assert draws.shape == head.states.shape[:1]
+    alone = small.batch(batch.index[:1], 0)
+    torch.testing.assert_close(
+        small.token_draws(alone, "trust"), draws[: int((alone.target != -100).sum())]
     )
 
 

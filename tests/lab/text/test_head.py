@@ -28,3 +28,24 @@ def test_r_drop_by_chunks_is_that_of_all_logits(monkeypatch):
         lambda first, second: loss(first.logits(first.states), target, second.logits(second.states))
     )
     torch.testing.assert_close(found, whole)
+
+
+def test_connet_by_chunks_is_that_of_all_logits(monkeypatch):
+    """Value and the gradients of states, inner states, output layer and confidence network."""
+    monkeypatch.setattr(head, "_CHUNK_BYTES", 2 * 5 * 8)
+    target, draws = torch.tensor([0, 4, -100, 2, 2]), torch.linspace(0, 1, 5)
+    loss = labo.ConNetLoss(3, reduction="sum").double()
+
+    def both(compute):
+        torch.manual_seed(0)
+        leaves = [torch.randn(*shape).double() for shape in ((5, 3), (5, 3), (5, 3))]
+        states, weight, inner = (leaf.requires_grad_() for leaf in leaves)
+        loss.zero_grad()
+        value = compute(Head(states, weight, inner=inner))
+        value.backward()
+        learned = [parameter.grad.clone() for parameter in loss.parameters()]
+        return value.detach(), states.grad, weight.grad, inner.grad, *learned
+
+    found = both(lambda head: head_loss(loss, head, target, None, draws))
+    whole = both(lambda head: loss(head.logits(head.states), target, head.inner, draws))
+    torch.testing.assert_close(found, whole)

@@ -33,7 +33,7 @@ MODEL = ["model.width=16", "model.ffn=32", "model.heads=2", "model.positions=128
 MODEL += ["model.encoder_layers=1", "model.decoder_layers=1", "model.dropout=0.0"]
 TRAIN = ["train.batch_tokens=256", "train.epochs=2", "train.log_every=1", "decode.beam=2"]
 TINY = [*DATA, *MODEL, *TRAIN, "optim.warmup_steps=5"]
-SECOND = TEACHERLESS | {"ps-kd", "r-drop"}  # methods whose loss takes a second prediction
+SECOND = TEACHERLESS | {"ps-kd", "r-drop", "connet"}  # methods whose loss takes more
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,6 +155,20 @@ def test_a_teacher_gives_hidden_states_not_logits(small):
     states, weight, *_ = teacher(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
     expected = naive_loss(loss, small, model, batch, states @ weight.T)
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_inner_states_are_those_of_the_first_decoder_layers(cache):
+    small = task("model.decoder_layers=3", "model.encoder_layers=1")
+    model = small.build_model()
+    batch = small.batch(small.global_batch(0, 0), 0)
+    outputs = []
+    for layer in model.marian.model.decoder.layers[:2]:
+        layer.register_forward_hook(lambda *call: outputs.append(call[2]))
+    head = small.outputs(model, batch, inner_layers=2)
+    expected = torch.stack([x[0] if isinstance(x, tuple) else x for x in outputs]).mean(0)
+    torch.testing.assert_close(head.inner, expected[batch.inputs.prefix != PAD])
+    assert small.outputs(model, batch).inner is None
+    assert small.token_draws(batch, "trust").shape == head.states.shape[:1]
 
 
 def test_the_first_type_is_behind_specials_and_tags(small, cache):

@@ -414,19 +414,6 @@ class ImageTask(Task):
             return View(int(images.shape[-2]), int(images.shape[-1]))
         return View(size, size, resize=size * 256 // 224)
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch.inputs)
-        return logits
-
-    def loss(
-        self, loss: nn.Module, outputs: Tensor, batch: Batch, second: tuple[Any, ...]
-    ) -> Tensor:
-        value: Tensor = loss(outputs, batch.target, *second)
-        return value
-
-    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return outputs.detach().flatten(1).sum(-1)
-
     # ------------------------------------------------------------------ training batches
 
     def _epoch_order(self, epoch: int) -> Tensor:

@@ -21,7 +21,7 @@ from ...calibration import fold_temperature
 from ..errors import RequestError
 from ..pretrained import load_folder, merged, published
 from ..text.dropout import FastDropout
-from ..text.head import Head
+from ..text.head import Head, mean_of_layers
 
 __all__ = [
     "PRESETS",
@@ -130,20 +130,30 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.causal = causal
 
-    def forward(self, ids: Tensor, positions: Tensor) -> Head:
+    @property
+    def width(self) -> int:
+        """Size of the hidden states."""
+        return int(self.causal.get_output_embeddings().weight.shape[1])
+
+    def forward(self, ids: Tensor, positions: Tensor, inner_layers: int = 0) -> Head:
         """Hidden states for the token after each token.
 
         Args:
             ids: (N, T) token ids.
             positions: (N, T), of each token in its document. Where they do not go on by one
                 another document begins, and attention does not look back beyond it.
+            inner_layers: also return the mean of the outputs of so many layers, from the first one
+                on.
         """
         body = getattr(self.causal, self.causal.base_model_prefix)
+        asked = {"output_hidden_states": True} if inner_layers else {}
         with FastDropout():
-            states = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            found = body(input_ids=ids, position_ids=positions, use_cache=False, **asked)
+        inner = mean_of_layers(found.hidden_states, inner_layers) if inner_layers else None
         layer = self.causal.get_output_embeddings()
         softcap = getattr(self.causal.config, "final_logit_softcapping", None)
-        return Head(states, layer.weight, getattr(layer, "bias", None), softcap)
+        bias = getattr(layer, "bias", None)
+        return Head(found.last_hidden_state, layer.weight, bias, softcap, inner)
 
     def plain_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a plain model folder holds of a ``state_dict()``: tied matrices once."""

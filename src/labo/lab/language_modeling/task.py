@@ -33,7 +33,7 @@ from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, l
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation, Task
 from ..text import forced
-from ..text.batching import batches_by_length
+from ..text.batching import batches_by_length, token_draws
 from ..text.head import Head, head_loss
 from ..text.stored import StoredTeacher
 from .model import (
@@ -198,7 +198,7 @@ class LanguageModelingTask(Task):
         "bits_per_byte": False,
         "token_accuracy": True,
     }
-    provides: ClassVar = frozenset({"stored_teacher"})
+    provides: ClassVar = frozenset({"inner_states", "stored_teacher"})
     tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
@@ -332,10 +332,13 @@ class LanguageModelingTask(Task):
                 files[path.name] = path.read_text(encoding="utf-8")
         return model.plain_weights(weights), files
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Head:
+    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states and output layer for the tokens of a batch that are to be learned."""
-        head: Head = model(batch.inputs.ids, batch.inputs.positions)
-        return head._replace(states=head.states[batch.target != IGNORED])
+        head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
+        return head.at(batch.target != IGNORED)
+
+    def token_draws(self, batch: Batch, stream: str) -> Tensor:
+        return token_draws(self.recipe.seed, batch, batch.target != IGNORED, stream)
 
     def loss(
         self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]

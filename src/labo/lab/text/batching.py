@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..run.seeds import permutation
+from ..run.seeds import permutation, uniforms
+from ..tasks import Batch
 
 
 def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> list[Tensor]:
@@ -35,6 +36,19 @@ def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> l
             first = position
     batches.append(order[first:])
     return batches
+
+
+def token_draws(seed: int, batch: Batch, rows: Tensor, stream: str) -> Tensor:
+    """Random numbers in [0, 1) for tokens: functions of the sample, its epoch and the position.
+
+    Args:
+        seed: of the run.
+        batch: the samples.
+        rows: (N, T) bool, the tokens.
+        stream: what the numbers are for.
+    """
+    draws = uniforms(seed, batch.epoch, batch.index, rows.shape[1], stream=stream)
+    return draws.to(rows.device)[rows]
 
 
 def text_digest(text: str) -> str:

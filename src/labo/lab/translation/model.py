@@ -26,7 +26,7 @@ from ...calibration import fold_temperature
 from ..errors import LabError, RequestError
 from ..run.files import Document, read_json, read_tensors
 from ..text.dropout import FastDropout
-from ..text.head import Head
+from ..text.head import Head, mean_of_layers
 
 BOS, PAD, EOS, UNK = range(4)  # the order of fairseq
 NUM_SPECIAL = 4
@@ -119,7 +119,14 @@ class TranslationModel(nn.Module):
         self.marian = marian
         self.fixnorm = fixnorm
 
-    def forward(self, source: Tensor, mask: Tensor | None, prefix: Tensor) -> Head:
+    @property
+    def width(self) -> int:
+        """Size of the hidden states."""
+        return int(self.marian.config.d_model)
+
+    def forward(
+        self, source: Tensor, mask: Tensor | None, prefix: Tensor, inner_layers: int = 0
+    ) -> Head:
         """Hidden states for the next target token after each prefix.
 
         Args:
@@ -127,6 +134,8 @@ class TranslationModel(nn.Module):
             mask: (N, S), 0 where the source is padding; None if there is no padding.
             prefix: (N, T) target ids, starting with </s>. Padding at the end needs no mask, since
                 attention looks only to the left.
+            inner_layers: also return the mean of the outputs of so many decoder layers, from the
+                first one on.
         """
         body = self.marian.model
         if self.fixnorm:
@@ -140,10 +149,16 @@ class TranslationModel(nn.Module):
             }
         else:
             embed = {"input_ids": source, "decoder_input_ids": prefix}
+        if inner_layers:
+            embed["output_hidden_states"] = True
         with FastDropout():
-            states = body(attention_mask=mask, use_cache=False, **embed).last_hidden_state
+            found = body(attention_mask=mask, use_cache=False, **embed)
+        inner = None
+        if inner_layers:
+            inner = mean_of_layers(found.decoder_hidden_states, inner_layers)
         weight = self.marian.lm_head.weight
-        return Head(states, _unit(weight) if self.fixnorm else weight)
+        states = found.last_hidden_state
+        return Head(states, _unit(weight) if self.fixnorm else weight, inner=inner)
 
     def plain_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The weights of a plain Marian model, without fixed positions; tied matrices once.

@@ -28,7 +28,7 @@ from ..run.progress import track
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
 from ..text import forced
-from ..text.batching import batches_by_length, in_order, rounded, text_digest
+from ..text.batching import batches_by_length, in_order, rounded, text_digest, token_draws
 from ..text.head import Head, head_loss
 from . import bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
@@ -224,7 +224,7 @@ class TranslationTask(Task):
 
     Recipe = TextRecipe
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
-    provides: ClassVar = frozenset({"vocabulary_groups"})
+    provides: ClassVar = frozenset({"vocabulary_groups", "inner_states"})
     tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
@@ -305,11 +305,14 @@ class TranslationTask(Task):
                 texts[prefix + path.name] = path.read_text(encoding="utf-8")
         return model.plain_weights(weights), texts
 
-    def outputs(self, model: nn.Module, batch: Batch) -> Head:
+    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states for the target tokens of a batch, without padding, and the output layer."""
         sentences: Sentences = batch.inputs
-        head: Head = model(sentences.source, sentences.mask, sentences.prefix)
-        return head._replace(states=head.states[sentences.prefix != PAD])
+        head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
+        return head.at(sentences.prefix != PAD)
+
+    def token_draws(self, batch: Batch, stream: str) -> Tensor:
+        return token_draws(self.recipe.seed, batch, batch.inputs.prefix != PAD, stream)
 
     def loss(
         self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
