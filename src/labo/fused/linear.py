@@ -2,8 +2,8 @@
 
 The rows are processed in chunks. The logits of a chunk are computed into one small buffer, replaced
 by their gradient, multiplied into the gradients of hidden states, weight and bias, and discarded.
-LABO, label smoothing and cross entropy use the fastest backend for a chunk. Every other row-wise
-loss of the library is differentiated by autograd, chunk by chunk.
+A loss that has fused backends uses the fastest one for a chunk. Every other row-wise loss of the
+library is differentiated by autograd, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .._rows import row_sum, wide
 from . import shards
 from .adapted import LowRankWeight, adapted_loss
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .spec import RowSpec
+from .spec import RowSpec, Spec
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
@@ -49,8 +49,11 @@ class RowwiseLoss(Protocol):
     teacher_argument: str | None
     teacher_is_stored: bool
 
-    def spec(self) -> RowSpec | None:
-        """The loss as the fused backends know it, or None."""
+    def spec(self, teacher: bool = True) -> Spec | None:
+        """The loss as the fused backends know it, with or without a teacher, or None."""
+
+    def class_row(self, num_classes: int) -> Tensor | None:
+        """The row of classes that the formula of the loss takes, or None."""
 
     def row_function(self) -> tuple[str, dict[str, Any]]:
         """The registered name of the loss function, and its arguments for one value per row."""
@@ -250,7 +253,7 @@ def _run(
         if slopes is not None and head.softcap is not None:
             _cap_slope(logits, head.softcap, out=slopes[:length])
         part_factor = factor[part] if isinstance(factor, Tensor) else factor
-        chunk = loss if isinstance(loss, RowLoss) else loss.for_chunk(part)
+        chunk = loss.for_chunk(part)
         values[part], grad = chunk.rows(logits, target[part], part_factor, logits)
         if grad is None:
             continue
@@ -644,12 +647,17 @@ def _choose(
     loss: RowwiseLoss, head: _Head, target: Tensor, teacher: tuple[Tensor, ...], impl: str
 ) -> RowLoss | _AutogradLoss:
     """The loss on the backend that serves the call."""
-    spec = None if teacher or target.is_floating_point() else loss.spec()
+    # Logits of a teacher's output layer are computed by chunks, by the other kind of loss.
+    fits = not target.is_floating_point() and len(teacher) < 2
+    spec = loss.spec(teacher=bool(teacher)) if fits else None
     logits = head.input.new_empty(0, len(head.weight))
     only = None if spec else "this loss"
     backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
     if spec and backend != "reference":
-        return RowLoss(loss.weight, loss.ignore_index, backend, spec)
+        source = teacher[0] if teacher else loss.class_row(len(head.weight))
+        if source is not None:
+            source = source.to(head.input.device)
+        return RowLoss(loss.weight, loss.ignore_index, backend, spec, source)
     return _AutogradLoss(*loss.row_function(), teacher)
 
 
@@ -686,7 +694,7 @@ def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, RowSpec]:
     while hasattr(active, "active"):  # Warmup
         active = active.active
     spec = active.spec() if getattr(active, "rowwise", False) else None
-    if spec is None:
+    if not isinstance(spec, RowSpec):
         raise ValueError(
             f"{active!r} cannot work on logits that are split over processes. CrossEntropyLoss, "
             'LabelSmoothingLoss with convention="torch" and LABOLoss without alpha_grad can. For '
@@ -738,7 +746,7 @@ def _adapted(
     def rows(
         logits: Tensor, part: slice, factor: float | Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        chunk = loss if isinstance(loss, RowLoss) else loss.for_chunk(part)
+        chunk = loss.for_chunk(part)
         return chunk.rows(logits, target[part], factor, out)
 
     layer = (head.input, head.weight, head.bias, head.softcap)

@@ -29,7 +29,9 @@ from .tasks import find_task
 from .teachers import EMA, Frozen, SameClassPeer, Teacher, past_self
 
 # Parameters of a loss that a recipe cannot set.
-_NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
+_NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx"} | {
+    *("z_loss", "impl", "inplace")
+}
 
 
 @dataclass(frozen=True)
