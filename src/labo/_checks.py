@@ -59,6 +59,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "scale": (lambda value: value >= -1, "a number of -1 or more"),
     "lam": _NOT_NEGATIVE,
     "margin": _NOT_NEGATIVE,
+    "z_loss": _NOT_NEGATIVE,
     "normalizer": _POSITIVE,
     "top_k": (lambda value: isinstance(value, int) and value > 1, "a whole number of 2 or more"),
     "epsilon": (lambda value: -1 <= value < math.inf, "a finite number of -1 or more"),

@@ -88,6 +88,41 @@ def entropy(log_p: Tensor) -> Tensor:
     return -row_sum(log_p.exp() * zero_log(log_p))
 
 
+def teacher_rows(
+    name: str, logits: Tensor | None, shape: torch.Size, num_classes: int, dim: int
+) -> Tensor:
+    """Teacher logits as rows without a graph, (M, K), once they are known to fit.
+
+    Args:
+        name: of the argument.
+        logits: (..., K), or classes in ``dim``.
+        shape: (...) of the samples.
+        num_classes: K.
+        dim: the dimension of the classes.
+    """
+    if not isinstance(logits, Tensor):
+        raise _checks.TeacherError(
+            f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
+        )
+    logits = _checks.local(name, logits)
+    wanted = (*shape, num_classes)
+    if logits.dim() != len(wanted) or logits.movedim(dim, -1).shape != wanted:
+        raise _checks.TeacherError(
+            f"{name} must have the shape of the logits, got {tuple(logits.shape)} "
+            f"for {num_classes} classes and targets of shape {tuple(shape)}"
+        )
+    return logits.detach().movedim(dim, -1).reshape(math.prod(shape), num_classes)
+
+
+def log_sum(logits: Tensor) -> Tensor:
+    """log sum exp per row; -inf without a gradient if all entries are -inf."""
+    top = logits.detach().amax(-1)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    total = row_sum((logits - top.unsqueeze(-1)).exp())
+    empty = total == 0
+    return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
+
+
 class Rows:
     """Logits and labels as rows of classes.
 
@@ -110,6 +145,7 @@ class Rows:
         dim: int = -1,
         *,
         linear: bool = True,
+        z_loss: float = 0.0,
     ) -> None:
         """Check the arguments and bring them into rows.
 
@@ -121,8 +157,10 @@ class Rows:
             reduction: "none", "mean" or "sum".
             dim: the dimension of the classes.
             linear: whether the loss is linear in the label, and so accepts class probabilities.
+            z_loss: lambda of a z-loss that is added to the values.
         """
-        _checks.check_hyper(reduction=reduction)
+        _checks.check_hyper(reduction=reduction, z_loss=z_loss)
+        self.z_loss = z_loss
         logits, target = _checks.local("logits", logits), _checks.local("target", target)
         _checks.check_logits(logits, dim)
         self.soft = _checks.check_target(logits.shape, target, dim)
@@ -175,19 +213,9 @@ class Rows:
         A class that is masked for the student (logit -inf) is masked for the teacher too. Ignored
         rows become uniform.
         """
-        if not isinstance(logits, Tensor):
-            raise _checks.TeacherError(
-                f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
-            )
-        logits = _checks.local(name, logits)
-        shape = (*self.shape, self.num_classes)
-        if logits.dim() != len(shape) or logits.movedim(self.dim, -1).shape != shape:
-            raise _checks.TeacherError(
-                f"{name} must have the shape of the logits, got {tuple(logits.shape)} "
-                f"for {self.num_classes} classes and targets of shape {tuple(self.shape)}"
-            )
-        _checks.check_devices(self.logits, **{name: logits})
-        rows = self.flatten(upcast(logits.detach())).to(self.logits.dtype)
+        given = teacher_rows(name, logits, self.shape, self.num_classes, self.dim)
+        _checks.check_devices(self.logits, **{name: given})
+        rows = upcast(given).to(self.logits.dtype)
         if self.valid is not None:
             rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0.0)
         return rows.masked_fill(self.logits == -math.inf, -math.inf)
@@ -241,6 +269,8 @@ class Rows:
 
         The mean is 0 if no row counts or all labels have weight 0.
         """
+        if self.z_loss:
+            values = values + self.weigh(self.z_loss * log_sum(self.logits).square())
         if self.valid is not None:
             values = values.masked_fill(~self.valid, 0.0)
         if self.reduction == "none":

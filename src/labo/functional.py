@@ -17,8 +17,8 @@ A class whose logit is -inf is masked: it gets no probability, no smoothing mass
 If it is the label, the loss is infinite, unless the label's share (1 - alpha) or weight is 0:
 0 * inf = 0.
 
-``cross_entropy_loss``, ``label_smoothing_loss`` and ``labo_loss`` have several backends with the
-same results. ``impl="reference"`` is the plain formula, differentiable any number of times.
+Losses with an argument ``impl`` have several backends with the same results.
+``impl="reference"`` is the plain formula, differentiable any number of times.
 ``"blocked"`` and ``"native"`` compute the gradient together with the value and are faster.
 ``"auto"`` takes the fastest backend that supports the call (see :func:`labo.backends`). With
 ``inplace=True`` the gradient is written over the logits and takes no memory of its own. Use it for
@@ -28,13 +28,14 @@ logits that are not read afterwards, such as the output of the last layer.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from . import _checks, smoothing
 from ._checks import check_hyper
-from ._rows import Rows, entropy, row_sum, shifted, spread, times, zero_log
+from ._rows import Rows, entropy, log_sum, row_sum, shifted, spread, teacher_rows, times, zero_log
 from .fused import dispatch, spec
 
 __all__ = [
@@ -172,6 +173,7 @@ def labo_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
     impl: str = "auto",
     inplace: bool = False,
 ) -> Tensor:
@@ -203,6 +205,7 @@ def labo_loss(
         alpha_grad: keep adaptive alpha in the graph, to study it.
         weight, ignore_index, reduction, dim: as for every loss here. With class weights the
             smoothing distribution is still that of Theorem 1, held constant.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
         impl, inplace: see the module.
 
     Returns:
@@ -219,15 +222,15 @@ def labo_loss(
         Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
         Optimization.
     """
-    check_hyper(tau=tau, alpha=alpha, rho=rho, reduction=reduction, impl=impl)
+    check_hyper(tau=tau, alpha=alpha, rho=rho, reduction=reduction, impl=impl, z_loss=z_loss)
     shared = (weight, ignore_index, reduction, dim)
-    only = "alpha_grad=True" if alpha_grad else None
+    known = spec.labo(tau, alpha, rho, alpha_grad, z_loss)
     fused = dispatch.row_loss(
-        logits, target, spec.labo(tau, alpha, rho), *shared, impl, inplace, reference_only=only
+        logits, target, known, *shared, impl, inplace, reference_only="alpha_grad=True"
     )
     if fused is not None:
         return fused
-    rows = Rows(logits, target, *shared)
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     if isinstance(alpha, str):
         strength: float | Tensor = smoothing.adaptive_alpha(rows.shifted, rho)
         if not alpha_grad:
@@ -260,6 +263,7 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
     impl: str = "auto",
     inplace: bool = False,
 ) -> Tensor:
@@ -274,6 +278,7 @@ def cross_entropy_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
         impl, inplace: see the module.
 
     Returns:
@@ -283,12 +288,12 @@ def cross_entropy_loss(
         >>> cross_entropy_loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]))
         tensor(0.4493)
     """
-    check_hyper(reduction=reduction, impl=impl)
+    check_hyper(reduction=reduction, impl=impl, z_loss=z_loss)
     shared = (weight, ignore_index, reduction, dim)
-    fused = dispatch.row_loss(logits, target, spec.cross_entropy(), *shared, impl, inplace)
+    fused = dispatch.row_loss(logits, target, spec.cross_entropy(z_loss), *shared, impl, inplace)
     if fused is not None:
         return fused
-    rows = Rows(logits, target, *shared)
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     return rows.reduce(rows.nll(rows.log_probabilities()))
 
 
@@ -303,6 +308,7 @@ def label_smoothing_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
     impl: str = "auto",
     inplace: bool = False,
 ) -> Tensor:
@@ -332,6 +338,7 @@ def label_smoothing_loss(
         convention: which classes share alpha, see the table: "torch", "fairseq" or "joeynmt".
         padding_idx: the padding class, needed by "joeynmt" only.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
         impl, inplace: see the module.
 
     Returns:
@@ -347,22 +354,30 @@ def label_smoothing_loss(
     Reference:
         Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision.
     """
-    check_hyper(alpha=alpha, convention=convention, reduction=reduction, impl=impl)
+    check_hyper(alpha=alpha, convention=convention, reduction=reduction, impl=impl, z_loss=z_loss)
     if (convention == "joeynmt") != (padding_idx is not None):
         raise ValueError('convention="joeynmt" and padding_idx go together: give both or neither')
     shared = (weight, ignore_index, reduction, dim)
-    only = None if convention == "torch" else f'convention="{convention}"'
-    fused = dispatch.row_loss(
-        logits, target, spec.label_smoothing(alpha), *shared, impl, inplace, reference_only=only
-    )
+    known = spec.label_smoothing(alpha, convention, padding_idx, z_loss)
+    source = None
+    if convention == "joeynmt":
+        source = partial(_not_padding, logits, dim, padding_idx)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
     if fused is not None:
         return fused
-    rows = Rows(logits, target, *shared)
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     if convention == "torch":
         p_ls = smoothing.uniform(rows.logits)
     else:
         p_ls = smoothing.others(rows.logits, rows.target, padding_idx=padding_idx)
     return rows.reduce(_objective(rows, p_ls, alpha))
+
+
+def _not_padding(logits: Tensor, dim: int, padding_idx: int | None) -> Tensor:
+    """(K,): 0 for the padding class, 1 for the others."""
+    assert padding_idx is not None
+    classes = torch.arange(logits.shape[dim], device=logits.device)
+    return torch.ne(classes, padding_idx).to(torch.float32)
 
 
 def masked_label_smoothing_loss(
@@ -375,6 +390,9 @@ def masked_label_smoothing_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Masked label smoothing: no smoothing mass on words that only the source language has.
 
@@ -388,6 +406,8 @@ def masked_label_smoothing_loss(
         mask: (K,) bool, True for classes that may get smoothing mass (at least two).
         alpha: mass moved away from the label, in [0, 1].
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -401,22 +421,31 @@ def masked_label_smoothing_loss(
         Chen et al. 2022, Focus on the Target's Vocabulary: Masked Label Smoothing for Machine
         Translation.
     """
-    check_hyper(alpha=alpha)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
-    _check_mask("mask", mask, rows.num_classes)
-    _checks.check_devices(logits, mask=mask)
+    check_hyper(alpha=alpha, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.masked_label_smoothing(alpha, z_loss)
+    source = partial(_mask_row, mask, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
+    _mask_row(mask, logits, dim)
     allowed = (mask & (rows.logits != -math.inf)).to(rows.logits.dtype)
     e = alpha / (row_sum(allowed).unsqueeze(-1) - 1).clamp(min=1)
     q = (1 - alpha - e) * rows.label() + e * allowed
     return rows.reduce(rows.cross_entropy(q, rows.log_probabilities()))
 
 
-def _check_mask(name: str, mask: Tensor, num_classes: int) -> None:
+def _mask_row(mask: Tensor, logits: Tensor, dim: int) -> Tensor:
+    """The mask as 0 and 1, (K,), once it is known to fit."""
+    num_classes = logits.shape[dim]
     if mask.dtype != torch.bool or mask.shape != (num_classes,):
         raise ValueError(
-            f"{name} must be a bool tensor of shape ({num_classes},), "
+            f"mask must be a bool tensor of shape ({num_classes},), "
             f"got {mask.dtype} of shape {tuple(mask.shape)}"
         )
+    _checks.check_devices(logits, mask=mask)
+    return mask.to(torch.float32)
 
 
 def weighted_label_smoothing_loss(
@@ -510,6 +539,9 @@ def tf_reg_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""TF-reg: distillation from a virtual teacher, as in the authors' code or as in their paper.
 
@@ -531,6 +563,8 @@ def tf_reg_loss(
         confidence: the value of the virtual teacher for the true class.
         tau_squared: multiply the KL divergence of mode "paper" by tau squared.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -545,8 +579,22 @@ def tf_reg_loss(
     Reference:
         Yuan et al. 2020, Revisiting Knowledge Distillation via Label Smoothing Regularization.
     """
-    check_hyper(alpha=alpha, tau=tau, multiplier=multiplier, confidence=confidence, mode=mode)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    check_hyper(
+        alpha=alpha,
+        tau=tau,
+        multiplier=multiplier,
+        confidence=confidence,
+        mode=mode,
+        reduction=reduction,
+        impl=impl,
+        z_loss=z_loss,
+    )
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.tf_reg(alpha, tau, mode, multiplier, confidence, tau_squared, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, linear=False, z_loss=z_loss)
     log_p = rows.log_probabilities()
     teacher = smoothing.virtual_teacher(rows.logits, rows.target, confidence=confidence, tau=tau)
     if mode == "repo":
@@ -576,6 +624,9 @@ def confidence_penalty_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Confidence penalty: cross entropy minus beta times the entropy of the prediction.
 
@@ -590,6 +641,8 @@ def confidence_penalty_loss(
         beta: strength; the LABO paper does not give its own. Search {0.05, 0.1, 0.3, 0.5, 1, 2}.
         threshold: entropy in nats below which the penalty acts; None applies it always.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -603,8 +656,13 @@ def confidence_penalty_loss(
         Pereyra et al. 2017, Regularizing Neural Networks by Penalizing Confident Output
         Distributions.
     """
-    check_hyper(beta=beta, threshold=threshold)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(beta=beta, threshold=threshold, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.confidence_penalty(beta, threshold, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     log_p = rows.log_probabilities()
     h = entropy(log_p)
     penalty = -h if threshold is None else (threshold - h).clamp(min=0)
@@ -620,6 +678,9 @@ def max_suppression_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Max suppression (MaxSup): the penalty of label smoothing, on the largest logit.
 
@@ -633,6 +694,8 @@ def max_suppression_loss(
         target: (...) class indices or (..., K) class probabilities.
         lam: strength lambda. The authors raise it from 0.1 to 0.2 in the course of the training.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -645,8 +708,13 @@ def max_suppression_loss(
     Reference:
         Zhou et al. 2025, MaxSup: Overcoming Representation Collapse in Label Smoothing.
     """
-    check_hyper(lam=lam)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(lam=lam, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.max_suppression(lam, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     below, top, present = _below_maximum(rows)
     penalty = lam * (top + row_sum(below) / row_sum(present).clamp(min=1))
     return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(penalty))
@@ -662,6 +730,9 @@ def margin_smoothing_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Margin-based label smoothing (MbLS): logits may differ by a margin without a penalty.
 
@@ -676,6 +747,8 @@ def margin_smoothing_loss(
             code, as here, takes the mean.
         margin: the difference m to the largest logit up to which there is no penalty.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -689,8 +762,13 @@ def margin_smoothing_loss(
         Liu et al. 2022, The Devil is in the Margin: Margin-based Label Smoothing for Network
         Calibration.
     """
-    check_hyper(lam=lam, margin=margin)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(lam=lam, margin=margin, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.margin_smoothing(lam, margin, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     below, top, present = _below_maximum(rows)
     active = row_sum((below.detach() > margin).to(below.dtype))
     excess = row_sum((below - margin).relu()) + active * top
@@ -723,6 +801,9 @@ def focal_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Focal loss: less weight on well-fitted samples.
 
@@ -735,6 +816,8 @@ def focal_loss(
         detach_factor: hold the factor constant, as the translation baselines of Raunak et al. do.
             The original differentiates through it. The values agree, the gradients do not.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -747,8 +830,13 @@ def focal_loss(
     Reference:
         Lin et al. 2017, Focal Loss for Dense Object Detection.
     """
-    check_hyper(gamma=gamma)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    check_hyper(gamma=gamma, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.focal(gamma, detach_factor, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, linear=False, z_loss=z_loss)
     log_p = rows.log_probabilities()
     base = -torch.expm1(rows.pick(log_p))
     return rows.reduce(_modulated(rows, log_p, base, gamma, detach_factor))
@@ -765,6 +853,9 @@ def anti_focal_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Anti-focal loss: more weight on well-fitted samples, for better rare tokens.
 
@@ -777,6 +868,8 @@ def anti_focal_loss(
         scale: the factor s of the probability, called alpha by the authors; -1 is focal loss.
         detach_factor: hold the factor fixed, as the authors' code does.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -789,8 +882,13 @@ def anti_focal_loss(
     Reference:
         Raunak et al. 2020, On Long-Tailed Phenomena in Neural Machine Translation.
     """
-    check_hyper(gamma=gamma, scale=scale)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    check_hyper(gamma=gamma, scale=scale, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.anti_focal(gamma, scale, detach_factor, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, linear=False, z_loss=z_loss)
     log_p = rows.log_probabilities()
     base = 1 + scale * rows.pick(log_p).exp()
     return rows.reduce(_modulated(rows, log_p, base, gamma, detach_factor))
@@ -812,6 +910,9 @@ def poly1_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Poly-1: cross entropy with another first coefficient in its series in 1 - p_y.
 
@@ -826,6 +927,8 @@ def poly1_loss(
         target: (...) class indices or (..., K) class probabilities.
         epsilon: what is added to the coefficient, -1 or more; 0 is cross entropy.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -839,8 +942,13 @@ def poly1_loss(
         Leng et al. 2022, PolyLoss: A Polynomial Expansion Perspective of Classification Loss
         Functions.
     """
-    check_hyper(epsilon=epsilon)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(epsilon=epsilon, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.poly1(epsilon, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     log_p = rows.log_probabilities()
     return rows.reduce(rows.nll(log_p + epsilon * torch.expm1(log_p)))
 
@@ -909,6 +1017,9 @@ def dft_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Dynamic fine-tuning (DFT): cross entropy times the probability of the target.
 
@@ -922,6 +1033,8 @@ def dft_loss(
         logits: (..., K).
         target: (...) class indices.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -935,7 +1048,13 @@ def dft_loss(
         Wu et al. 2025, On the Generalization of SFT: A Reinforcement Learning Perspective with
         Reward Rectification.
     """
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    check_hyper(reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.dft(z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, linear=False, z_loss=z_loss)
     log_p = rows.log_probabilities()
     return rows.reduce(times(rows.pick(log_p.detach()).exp(), rows.nll(log_p)))
 
@@ -951,6 +1070,9 @@ def eaft_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Entropy-adaptive fine-tuning (EAFT): cross entropy times the entropy of the prediction.
 
@@ -969,6 +1091,8 @@ def eaft_loss(
         normalizer: what the entropy is divided by: "log_k" for its largest value, log K or log k
             (masked classes do not count); a number, such as 3.0 in the authors' code; or None.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -984,8 +1108,20 @@ def eaft_loss(
         Diao et al. 2026, Entropy-Adaptive Fine-Tuning: Resolving Confident Conflicts to Mitigate
         Forgetting.
     """
-    check_hyper(gamma=gamma, top_k=top_k, normalizer=normalizer)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(
+        gamma=gamma,
+        top_k=top_k,
+        normalizer=normalizer,
+        reduction=reduction,
+        impl=impl,
+        z_loss=z_loss,
+    )
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.eaft(gamma, top_k, normalizer, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     log_p = rows.log_probabilities()
     factor = _relative_entropy(log_p.detach(), top_k, normalizer) ** gamma
     return rows.reduce(times(factor, rows.nll(log_p)))
@@ -1011,6 +1147,8 @@ def z_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""z-loss: a penalty that keeps the log-sum-exp of the logits near 0, to add to any loss.
 
@@ -1025,6 +1163,7 @@ def z_loss(
         target: (...) class indices or (..., K) class probabilities.
         lam: strength lambda.
         weight, ignore_index, reduction, dim: as for every loss here.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1037,9 +1176,14 @@ def z_loss(
     Reference:
         Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.
     """
-    check_hyper(lam=lam)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
-    return rows.reduce(rows.weigh(lam * _log_sum(rows.logits).square()))
+    check_hyper(lam=lam, reduction=reduction, impl=impl)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.z_squared(lam)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared)
+    return rows.reduce(rows.weigh(lam * log_sum(rows.logits).square()))
 
 
 def generalized_entropy_loss(
@@ -1054,6 +1198,9 @@ def generalized_entropy_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Generalized entropy regularization: one family from confidence penalty to label smoothing.
 
@@ -1075,6 +1222,8 @@ def generalized_entropy_loss(
             masked needs a probability above 0, because KL(p || u) is infinite otherwise.
         generator: the divergence: "kl", or "euclidean" for the squared distance.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1088,8 +1237,15 @@ def generalized_entropy_loss(
         Meister et al. 2020, Generalized Entropy Regularization or: There's Nothing Special about
         Label Smoothing.
     """
-    check_hyper(alpha=alpha, beta=beta, generator=generator)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(
+        alpha=alpha, beta=beta, generator=generator, reduction=reduction, impl=impl, z_loss=z_loss
+    )
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.generalized_entropy(alpha, beta, prior, generator, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     if prior is None:
         u = smoothing.uniform(rows.logits)
     else:
@@ -1154,6 +1310,9 @@ def distillation_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Knowledge distillation: learn from the label and from a teacher.
 
@@ -1179,6 +1338,8 @@ def distillation_loss(
         multiplier: the factor m of the KL divergence.
         standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1192,8 +1353,22 @@ def distillation_loss(
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
         Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
-    check_hyper(alpha=alpha, tau=tau, multiplier=multiplier, kl_reduction=kl_reduction)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(
+        alpha=alpha,
+        tau=tau,
+        multiplier=multiplier,
+        kl_reduction=kl_reduction,
+        reduction=reduction,
+        impl=impl,
+        z_loss=z_loss,
+    )
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.distillation(alpha, tau, kl_reduction, multiplier, standardize, z_loss)
+    source = partial(_teacher_rows, "teacher_logits", teacher_logits, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     factor = multiplier / (rows.num_classes if kl_reduction == "elementwise" else 1)
     if standardize:
         teacher = _standardized(rows.teacher("teacher_logits", teacher_logits)) / tau
@@ -1203,6 +1378,14 @@ def distillation_loss(
         soft = _tempered_kl(rows, "teacher_logits", teacher_logits, tau)
     hard = rows.nll(rows.log_probabilities())
     return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * factor * soft))
+
+
+def _teacher_rows(name: str, teacher: Tensor | None, logits: Tensor, dim: int) -> Tensor:
+    """Teacher logits for a fused backend, (M, K), once they are known to fit."""
+    shape, num_classes = logits.movedim(dim, -1).shape[:-1], logits.shape[dim]
+    rows = teacher_rows(name, teacher, shape, num_classes, dim)
+    _checks.check_devices(logits, **{name: rows})
+    return rows
 
 
 def _tempered_kl(rows: Rows, name: str, teacher_logits: Tensor | None, tau: float) -> Tensor:
@@ -1298,7 +1481,7 @@ def _target_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
 
     def term(part: Tensor) -> Tensor:
         # A sum over the other classes: 1 - p_y would lose its digits near p_y = 1.
-        log_a, log_b = (_log_sum(x.masked_fill(~part, -math.inf)) for x in (log_u, log_s))
+        log_a, log_b = (log_sum(x.masked_fill(~part, -math.inf)) for x in (log_u, log_s))
         return log_a.exp() * (zero_log(log_a) - zero_log(log_b))
 
     return term(label) + term(~label)
@@ -1314,15 +1497,6 @@ def _others_kl(label: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
     return _kl(u, log_s).masked_fill(alone, 0.0)
 
 
-def _log_sum(log_p: Tensor) -> Tensor:
-    """log sum exp per row; -inf without a gradient if all entries are -inf."""
-    top = log_p.detach().amax(-1)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    total = row_sum((log_p - top.unsqueeze(-1)).exp())
-    empty = total == 0
-    return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
-
-
 def cs_kd_loss(
     logits: Tensor,
     target: Tensor,
@@ -1334,6 +1508,9 @@ def cs_kd_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""CS-KD: agree with the prediction for another sample of the same class.
 
@@ -1349,6 +1526,8 @@ def cs_kd_loss(
         lam: weight lambda of the KL divergence.
         tau: temperature of both predictions.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1361,8 +1540,14 @@ def cs_kd_loss(
     Reference:
         Yun et al. 2020, Regularizing Class-wise Predictions via Self-knowledge Distillation.
     """
-    check_hyper(lam=lam, tau=tau)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(lam=lam, tau=tau, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.cs_kd(lam, tau, z_loss)
+    source = partial(_teacher_rows, "peer_logits", peer_logits, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     soft = _tempered_kl(rows, "peer_logits", peer_logits, tau)
     return rows.reduce(rows.nll(rows.log_probabilities()) + rows.weigh(lam * soft))
 
@@ -1377,6 +1562,9 @@ def ps_kd_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""PS-KD: the label mixed with the model's own prediction of the epoch before.
 
@@ -1389,6 +1577,8 @@ def ps_kd_loss(
             constant. Without them, as in the first epoch, the loss is the cross entropy.
         alpha: alpha_t of this epoch, in [0, 1].
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1402,8 +1592,16 @@ def ps_kd_loss(
     Reference:
         Kim et al. 2021, Self-Knowledge Distillation with Progressive Refinement of Targets.
     """
-    check_hyper(alpha=alpha)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(alpha=alpha, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.cross_entropy(z_loss) if past_logits is None else spec.ps_kd(alpha, z_loss)
+    source = None
+    if past_logits is not None:
+        source = partial(_teacher_rows, "past_logits", past_logits, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     if past_logits is None:
         return rows.reduce(rows.nll(rows.log_probabilities()))
     past = smoothing.tempered(rows.teacher("past_logits", past_logits), 1.0)
@@ -1530,7 +1728,7 @@ def topk_distillation_loss(
     teacher = _Stored(rows, indices, log_probabilities)
     log_p = rows.log_probabilities()
     if tail == "renormalize":
-        total = zero_log(_log_sum(teacher.log_t)).unsqueeze(-1)
+        total = zero_log(log_sum(teacher.log_t)).unsqueeze(-1)
         soft = teacher.divergence(teacher.log_t - total, log_p)
     else:
         soft = teacher.divergence(teacher.log_t, log_p)
@@ -1554,7 +1752,7 @@ def _tail(rows: Rows, teacher: _Stored, log_p: Tensor, tail: str, tau: float) ->
     """
     outside = ~teacher.others
     if tail == "bucket":
-        return -zero_log(_log_sum(log_p.masked_fill(outside, -math.inf)))
+        return -zero_log(log_sum(log_p.masked_fill(outside, -math.inf)))
     count = row_sum(teacher.others.to(log_p.dtype)).clamp(min=1)
     if tail == "uniform":
         return -count.log() - row_sum(log_p.masked_fill(outside, 0.0)) / count
@@ -1589,12 +1787,12 @@ class _Stored:
         self.index = index.clamp(min=0)
         self.others = ~stored & (rows.logits != -math.inf)
         log_t = log_t.to(rows.logits.dtype)
-        mass = -torch.expm1(_log_sum(log_t).clamp(max=0.0))
+        mass = -torch.expm1(log_sum(log_t).clamp(max=0.0))
         mass = mass.masked_fill(~self.others.any(-1), 0.0)
         masked = rows.logits.detach().gather(-1, self.index) == -math.inf
         log_t = log_t.masked_fill(masked, -math.inf)
         # What remains sums to 1 again; this also takes away the rounding of the stored numbers.
-        total = _log_sum(log_t).exp() + mass
+        total = log_sum(log_t).exp() + mass
         self.mass = mass / total.masked_fill(total == 0, 1.0)
         self.log_t = log_t - _log_or_0(total).unsqueeze(-1)
 
@@ -1657,6 +1855,9 @@ def online_label_smoothing_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Online label smoothing (OLS): soft labels from the model's own correct predictions.
 
@@ -1670,6 +1871,8 @@ def online_label_smoothing_loss(
         hard_weight: w_h; the authors use 0.5 on CIFAR, 1 for fine-grained data.
         soft_weight: w_s, likewise.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1684,9 +1887,25 @@ def online_label_smoothing_loss(
     Reference:
         Zhang et al. 2021, Delving Deep into Label Smoothing.
     """
-    check_hyper(hard_weight=hard_weight, soft_weight=soft_weight)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
-    _check_table(table, rows)
+    check_hyper(
+        hard_weight=hard_weight,
+        soft_weight=soft_weight,
+        reduction=reduction,
+        impl=impl,
+        z_loss=z_loss,
+    )
+    shared = (weight, ignore_index, reduction, dim)
+    known = (
+        None
+        if table.requires_grad
+        else spec.online_label_smoothing(hard_weight, soft_weight, z_loss)
+    )
+    source = partial(_table_rows, table, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
+    _table_rows(table, logits, dim)
     soft = smoothing.class_table(table.to(rows.logits.dtype), rows.target, rows.logits)
     log_p = rows.log_probabilities()
     return rows.reduce(
@@ -1694,13 +1913,15 @@ def online_label_smoothing_loss(
     )
 
 
-def _check_table(table: Tensor, rows: Rows) -> None:
-    num_classes = rows.num_classes
-    _checks.check_devices(rows.logits, table=table)
+def _table_rows(table: Tensor, logits: Tensor, dim: int) -> Tensor:
+    """The table, once it is known to fit."""
+    num_classes = logits.shape[dim]
+    _checks.check_devices(logits, table=table)
     if table.shape != (num_classes, num_classes):
         raise ValueError(
             f"table must have shape ({num_classes}, {num_classes}), got {tuple(table.shape)}"
         )
+    return table
 
 
 def kr_ls_loss(
@@ -1748,7 +1969,7 @@ def kr_ls_loss(
     """
     check_hyper(alpha=alpha, order=order)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
-    _check_table(table, rows)
+    _table_rows(table, logits, dim)
     log_p = rows.log_probabilities()
     hard = rows.nll(log_p)
     classes = torch.arange(rows.num_classes, device=rows.target.device)

@@ -11,6 +11,7 @@ a run can be resumed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from ._checks import TeacherError, check_hyper
 from ._names import Registry
 from ._rows import Rows
 from .fused import linear, spec
-from .fused.spec import RowSpec
+from .fused.spec import Spec
 
 __all__ = [
     "LOSSES",
@@ -68,6 +69,8 @@ class _Loss(nn.Module):
     """
 
     function: Callable[..., Tensor]
+    # The function of labo.fused.spec that describes the loss, if the fused backends have it.
+    spec_of: Callable[..., Spec | None] | None = None
     weight: Tensor | None
     ignore_index: int
     reduction: str
@@ -80,11 +83,14 @@ class _Loss(nn.Module):
     # Whether the teacher is given as stored classes and their log-probabilities, not as logits.
     teacher_is_stored = False
     _function_name: str
+    _spec_arguments: tuple[str, ...]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "function"):
             cls._function_name = linear.register(cls.function)
+        if cls.spec_of is not None:
+            cls._spec_arguments = tuple(inspect.signature(cls.spec_of).parameters)
 
     def __init__(
         self, weight: Tensor | None, ignore_index: int, reduction: str, dim: int, **hyper: Any
@@ -136,13 +142,30 @@ class _Loss(nn.Module):
             arguments |= {"impl": "reference", "inplace": False}
         return self._function_name, arguments
 
-    def spec(self) -> RowSpec | None:
-        """The loss as the fused backends know it, or None if they do not compute it."""
+    def spec(self, teacher: bool = True) -> Spec | None:
+        """The loss as the fused backends know it, or None if they do not compute it.
+
+        Args:
+            teacher: whether teacher logits are given, if the loss takes any.
+        """
+        if self.spec_of is None:
+            return None
+        arguments = self.arguments()
+        chosen: dict[str, Any] = {name: arguments[name] for name in self._spec_arguments}
+        return self.spec_of(**chosen)
+
+    def class_row(self, num_classes: int) -> Tensor | None:
+        """The row of classes, (K,), that the formula of the loss takes, if it takes one."""
         return None
 
     def extra_repr(self) -> str:
-        usual = {"weight": None, "ignore_index": -100, "reduction": "mean", "dim": -1}
-        usual |= {"impl": "auto", "inplace": False}
+        usual: dict[str, Any] = {
+            "weight": None,
+            "ignore_index": -100,
+            "reduction": "mean",
+            "dim": -1,
+        }
+        usual |= {"z_loss": 0.0, "impl": "auto", "inplace": False}
         parts = []
         for name in (*self._hyper, *_SHARED):
             value = getattr(self, name)
@@ -165,6 +188,7 @@ class CrossEntropyLoss(_Loss):
     """
 
     function = staticmethod(F.cross_entropy_loss)
+    spec_of = staticmethod(spec.cross_entropy)
 
     def __init__(
         self,
@@ -173,13 +197,12 @@ class CrossEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
         impl: str = "auto",
         inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, impl=impl, inplace=inplace)
-
-    def spec(self) -> RowSpec | None:
-        return spec.cross_entropy()
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **fast)
 
 
 class LABOLoss(_Loss):
@@ -194,6 +217,7 @@ class LABOLoss(_Loss):
     """
 
     function = staticmethod(F.labo_loss)
+    spec_of = staticmethod(spec.labo)
     tau: float
     alpha: float | str
     rho: float
@@ -210,15 +234,13 @@ class LABOLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
         impl: str = "auto",
         inplace: bool = False,
     ) -> None:
         hyper = {"tau": tau, "alpha": alpha, "rho": rho, "alpha_grad": alpha_grad}
-        fast = {"impl": impl, "inplace": inplace}
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
-
-    def spec(self) -> RowSpec | None:
-        return None if self.alpha_grad else spec.labo(self.tau, self.alpha, self.rho)
 
 
 class LabelSmoothingLoss(_Loss):
@@ -233,8 +255,10 @@ class LabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.label_smoothing_loss)
+    spec_of = staticmethod(spec.label_smoothing)
     alpha: float
     convention: str
+    padding_idx: int | None
 
     def __init__(
         self,
@@ -246,15 +270,18 @@ class LabelSmoothingLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
         impl: str = "auto",
         inplace: bool = False,
     ) -> None:
         hyper = {"alpha": alpha, "convention": convention, "padding_idx": padding_idx}
-        fast = {"impl": impl, "inplace": inplace}
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
-    def spec(self) -> RowSpec | None:
-        return spec.label_smoothing(self.alpha) if self.convention == "torch" else None
+    def class_row(self, num_classes: int) -> Tensor | None:
+        if self.convention != "joeynmt":
+            return None
+        return F._not_padding(torch.empty(0, num_classes), -1, self.padding_idx)
 
 
 class ConfidencePenaltyLoss(_Loss):
@@ -269,6 +296,7 @@ class ConfidencePenaltyLoss(_Loss):
     """
 
     function = staticmethod(F.confidence_penalty_loss)
+    spec_of = staticmethod(spec.confidence_penalty)
 
     def __init__(
         self,
@@ -279,8 +307,14 @@ class ConfidencePenaltyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, beta=beta, threshold=threshold)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(
+            weight, ignore_index, reduction, dim, beta=beta, threshold=threshold, **fast
+        )
 
 
 class MaxSuppressionLoss(_Loss):
@@ -295,6 +329,7 @@ class MaxSuppressionLoss(_Loss):
     """
 
     function = staticmethod(F.max_suppression_loss)
+    spec_of = staticmethod(spec.max_suppression)
 
     def __init__(
         self,
@@ -304,8 +339,12 @@ class MaxSuppressionLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, lam=lam)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam, **fast)
 
 
 class MarginSmoothingLoss(_Loss):
@@ -320,6 +359,7 @@ class MarginSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.margin_smoothing_loss)
+    spec_of = staticmethod(spec.margin_smoothing)
 
     def __init__(
         self,
@@ -330,8 +370,12 @@ class MarginSmoothingLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, lam=lam, margin=margin)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam, margin=margin, **fast)
 
 
 class FocalLoss(_Loss):
@@ -346,6 +390,7 @@ class FocalLoss(_Loss):
     """
 
     function = staticmethod(F.focal_loss)
+    spec_of = staticmethod(spec.focal)
 
     def __init__(
         self,
@@ -356,9 +401,13 @@ class FocalLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(
-            weight, ignore_index, reduction, dim, gamma=gamma, detach_factor=detach_factor
+            weight, ignore_index, reduction, dim, gamma=gamma, detach_factor=detach_factor, **fast
         )
 
 
@@ -374,6 +423,7 @@ class AntiFocalLoss(_Loss):
     """
 
     function = staticmethod(F.anti_focal_loss)
+    spec_of = staticmethod(spec.anti_focal)
 
     def __init__(
         self,
@@ -385,7 +435,11 @@ class AntiFocalLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(
             weight,
             ignore_index,
@@ -394,6 +448,7 @@ class AntiFocalLoss(_Loss):
             gamma=gamma,
             scale=scale,
             detach_factor=detach_factor,
+            **fast,
         )
 
 
@@ -409,6 +464,7 @@ class Poly1Loss(_Loss):
     """
 
     function = staticmethod(F.poly1_loss)
+    spec_of = staticmethod(spec.poly1)
 
     def __init__(
         self,
@@ -418,8 +474,12 @@ class Poly1Loss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, epsilon=epsilon)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, epsilon=epsilon, **fast)
 
 
 class LogitNormLoss(_Loss):
@@ -459,6 +519,7 @@ class DFTLoss(_Loss):
     """
 
     function = staticmethod(F.dft_loss)
+    spec_of = staticmethod(spec.dft)
 
     def __init__(
         self,
@@ -467,8 +528,12 @@ class DFTLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **fast)
 
 
 class EAFTLoss(_Loss):
@@ -483,6 +548,7 @@ class EAFTLoss(_Loss):
     """
 
     function = staticmethod(F.eaft_loss)
+    spec_of = staticmethod(spec.eaft)
 
     def __init__(
         self,
@@ -494,9 +560,13 @@ class EAFTLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
         hyper = {"gamma": gamma, "top_k": top_k, "normalizer": normalizer}
-        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
 
 class GeneralizedEntropyLoss(_Loss):
@@ -511,6 +581,7 @@ class GeneralizedEntropyLoss(_Loss):
     """
 
     function = staticmethod(F.generalized_entropy_loss)
+    spec_of = staticmethod(spec.generalized_entropy)
 
     def __init__(
         self,
@@ -523,9 +594,13 @@ class GeneralizedEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
         hyper = {"alpha": alpha, "beta": beta, "prior": prior, "generator": generator}
-        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
 
 class TFRegLoss(_Loss):
@@ -540,6 +615,7 @@ class TFRegLoss(_Loss):
     """
 
     function = staticmethod(F.tf_reg_loss)
+    spec_of = staticmethod(spec.tf_reg)
 
     def __init__(
         self,
@@ -554,7 +630,11 @@ class TFRegLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(
             weight,
             ignore_index,
@@ -566,6 +646,7 @@ class TFRegLoss(_Loss):
             multiplier=multiplier,
             confidence=confidence,
             tau_squared=tau_squared,
+            **fast,
         )
 
 
@@ -582,6 +663,7 @@ class DistillationLoss(_Loss):
     """
 
     function = staticmethod(F.distillation_loss)
+    spec_of = staticmethod(spec.distillation)
     teacher_argument = "teacher_logits"
 
     def __init__(
@@ -596,7 +678,11 @@ class DistillationLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(
             weight,
             ignore_index,
@@ -607,6 +693,7 @@ class DistillationLoss(_Loss):
             kl_reduction=kl_reduction,
             multiplier=multiplier,
             standardize=standardize,
+            **fast,
         )
 
 
@@ -749,6 +836,7 @@ class CSKDLoss(_Loss):
     """
 
     function = staticmethod(F.cs_kd_loss)
+    spec_of = staticmethod(spec.cs_kd)
     teacher_argument = "peer_logits"
 
     def __init__(
@@ -760,8 +848,12 @@ class CSKDLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, lam=lam, tau=tau)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, lam=lam, tau=tau, **fast)
 
 
 class BetaSmoothingLoss(_Loss):
@@ -826,9 +918,11 @@ class PSKDLoss(_Loss):
     """
 
     function = staticmethod(F.ps_kd_loss)
+    spec_of = staticmethod(spec.ps_kd)
     teacher_argument = "past_logits"
     teacher_optional = True
     alpha: float
+    z_loss: float
     epoch: Tensor
 
     def __init__(
@@ -840,8 +934,12 @@ class PSKDLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, **fast)
         if epochs < 1:
             raise ValueError(f"epochs must be 1 or more, got {epochs!r}")
         self.epochs = epochs
@@ -849,6 +947,9 @@ class PSKDLoss(_Loss):
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"alpha": self.alpha * _progress(self.epoch, self.epochs)}
+
+    def spec(self, teacher: bool = True) -> Spec | None:
+        return super().spec() if teacher else spec.cross_entropy(self.z_loss)
 
     def end_epoch(self) -> None:
         self.epoch += 1
@@ -869,6 +970,8 @@ class MaskedLabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.masked_label_smoothing_loss)
+    spec_of = staticmethod(spec.masked_label_smoothing)
+    mask: Tensor
 
     def __init__(
         self,
@@ -879,8 +982,15 @@ class MaskedLabelSmoothingLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, mask=mask, alpha=alpha)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, mask=mask, alpha=alpha, **fast)
+
+    def class_row(self, num_classes: int) -> Tensor | None:
+        return self.mask.to(torch.float32)
 
 
 class WeightedLabelSmoothingLoss(_Loss):
@@ -942,6 +1052,7 @@ class OnlineLabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.online_label_smoothing_loss)
+    spec_of = staticmethod(spec.online_label_smoothing)
     table: Tensor
     sums: Tensor
     counts: Tensor
@@ -960,9 +1071,13 @@ class OnlineLabelSmoothingLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
         hyper = {"hard_weight": hard_weight, "soft_weight": soft_weight}
-        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
         check_hyper(first_table=first_table)
         self.freeze_above = freeze_above
         first = 0.0 if first_table == "zeros" else 1 / num_classes

@@ -57,7 +57,7 @@ def test_signature_has_the_shared_arguments(name):
 def test_repr_tells_the_hyper_parameters(name):
     loss = build(name)
     text = repr(loss)
-    for hyper in set(loss._hyper) - {"impl", "inplace", "prior"}:
+    for hyper in set(loss._hyper) - {"z_loss", "impl", "inplace", "prior"}:
         assert f"{hyper}=" in text
     assert "reduction='mean'" not in text
     loss.reduction = "sum"

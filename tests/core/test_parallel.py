@@ -310,7 +310,7 @@ def refused_case(world: World) -> None:
     refused("split over the classes .dim=-1. along one mesh", labo.LABOLoss(), partial)
     refused("logits must be a plain tensor or a replicated DTensor", labo.FocalLoss(), columns)
     refused("do not go with alpha_grad=True", labo.LABOLoss(alpha_grad=True), columns)
-    refused("do not go with convention=", labo.LabelSmoothingLoss(convention="fairseq"), columns)
+    refused("logits must be a plain", labo.LabelSmoothingLoss(convention="fairseq"), columns)
     refused("do not go with class probabilities", labo.LABOLoss(), columns, soft)
     refused('do not go with impl="native"', labo.LABOLoss(impl="native"), columns)
     refused("do not go with inplace=True", labo.LABOLoss(inplace=True), columns)
@@ -355,10 +355,11 @@ def test_compiled(processes):
 
 
 def shards_of(
-    backend: Any, logits: Tensor, target: Tensor, loss: nn.Module, cut: int
+    module: Any, logits: Tensor, target: Tensor, loss: nn.Module, cut: int
 ) -> tuple[Tensor, Tensor]:
     """Value of each row, and gradient, of columns in two parts, in this process."""
     spec, weight = loss.spec(), loss.weight
+    backend = module if module is kernels else shards.ShardBackend(module)
     parts, starts = (logits[:, :cut], logits[:, cut:]), (0, cut)
     weights = (None, None) if weight is None else (weight[:cut], weight[cut:])
     sums = [

@@ -22,6 +22,24 @@ import torch
 from torch import Tensor
 
 from .._rows import row_sum, times, wide
+from .algebra import (
+    BEYOND_MARGIN,
+    COEFFICIENTS,
+    COUNT,
+    FROM_ROW,
+    FROM_TABLE,
+    FROM_TEACHER,
+    NO_MASSES,
+    QD,
+    QU,
+    SUMS,
+    TEMPERED,
+    TOP,
+    UE,
+    WQU,
+    Plan,
+    R,
+)
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
 # Bytes of one buffer of a block, of which three or four are in use at a time. On two cores with
@@ -204,7 +222,7 @@ class _Block:
             grad.copy_(g)
 
 
-# ------------------------------------------------------------------ columns split over processes
+# ------------------------------------------------------------------ formulas
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -215,68 +233,139 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _masses(z: Tensor, u: Tensor, spec: RowSpec) -> Tensor:
-    """The unnormalised smoothing distribution q."""
-    if spec.mode == LABEL_SMOOTHING:
-        return (z != -math.inf).to(u.dtype)
-    return torch.exp(u / spec.tau)
+def _masses(
+    plan: Plan, z: Tensor, u: Tensor, source: Tensor | None, source_top: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The masses q, 0 for masked classes, and the logits v of a teacher minus ``source_top``."""
+    masked = z == -math.inf
+    v = None
+    if plan.masses == TEMPERED:
+        return torch.exp(u / plan.tau), None
+    if plan.masses == BEYOND_MARGIN:
+        q = (-u > plan.margin).to(u.dtype)
+    elif source is None or source_top is None:
+        q = torch.ones_like(u)
+    elif plan.masses == FROM_TEACHER:
+        v = _finite(source - source_top).masked_fill_(masked, 0.0)
+        q = torch.exp(v / plan.tau)
+    else:
+        q = source.expand_as(u)
+    return q.masked_fill(masked, 0.0), v
 
 
-def shard_sums(
-    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+def _finite(u: Tensor) -> Tensor:
+    """In place: the lowest finite number for -inf, so that 0 * u is 0 for a masked class."""
+    return u.clamp_(min=torch.finfo(u.dtype).min)
+
+
+def _source_rows(
+    source: Tensor | None, plan: Plan, part: slice, target: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """What the masses of a block of rows come from."""
+    if source is None or plan.masses == FROM_ROW:
+        return None if source is None else source.to(dtype)
+    if plan.masses == FROM_TABLE:
+        return source[target[part].clamp(0, len(source) - 1)].to(dtype)
+    return source[part].to(dtype)
+
+
+def sums(
+    logits: Tensor,
+    target: Tensor,
+    plan: Plan,
+    weight: Tensor | None,
+    ignore_index: int,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """The sums of every row over a shard of its columns; see :mod:`labo.fused.shards`."""
-    sums = torch.zeros(len(logits), 7, dtype=torch.float64, device=logits.device)
+    """The sums of every row; see :mod:`labo.fused.algebra`."""
+    all_sums = torch.zeros(len(logits), len(SUMS), dtype=torch.float64, device=logits.device)
     if logits.shape[1] == 0:
-        sums[:, 0] = -math.inf
-        return sums
+        all_sums[:, 0] = -math.inf
+        return all_sums
     for part in _blocks(logits):
         z = logits[part].to(wide(logits.dtype))
         top = z.amax(1, keepdim=True)
-        # Finite, so that 0 * u is 0 for a masked class.
-        u = (z - top.masked_fill(top == -math.inf, 0.0)).clamp_(min=torch.finfo(z.dtype).min)
+        u = _finite(z - top.masked_fill(top == -math.inf, 0.0))
         e = u.exp()
-        found = {0: top.squeeze(1), 1: row_sum(e)}
-        if spec.mode == LABO_ADAPTIVE:
-            found[2] = row_sum(u * e)
-        if spec.mode != CROSS_ENTROPY:
-            q = _masses(z, u, spec)
-            found[3] = row_sum(q)
-            if spec.mode == LABEL_SMOOTHING or weight is not None:
-                found[4] = row_sum(u * q)
-            if weight is not None:
-                q *= weight.to(q.dtype)
-                found |= {5: row_sum(q), 6: row_sum(u * q)}
-        for column, value in found.items():
-            sums[part, column] = value.to(sums.dtype)
-    return sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
+        found = {"top": top.squeeze(1), "e": row_sum(e)}
+        if plan.asked & TOP:
+            found["top_at"] = z.argmax(1)
+        if plan.asked & COUNT:
+            found["count"] = row_sum((z != -math.inf).to(z.dtype))
+        if plan.asked & UE:
+            found["ue"] = row_sum(u * e)
+        if plan.asked & R:
+            found["r"] = row_sum(torch.exp(u / plan.tau))
+        if plan.masses != NO_MASSES:
+            t, t_top = _source_rows(source, plan, part, target, z.dtype), torch.zeros_like(top)
+            if t is not None and plan.masses == FROM_TEACHER:
+                t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True)
+                found["source_top"] = t_top.squeeze(1)
+            q, v = _masses(plan, z, u, t, t_top)
+            found |= _mass_sums(plan, u, v, q, weight)
+        for name, value in found.items():
+            all_sums[part, SUMS.index(name)] = value.to(all_sums.dtype)
+    return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
 
 
-def shard_gradient(
+def _mass_sums(
+    plan: Plan, u: Tensor, v: Tensor | None, q: Tensor, weight: Tensor | None
+) -> dict[str, Tensor]:
+    # The unit is a factor of each term, not of the sum: the sum alone could overflow.
+    unit = 1 / q.shape[1]
+    found = {"q": row_sum(q)}
+    if plan.asked & QU:
+        found["qu"] = row_sum(u * (q * unit)).double() / unit
+    if plan.asked & QD and v is not None:
+        found["qd"] = row_sum((v - u) * (q * unit)).double() / unit
+    if plan.asked & WQU and weight is not None:
+        wq = q * weight.to(q.dtype)
+        found |= {"wq": row_sum(wq), "wqu": row_sum(u * (wq * unit)).double() / unit}
+    return found
+
+
+def gradient(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    plan: Plan,
     weight: Tensor | None,
     ignore_index: int,
-    results: Tensor,
-    out: Tensor | None,
+    source: Tensor | None,
+    coefficients: Tensor,
+    out: Tensor,
 ) -> Tensor:
-    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.shards`."""
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    """The gradient of every row, written to ``out``; see :mod:`labo.fused.algebra`."""
     classes = logits.shape[1]
     if classes == 0:
-        return grad
+        return out
     for part in _blocks(logits):
         z, y = logits[part].to(wide(logits.dtype)), target[part].unsqueeze(1)
-        top, from_e, from_q, at_target = results[part].to(z.dtype).unsqueeze(2).unbind(1)
-        u = z - top
-        g = u.exp() * from_e
-        if spec.mode != CROSS_ENTROPY:
-            q = _masses(z, u, spec)
-            if weight is not None:
-                q *= weight.to(q.dtype)
-            g.addcmul_(q, from_q, value=-1)
-        here, column = (y >= 0) & (y < classes), y.clamp(0, classes - 1)
-        g.scatter_(1, column, torch.where(here, at_target, g.gather(1, column)))
-        grad[part] = g.masked_fill_(y == ignore_index, 0.0)
-    return grad
+        c = dict(
+            zip(COEFFICIENTS, coefficients[part].to(z.dtype).unsqueeze(2).unbind(1), strict=True)
+        )
+        u = _finite(z - c["top"])
+        g = u.exp()
+        g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & UE else c["from_e"])
+        if plan.asked & R:
+            g.addcmul_(torch.exp(u / plan.tau), c["from_r"])
+        if plan.masses != NO_MASSES:
+            t = _source_rows(source, plan, part, target, z.dtype)
+            q, _ = _masses(plan, z, u, t, c["source_top"])
+            of_q = c["from_q"]
+            if plan.asked & WQU and weight is not None:
+                of_q = of_q + c["from_wq"] * weight.to(q.dtype)
+            g.addcmul_(q, of_q)
+        if plan.asked & TOP:
+            # From float64: float32 has no room for a large index.
+            top_at = coefficients[part, COEFFICIENTS.index("top_at")].long().unsqueeze(1)
+            _put(g, top_at, c["at_top"])
+        _put(g, y, c["at_target"])
+        out[part] = g.masked_fill_(y == ignore_index, 0.0)
+    return out
+
+
+def _put(rows: Tensor, index: Tensor, entry: Tensor) -> None:
+    """Write an entry to each row, (N, 1), where its index is a class."""
+    classes = rows.shape[1]
+    here, column = (index >= 0) & (index < classes), index.clamp(0, classes - 1)
+    rows.scatter_(1, column, torch.where(here, entry, rows.gather(1, column)))

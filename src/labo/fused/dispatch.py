@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from .. import _checks
 from .._rows import row_sum, wide
-from . import blocked, native, shards
-from .spec import RowSpec
+from . import algebra, blocked, native, shards
+from .algebra import FormulaSpec
+from .spec import RowSpec, Spec
 
 
 def backends() -> dict[str, str]:
@@ -135,28 +138,59 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     return "reference" if plain and not inplace else "blocked"
 
 
-ROW_LOSS_SCHEMA = (
-    "Tensor? class_weight, int ignore_index, str backend, "
-    "int mode, float alpha, float tau, float rho"
-)
+ROW_LOSS_SCHEMA = "Tensor? class_weight, Tensor? source, int ignore_index, str backend, str loss"
 
 
 class RowLoss(NamedTuple):
-    """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target."""
+    """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target.
+
+    ``source`` is what the masses of a formula come from, see :mod:`labo.fused.algebra`.
+    """
 
     weight: Tensor | None
     ignore_index: int
     backend: str
-    spec: RowSpec
+    spec: Spec
+    source: Tensor | None = None
 
     @classmethod
-    def unpack(cls, weight: Tensor | None, ignore_index: int, backend: str, *spec: Any) -> RowLoss:
+    def unpack(
+        cls,
+        weight: Tensor | None,
+        source: Tensor | None,
+        ignore_index: int,
+        backend: str,
+        described: str,
+    ) -> RowLoss:
         """The inverse of :meth:`pack`."""
-        return cls(weight, ignore_index, backend, RowSpec(*spec))
+        name, *numbers = described.split(" ")
+        parameters = [float(x) for x in numbers]
+        if name.isdecimal():
+            return cls(weight, ignore_index, backend, RowSpec(int(name), *parameters), source)
+        *own, z_loss = parameters
+        return cls(weight, ignore_index, backend, FormulaSpec(name, tuple(own), z_loss), source)
 
     def pack(self) -> tuple[Any, ...]:
-        """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them."""
-        return (self.weight, self.ignore_index, self.backend, *self.spec)
+        """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them.
+
+        The loss is a text: the name of a formula, or the number of a mode, and the parameters.
+        """
+        spec = self.spec
+        if isinstance(spec, FormulaSpec):
+            name, numbers = spec.name, [*spec.parameters, spec.z_loss]
+        else:
+            name, numbers = f"{spec.mode}", [*spec[1:]]
+        # float, because torch.compile may have made a variable of a number
+        described = " ".join([name, *[f"{float(x)!r}" for x in numbers]])
+        return (self.weight, self.source, self.ignore_index, self.backend, described)
+
+    def for_chunk(self, part: slice) -> RowLoss:
+        """The loss for some of the rows: with their teacher logits, if there is a teacher."""
+        spec, source = self.spec, self.source
+        if source is None or not isinstance(spec, FormulaSpec):
+            return self
+        by_row = algebra.FORMULAS[spec.name].masses == algebra.FROM_TEACHER
+        return self._replace(source=source[part]) if by_row else self
 
     def rows(
         self,
@@ -167,17 +201,16 @@ class RowLoss(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Values and gradients; the contract is in :mod:`labo.fused.spec`."""
         rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
-        if self.backend == "native":
+        options: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
+        if isinstance(self.spec, FormulaSpec):
+            rows, options["source"] = partial(algebra.rows, self._module(logits)), self.source
+        elif self.backend == "native":
             rows = native.rows if logits.is_cpu else _triton_rows
-        return rows(
-            logits,
-            target,
-            self.spec,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            factor=factor,
-            out=out,
-        )
+        return rows(logits, target, self.spec, factor=factor, out=out, **options)
+
+    def _module(self, logits: Tensor) -> ModuleType:
+        """The backend of a formula."""
+        return native if self.backend == "native" and logits.is_cpu else blocked
 
     def reduce(self, values: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
         """Values (N,) to the result, without a graph."""
@@ -294,7 +327,7 @@ class _GradientLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
         # Saved, so that autograd notices if they are changed before the backward pass.
-        ctx.save_for_backward(logits, call.target, call.loss.weight)
+        ctx.save_for_backward(logits, call.target, call.loss.weight, call.loss.source)
         ctx.call = call
         return call.loss.rows(logits, call.target)[0]
 
@@ -304,7 +337,7 @@ class _GradientLater(torch.autograd.Function):
         call = ctx.call
         if call is None:
             raise RuntimeError(_SECOND_BACKWARD)
-        logits, target, _ = ctx.saved_tensors
+        logits, target, _, _ = ctx.saved_tensors
         if call.inplace:
             ctx.call = None  # the logits are gone
         return call.loss.rows(logits, target, upstream, logits if call.inplace else None)[1], None
@@ -330,7 +363,7 @@ def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
 def row_loss(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    spec: Spec | None,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
@@ -338,17 +371,24 @@ def row_loss(
     impl: str,
     inplace: bool,
     *,
-    reference_only: str | None = None,
+    reference_only: str = "this option of the loss",
+    source: Callable[[], Tensor] | None = None,
 ) -> Tensor | None:
     """The loss by a fused backend, or None if the reference has to compute it.
 
-    Arguments as in :mod:`labo.functional`, where the plain values are checked, and
-    ``reference_only`` as in :func:`choose`.
+    Arguments as in :mod:`labo.functional`, where the plain values are checked.
+
+    Args:
+        spec: the loss; None if only the reference has it, because of ``reference_only``.
+        source: checks and returns what the masses of a formula come from.
     """
-    backend = choose(impl, logits, target, weight, inplace, reference_only)
-    if backend == "reference":
+    only = reference_only if spec is None else None
+    backend = choose(impl, logits, target, weight, inplace, only)
+    if backend == "reference" or spec is None:
         return None
     if backend == "parallel":
+        if isinstance(spec, FormulaSpec):
+            return None  # the reference refuses such logits
         shared = (weight, ignore_index, reduction, dim)
         return shards.row_loss(logits, target, spec, *shared)
     _checks.check_logits(logits, dim)
@@ -365,7 +405,7 @@ def row_loss(
         labels = labels.long()
     total = denominator(logits.dtype, labels, classes, ignore_index, weight)
     divisor = total if reduction == "mean" else 1.0
-    loss = RowLoss(weight, ignore_index, backend, spec)
+    loss = RowLoss(weight, ignore_index, backend, spec, None if source is None else source())
     with_grad = logits.requires_grad and torch.is_grad_enabled()
     late = logits.dtype in LATE_GRADIENT
     if inplace:
@@ -461,11 +501,11 @@ def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
 
 
 def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, target, ctx.with_grad, weight, *ctx.loss = inputs
+    logits, target, ctx.with_grad, weight, source, *ctx.loss = inputs
     if ctx.with_grad:
         ctx.save_for_backward(output[1])
     else:
-        ctx.save_for_backward(logits, target, weight)
+        ctx.save_for_backward(logits, target, weight, source)
 
 
 def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -473,9 +513,9 @@ def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None
         (grad,) = ctx.saved_tensors
         grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
     else:
-        logits, target, weight = ctx.saved_tensors
-        grad = rows_backward_op(logits, target, upstream, weight, *ctx.loss)
-    return (grad, None, None, None, *(None for _ in ctx.loss))
+        logits, target, weight, source = ctx.saved_tensors
+        grad = rows_backward_op(logits, target, upstream, weight, source, *ctx.loss)
+    return (grad, None, None, None, None, *(None for _ in ctx.loss))
 
 
 rows_op.register_autograd(_rows_gradient, setup_context=_save_for_rows)

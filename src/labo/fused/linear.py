@@ -2,8 +2,8 @@
 
 The rows are processed in chunks. The logits of a chunk are computed into one small buffer, replaced
 by their gradient, multiplied into the gradients of hidden states, weight and bias, and discarded.
-LABO, label smoothing and cross entropy use the fastest backend for a chunk. Every other row-wise
-loss of the library is differentiated by autograd, chunk by chunk.
+A loss that has fused backends uses the fastest one for a chunk. Every other row-wise loss of the
+library is differentiated by autograd, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import metrics, shards
 from .adapted import LowRankWeight, adapted_loss
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .spec import RowSpec
+from .spec import RowSpec, Spec
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
@@ -50,8 +50,11 @@ class RowwiseLoss(Protocol):
     teacher_argument: str | None
     teacher_is_stored: bool
 
-    def spec(self) -> RowSpec | None:
-        """The loss as the fused backends know it, or None."""
+    def spec(self, teacher: bool = True) -> Spec | None:
+        """The loss as the fused backends know it, with or without a teacher, or None."""
+
+    def class_row(self, num_classes: int) -> Tensor | None:
+        """The row of classes that the formula of the loss takes, or None."""
 
     def row_function(self) -> tuple[str, dict[str, Any]]:
         """The registered name of the loss function, and its arguments for one value per row."""
@@ -259,10 +262,9 @@ _NOTHING = (False, False, False)
 
 def _rows(loss: _Loss, target: Tensor, extras: Extras) -> ChunkRows:
     """The rows of a call, as a chunk loop computes them."""
-    for_chunk = (lambda _: loss) if isinstance(loss, RowLoss) else loss.for_chunk
     split = isinstance(loss, shards.ShardedRows)
     group = loss.group if isinstance(loss, shards.ShardedRows) else None
-    return ChunkRows(target, for_chunk, loss.weight, loss.ignore_index, extras, group, split=split)
+    return ChunkRows(target, loss.for_chunk, loss.weight, loss.ignore_index, extras, group, split=split)
 
 
 def _run(
@@ -833,12 +835,17 @@ def _choose(
     loss: RowwiseLoss, head: _Head, target: Tensor, teacher: tuple[Tensor, ...], impl: str
 ) -> RowLoss | _AutogradLoss:
     """The loss on the backend that serves the call."""
-    spec = None if teacher or target.is_floating_point() else loss.spec()
+    # Logits of a teacher's output layer are computed by chunks, by the other kind of loss.
+    fits = not target.is_floating_point() and len(teacher) < 2
+    spec = loss.spec(teacher=bool(teacher)) if fits else None
     logits = head.input.new_empty(0, len(head.weight))
     only = None if spec else "this loss"
     backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
     if spec and backend != "reference":
-        return RowLoss(loss.weight, loss.ignore_index, backend, spec)
+        source = teacher[0] if teacher else loss.class_row(len(head.weight))
+        if source is not None:
+            source = source.to(head.input.device)
+        return RowLoss(loss.weight, loss.ignore_index, backend, spec, source)
     return _AutogradLoss(*loss.row_function(), teacher)
 
 
@@ -867,7 +874,7 @@ def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, RowSpec]:
     while hasattr(active, "active"):  # Warmup
         active = active.active
     spec = active.spec() if getattr(active, "rowwise", False) else None
-    if spec is None:
+    if not isinstance(spec, RowSpec):
         raise ValueError(
             f"{active!r} cannot work on logits that are split over processes. CrossEntropyLoss, "
             'LabelSmoothingLoss with convention="torch" and LABOLoss without alpha_grad can. For '

@@ -20,11 +20,13 @@
  * reading comes from memory, the others find the row in the cache. The bits of a row depend on
  * that row alone: not on its neighbours, nor on whether and where its gradient is written.
  *
- * Where the columns of the logits are split over processes, a row is done in two calls: one gives
- * the sums over the columns that are here, the other writes the gradient from sums over all of them.
+ * All other losses are formulas of sums over a row (labo/fused/algebra.py). They take two calls: one
+ * gives the sums of every row, and the other writes a gradient that is linear in a few functions of
+ * the logits, with coefficients that PyTorch has computed from the sums. The sums may be those of a
+ * part of the columns: this is also how logits that are split over processes are done.
  *
  * The file is plain C11 and uses neither Python nor PyTorch. Its row loops are written once,
- * over a vector type `vec` of LANES floats and eleven operations on it. The file includes itself to
+ * over a vector type `vec` of LANES floats and twelve operations on it. The file includes itself to
  * compile those loops for each instruction set, and selects one when it is loaded.
  */
 #ifndef LANES
@@ -60,18 +62,30 @@ typedef struct {
     double e, ue, q, qu, wq, wqu;
 } row_sums;
 
-/* The sums over a shard of a row, with u = z - top and top the largest logit of the shard. */
-typedef struct {
-    double top;
-    row_sums sums;
-} shard_sums;
+/* Where the masses q of a formula come from; part of the interface. */
+enum { NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER };
 
-/* What the gradient of a shard of a row needs; u = z - top, now with the largest of all logits. */
-typedef struct {
-    double top, from_e, from_q, at_target;
-} shard_result;
+/* The sums that a formula asks for, beside that of e; part of the interface. */
+enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64 };
 
-/* The arguments of labo_rows_* and labo_shard_*; strides count elements. */
+/*
+ * The sums of a formula over the classes that are not masked, with u = z - top, e = exp(u),
+ * r = exp(u / tau), masses q, class weights w and d = v - u, where v = teacher's logit - source_top.
+ * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0.
+ */
+typedef struct {
+    double top, source_top, top_at, count, e, ue, r, q, qu, qd, wq, wqu;
+} formula_sums;
+
+/*
+ * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q. The
+ * entries of the target and of the class `top_at` (none if it is negative) are given whole.
+ */
+typedef struct {
+    double top, source_top, from_e, from_ue, from_r, from_q, from_wq, at_target, top_at, at_top;
+} formula_gradient;
+
+/* The arguments of labo_rows_* and labo_formula_*; strides count elements. */
 typedef struct {
     const void *logits;
     int64_t rows, classes, stride;
@@ -85,8 +99,14 @@ typedef struct {
     void *grad; /* NULL for values only; may be the logits */
     int64_t grad_stride;
     double log_classes;
-    shard_sums *sums;             /* sums only, or NULL */
-    const shard_result *results; /* gradient only, or NULL */
+    /* of a formula */
+    int32_t asked, masses;
+    double margin;
+    const void *source; /* what the masses come from, or NULL */
+    int64_t source_stride;
+    bool source_bf16;
+    formula_sums *sums;                    /* sums only, or NULL */
+    const formula_gradient *coefficients; /* gradient only, or NULL */
 } batch;
 
 /* At the target. */
@@ -117,7 +137,7 @@ static rate rate_of(double temperature)
  * the classes left over, filled up to one vector with masked classes of weight 0.
  */
 typedef struct {
-    const void *logits;
+    const void *logits, *source;
     const float *weight;
     void *grad;
     float *kept_e, *kept_q; /* from the sums to the gradient, or NULL to compute them again */
@@ -126,7 +146,8 @@ typedef struct {
 
 typedef struct {
     span parts[2];
-    float top; /* the largest logit */
+    float top, source_top; /* the largest logit, of a formula also that of the teacher */
+    float beyond;          /* the lowest number above the margin of a formula */
     rate over_one, over_tau;
 } row_view;
 
@@ -147,6 +168,9 @@ enum { KEPT = 4096 };
  * moved to double. A power of two.
  */
 enum { STRETCH = 64 };
+
+/* The unit of the masses of a formula: a sum of q u over a stretch of a row does not overflow. */
+#define MASS (1.0f / (2 * STRETCH))
 
 static float bf16_to_float(uint16_t x)
 {
@@ -243,6 +267,7 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
 #define fraction JOIN(fraction, ISA)
 #define scale_by_power JOIN(scale_by_power, ISA)
 #define zero_below JOIN(zero_below, ISA)
+#define lowest_below JOIN(lowest_below, ISA)
 #define load JOIN(load, ISA)
 #define store JOIN(store, ISA)
 #define highest JOIN(highest, ISA)
@@ -261,6 +286,15 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
 #define choose_weighted JOIN(choose_weighted, ISA)
 #define choose_mode JOIN(choose_mode, ISA)
 #define run_batch JOIN(run_batch, ISA)
+#define vec_formula_sums JOIN(vec_formula_sums, ISA)
+#define source_max JOIN(source_max, ISA)
+#define find_top JOIN(find_top, ISA)
+#define source_at JOIN(source_at, ISA)
+#define masses_at JOIN(masses_at, ISA)
+#define sum_formula_stretch JOIN(sum_formula_stretch, ISA)
+#define sum_formula JOIN(sum_formula, ISA)
+#define write_formula_gradient JOIN(write_formula_gradient, ISA)
+#define run_formula JOIN(run_formula, ISA)
 
 /* ---- portable: vectors as GCC and clang have them on any CPU, single floats elsewhere ---- */
 
@@ -327,6 +361,13 @@ INLINE vec scale_by_power(vec x, vec n)
 INLINE vec zero_below(vec x, float low, vec value)
 {
     return from_bits(~MASK(x < low) & to_bits(value));
+}
+
+/* -inf where x < low, else the value. */
+INLINE vec lowest_below(vec x, float low, vec value)
+{
+    const vec_bits below = MASK(x < low);
+    return from_bits((below & to_bits(splat(-INFINITY))) | (~below & to_bits(value)));
 }
 
 INLINE vec load(const void *row, int64_t at, bool bf16)
@@ -406,6 +447,12 @@ INLINE vec zero_below(vec x, float low, vec value)
     return _mm256_andnot_ps(_mm256_cmp_ps(x, splat(low), _CMP_LT_OQ), value);
 }
 
+INLINE vec lowest_below(vec x, float low, vec value)
+{
+    const vec below = _mm256_cmp_ps(x, splat(low), _CMP_LT_OQ);
+    return _mm256_blendv_ps(value, splat(-INFINITY), below);
+}
+
 INLINE vec load(const void *row, int64_t at, bool bf16)
 {
     if (!bf16)
@@ -481,6 +528,12 @@ INLINE vec zero_below(vec x, float low, vec value)
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(low), _CMP_NLT_UQ), value);
 }
 
+INLINE vec lowest_below(vec x, float low, vec value)
+{
+    const __mmask16 below = _mm512_cmp_ps_mask(x, splat(low), _CMP_LT_OQ);
+    return _mm512_mask_blend_ps(below, value, splat(-INFINITY));
+}
+
 INLINE vec load(const void *row, int64_t at, bool bf16)
 {
     if (!bf16)
@@ -522,14 +575,15 @@ INLINE double total(vec x)
 typedef struct {
     const char *name;
     void (*run)(const batch *b, bool bf16);
+    void (*run_formula)(const batch *b, bool bf16);
 } instruction_set;
 
-static const instruction_set portable = {"portable", run_batch_portable};
+static const instruction_set portable = {"portable", run_batch_portable, run_formula_portable};
 static const instruction_set *active = &portable;
 
 #ifdef X86_VECTORS
-static const instruction_set avx2 = {"avx2", run_batch_avx2};
-static const instruction_set avx512 = {"avx512", run_batch_avx512};
+static const instruction_set avx2 = {"avx2", run_batch_avx2, run_formula_avx2};
+static const instruction_set avx512 = {"avx512", run_batch_avx512, run_formula_avx512};
 
 static bool has_avx2(void)
 {
@@ -613,31 +667,41 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
 }
 
 /*
- * A shard of the columns: the sums of every row, or, with `results`, its gradient. A target
- * counts columns of the shard; one outside of it belongs to another shard.
+ * The sums of a formula for every row, or, with `coefficients`, the gradient. A target that is not a
+ * class belongs to columns that are elsewhere. The source has a row for each row of logits (with a
+ * stride of 0, the same one), or, for FROM_TABLE, one for each class.
  */
-EXPORT void labo_shard_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
-                           const int64_t *target, int64_t ignore_index, const float *weight,
-                           int32_t mode, double tau, shard_sums *sums,
-                           const shard_result *results, float *grad, int64_t grad_stride)
+EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
+                             const int64_t *target, int64_t ignore_index, const float *weight,
+                             int32_t asked, int32_t masses, double tau, double margin,
+                             const void *source, int64_t source_stride, int32_t source_bf16,
+                             formula_sums *sums, const formula_gradient *coefficients,
+                             float *grad, int64_t grad_stride)
 {
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
-                     .mode = mode, .tau = tau, .sums = sums, .results = results, .grad = grad,
-                     .grad_stride = grad_stride};
-    active->run(&b, false);
+                     .asked = asked, .masses = masses, .tau = tau, .margin = margin,
+                     .source = source, .source_stride = source_stride,
+                     .source_bf16 = source_bf16 != 0, .sums = sums, .coefficients = coefficients,
+                     .grad = grad, .grad_stride = grad_stride};
+    active->run_formula(&b, false);
 }
 
-EXPORT void labo_shard_bf16(const uint16_t *logits, int64_t rows, int64_t classes, int64_t stride,
-                            const int64_t *target, int64_t ignore_index, const float *weight,
-                            int32_t mode, double tau, shard_sums *sums,
-                            const shard_result *results, uint16_t *grad, int64_t grad_stride)
+EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
+                              int64_t stride, const int64_t *target, int64_t ignore_index,
+                              const float *weight, int32_t asked, int32_t masses, double tau,
+                              double margin, const void *source, int64_t source_stride,
+                              int32_t source_bf16, formula_sums *sums,
+                              const formula_gradient *coefficients, uint16_t *grad,
+                              int64_t grad_stride)
 {
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
-                     .mode = mode, .tau = tau, .sums = sums, .results = results, .grad = grad,
-                     .grad_stride = grad_stride};
-    active->run(&b, true);
+                     .asked = asked, .masses = masses, .tau = tau, .margin = margin,
+                     .source = source, .source_stride = source_stride,
+                     .source_bf16 = source_bf16 != 0, .sums = sums, .coefficients = coefficients,
+                     .grad = grad, .grad_stride = grad_stride};
+    active->run_formula(&b, true);
 }
 
 #else /* LANES is defined: the row loops, for one instruction set */
@@ -805,21 +869,7 @@ INLINE target_entry find_target(const batch *b, int64_t i, const row_view *row, 
 
 INLINE row_result run_variant(const batch *b, int64_t i, const row_view *row, variant v)
 {
-    /* Shards measure q in units of its largest possible value, as all backends must alike. */
-    const double unit = first(q_of(splat(0.0f), splat(0.0f), row->over_tau, v));
-    if (b->results) {
-        const shard_result *given = &b->results[i];
-        const row_result result = {0.0, (float)given->from_e, (float)(given->from_q / unit),
-                                   (float)given->at_target};
-        write_gradient(row, &result, v);
-        return result;
-    }
     const row_sums sums = sum_row(row, v);
-    if (b->sums) {
-        b->sums[i].sums = (row_sums){sums.e, sums.ue, sums.q / unit, sums.qu / unit,
-                                     sums.wq / unit, sums.wqu / unit};
-        return (row_result){0};
-    }
     const target_entry y = find_target(b, i, row, v);
     const row_result result = finish_row(b, i, &y, &sums);
     if (b->grad)
@@ -854,8 +904,7 @@ TARGET static void run_batch(const batch *b, bool bf16)
 {
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
-    const bool shard = b->sums || b->results;
-    const bool keep = b->grad && !shard && b->classes <= KEPT;
+    const bool keep = b->grad && b->classes <= KEPT;
     float kept_e[KEPT], kept_q[KEPT], tail_weight[LANES] = {0};
     vec_buffer tail_logits, tail_grad;
     for (int k = 0; k < LANES; k++)
@@ -865,7 +914,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
 
     row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau)};
     row.parts[0] = (span){.weight = b->weight, .classes = whole};
-    row.parts[1] = (span){&tail_logits, tail_weight, &tail_grad, .classes = rest ? LANES : 0};
+    row.parts[1] = (span){.logits = &tail_logits, .weight = tail_weight, .grad = &tail_grad,
+                          .classes = rest ? LANES : 0};
     for (int part = 0; keep && part < 2; part++) {
         row.parts[part].kept_e = kept_e + part * whole;
         row.parts[part].kept_q = kept_q + part * whole;
@@ -875,12 +925,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
         const int64_t y = b->target[i];
         const char *logits = (const char *)b->logits + i * b->stride * size;
         char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
-        const bool here = y >= 0 && y < b->classes; /* else ignored, wrong, or in another shard */
-        if (y == b->ignore_index || !(here || shard)) {
-            if (b->values)
-                b->values[i] = y == b->ignore_index ? 0.0f : NAN;
-            if (b->sums)
-                b->sums[i] = (shard_sums){0};
+        if (y == b->ignore_index || y < 0 || y >= b->classes) {
+            b->values[i] = y == b->ignore_index ? 0.0f : NAN;
             if (grad)
                 memset(grad, 0, (size_t)(b->classes * size));
             continue;
@@ -888,21 +934,231 @@ TARGET static void run_batch(const batch *b, bool bf16)
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
         row.parts[0].grad = grad;
-        row.top = b->results ? (float)b->results[i].top : row_max(&row, bf16);
-        if (b->sums) {
-            b->sums[i].top = row.top;
-            /* All that is here is masked: any finite number serves, and all sums are 0. */
-            row.top = row.top == -INFINITY ? 0.0f : row.top;
-        }
+        row.top = row_max(&row, bf16);
         const row_result result = bf16 ? choose_mode(b, i, &row, true)
                                        : choose_mode(b, i, &row, false);
-        if (b->values)
-            b->values[i] = (float)result.value;
+        b->values[i] = (float)result.value;
         if (grad) {
             memcpy(grad + whole * size, &tail_grad, (size_t)(rest * size));
-            if (here)
-                put(grad, y, result.at_target, bf16);
+            put(grad, y, result.at_target, bf16);
         }
+    }
+}
+
+/* ---- formulas ---- */
+
+typedef struct {
+    vec count, e, ue, r, q, qu, qd, wq, wqu;
+} vec_formula_sums;
+
+/* The largest logit of a teacher among the classes that the student has not masked. */
+TARGET static float source_max(const batch *b, const row_view *row, bool bf16)
+{
+    vec top = splat(-INFINITY);
+    for (int part = 0; part < 2; part++) {
+        const span s = row->parts[part];
+        for (int64_t at = 0; at < s.classes; at += LANES) {
+            const vec v = load(s.source, at, b->source_bf16);
+            top = maximum(top, lowest_below(load(s.logits, at, bf16), -FLT_MAX, v));
+        }
+    }
+    return highest(top);
+}
+
+/* The first class with the largest logit. */
+TARGET static int64_t find_top(const batch *b, const void *logits, float largest, bool bf16)
+{
+    const int64_t stretch = STRETCH * LANES;
+    int64_t at = 0;
+    for (; at + stretch <= b->classes; at += stretch) { /* stretches without it are left out */
+        vec top = splat(-INFINITY);
+        for (int64_t k = at; k < at + stretch; k += LANES)
+            top = maximum(top, load(logits, k, bf16));
+        if (highest(top) == largest)
+            break;
+    }
+    while (at + 1 < b->classes && get(logits, at, bf16) != largest)
+        at++;
+    return at;
+}
+
+/* v = teacher's logit - source_top, finite; 0 for masked classes. */
+INLINE vec source_at(const batch *b, const row_view *row, span s, int64_t at, vec z)
+{
+    const vec v = load(s.source, at, b->source_bf16) - splat(row->source_top);
+    return zero_below(z, -FLT_MAX, finite(v));
+}
+
+/* The masses q in units of MASS; 0 for masked classes. */
+INLINE vec masses_at(const batch *b, const row_view *row, span s, int64_t at, vec z, vec u, vec v)
+{
+    vec q = splat(1.0f);
+    if (b->masses == TEMPERED)
+        q = exp_of(u, row->over_tau);
+    else if (b->masses == FROM_TEACHER)
+        q = exp_of(v, row->over_tau);
+    else if (b->masses == FROM_ROW || b->masses == FROM_TABLE)
+        q = load(s.source, at, b->source_bf16);
+    else if (b->masses == BEYOND_MARGIN)
+        q = zero_below(splat(0.0f) - u, row->beyond, q);
+    return zero_below(z, -FLT_MAX, q * splat(MASS));
+}
+
+/* The sums, continued over the classes from `at` to `end`. */
+INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *b,
+                                            const row_view *row, span s, int64_t at, int64_t end,
+                                            bool bf16)
+{
+    const vec top = splat(row->top);
+    const int asked = b->asked;
+    for (; at < end; at += LANES) {
+        const vec z = load(s.logits, at, bf16);
+        const vec u = finite(z - top);
+        const vec e = exp_of(u, row->over_one);
+        sums.e += e;
+        if (asked & COUNT)
+            sums.count += zero_below(z, -FLT_MAX, splat(1.0f));
+        if (asked & UE)
+            sums.ue = mul_add(u, e, sums.ue);
+        if (asked & R)
+            sums.r += exp_of(u, row->over_tau);
+        if (b->masses == NO_MASSES)
+            continue;
+        const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
+        const vec q = masses_at(b, row, s, at, z, u, v);
+        sums.q += q;
+        if (asked & QU)
+            sums.qu = mul_add(u, q, sums.qu);
+        if (asked & QD)
+            sums.qd = mul_add(v - u, q, sums.qd);
+        if (asked & WQU) {
+            const vec wq = load(s.weight, at, false) * q;
+            sums.wq += wq;
+            sums.wqu = mul_add(u, wq, sums.wqu);
+        }
+    }
+    return sums;
+}
+
+INLINE void sum_formula(formula_sums *all, const batch *b, const row_view *row, bool bf16)
+{
+    const int64_t stretch = STRETCH * LANES;
+    const vec none = splat(0.0f);
+    const vec_formula_sums start = {none, none, none, none, none, none, none, none, none};
+    for (int part = 0; part < 2; part++) {
+        const span s = row->parts[part];
+        for (int64_t at = 0; at < s.classes; at += stretch) {
+            const int64_t end = at + stretch < s.classes ? at + stretch : s.classes;
+            const vec_formula_sums sums = sum_formula_stretch(start, b, row, s, at, end, bf16);
+            all->count += total(sums.count);
+            all->e += total(sums.e);
+            all->ue += total(sums.ue);
+            all->r += total(sums.r);
+            all->q += total(sums.q) / MASS;
+            all->qu += total(sums.qu) / MASS;
+            all->qd += total(sums.qd) / MASS;
+            all->wq += total(sums.wq) / MASS;
+            all->wqu += total(sums.wqu) / MASS;
+        }
+    }
+}
+
+INLINE void write_formula_gradient(const batch *b, const row_view *row, const formula_gradient *c,
+                                   bool bf16)
+{
+    const vec top = splat(row->top);
+    const vec from_e = splat((float)c->from_e), from_ue = splat((float)c->from_ue);
+    const vec from_r = splat((float)c->from_r), from_q = splat((float)(c->from_q / MASS));
+    const vec from_wq = splat((float)(c->from_wq / MASS));
+    for (int part = 0; part < 2; part++) {
+        const span s = row->parts[part];
+        for (int64_t at = 0; at < s.classes; at += LANES) {
+            const vec z = load(s.logits, at, bf16);
+            const vec u = finite(z - top);
+            const vec e = exp_of(u, row->over_one);
+            vec gradient = b->asked & UE ? e * mul_add(u, from_ue, from_e) : e * from_e;
+            if (b->asked & R)
+                gradient = mul_add(exp_of(u, row->over_tau), from_r, gradient);
+            if (b->masses != NO_MASSES) {
+                const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
+                const vec q = masses_at(b, row, s, at, z, u, v);
+                vec of_q = from_q;
+                if (b->asked & WQU)
+                    of_q = mul_add(load(s.weight, at, false), from_wq, of_q);
+                gradient = mul_add(q, of_q, gradient);
+            }
+            store(s.grad, at, gradient, bf16);
+        }
+    }
+}
+
+TARGET static void run_formula(const batch *b, bool bf16)
+{
+    const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
+    const int64_t source_size = b->source_bf16 ? sizeof(uint16_t) : sizeof(float);
+    const int64_t rest = b->classes % LANES, whole = b->classes - rest;
+    float tail_weight[LANES] = {0};
+    vec_buffer tail_logits, tail_grad, tail_source = {0};
+    for (int k = 0; k < LANES; k++)
+        put(&tail_logits, k, -INFINITY, bf16);
+    if (b->weight)
+        memcpy(tail_weight, b->weight + whole, (size_t)rest * sizeof(float));
+
+    row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau),
+                    .beyond = nextafterf((float)b->margin, INFINITY)};
+    row.parts[0] = (span){.weight = b->weight, .classes = whole};
+    row.parts[1] = (span){.logits = &tail_logits, .source = &tail_source, .weight = tail_weight,
+                          .grad = &tail_grad, .classes = rest ? LANES : 0};
+
+    for (int64_t i = 0; i < b->rows; i++) {
+        const int64_t y = b->target[i];
+        const char *logits = (const char *)b->logits + i * b->stride * size;
+        char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
+        const bool here = y >= 0 && y < b->classes; /* else ignored, or among other columns */
+        if (y == b->ignore_index || (b->masses == FROM_TABLE && !here)) {
+            if (b->sums)
+                b->sums[i] = (formula_sums){0};
+            if (grad)
+                memset(grad, 0, (size_t)(b->classes * size));
+            continue;
+        }
+        memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
+        row.parts[0].logits = logits;
+        row.parts[0].grad = grad;
+        if (b->source) {
+            const int64_t at = b->masses == FROM_TABLE ? y : i;
+            const char *source = (const char *)b->source + at * b->source_stride * source_size;
+            memcpy(&tail_source, source + whole * source_size, (size_t)(rest * source_size));
+            row.parts[0].source = source;
+        }
+        if (b->sums) {
+            formula_sums *sums = &b->sums[i];
+            row.top = row_max(&row, bf16);
+            row.source_top = b->masses == FROM_TEACHER ? source_max(b, &row, bf16) : 0.0f;
+            *sums = (formula_sums){.top = row.top, .source_top = row.source_top};
+            if (b->asked & TOP)
+                sums->top_at = (double)find_top(b, logits, row.top, bf16);
+            /* All that is here is masked: any finite number serves, and all sums are 0. */
+            row.top = row.top == -INFINITY ? 0.0f : row.top;
+            if (bf16)
+                sum_formula(sums, b, &row, true);
+            else
+                sum_formula(sums, b, &row, false);
+            continue;
+        }
+        const formula_gradient *c = &b->coefficients[i];
+        const int64_t top_at = (int64_t)c->top_at;
+        row.top = (float)c->top;
+        row.source_top = (float)c->source_top;
+        if (bf16)
+            write_formula_gradient(b, &row, c, true);
+        else
+            write_formula_gradient(b, &row, c, false);
+        memcpy(grad + whole * size, &tail_grad, (size_t)(rest * size));
+        if (top_at >= 0 && top_at < b->classes)
+            put(grad, top_at, (float)c->at_top, bf16);
+        if (here)
+            put(grad, y, (float)c->at_target, bf16);
     }
 }
 

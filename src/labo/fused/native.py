@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .._checks import out_of_range
+from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Plan
 from .spec import RowSpec
 
 # With fewer logits per thread another thread costs more time than it saves.
@@ -34,11 +35,12 @@ _ROWS_ARGUMENTS: list[Any] = [
     *(ctypes.c_int32, _DOUBLE, _DOUBLE, _DOUBLE),  # mode, alpha, tau, rho
     *(_DOUBLE, _POINTER, _POINTER, _POINTER, _INT),  # scale, row_scale, values, grad, grad_stride
 ]
-_SHARD_ARGUMENTS: list[Any] = [
+_FORMULA_ARGUMENTS: list[Any] = [
     *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
     *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
-    *(ctypes.c_int32, _DOUBLE),  # mode, tau
-    *(_POINTER, _POINTER, _POINTER, _INT),  # sums, results, grad, grad_stride
+    *(ctypes.c_int32, ctypes.c_int32, _DOUBLE, _DOUBLE),  # asked, masses, tau, margin
+    *(_POINTER, _INT, ctypes.c_int32),  # source, source_stride, source_bf16
+    *(_POINTER, _POINTER, _POINTER, _INT),  # sums, coefficients, grad, grad_stride
 ]
 
 
@@ -55,14 +57,14 @@ class _Library:
             torch.float32: library.labo_rows_f32,
             torch.bfloat16: library.labo_rows_bf16,
         }
-        self.shard = {
-            torch.float32: library.labo_shard_f32,
-            torch.bfloat16: library.labo_shard_bf16,
+        self.formula = {
+            torch.float32: library.labo_formula_f32,
+            torch.bfloat16: library.labo_formula_bf16,
         }
-        for functions, arguments in ((self.rows, _ROWS_ARGUMENTS), (self.shard, _SHARD_ARGUMENTS)):
-            for function in functions.values():
-                function.argtypes = arguments
-                function.restype = None
+        for function in self.rows.values():
+            function.argtypes, function.restype = _ROWS_ARGUMENTS, None
+        for function in self.formula.values():
+            function.argtypes, function.restype = _FORMULA_ARGUMENTS, None
         self.check_targets = library.labo_check_targets
         self.check_targets.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER]
         self.check_targets.restype = _INT
@@ -82,7 +84,7 @@ def _load() -> tuple[_Library | None, str | None]:
         return None, str(problem)
 
 
-# What :func:`shard_sums` and :func:`shard_gradient` take.
+# What the functions for formulas and shards take.
 SHARD_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -321,45 +323,49 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
         raise ValueError("out must be the logits themselves or not overlap with them")
 
 
-# ------------------------------------------------------------------ columns split over processes
+# ------------------------------------------------------------------ formulas
 
 
-def shard_sums(
-    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
-) -> Tensor:
-    """The sums of every row over a shard of its columns; see :mod:`labo.fused.shards`."""
-    sums = torch.empty(len(logits), 7, dtype=torch.float64)
-    _run_shard(logits, target, spec, weight, ignore_index, sums, None, None)
-    return sums
-
-
-def shard_gradient(
+def sums(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    plan: Plan,
     weight: Tensor | None,
     ignore_index: int,
-    results: Tensor,
-    out: Tensor | None,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of a shard from sums over all of them; see :mod:`labo.fused.shards`."""
-    grad = out
-    if grad is None:
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    else:
-        _check_overlap(grad, logits)
-    _run_shard(logits, target, spec, weight, ignore_index, None, _contiguous(results), grad)
-    return grad
+    """The sums of every row; see :mod:`labo.fused.algebra`."""
+    found = torch.empty(len(logits), len(SUMS), dtype=torch.float64)
+    _run_formula(logits, target, plan, weight, ignore_index, source, found, None, None)
+    return found
 
 
-def _run_shard(
+def gradient(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    plan: Plan,
     weight: Tensor | None,
     ignore_index: int,
-    sums: Tensor | None,
-    results: Tensor | None,
+    source: Tensor | None,
+    coefficients: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """The gradient of every row, written to ``out``; see :mod:`labo.fused.algebra`."""
+    _check_overlap(out, logits)
+    fixed = (logits, target, plan, weight, ignore_index, source)
+    _run_formula(*fixed, None, _contiguous(coefficients), out)
+    return out
+
+
+def _run_formula(
+    logits: Tensor,
+    target: Tensor,
+    plan: Plan,
+    weight: Tensor | None,
+    ignore_index: int,
+    source: Tensor | None,
+    found: Tensor | None,
+    coefficients: Tensor | None,
     grad: Tensor | None,
 ) -> None:
     count, classes = logits.shape
@@ -371,14 +377,20 @@ def _run_shard(
     if weight is not None:
         weight = _contiguous(weight.detach().float())
         w = _pointer("weight", weight, torch.float32, classes)
-    s = r = g = None
-    if sums is not None:
-        s = _Column(_pointer("sums", sums, torch.float64, count, 7), sums)
-    if results is not None:
-        r = _Column(_pointer("results", results, torch.float64, count, 4), results)
+    t = s = c = g = None
+    source_stride, source_bf16 = 0, False
+    if source is not None:
+        t, source_bf16 = _source(source, count, classes, plan.masses)
+        source_stride = t.tensor.stride(0)
+    by_row = plan.masses != FROM_TABLE
+    if found is not None:
+        s = _Column(_pointer("sums", found, torch.float64, count, len(SUMS)), found)
+    if coefficients is not None:
+        shape = (count, len(COEFFICIENTS))
+        c = _Column(_pointer("coefficients", coefficients, torch.float64, *shape), coefficients)
     if grad is not None:
         g = _Column(_pointer("out", grad, dtype, count, classes), grad)
-    function = _open().shard[dtype]
+    function = _open().formula[dtype]
 
     def run(start: int, stop: int) -> None:
         function(
@@ -389,15 +401,30 @@ def _run_shard(
             y.at(start),
             ignore_index,
             w,
-            spec.mode,
-            spec.tau,
+            *plan,
+            None if t is None else t.at(start if by_row else 0),
+            source_stride,
+            source_bf16,
             None if s is None else s.at(start),
-            None if r is None else r.at(start),
+            None if c is None else c.at(start),
             None if g is None else g.at(start),
             0 if grad is None else grad.stride(0),
         )
 
     _in_threads(run, count, classes)
+
+
+def _source(source: Tensor, count: int, classes: int, masses: int) -> tuple[_Column, bool]:
+    """What the masses of a formula come from, as rows of float32 or bfloat16."""
+    source = source.detach()
+    if source.dtype not in (torch.float32, torch.bfloat16):
+        source = source.float()
+    source = _contiguous(source)
+    if masses == FROM_ROW:
+        source = source.expand(count, classes)  # a stride of 0
+    shape = (classes if masses == FROM_TABLE else count, classes)
+    address = _pointer("source", source, source.dtype, *shape)
+    return _Column(address, source), source.dtype == torch.bfloat16
 
 
 class _Column(NamedTuple):

@@ -1,16 +1,8 @@
 """The algorithm behind :mod:`labo.fused.parallel`: rows whose columns are split over processes.
 
-Each backend (:mod:`labo.fused.blocked`, :mod:`labo.fused.native`, :mod:`labo.fused.kernels`) has
-two functions for it, in which ``weight`` has the columns of the shard:
-
-- ``shard_sums(logits, target, spec, weight, ignore_index)``: (N, 7) float64 with the columns
-  maximum, S(e), S(ue), S(q), S(uq), S(wq), S(wuq), where S sums over the columns of the shard, w
-  are class weights, e = exp(u) and q as in :mod:`labo.fused.kernels`, and u = z - maximum *of the
-  shard*. Columns that the loss does not need may hold anything; ignored rows are 0.
-- ``shard_gradient(logits, target, spec, weight, ignore_index, results, out)``: from ``results``,
-  (N, 4) float64 with the columns maximum *of the row*, from_e, from_q and at_target, the gradient
-  from_e e - from_q w q, with at_target in the column ``target``, if the shard has it; 0 for ignored
-  rows.
+Each process sums over its columns, the sums are added up over the processes, and each process
+writes the gradient of its columns. The two passes over the logits are those of
+:mod:`labo.fused.algebra`, by any backend.
 """
 
 from __future__ import annotations
@@ -28,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from . import blocked, native
+from .algebra import COEFFICIENTS, QU, SUMS, TEMPERED, UE, UNIFORM, WQU, Plan
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
 if TYPE_CHECKING:
@@ -56,15 +49,81 @@ def _columns(spec: RowSpec, weighted: bool) -> list[int]:
     return [*columns, _UQ] if spec.mode == LABEL_SMOOTHING else columns
 
 
-def _backend(logits: Tensor) -> ModuleType:
+class ShardBackend(NamedTuple):
+    """The two passes of a backend over a shard, whose columns ``weight`` has."""
+
+    module: ModuleType
+
+    def shard_sums(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        spec: RowSpec,
+        weight: Tensor | None,
+        ignore_index: int,
+    ) -> Tensor:
+        """(N, 7) float64: maximum, S(e), S(ue), S(q), S(uq), S(wq), S(wuq).
+
+        S sums over the columns of the shard, and u = z - maximum *of the shard*. Columns that the
+        loss does not need may hold anything; ignored rows are 0.
+        """
+        plan = _plan(spec, weight is not None)
+        found = self.module.sums(logits, target, plan, weight, ignore_index)
+        columns = [SUMS.index(name) for name in ("top", "e", "ue", "q", "qu", "wq", "wqu")]
+        chosen: Tensor = found[:, columns]
+        return chosen
+
+    def shard_gradient(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        spec: RowSpec,
+        weight: Tensor | None,
+        ignore_index: int,
+        results: Tensor,
+        out: Tensor | None,
+    ) -> Tensor:
+        """The gradient from_e e - from_q w q, with at_target in the column ``target``.
+
+        ``results``, (N, 4) float64, has the columns maximum *of the row*, from_e, from_q and
+        at_target. Ignored rows are 0. A target outside of the shard has no entry.
+        """
+        if out is None:
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        plan = _plan(spec, weight is not None)
+        top, from_e, from_q, at_target = results.double().unbind(1)
+        named = {
+            "top": top,
+            "from_e": from_e,
+            "at_target": at_target,
+            "top_at": -torch.ones_like(top),
+        }
+        named["from_q" if weight is None else "from_wq"] = -from_q
+        zero = torch.zeros_like(top)
+        coefficients = torch.stack([named.get(name, zero) for name in COEFFICIENTS], 1)
+        fixed = (logits, target, plan, weight, ignore_index, None)
+        grad: Tensor = self.module.gradient(*fixed, coefficients, out)
+        return grad
+
+
+def _plan(spec: RowSpec, weighted: bool) -> Plan:
+    """What the passes over a shard compute."""
+    asked = UE if spec.mode == LABO_ADAPTIVE else 0
+    if spec.mode == CROSS_ENTROPY:
+        return Plan(asked)
+    asked |= QU | WQU if weighted else QU
+    return Plan(asked, UNIFORM if spec.mode == LABEL_SMOOTHING else TEMPERED, spec.tau)
+
+
+def _backend(logits: Tensor) -> Any:
     """The fastest backend for these logits."""
     if logits.is_cpu and native.refuses(logits) is None and logits.dtype in native.SHARD_DTYPES:
-        return native
+        return ShardBackend(native)
     if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
         from . import kernels
 
         return kernels
-    return blocked
+    return ShardBackend(blocked)
 
 
 # ------------------------------------------------------------------ communication

@@ -3,7 +3,8 @@ r"""The losses that the fused backends compute, and the rules that every backend
 Cross entropy, label smoothing and LABO are cross entropies with a label
 :math:`\hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P`. They differ in P and alpha. Three
 backends compute them with the same results: :mod:`labo.fused.blocked`, :mod:`labo.fused.native`
-and :mod:`labo.fused.kernels`. Each has one function
+and :mod:`labo.fused.kernels`. Each has one function for them; all other losses are formulas
+(:mod:`labo.fused.algebra`), which any backend computes in two passes with the same contract:
 
 ``rows(logits, target, spec, *, weight, ignore_index, factor, out) -> (values, grad)``
 
@@ -32,11 +33,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
+from .._checks import can_read
+from . import algebra
+from .algebra import FormulaSpec
+
 CROSS_ENTROPY, LABEL_SMOOTHING, LABO, LABO_ADAPTIVE = range(4)
 
 
 class RowSpec(NamedTuple):
-    """A loss of this family. The modes have the same numbers in ``native.c`` and the kernels."""
+    """One of the three losses with kernels of their own.
+
+    The modes have the same numbers in ``native.c`` and the kernels.
+    """
 
     mode: int
     alpha: float = 0.0
@@ -44,15 +54,145 @@ class RowSpec(NamedTuple):
     rho: float = 0.0
 
 
-def cross_entropy() -> RowSpec:
-    return RowSpec(CROSS_ENTROPY)
+Spec = RowSpec | FormulaSpec
+
+# ------------------------------------------------------------------ from the arguments of a loss
+#
+# Each function has the hyper-parameters of the loss of the same name in labo.functional. It returns
+# None for an option that only the reference has.
 
 
-def label_smoothing(alpha: float) -> RowSpec:
+def cross_entropy(z_loss: float = 0.0) -> Spec:
+    return algebra.cross_entropy(z_loss=z_loss) if z_loss else RowSpec(CROSS_ENTROPY)
+
+
+def label_smoothing(
+    alpha: float, convention: str = "torch", padding_idx: int | None = None, z_loss: float = 0.0
+) -> Spec:
+    if convention == "fairseq":
+        return algebra.fairseq_smoothing(alpha, z_loss=z_loss)
+    if convention == "joeynmt":
+        return algebra.joeynmt_smoothing(alpha, z_loss=z_loss)
+    if z_loss:
+        return algebra.label_smoothing(alpha, z_loss=z_loss)
     return RowSpec(LABEL_SMOOTHING, alpha=alpha)
 
 
-def labo(tau: float, alpha: float | str, rho: float) -> RowSpec:
+def labo(
+    tau: float, alpha: float | str, rho: float, alpha_grad: bool = False, z_loss: float = 0.0
+) -> Spec | None:
+    if alpha_grad:
+        return None
     if isinstance(alpha, str):
+        if z_loss:
+            return algebra.labo_adaptive(rho, tau, z_loss=z_loss)
         return RowSpec(LABO_ADAPTIVE, tau=tau, rho=rho)
+    if z_loss:
+        return algebra.labo(alpha, tau, z_loss=z_loss)
     return RowSpec(LABO, alpha=alpha, tau=tau)
+
+
+def masked_label_smoothing(alpha: float, z_loss: float = 0.0) -> Spec:
+    return algebra.masked_smoothing(alpha, z_loss=z_loss)
+
+
+def tf_reg(
+    alpha: float,
+    tau: float,
+    mode: str,
+    multiplier: float | None,
+    confidence: float,
+    tau_squared: bool,
+    z_loss: float = 0.0,
+) -> Spec:
+    if mode == "paper":
+        factor = tau**2 if tau_squared else 1.0
+        return algebra.tf_reg_tempered(alpha, tau, confidence, factor, z_loss=z_loss)
+    divided = (1.0, False) if multiplier is None else (multiplier, True)
+    return algebra.tf_reg(alpha, tau, confidence, *divided, z_loss=z_loss)
+
+
+def confidence_penalty(beta: float, threshold: float | None, z_loss: float = 0.0) -> Spec:
+    if threshold is None:
+        return algebra.confidence_penalty(beta, z_loss=z_loss)
+    return algebra.confidence_hinge(beta, threshold, z_loss=z_loss)
+
+
+def max_suppression(lam: float, z_loss: float = 0.0) -> Spec:
+    return algebra.max_suppression(lam, z_loss=z_loss)
+
+
+def margin_smoothing(lam: float, margin: float, z_loss: float = 0.0) -> Spec:
+    return algebra.margin_smoothing(lam, margin, z_loss=z_loss)
+
+
+def focal(gamma: float, detach_factor: bool, z_loss: float = 0.0) -> Spec:
+    return algebra.focal(gamma, detach_factor, z_loss=z_loss)
+
+
+def anti_focal(gamma: float, scale: float, detach_factor: bool, z_loss: float = 0.0) -> Spec:
+    return algebra.anti_focal(gamma, scale, detach_factor, z_loss=z_loss)
+
+
+def poly1(epsilon: float, z_loss: float = 0.0) -> Spec:
+    return algebra.poly1(epsilon, z_loss=z_loss)
+
+
+def dft(z_loss: float = 0.0) -> Spec:
+    return algebra.dft(z_loss=z_loss)
+
+
+def eaft(
+    gamma: float, top_k: int | None, normalizer: float | str | None, z_loss: float = 0.0
+) -> Spec | None:
+    if top_k is not None:
+        return None
+    if isinstance(normalizer, str):
+        normalizer = 0.0  # the log of the number of classes
+    return algebra.eaft(gamma, 1.0 if normalizer is None else normalizer, z_loss=z_loss)
+
+
+def generalized_entropy(
+    alpha: float, beta: float, prior: Tensor | None, generator: str, z_loss: float = 0.0
+) -> Spec | None:
+    if prior is not None:
+        return None
+    if generator == "euclidean":
+        return algebra.squared_distance(beta, 0.5, z_loss=z_loss)
+    if alpha == 0:
+        return algebra.entropy_to_uniform(beta, z_loss=z_loss)
+    return algebra.uniform_to_prediction(beta, z_loss=z_loss) if alpha == 1 else None
+
+
+def distillation(
+    alpha: float,
+    tau: float,
+    kl_reduction: str,
+    multiplier: float,
+    standardize: bool,
+    z_loss: float = 0.0,
+) -> Spec | None:
+    mean = kl_reduction == "elementwise"
+    return (
+        None if standardize else algebra.distillation(alpha, tau, multiplier, mean, z_loss=z_loss)
+    )
+
+
+def cs_kd(lam: float, tau: float, z_loss: float = 0.0) -> Spec:
+    return algebra.peer_distillation(lam, tau, z_loss=z_loss)
+
+
+def ps_kd(alpha: float | Tensor, z_loss: float = 0.0) -> Spec | None:
+    if isinstance(alpha, Tensor):
+        if alpha.requires_grad or not can_read(alpha):
+            return None  # formulas take numbers, and to read one would wait for the device
+        alpha = float(alpha)
+    return algebra.past_prediction(alpha, z_loss=z_loss)
+
+
+def online_label_smoothing(hard_weight: float, soft_weight: float, z_loss: float = 0.0) -> Spec:
+    return algebra.table_smoothing(hard_weight, soft_weight, z_loss=z_loss)
+
+
+def z_squared(lam: float) -> Spec:
+    return algebra.z_squared(lam)

@@ -40,7 +40,9 @@ from .teachers import (
 )
 
 # Parameters of a loss that a recipe cannot set.
-_NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx", "impl", "inplace"}
+_NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx"} | {
+    *("z_loss", "impl", "inplace")
+}
 
 
 @dataclass(frozen=True)

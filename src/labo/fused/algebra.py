@@ -1,0 +1,563 @@
+r"""Row-wise losses as formulas of a few sums over each row, for every fused backend.
+
+Cross entropy, label smoothing and LABO have kernels of their own (:mod:`labo.fused.spec`). All
+other fused losses are written here, once, as a function of sums. For a row of logits z with the
+maximum m, over the classes that are not masked,
+
+.. math:: u = z - m, \qquad e = \exp(u), \qquad r = \exp(u / \tau)
+
+and masses q, which are held constant and make a distribution P = q / sum(q):
+
+==================  ===============================================================================
+masses              q_j
+==================  ===============================================================================
+``UNIFORM``         1
+``TEMPERED``        r_j
+``BEYOND_MARGIN``   1 if -u_j > margin, else 0
+``FROM_ROW``        entry j of one row for all samples, such as a mask, (K,)
+``FROM_TABLE``      entry j of the row of the target in a table, (K, K)
+``FROM_TEACHER``    exp(v_j / tau), where v is a teacher's logits minus their maximum, (N, K)
+==================  ===============================================================================
+
+A backend gives the sums of e, u e, r, q, u q, (v - u) q, w q and w u q that the formula asks for,
+where w are class weights. The formula makes the value of a row of them, of u_y and of m, in float64
+and in plain PyTorch. Its derivatives for the sums, by autograd, are the coefficients of the
+gradient, because the derivative of each sum for z_j is known:
+
+.. math::
+    e_j, \quad (1 + u_j)\, e_j, \quad r_j / \tau, \quad 0, \quad q_j, \quad -q_j, \quad 0, \quad
+    w_j q_j
+
+(the maximum m is a constant in u, which changes no gradient). The backend writes the gradient,
+times a factor, in a second pass. The two functions of a backend are
+
+- ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 12) float64, the columns as
+  :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0.
+- ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
+  (N, 10) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
+  class has no entry. Ignored rows are 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._rows import times, wide
+
+NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
+COUNT, UE, R, QU, QD, WQU, TOP = (1 << i for i in range(7))
+_NAMES = {"count": COUNT, "ue": UE, "r": R, "qu": QU, "qd": QD, "wqu": WQU, "top": TOP}
+
+# ``top`` and ``source_top`` are the largest logits of a row and of its teacher; ``top_at`` is the
+# first class that has it, if a formula asks for that; ``qd`` is the sum of (v - u) q.
+SUMS = ("top", "source_top", "top_at", "count", "e", "ue", "r", "q", "qu", "qd", "wq", "wqu")
+# The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, except that at_target
+# and at_top are the entries of the target and of the class top_at (-1 for none).
+COEFFICIENTS = (
+    *("top", "source_top", "from_e", "from_ue", "from_r"),
+    *("from_q", "from_wq", "at_target", "top_at", "at_top"),
+)
+
+
+class Plan(NamedTuple):
+    """What the two passes over the logits compute."""
+
+    asked: int  # COUNT | UE | ...
+    masses: int = NO_MASSES
+    tau: float = 1.0
+    margin: float = 0.0
+
+
+class FormulaSpec(NamedTuple):
+    """A loss that is a formula: its name, its parameters, and lambda of a z-loss that is added."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
+    z_loss: float = 0.0
+
+
+class Row:
+    """What a formula is made of: (N,) float64 tensors, and two of them for the target.
+
+    Attributes:
+        e, ue, r, q, qu, qd, wq, wqu, count, top: see the module. Without class weights ``wq`` and
+            ``wqu`` are ``q`` and ``qu``. ``q``, ``wq``, ``count`` and ``top`` are constants.
+        u_y, q_y, w_y: u, q and the class weight of the target. u_y is -inf if it is masked. w_y is
+            1.0 without class weights.
+        u_top: 0, with the gradient of the largest logit.
+        classes: K.
+        log_e: log sum(e).
+    """
+
+    def __init__(self, found: dict[str, Tensor], w_y: float | Tensor, classes: int) -> None:
+        for name, value in found.items():
+            setattr(self, name, value)
+        self.w_y, self.weighted, self.classes = w_y, isinstance(w_y, Tensor), classes
+        self.log_e = self.e.log()
+
+    top: Tensor
+    count: Tensor
+    e: Tensor
+    ue: Tensor
+    r: Tensor
+    q: Tensor
+    qu: Tensor
+    qd: Tensor
+    wq: Tensor
+    wqu: Tensor
+    u_y: Tensor
+    q_y: Tensor
+    u_top: Tensor
+
+    def log_p_y(self) -> Tensor:
+        return self.u_y - self.log_e
+
+    def nll(self) -> Tensor:
+        """w_y (-log p_y)."""
+        return self.weigh(-self.log_p_y())
+
+    def weigh(self, penalty: Tensor) -> Tensor:
+        """A term that is not a sum over the label, times the weight of the target."""
+        return times(self.w_y, penalty) if self.weighted else penalty
+
+    def cross_entropy(self) -> Tensor:
+        """-sum_j w_j q_j log p_j, not yet divided by the sum of q."""
+        return self.wq * self.log_e - self.wqu
+
+    def entropy(self) -> Tensor:
+        """H(p), in nats."""
+        return self.log_e - self.ue / self.e
+
+    def distillation(self, tau: float) -> Tensor:
+        """tau^2 KL(P || softmax(z / tau)) with the masses of a teacher."""
+        return tau**2 * (self.qd / (tau * self.q) - self.q.log() + self.r.log())
+
+
+class Formula:
+    """A loss as a function of a :class:`Row` and parameters. Call it for a :class:`FormulaSpec`."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], asked: str, weighted: str, masses: int
+    ) -> None:
+        self.function = function
+        self.name = function.__name__
+        self.parameters = tuple(inspect.signature(function).parameters)[1:]
+        self.asked, self.weighted = (
+            sum(_NAMES[name] for name in names.split()) for names in (asked, weighted)
+        )
+        self.masses = masses
+
+    def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
+        return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
+
+    def plan(self, parameters: tuple[float, ...], weighted: bool) -> Plan:
+        named = dict(zip(self.parameters, parameters, strict=True))
+        asked = self.weighted if weighted else self.asked
+        uses_masses = asked & (QU | QD | WQU)
+        masses = self.masses if uses_masses else NO_MASSES
+        return Plan(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
+
+
+FORMULAS: dict[str, Formula] = {}
+
+
+def formula(
+    asked: str = "", masses: int = NO_MASSES, *, weighted: str | None = None
+) -> Callable[[Callable[..., Tensor]], Formula]:
+    """Register a formula.
+
+    Its parameters are numbers. One that is called ``tau`` or ``margin`` is that of r and q.
+
+    Args:
+        asked: which of the sums "count", "ue", "r", "qu" and "qd" it uses, and "top" for u_top.
+            The sum of q comes with those of its products.
+        masses: where q comes from.
+        weighted: the same as ``asked`` if there are class weights, also "wqu" (with it wq).
+    """
+
+    def register(function: Callable[..., Tensor]) -> Formula:
+        made = Formula(function, asked, asked if weighted is None else weighted, masses)
+        FORMULAS[made.name] = made
+        return made
+
+    return register
+
+
+# ------------------------------------------------------------------ the losses
+
+
+@formula()
+def cross_entropy(row: Row) -> Tensor:
+    return row.nll()
+
+
+@formula()
+def z_squared(row: Row, lam: float) -> Tensor:
+    return _z_loss(row, lam)
+
+
+def _z_loss(row: Row, lam: float) -> Tensor:
+    return row.weigh(lam * (row.top + row.log_e).square())
+
+
+@formula()
+def focal(row: Row, gamma: float, detach: float) -> Tensor:
+    return _modulated(row, -torch.expm1(row.log_p_y()), gamma, detach)
+
+
+@formula()
+def anti_focal(row: Row, gamma: float, scale: float, detach: float) -> Tensor:
+    return _modulated(row, 1 + scale * row.log_p_y().exp(), gamma, detach)
+
+
+def _modulated(row: Row, base: Tensor, gamma: float, detach: float) -> Tensor:
+    base = base.detach() if detach else base
+    return base.clamp(min=torch.finfo(base.dtype).tiny) ** gamma * row.nll()
+
+
+@formula()
+def poly1(row: Row, epsilon: float) -> Tensor:
+    log_p = row.log_p_y()
+    return -row.weigh(log_p + epsilon * torch.expm1(log_p))
+
+
+@formula()
+def dft(row: Row) -> Tensor:
+    return times(row.log_p_y().detach().exp(), row.nll())
+
+
+@formula("ue count")
+def eaft(row: Row, gamma: float, normalizer: float) -> Tensor:
+    """A normalizer of 0 stands for the log of the number of classes that are not masked."""
+    largest = row.count.log().masked_fill(row.count <= 1, math.inf)
+    factor = row.entropy().detach().clamp(min=0) / (normalizer or largest)
+    return times(factor**gamma, row.nll())
+
+
+@formula("ue")
+def confidence_penalty(row: Row, beta: float) -> Tensor:
+    return row.nll() - row.weigh(beta * row.entropy())
+
+
+@formula("ue")
+def confidence_hinge(row: Row, beta: float, threshold: float) -> Tensor:
+    return row.nll() + row.weigh(beta * (threshold - row.entropy()).clamp(min=0))
+
+
+@formula("qu top", UNIFORM)
+def max_suppression(row: Row, lam: float) -> Tensor:
+    return row.nll() + row.weigh(lam * (row.u_top - row.qu / row.q))
+
+
+@formula("qu top count", BEYOND_MARGIN)
+def margin_smoothing(row: Row, lam: float, margin: float) -> Tensor:
+    excess = row.q * (row.u_top - margin) - row.qu
+    return row.nll() + row.weigh(lam * excess / row.count)
+
+
+@formula("ue count")
+def entropy_to_uniform(row: Row, beta: float) -> Tensor:
+    """Generalized entropy at alpha = 0: KL(p || U)."""
+    return row.nll() + row.weigh(beta * (row.count.log() - row.entropy()))
+
+
+@formula("qu", UNIFORM)
+def uniform_to_prediction(row: Row, beta: float) -> Tensor:
+    """Generalized entropy at alpha = 1: KL(U || p)."""
+    return row.nll() + row.weigh(beta * (row.log_e - row.qu / row.q - row.q.log()))
+
+
+@formula("r count")
+def squared_distance(row: Row, beta: float, tau: float) -> Tensor:
+    """Generalized entropy, "euclidean": |p - U|^2, with tau = 1/2, so that r = e^2."""
+    return row.nll() + row.weigh(beta * (row.r / row.e.square() - 1 / row.count))
+
+
+@formula("qu", UNIFORM, weighted="wqu")
+def label_smoothing(row: Row, alpha: float) -> Tensor:
+    return times(1 - alpha, row.nll()) + alpha * row.cross_entropy() / row.q
+
+
+@formula("r", TEMPERED, weighted="qu wqu")
+def labo(row: Row, alpha: float, tau: float) -> Tensor:
+    return _labo(row, alpha, tau)
+
+
+@formula("ue r", TEMPERED, weighted="ue qu wqu")
+def labo_adaptive(row: Row, rho: float, tau: float) -> Tensor:
+    largest = math.log(row.classes) if row.classes > 1 else 1.0
+    return _labo(row, 1 - rho * row.entropy().detach().clamp(min=0) / largest, tau)
+
+
+def _labo(row: Row, alpha: float | Tensor, tau: float) -> Tensor:
+    hard, log_classes = times(1 - alpha, row.nll()), math.log(row.classes)
+    if not row.weighted:  # the closed form of labo.functional.labo_loss
+        return hard + alpha * (row.log_e - tau * (row.r.log() - log_classes))
+    divergence = tau * (log_classes - row.q.log()) + row.qu.detach() / row.q
+    return hard + alpha * row.cross_entropy() / row.q + row.weigh(alpha * divergence)
+
+
+@formula("qu", UNIFORM, weighted="wqu")
+def fairseq_smoothing(row: Row, alpha: float) -> Tensor:
+    return _smoothing_of_others(row, alpha)
+
+
+@formula("qu", FROM_ROW, weighted="wqu")
+def joeynmt_smoothing(row: Row, alpha: float) -> Tensor:
+    """The row is 0 for the padding class and 1 for the others."""
+    return _smoothing_of_others(row, alpha)
+
+
+def _smoothing_of_others(row: Row, alpha: float) -> Tensor:
+    others = row.q - row.q_y
+    soft = row.cross_entropy() - times(row.q_y, row.nll())
+    soft = torch.where(others > 0, soft / others.clamp(min=1), row.nll())
+    return times(1 - alpha, row.nll()) + times(alpha, soft)
+
+
+@formula("qu", FROM_ROW, weighted="wqu")
+def masked_smoothing(row: Row, alpha: float) -> Tensor:
+    """The row is 1 for classes that may get smoothing mass, else 0."""
+    e = alpha / (row.q - 1).clamp(min=1)
+    return times(1 - alpha - e, row.nll()) + e * row.cross_entropy()
+
+
+@formula("qu", FROM_TABLE, weighted="wqu")
+def table_smoothing(row: Row, hard_weight: float, soft_weight: float) -> Tensor:
+    soft = row.cross_entropy() / row.q.masked_fill(row.q == 0, 1.0)
+    return times(hard_weight, row.nll()) + soft_weight * soft
+
+
+@formula("qu", UNIFORM)
+def tf_reg(
+    row: Row, alpha: float, teacher_tau: float, confidence: float, multiplier: float, mean: float
+) -> Tensor:
+    """The KL divergence is a sum over the classes, or their mean."""
+    factor = alpha * multiplier / (row.classes if mean else 1)
+    kl = _virtual_teacher_kl(row, confidence, teacher_tau, 1.0, row.log_e)
+    return times(1 - alpha, row.nll()) + row.weigh(factor * kl)
+
+
+@formula("qu r", UNIFORM)
+def tf_reg_tempered(row: Row, alpha: float, tau: float, confidence: float, factor: float) -> Tensor:
+    kl = _virtual_teacher_kl(row, confidence, tau, tau, row.r.log())
+    return times(1 - alpha, row.nll()) + row.weigh(alpha * factor * kl)
+
+
+def _virtual_teacher_kl(
+    row: Row, confidence: float, teacher_tau: float, tau: float, log_sum: Tensor
+) -> Tensor:
+    """KL(s || softmax(z / tau)), where s gives one value to the target and one to each other."""
+    logit = confidence / teacher_tau
+    other = (1 - confidence) / max(row.classes - 1, 1) / teacher_tau
+    others = row.q - row.q_y
+    log_total = (row.q_y * math.exp(logit) + others * math.exp(other)).log()
+    s_y, s = row.q_y * (logit - log_total).exp(), (other - log_total).exp()
+    negative_entropy = s_y * (logit - log_total) + others * s * (other - log_total)
+    mean_u = s * row.qu + times(s_y - s * row.q_y, row.u_y)
+    return negative_entropy - mean_u / tau + log_sum
+
+
+@formula("qd r", FROM_TEACHER)
+def distillation(row: Row, alpha: float, tau: float, multiplier: float, mean: float) -> Tensor:
+    """The KL divergence is a sum over the classes, or their mean."""
+    factor = alpha * multiplier / (row.classes if mean else 1)
+    return times(1 - alpha, row.nll()) + row.weigh(factor * row.distillation(tau))
+
+
+@formula("qd r", FROM_TEACHER)
+def peer_distillation(row: Row, lam: float, tau: float) -> Tensor:
+    return row.nll() + row.weigh(lam * row.distillation(tau))
+
+
+@formula("qu", FROM_TEACHER, weighted="wqu")
+def past_prediction(row: Row, alpha: float) -> Tensor:
+    return times(1 - alpha, row.nll()) + times(alpha, row.cross_entropy() / row.q)
+
+
+# ------------------------------------------------------------------ from sums to rows
+
+
+def rows(
+    backend: ModuleType,
+    logits: Tensor,
+    target: Tensor,
+    spec: FormulaSpec,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    factor: float | Tensor | None = None,
+    out: Tensor | None = None,
+    source: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Values and gradients of rows by a backend; the contract is in :mod:`labo.fused.spec`.
+
+    ``source`` is what the masses come from, see the module; None if they come from the logits.
+    """
+    plan = FORMULAS[spec.name].plan(spec.parameters, weight is not None)
+    if weight is not None:
+        weight = weight.detach().to(wide(logits.dtype))
+    fixed = (logits, target, plan, weight, ignore_index, source)
+    values, coefficients = _evaluate(spec, backend.sums(*fixed), *fixed, factor)
+    values = values.to(wide(logits.dtype))
+    if coefficients is None:
+        return values, None
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad: Tensor = backend.gradient(*fixed, coefficients, out)
+    return values, grad
+
+
+def _evaluate(
+    spec: FormulaSpec,
+    sums: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    plan: Plan,
+    weight: Tensor | None,
+    ignore_index: int,
+    source: Tensor | None,
+    factor: float | Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Values, and the coefficients of the gradient of sum_i factor_i value_i."""
+    # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
+    found = dict(zip(SUMS, sums.T.contiguous().unbind(), strict=True))
+    ignored = target == ignore_index
+    # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
+    some_ignored = not logits.is_cpu or bool(ignored.any())
+    y = target.masked_fill(ignored, 0) if some_ignored else target
+    found["u_y"] = u_y = _u_of(logits, y, found["top"])
+    found["q_y"] = _mass_of(plan, y, u_y, source, found["source_top"])
+    w_y = 1.0 if weight is None else weight[y].double()
+    values, coefficients = differentiate(spec, plan, found, w_y, y, logits.shape[1], factor)
+    if some_ignored:
+        values = values.masked_fill(ignored, 0.0)
+        if coefficients is not None:
+            coefficients = coefficients.masked_fill(ignored.unsqueeze(1), 0.0)
+    return values, coefficients
+
+
+def _u_of(logits: Tensor, y: Tensor, top: Tensor) -> Tensor:
+    """u of the target, (N,) float64: -inf if it is masked, else finite in the computation."""
+    z_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double()
+    lowest = torch.finfo(wide(logits.dtype)).min
+    return (z_y - top).clamp(min=lowest).masked_fill(z_y == -math.inf, -math.inf)
+
+
+def _mass_of(
+    plan: Plan, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
+) -> Tensor:
+    """q of the target, (N,) float64."""
+    if plan.masses == TEMPERED:
+        return (u_y / plan.tau).exp()
+    masked = u_y == -math.inf
+    if plan.masses == BEYOND_MARGIN:
+        return (-u_y > plan.margin).double().masked_fill(masked, 0.0)
+    if source is None:
+        return (~masked).double()
+    if plan.masses == FROM_TEACHER:
+        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).double() - source_top
+        mass = (v_y / plan.tau).exp()
+    else:
+        mass = (source[y] if source.dim() == 1 else source[y, y]).double()
+    return mass.masked_fill(masked, 0.0)
+
+
+# What a formula is differentiated for.
+_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top")
+
+
+def differentiate(
+    spec: FormulaSpec,
+    plan: Plan,
+    found: dict[str, Tensor],
+    w_y: float | Tensor,
+    y: Tensor,
+    classes: int,
+    factor: float | Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The values of a formula, (N,), and the coefficients of its gradient times factor, (N, 10).
+
+    Args:
+        spec, plan: of the formula.
+        found: the sums, and u_y and q_y.
+        w_y: the class weights of the targets, or 1.0.
+        y: the targets.
+        classes: K.
+        factor: None for values only.
+    """
+    zero = torch.zeros_like(found["e"])
+    found = found | {"u_top": zero}
+    if not plan.asked & WQU:
+        found |= {"wq": found["q"], "wqu": found["qu"]}
+    unused = {name for name in ("ue", "r", "qu", "qd", "wqu") if not plan.asked & _NAMES[name]}
+    variables = [name for name in _VARIABLES if name not in unused]
+    with _autograd() if factor is not None else torch.no_grad():
+        if factor is not None:
+            for name in variables:
+                found[name] = found[name].detach().requires_grad_()
+            if not plan.asked & WQU:
+                found["wqu"] = found["qu"]
+        row = Row(found, w_y, classes)
+        values = FORMULAS[spec.name].function(row, *spec.parameters)
+        if spec.z_loss:
+            values = values + _z_loss(row, spec.z_loss)
+        if factor is None:
+            return values, None
+        upstream = factor.double() if isinstance(factor, Tensor) else torch.full_like(zero, factor)
+        leaves = [found[name] for name in variables]
+        grads = torch.autograd.grad(values, leaves, upstream, allow_unused=True)
+    slopes = {name: x for name, x in zip(variables, grads, strict=True) if x is not None}
+    return values.detach(), _coefficients(plan, found, slopes, w_y, y)
+
+
+def _coefficients(
+    plan: Plan,
+    found: dict[str, Tensor],
+    slopes: dict[str, Tensor],
+    w_y: float | Tensor,
+    y: Tensor,
+) -> Tensor:
+    """The coefficients of the gradient from the derivatives for the sums."""
+    u_y = found["u_y"].detach()
+    zero = torch.zeros_like(u_y)
+    e, ue, r, qu, qd, wqu, of_y, of_top = (slopes.get(name, zero) for name in _VARIABLES)
+    from_e, from_ue, from_r, from_q = e + ue, ue, r / plan.tau, qu - qd
+    at_target, at_top, top_at = of_y + from_e * u_y.exp(), zero, zero - 1
+    if plan.asked & UE:
+        at_target = at_target + ue * (u_y * u_y.exp()).masked_fill(u_y == -math.inf, 0.0)
+    if plan.asked & R:
+        at_target = at_target + from_r * (u_y / plan.tau).exp()
+    if plan.masses != NO_MASSES:
+        at_target = at_target + (from_q + wqu * w_y) * found["q_y"]
+    if plan.asked & TOP:
+        top_at = found["top_at"]
+        at_target = at_target + of_top.masked_fill(top_at != y, 0.0)
+        at_top = from_e + from_r + of_top + (0.0 if plan.masses == BEYOND_MARGIN else from_q)
+    return torch.stack(
+        [
+            *(found["top"], found["source_top"], from_e, from_ue, from_r),
+            *(from_q, wqu, at_target, top_at, at_top),
+        ],
+        1,
+    )
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Make autograd work inside an operator of torch.compile, where PyTorch switches it off."""
+    off = torch._C._dispatch_tls_local_exclude_set()
+    guard = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(),
+        off.remove(torch._C.DispatchKey.AutogradFunctionality),
+    )
+    with guard, torch.enable_grad():
+        yield

@@ -1,0 +1,225 @@
+"""The losses that are formulas of sums: each backend against the reference in float64."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import labo
+from conftest import LOSS_CASES, LossCase
+from labo import functional as F
+from labo.fused import algebra, dispatch, native
+from labo.fused.algebra import FormulaSpec
+
+# Losses with these options are left to the reference.
+REFERENCE_ONLY = {"labo-grad", "eaft-top", "ger", "kd-standardized"}
+CASES = [
+    case
+    for case in LOSS_CASES
+    if "impl" in inspect.signature(case.function).parameters and case.name not in REFERENCE_ONLY
+]
+Z_LOSS = [
+    LossCase("ce-z", F.cross_entropy_loss, {"z_loss": 1e-3}),
+    LossCase("ls-z", F.label_smoothing_loss, {"z_loss": 1e-3}),
+    LossCase("labo-z", F.labo_loss, {"z_loss": 1e-3}),
+    LossCase("labo-fixed-z", F.labo_loss, {"alpha": 0.3, "z_loss": 1e-3}),
+    LossCase("fl-z", F.focal_loss, {"z_loss": 1e-3}),
+    LossCase("z", F.z_loss, {"lam": 1e-3}),
+]
+BACKENDS = ["blocked", "native"]
+
+each_case = pytest.mark.parametrize("case", CASES + Z_LOSS, ids=lambda case: case.name)
+each_backend = pytest.mark.parametrize("impl", BACKENDS)
+
+
+def hard_rows(classes: int = 135, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Ordinary rows, and rows with masked classes, large logits, a sure prediction, NaN."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(7, classes, generator=generator)
+    target = torch.randint(3, classes, (7,), generator=generator)
+    logits[1, : classes // 3] = -math.inf
+    target[1] = classes - 1
+    logits[2] *= 1000
+    logits[3, target[3]] = 40.0
+    logits[4] = math.nan
+    target[4] = -100
+    logits[5, 1] = logits[5].max() + 2  # the maximum, and not the target
+    return logits.to(dtype), target
+
+
+def both(case: LossCase, logits: Tensor, target: Tensor, extra: tuple[Tensor, ...], **arguments):
+    """Values of the rows, and their gradients with a different factor each."""
+    leaf = logits.detach().requires_grad_()
+    value = case(leaf, target, extra=extra, reduction="none", **arguments)
+    upstream = torch.linspace(-1, 2, len(target)).to(value.dtype)
+    (slope,) = torch.autograd.grad(value, leaf, upstream)
+    return value.detach().double(), slope.double()
+
+
+@each_case
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda x: str(x)[6:])
+def test_values_and_gradients(case, impl, dtype):
+    """The error is that of the reference in the same dtype, plus some rounding."""
+    logits, target = hard_rows(dtype=dtype)
+    extra = case.extra(logits.nan_to_num().clamp(-50, 50))
+    weight = torch.linspace(0, 2, logits.shape[1])
+    for given in (None, weight):
+        exact, exact_slope = both(
+            case, logits.double(), target, extra, impl="reference", weight=given
+        )
+        naive, naive_slope = both(case, logits, target, extra, impl="reference", weight=given)
+        value, slope = both(case, logits, target, extra, impl=impl, weight=given)
+        scale = exact.abs().clamp(min=1)
+        assert ((value - exact).abs() / scale <= (naive - exact).abs() / scale + 4e-6).all()
+        size = exact_slope.abs().amax(1, keepdim=True).clamp(min=1)
+        step = 4 * torch.finfo(dtype).eps
+        error = (slope - exact_slope).abs() / size
+        assert (error <= (naive_slope - exact_slope).abs() / size + step).all()
+        assert slope[4].count_nonzero() == 0
+        assert slope[1, : logits.shape[1] // 3].count_nonzero() == 0
+
+
+@each_case
+@each_backend
+def test_not_finite(case, impl):
+    """Rows with a masked target, a NaN, a +inf and no class agree with the reference."""
+    logits, target = torch.randn(4, 20), torch.arange(4)
+    extra = case.extra(logits)
+    logits[0, 0] = -math.inf
+    logits[1, 7] = math.nan
+    logits[2, 9] = math.inf
+    logits[3] = -math.inf
+    value = case(logits, target, extra=extra, impl=impl, reduction="none")
+    expected = case(logits, target, extra=extra, impl="reference", reduction="none")
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
+    assert value[1:3].isnan().all()
+
+
+@each_case
+def test_layouts_in_place_and_half_types(case):
+    logits, target = hard_rows()
+    logits, target = logits[[0, 3, 5]], target[[0, 3, 5]]
+    extra = case.extra(logits)
+    value, slope = both(case, logits, target, extra, impl="native")
+    strided = torch.stack([logits, logits], 2)[:, :, 0]
+    for found, expected in zip(both(case, strided, target, extra), (value, slope), strict=True):
+        assert torch.equal(found, expected)
+    output = logits.clone().requires_grad_() * 1
+    found = case(output, target, extra=extra, inplace=True, reduction="none")
+    (over,) = torch.autograd.grad(found, output, torch.linspace(-1, 2, 3))
+    assert over.data_ptr() == output.data_ptr()
+    assert torch.equal(over.double(), slope)
+    half, half_slope = both(case, logits.half(), target, extra)
+    exact, exact_slope = both(case, logits.half().double(), target, extra, impl="reference")
+    torch.testing.assert_close(half, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(half_slope, exact_slope, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_every_instruction_set(isa):
+    usual = native.instruction_set()
+    logits, target = hard_rows(1037)
+    teacher = torch.randn(logits.shape)
+    try:
+        assert native.select_instruction_set("portable")
+        if not native.select_instruction_set(isa):
+            return
+        for case in CASES:
+            if case.name in ("kd", "mbls", "maxsup", "cp", "ols", "pskd"):
+                extra = (teacher,) if case.has_teacher else case.extra(logits)
+                weight = torch.rand(1037)
+                value, slope = both(case, logits, target, extra, impl="native", weight=weight)
+                exact = both(case, logits.double(), target, extra, impl="reference", weight=weight)
+                torch.testing.assert_close(value, exact[0], rtol=4e-6, atol=4e-6)
+                torch.testing.assert_close(slope, exact[1], rtol=4e-6, atol=4e-6)
+    finally:
+        native.select_instruction_set(usual)
+
+
+def test_a_teacher_in_another_dtype_and_masked_for_the_student():
+    """A class that the student has masked does not count, however large its teacher's logit."""
+    logits, target = torch.randn(3, 40), torch.tensor([1, 2, 3])
+    logits[:, 30:] = -math.inf
+    teacher = torch.randn(3, 40)
+    teacher[:, 35] = 1e4
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        given = teacher.to(dtype)
+        for impl in BACKENDS:
+            value = F.distillation_loss(logits, target, given, impl=impl)
+            expected = F.distillation_loss(logits.double(), target, given.double())
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ties_of_the_maximum():
+    """The first of several largest logits gets the gradient of the maximum, as in the reference."""
+    logits, target = torch.zeros(2, 2000), torch.tensor([3, 0])
+    logits[:, 1500:1510] = 2.0
+    for function in (F.max_suppression_loss, F.margin_smoothing_loss):
+        case = LossCase("tie", function, {"lam": 0.5})
+        _, expected = both(case, logits.double(), target, (), impl="reference")
+        for impl in BACKENDS:
+            _, slope = both(case, logits, target, (), impl=impl)
+            torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_do_not_depend_on_their_neighbours_or_threads():
+    logits, target = torch.randn(64, 9000), torch.randint(9000, (64,))
+    case = next(case for case in CASES if case.name == "cp")
+    value, slope = both(case, logits, target, ())
+    upstream = torch.linspace(-1, 2, 64)
+    for row in (0, 40):
+        leaf = logits[row : row + 1].clone().requires_grad_()
+        alone = F.confidence_penalty_loss(leaf, target[row : row + 1], reduction="none")
+        (grad,) = torch.autograd.grad(alone, leaf, upstream[row : row + 1])
+        assert torch.equal(alone.detach().double(), value[row : row + 1])
+        assert torch.equal(grad.double(), slope[row : row + 1])
+
+
+def test_what_is_fused():
+    """Losses with ``impl`` are fused by default, and refuse options that are not."""
+    logits, target = torch.randn(3, 9, requires_grad=True), torch.tensor([0, 1, 2])
+    assert type(F.focal_loss(logits, target).grad_fn).__name__ == "_GradientWithValueBackward"
+    for call in (
+        lambda: F.eaft_loss(logits, target, top_k=2, impl="native"),
+        lambda: F.generalized_entropy_loss(logits, target, alpha=0.5, impl="native"),
+        lambda: F.distillation_loss(logits, target, logits, standardize=True, impl="native"),
+    ):
+        with pytest.raises(ValueError, match="this option of the loss"):
+            call()
+    # the plain formula can be differentiated twice
+    value = F.focal_loss(logits, target, impl="reference")
+    (slope,) = torch.autograd.grad(value, logits, create_graph=True)
+    slope.square().sum().backward()
+
+
+def test_an_operator_names_a_formula():
+    for spec in (labo.FocalLoss(gamma=2.0).spec(), labo.LABOLoss().spec()):
+        loss = dispatch.RowLoss(None, -100, "blocked", spec)
+        assert dispatch.RowLoss.unpack(*loss.pack()) == loss
+    described = labo.FocalLoss(gamma=2.0, z_loss=1e-4).spec()
+    assert described == FormulaSpec("focal", (2.0, 0.0), 1e-4)
+
+
+def test_a_new_formula_needs_no_kernel():
+    """The example of docs/add_a_method.md."""
+
+    @algebra.formula()
+    def generalized(row: algebra.Row, gamma: float) -> Tensor:
+        return row.weigh(-torch.expm1(gamma * row.log_p_y()) / gamma)
+
+    try:
+        logits, target = torch.randn(4, 50, requires_grad=True), torch.arange(4)
+        for backend in BACKENDS:
+            loss = dispatch.RowLoss(None, -100, backend, generalized(0.7))
+            values, grad = loss.rows(logits.detach(), target, 1.0)
+            p = logits.softmax(-1)[torch.arange(4), target]
+            expected = (1 - p**0.7) / 0.7
+            torch.testing.assert_close(values, expected.detach())
+            torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
+    finally:
+        del algebra.FORMULAS["generalized"]
