@@ -1240,8 +1240,8 @@ class HeldLABOLoss(_Loss):
         fast = {"impl": impl, "inplace": inplace}
         super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
-    def spec(self) -> RowSpec | None:
-        return spec.labo(self.tau, self.alpha, self.rho)
+    def spec(self, teacher: bool = True) -> Spec | None:
+        return None if teacher else spec.labo(self.tau, self.alpha, self.rho)
 
 
 class ConNetLoss(_Loss):

@@ -197,7 +197,7 @@ def test_a_run_of_any_length_starts_at_once(tmp_path):
 @pytest.mark.parametrize("average_last", [0, 2, 5])
 def test_which_steps_are_evaluated_and_averaged(eval_every, total, average_last):
     """Against the list of them."""
-    trainer = object.__new__(loop.Trainer)
+    trainer = object.__new__(Trainer)
     trainer.recipe = load_recipe(
         "digits", [f"train.eval_every={eval_every}", f"train.average_last={average_last}"]
     )

@@ -264,7 +264,9 @@ def _rows(loss: _Loss, target: Tensor, extras: Extras) -> ChunkRows:
     """The rows of a call, as a chunk loop computes them."""
     split = isinstance(loss, shards.ShardedRows)
     group = loss.group if isinstance(loss, shards.ShardedRows) else None
-    return ChunkRows(target, loss.for_chunk, loss.weight, loss.ignore_index, extras, group, split=split)
+    return ChunkRows(
+        target, loss.for_chunk, loss.weight, loss.ignore_index, extras, group, split=split
+    )
 
 
 def _run(
