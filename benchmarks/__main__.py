@@ -113,16 +113,44 @@ def linear_time(smoke: bool) -> list[Row]:
             (ours, "torch linear_cross_entropy (CE)", 0.85),
         ]
         rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, goals)
-    return rows
+    with_metrics: list[tuple[str, str, float | None]] = [
+        ("labo.linear_loss LABO, metrics", "three matrix products", 1.10),
+        ("labo.linear_loss LABO, metrics", "labo.linear_loss LABO", 1.03),
+    ]
+    rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, with_metrics)
+    names = ("labo.linear_loss LABO", "torch linear + LS")
+    half = contenders.linear_losses(n, d, v, names=names, dtype=torch.bfloat16)
+    goals = [("labo.linear_loss LABO", "torch linear + LS", 0.80)]
+    work_name = f"output layer + loss, bfloat16, N={n} D={d} V={v}"
+    return rows + _compare(work_name, race(half, 1 if smoke else 3), goals)
+
+
+def distilling(smoke: bool) -> list[Row]:
+    """A teacher's output layer beside that of the student, and 64 stored classes."""
+    n, d, v = (32, 16, 256) if smoke else (4096, 512, 32768)
+    times = race(contenders.distillation(n, d, v), 1 if smoke else 3)
+    rival = "torch linear + KD"
+    rows = _compare(
+        f"distillation, N={n} D={d} V={v}",
+        times,
+        [("labo.linear_loss KD", rival, 0.80), ("labo.linear_loss top-64", rival, 0.70)],
+    )
+    names = ("labo.linear_loss KD", "labo.linear_loss top-64", rival)
+    used = {name: in_fresh_process(name, n, d, v) / 2**20 for name in names}
+    work = f"distillation, extra memory, N={n} D={d} V={v}"
+    return rows + [
+        Row(work, ours, rival, used[ours], used[rival], "MiB", 0.15) for ours in names[:2]
+    ]
 
 
 def linear_memory(smoke: bool) -> list[Row]:
     n, d, v = (64, 16, 512) if smoke else (4096, 512, 32768)
-    names = ["labo.linear_loss LABO", "labo.linear_loss LS", "torch linear + LS"]
+    names = ["labo.linear_loss LABO", "labo.linear_loss LABO, metrics"]
+    names += ["labo.linear_loss LS", "torch linear + LS"]
     names += ["torch linear_cross_entropy (CE)"]
     used = {name: in_fresh_process(name, n, d, v) / 2**20 for name in names}
     rows = []
-    for ours in names[:2]:
+    for ours in names[:3]:
         for rival, goal in (("torch linear + LS", 0.10), ("torch linear_cross_entropy (CE)", 1.0)):
             work = f"extra memory, N={n} D={d} V={v}"
             rows.append(Row(work, ours, rival, used[ours], used[rival], "MiB", goal))
@@ -279,6 +307,7 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "large": logits_large,
     "small": logits_small,
     "linear": linear_time,
+    "distillation": distilling,
     "memory": linear_memory,
     "growth": linear_growth,
     "steps": training_steps,

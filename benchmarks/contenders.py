@@ -92,16 +92,25 @@ def three_products(x: Tensor, weight: Tensor) -> Work:
 
 
 def linear_losses(
-    rows: int, width: int, classes: int, *, names: tuple[str, ...] | None = None
+    rows: int,
+    width: int,
+    classes: int,
+    *,
+    names: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Work]:
     """Output layer and loss: (rows, width) x (classes, width)."""
     x, weight, target = _linear_inputs(rows, width, classes)
+    x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
 
     def layer_then_ls(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight), target, label_smoothing=0.1)
 
     losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "labo.linear_loss LABO": lambda x, w, y: labo.linear_loss(x, w, y, labo.LABOLoss()),
+        "labo.linear_loss LABO, metrics": lambda x, w, y: labo.linear_loss(
+            x, w, y, labo.LABOLoss(), return_metrics=True
+        )[0],
         "labo.linear_loss LS": lambda x, w, y: labo.linear_loss(
             x, w, y, labo.LabelSmoothingLoss(alpha=0.1)
         ),
@@ -126,6 +135,45 @@ def linear_losses(
         if names is None or name in names:
             work[name] = partial(run, loss)
     return work
+
+
+def distillation(
+    rows: int, width: int, classes: int, *, names: tuple[str, ...] | None = None
+) -> dict[str, Work]:
+    """Cross entropy and KL divergence to a teacher with an output layer of twice the width."""
+    x, weight, target = _linear_inputs(rows, width, classes)
+    with torch.no_grad():
+        hidden, head = torch.randn(rows, 2 * width), torch.randn(classes, 2 * width) * 0.02
+        k = min(64, classes)
+        stored = (torch.randint(classes, (rows, 1)) + torch.arange(k)) % classes
+        log_p = torch.randn(rows, k).log_softmax(-1) - 0.1  # a tenth of the mass is elsewhere
+
+    def eager() -> Tensor:
+        with torch.no_grad():
+            teacher = F.linear(hidden, head).softmax(-1)
+        log_q = F.linear(x, weight).log_softmax(-1)
+        return 0.5 * F.nll_loss(log_q, target) + 0.5 * F.kl_div(
+            log_q, teacher, reduction="batchmean"
+        )
+
+    dense, top = labo.DistillationLoss(alpha=0.5, tau=1.0), labo.TopKDistillationLoss(alpha=0.5)
+    losses: dict[str, Callable[[], Tensor]] = {
+        "labo.linear_loss KD": lambda: labo.linear_loss(
+            x, weight, target, dense, teacher_logits=(hidden, head)
+        ),
+        "labo.linear_loss top-64": lambda: labo.linear_loss(
+            x, weight, target, top, teacher_logits=(stored, log_p)
+        ),
+        "torch linear + KD": eager,
+    }
+
+    def run(loss: Callable[[], Tensor]) -> None:
+        loss().backward()
+        x.grad = weight.grad = None
+
+    return {
+        name: partial(run, loss) for name, loss in losses.items() if names is None or name in names
+    }
 
 
 # ------------------------------------------------------------------ whole training steps

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from .contenders import linear_losses
+from .contenders import Work, distillation, linear_losses
 
 
 def _status(key: str) -> int:
@@ -21,11 +21,19 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
+def _work(name: str, rows: int, width: int, classes: int) -> Work:
+    for contenders in (linear_losses, distillation):
+        found = contenders(rows, width, classes, names=(name,))
+        if found:
+            return found[name]
+    raise SystemExit(f"no contender {name}")
+
+
 def measure(name: str, rows: int, width: int, classes: int) -> int:
     """Extra bytes at the peak of one forward + backward, in this process."""
     # Once at a tiny size: libraries, thread pools and compiled code are not measured.
-    linear_losses(8, width, 64, names=(name,))[name]()
-    work = linear_losses(rows, width, classes, names=(name,))[name]
+    _work(name, 8, width, 64)()
+    work = _work(name, rows, width, classes)
     if "compiled" in name:
         work()
     with open("/proc/self/clear_refs", "w") as reset:

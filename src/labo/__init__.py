@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .fused.linear import TeacherHead as TeacherHead
     from .fused.linear import linear_loss as linear_loss
     from .fused.metrics import LossMetrics as LossMetrics
+    from .fused.quantized import QuantizedWeight as QuantizedWeight
     from .losses import *  # noqa: F403
 
 _MODULES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "LinearLossOptions": "fused.linear",
     "LossMetrics": "fused.metrics",
     "LowRankWeight": "fused.adapted",
+    "QuantizedWeight": "fused.quantized",
     "TeacherHead": "fused.linear",
     "backends": "fused.dispatch",
     "linear_loss": "fused.linear",

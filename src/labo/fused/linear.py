@@ -27,6 +27,7 @@ from . import metrics, shards
 from .adapted import LowRankWeight, adapted_loss
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
+from .quantized import QuantizedWeight, as_weight
 from .spec import RowSpec, Spec
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
@@ -112,18 +113,28 @@ class _Head:
     """The output layer: hidden states (N, D), weight (V, D), bias (V,), and a cap or None."""
 
     input: Tensor
-    weight: Tensor
+    weight: Any  # a tensor, or a QuantizedWeight
     bias: Tensor | None
     softcap: float | None = None
 
     def logits(self, part: slice, out: Tensor | None = None) -> Tensor:
         """(rows of the chunk, V)."""
         rows = self.input[part]
-        if self.bias is None:
+        if isinstance(self.weight, QuantizedWeight):
+            buffer = rows.new_empty(len(rows), len(self.weight)) if out is None else out
+            logits = self.weight.logits(rows, self.bias, buffer)
+        elif self.bias is None:
             logits = torch.mm(rows, self.weight.T, out=out)
         else:
             logits = torch.addmm(self.bias, rows, self.weight.T, out=out)
         return logits if self.softcap is None else _cap(logits, self.softcap, out=logits)
+
+    def hidden_gradient(self, grad: Tensor, out: Tensor) -> None:
+        """From the gradient of the logits of a chunk to that of its hidden states."""
+        if isinstance(self.weight, QuantizedWeight):
+            self.weight.times(grad, out)
+        else:
+            torch.mm(grad, self.weight, out=out)
 
 
 def _cap(logits: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
@@ -285,7 +296,7 @@ def _run(
     if needs[1]:  # written by the first chunk; the others add to it
         make = torch.empty_like if count else torch.zeros_like
         d_weight = make(head.weight, dtype=accurate, memory_format=torch.contiguous_format)
-    d_bias = head.weight.new_zeros(classes, dtype=accurate) if needs[2] else None
+    d_bias = head.input.new_zeros(classes, dtype=accurate) if needs[2] else None
     chunks = _chunks(count, most)
     longest = max((part.stop - part.start for part in chunks), default=0)
     buffer = head.input.new_empty(longest, classes)
@@ -302,7 +313,7 @@ def _run(
         if slopes is not None:
             grad.mul_(slopes[:length])
         if d_input is not None:
-            torch.mm(grad, head.weight, out=d_input[part])
+            head.hidden_gradient(grad, out=d_input[part])
         if d_weight is not None:
             _add_product(d_weight, grad, head.input[part], first=part.start == 0)
         if d_bias is not None:
@@ -310,7 +321,7 @@ def _run(
     if d_weight is not None:
         d_weight = d_weight.to(head.weight.dtype)
     if d_bias is not None:
-        d_bias = d_bias.to(head.weight.dtype)
+        d_bias = d_bias.to(head.input.dtype)
     return values, d_input, d_weight, d_bias
 
 
@@ -369,16 +380,17 @@ class _GradientsLater(torch.autograd.Function):
         rows: ChunkRows,
         most: int,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, bias, rows.target)
-        ctx.fixed = (softcap, rows, most)
+        quantized = isinstance(weight, QuantizedWeight)
+        ctx.save_for_backward(input, None if quantized else weight, bias, rows.target)
+        ctx.fixed = (softcap, rows, most, weight if quantized else None)
         return _run(_Head(input, weight, bias, softcap), rows, most)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        softcap, rows, most = ctx.fixed
+        softcap, rows, most, quantized = ctx.fixed
         input, weight, bias, _ = ctx.saved_tensors
-        head = _Head(input, weight, bias, softcap)
+        head = _Head(input, weight if quantized is None else quantized, bias, softcap)
         grads = _run(head, rows, most, upstream, ctx.needs_input_grad[:3])[1:]
         return (*grads, *(None,) * 3)
 
@@ -386,7 +398,7 @@ class _GradientsLater(torch.autograd.Function):
 @overload
 def linear_loss(
     input: Tensor,
-    linear_weight: Tensor | LowRankWeight,
+    linear_weight: Tensor | LowRankWeight | QuantizedWeight,
     target: Tensor,
     loss: nn.Module,
     *,
@@ -402,7 +414,7 @@ def linear_loss(
 @overload
 def linear_loss(
     input: Tensor,
-    linear_weight: Tensor | LowRankWeight,
+    linear_weight: Tensor | LowRankWeight | QuantizedWeight,
     target: Tensor,
     loss: nn.Module,
     *,
@@ -417,7 +429,7 @@ def linear_loss(
 ) -> tuple[Tensor, metrics.LossMetrics]: ...
 def linear_loss(
     input: Tensor,
-    linear_weight: Tensor | LowRankWeight,
+    linear_weight: Tensor | LowRankWeight | QuantizedWeight,
     target: Tensor,
     loss: nn.Module,
     *,
@@ -441,7 +453,8 @@ def linear_loss(
         input: (..., D) hidden states.
         linear_weight: (V, D). A DTensor that is split over the classes is used where it is (see
             :mod:`labo.fused.parallel`), one that FSDP2 has split is gathered. Or a
-            :class:`labo.LowRankWeight`, for a layer with a LoRA or DoRA adapter.
+            :class:`labo.LowRankWeight`, for a layer with a LoRA or DoRA adapter. Or a frozen
+            quantized weight, see :class:`labo.QuantizedWeight`.
         target: (...) class indices or (..., V) class probabilities.
         loss: any row-wise loss Module of the library, or a :class:`labo.Warmup` of two.
         linear_bias: (V,).
@@ -495,22 +508,24 @@ def linear_loss(
     if active is not loss and active.teacher_argument is None:
         teacher_logits = None  # as in Warmup.forward
     adapter = None
+    linear_weight = as_weight(linear_weight)
+    custom = isinstance(linear_weight, LowRankWeight | QuantizedWeight)
+    if custom and torch.compiler.is_compiling():
+        return _eagerly(
+            input,
+            linear_weight,
+            target,
+            loss,
+            linear_bias=linear_bias,
+            softcap=softcap,
+            teacher_logits=teacher_logits,
+            token_weight=token_weight,
+            z_loss=z_loss,
+            return_metrics=return_metrics,
+            impl=impl,
+            options=options,
+        )
     if isinstance(linear_weight, LowRankWeight):
-        if torch.compiler.is_compiling():
-            return _eagerly(
-                input,
-                linear_weight,
-                target,
-                loss,
-                linear_bias=linear_bias,
-                softcap=softcap,
-                teacher_logits=teacher_logits,
-                token_weight=token_weight,
-                z_loss=z_loss,
-                return_metrics=return_metrics,
-                impl=impl,
-                options=options,
-            )
         adapter, linear_weight = linear_weight, linear_weight.base
     head, labels = _check(input, linear_weight, linear_bias, softcap, target, active)
     teacher = _check_teacher(teacher_logits, active, input.shape[:-1], len(head.weight))
@@ -717,12 +732,12 @@ def _in_autocast_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _check_layer(
-    names: Sequence[str], input: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    names: Sequence[str], input: Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Tensor, Any, Tensor | None]:
     """Refuse tensors that are not input, weight and bias of a linear layer; autocast them."""
-    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+    if len(weight.shape) != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         hint = ""
-        if weight.dim() == 1:
+        if len(weight.shape) == 1:
             hint = (
                 "; FullyShardedDataParallel and ZeRO-3 flatten parameters outside of the forward "
                 "pass of their module: use a LinearLoss inside of the wrapped model"
@@ -733,20 +748,21 @@ def _check_layer(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{names[2]} must have shape ({len(weight)},), got {tuple(bias.shape)}")
-    input_, weight_, bias = _in_autocast_dtype(input, weight, bias)
+    quantized = isinstance(weight, QuantizedWeight)  # its products have the dtype of the input
+    input_, dense, bias = _in_autocast_dtype(input, None if quantized else weight, bias)
     assert input_ is not None
-    assert weight_ is not None
-    if len({x.dtype for x in (input_, weight_, bias) if x is not None}) > 1:
+    if len({x.dtype for x in (input_, dense, bias) if x is not None}) > 1:
+        kind = "" if dense is None else f" ({dense.dtype})"
         raise ValueError(
-            f"{names[0]} ({input_.dtype}), {names[1]} ({weight_.dtype}) and {names[2]} must have "
+            f"{names[0]} ({input_.dtype}), {names[1]}{kind} and {names[2]} must have "
             "the same dtype, unless autocast is on"
         )
-    return input_, weight_, bias
+    return input_, weight if dense is None else dense, bias
 
 
 def _check(
     input: Tensor,
-    weight: Tensor,
+    weight: Any,
     bias: Tensor | None,
     softcap: float | None,
     target: Tensor,
@@ -763,7 +779,7 @@ def _check(
 
 
 def _lay_out(
-    input: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, loss: RowwiseLoss
+    input: Tensor, weight: Any, bias: Tensor | None, softcap: float | None, loss: RowwiseLoss
 ) -> _Head:
     """The output layer with its rows, (N, D), in the dtype of autocast if that is on."""
     if loss.dim != -1:

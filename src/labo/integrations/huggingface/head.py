@@ -360,7 +360,8 @@ def _eval_logits(
     version = None if weight.is_inference() else weight._version
 
     def compute() -> Tensor:
-        freed = weight.untyped_storage().size() == 0  # FSDP, after the forward pass
+        # FSDP, after the forward pass; a quantized tensor is a wrapper
+        freed = type(weight.data) is Tensor and weight.untyped_storage().size() == 0
         if freed or (version is not None and weight._version != version):
             raise ValueError(
                 "the logits of a fused model are computed when they are used, and its output layer "

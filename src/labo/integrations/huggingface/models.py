@@ -237,11 +237,14 @@ def find_head(model: Any) -> nn.Linear:
     weight = getattr(head, "weight", None)
     if is_dtensor(weight):
         raise _sharded(name, "a DTensor")
+    if _is_quantized(head, weight) and type(head) is nn.Linear and _by_rows(weight):
+        return head  # linear_loss dequantizes it
     if _is_quantized(head, weight):
         raise ValueError(
-            f"the output layer of {name} is quantized ({kind}). Exclude it from "
-            "quantization (llm_int8_skip_modules or modules_to_not_convert in the quantization "
-            "config), or use regularize(trainer, loss), which works on the logits"
+            f"the output layer of {name} is quantized ({kind}), and not as a frozen tensor of "
+            "torchao. Exclude it from quantization (llm_int8_skip_modules or "
+            "modules_to_not_convert in the quantization config), use regularize(trainer, loss), "
+            "which works on the logits, or give linear_loss a labo.QuantizedWeight"
         )
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -258,6 +261,12 @@ def _is_quantized(head: nn.Module, weight: Any) -> bool:
     if not isinstance(weight, Tensor):
         return False
     return not weight.is_floating_point() or type(weight.data) is not Tensor
+
+
+def _by_rows(weight: Any) -> bool:
+    """Whether this is a frozen tensor that can be dequantized, such as those of torchao."""
+    own = type(weight.data).dequantize is not Tensor.dequantize
+    return own and weight.is_floating_point() and not weight.requires_grad
 
 
 def _sharded(name: str, how: str) -> ValueError:

@@ -1,0 +1,84 @@
+"""A frozen, quantized output layer for :func:`labo.linear_loss`, dequantized by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import is_dtensor
+
+# Bytes of the dequantized classes that are in memory at a time.
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight (V, D) of which some rows are dequantized at a time, as ``linear_weight``.
+
+    It is frozen: hidden states and bias get gradients. Products are in the dtype of the hidden
+    states. Tensors that can be sliced and have a method
+    ``dequantize()``, as those of torchao, are taken by ``linear_loss`` as they are. For other
+    libraries give the function. Each chunk of hidden states dequantizes the weight once for the
+    logits and once for the gradient, so few large chunks are faster.
+
+    Args:
+        rows: ``rows(first, last)`` returns the dequantized rows, (last - first, D).
+        shape: (V, D).
+
+    Example:
+        >>> from labo import LABOLoss, linear_loss
+        >>> eighths = torch.eye(4, 2).mul(8).to(torch.int8)
+        >>> weight = QuantizedWeight(lambda first, last: eighths[first:last] / 8, (4, 2))
+        >>> linear_loss(torch.ones(3, 2), weight, torch.tensor([0, 1, 1]), LABOLoss(tau=1.25))
+        tensor(1.2238)
+    """
+
+    rows: Callable[[int, int], Tensor]
+    shape: tuple[int, int]
+
+    requires_grad = False
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        classes, width = self.shape
+        size = max(1, _BLOCK_BYTES // (max(1, width) * dtype.itemsize))
+        for first in range(0, classes, size):
+            last = min(first + size, classes)
+            yield slice(first, last), self.rows(first, last).detach().to(dtype)
+
+    def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """hidden W^T + bias, (N, V), written to ``out``."""
+        for part, block in self._blocks(hidden.dtype):
+            out[:, part] = nn.functional.linear(hidden, block, None if bias is None else bias[part])
+        return out
+
+    def times(self, grad: Tensor, out: Tensor) -> Tensor:
+        """grad W, (N, D), written to ``out``; half types are summed in float32."""
+        total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        for part, block in self._blocks(grad.dtype):
+            total += grad[:, part] @ block
+        return out.copy_(total)
+
+
+def as_weight(weight: Any) -> Any:
+    """A quantized tensor as a :class:`QuantizedWeight`; anything else as it is."""
+    if not isinstance(weight, Tensor) or is_dtensor(weight):
+        return weight
+    if type(weight).dequantize is Tensor.dequantize:  # a plain tensor
+        return weight
+    if weight.requires_grad:
+        raise ValueError(
+            f"linear_weight is quantized ({type(weight).__name__}), and linear_loss computes no "
+            "gradient for it: freeze it with requires_grad_(False)"
+        )
+
+    def rows(first: int, last: int) -> Tensor:
+        return weight[first:last].dequantize()
+
+    return QuantizedWeight(rows, (weight.shape[0], weight.shape[1]))

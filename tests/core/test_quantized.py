@@ -1,0 +1,89 @@
+"""A quantized output layer: values and gradients of the dequantized one, by blocks of classes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import labo
+from labo.fused import quantized
+from probes import LargestTensor
+
+N, D, V = 12, 8, 21
+
+
+class Eighths(torch.Tensor):
+    """Numbers in units of 1/8 as int8, with what a tensor of torchao has: slices, dequantize()."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes = codes
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return Eighths(args[0].codes[args[1]])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} on the quantized tensor")
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes.float() / 8
+
+
+@pytest.fixture
+def problem(monkeypatch):
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 5 * D * 4)  # five classes
+    torch.manual_seed(0)
+    codes = torch.randint(-20, 20, (V, D), dtype=torch.int8)
+    target = torch.randint(V, (N,))
+    target[2] = -100
+    return torch.randn(N, D), Eighths(codes), torch.randn(V), target
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("loss", [labo.LABOLoss, labo.FocalLoss])
+@pytest.mark.parametrize("mode", ["plain", "autocast"])
+def test_equals_the_dequantized_layer(problem, loss, reduction, mode):
+    x, weight, bias, target = problem
+
+    def step(x, b, w):
+        return labo.linear_loss(
+            x,
+            w,
+            target,
+            loss(reduction=reduction),
+            linear_bias=b,
+            softcap=5.0,
+            z_loss=0.1,
+            options=labo.LinearLossOptions(batch_chunk_size=5),
+        ).sum()
+
+    results = []
+    for given in (weight, weight.dequantize()):
+        leaves = [t.clone().requires_grad_() for t in (x, bias)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            value = step(*leaves, given)
+        results.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    tolerance = 2e-2 if mode == "autocast" else 1e-5
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_the_weight_is_never_whole(problem):
+    x, weight, _, target = problem
+    x.requires_grad_()
+    with LargestTensor() as seen:
+        labo.linear_loss(
+            x, weight, target, labo.LABOLoss(), options=labo.LinearLossOptions(batch_chunk_size=2)
+        ).backward()
+    assert seen.largest < V * D
+
+
+def test_a_weight_that_is_trained_is_refused(problem):
+    x, weight, _, target = problem
+    with pytest.raises(ValueError, match=r"linear_weight is quantized \(Eighths\).*freeze it"):
+        labo.linear_loss(x, weight.requires_grad_(), target, labo.LABOLoss())
