@@ -21,7 +21,7 @@ from rich.table import Table
 
 import labo
 
-from . import contenders, huggingface, parallel, translation
+from . import contenders, huggingface, parallel, training, translation
 from .memory import in_fresh_process
 from .plot import line_chart
 from .race import race
@@ -227,6 +227,23 @@ def _evaluation(size: huggingface.Size) -> list[Row]:
     ]
 
 
+def lab_training(smoke: bool) -> list[Row]:
+    """Steps of ``labo train`` beside those of the Hugging Face Trainer and of a plain loop."""
+    size = training.SMOKE if smoke else training.FULL
+    rows = []
+    with training.language_model(size) as turns:
+        times = training.take_turns(turns, size.steps, size.turns)
+        work = f"lab, Llama, {size.tokens} tokens, V={size.vocabulary}"
+        goal = 1 / 1.2
+        pairs = [(ours, "Trainer CE", goal) for ours in ("labo train CE", "labo train LABO")]
+        rows += _compare(work, times, [*pairs])
+    with training.vision_transformer(size) as turns:
+        times = training.take_turns(turns, size.steps, size.turns)
+        work = f"lab, ViT-Lite, {size.images} images"
+        rows += _compare(work, times, [("labo train LS", "plain loop LS", 1.02)])
+    return rows
+
+
 def translating(smoke: bool) -> list[Row]:
     """Training and decoding compared with other toolkits, each in its own process."""
     found = translation.take_turns(smoke)
@@ -313,6 +330,7 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "steps": training_steps,
     "parallel": vocabulary_parallel,
     "huggingface": language_model,
+    "training": lab_training,
     "translation": translating,
 }
 

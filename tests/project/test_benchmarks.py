@@ -25,6 +25,15 @@ def test_two_processes(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the Trainer and of its DataLoader
+def test_training_of_the_lab(tmp_path):
+    main = importlib.import_module("benchmarks.__main__").main
+    main(["--smoke", "--only", "training", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["rival"] for row in rows] == ["Trainer CE", "Trainer CE", "plain loop LS"]
+    assert all(row["ratio"] > 0 for row in rows)
+
+
 def test_gpu_tables(capsys):
     main = importlib.import_module("benchmarks.gpu").main
     main(["--device", "cpu", "--smoke"])
