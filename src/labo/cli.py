@@ -934,7 +934,9 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _print_signatures(results: Mapping[str, Any]) -> None:
-    """The signatures of sacreBLEU, so that no score is printed without one."""
+    """The signature of the run and those of sacreBLEU: no score is printed without them."""
+    if "signature" in results:
+        print(f"signature: {results['signature']}")
     for name, signature in results.get("sacrebleu", {}).items():
         print(f"{name}: {signature}")
 

@@ -309,7 +309,8 @@ class Trainer:
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         yield f"model      {trained:,} parameters"
         device = accelerator.device.type
-        threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' if count > 1 else ''}" if device == "cpu" else ""
         several = f", {accelerator.num_processes} processes"
         precision = {"no": "float32"}.get(recipe.train.precision, recipe.train.precision)
         yield (

@@ -558,10 +558,10 @@ def test_a_sheet_is_a_file_of_its_own_in_the_light_colours():
     root = ElementTree.fromstring(text)
     inner = root.findall("{http://www.w3.org/2000/svg}svg")
     assert [(chart.get("x"), chart.get("width")) for chart in inner] == [
-        ("0", "360"),
-        ("360", "360"),
+        ("10", "360"),
+        ("398", "360"),
     ]
-    assert root.get("width") == "720"
+    assert root.get("width") == "768"
     assert root.findall("{http://www.w3.org/2000/svg}text")[0].text == "ls & co"
     light, dark = COLOURS["m1"]
     assert light in text

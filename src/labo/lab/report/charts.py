@@ -25,6 +25,7 @@ _LABEL_HEIGHT = 14
 _ROW_HEIGHT = 24
 _MOST_POINTS = 240
 _LEGEND_HEIGHT = 30
+_GAP, _MARGIN = 28, 10  # between the charts of a file, and at its sides
 _SAMPLE = (28, 12)  # width and height of a piece of line in a legend
 _MARKS = 5  # on a line with many points
 
@@ -77,10 +78,12 @@ def sheet(panels: Sequence[Chart], legend: Sequence[tuple[Style, str]] = ()) -> 
     """
     style = palette.variables(palette.LIGHT)
     style += (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
-    width = WIDTH * len(panels)
+    width = WIDTH * len(panels) + _GAP * (len(panels) - 1) + 2 * _MARGIN
     height = max(panel.height for panel in panels) + (_LEGEND_HEIGHT if legend else 0)
-    parts = [panel.at(WIDTH * index) for index, panel in enumerate(panels)]
-    across = 20.0
+    # The page may be dark.
+    parts = [f'<rect width="{width}" height="{height:g}" fill="var(--page)"/>']
+    parts += [panel.at(_MARGIN + (WIDTH + _GAP) * index) for index, panel in enumerate(panels)]
+    across = float(_MARGIN)
     for drawn, name in legend:
         parts.append(f'<g transform="translate({across:.1f} {height - 18:g})">{_sample(drawn)}</g>')
         parts.append(_text(across + _SAMPLE[0] + 6, height - 8, name, f"end {drawn.colour}"))
