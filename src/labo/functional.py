@@ -2221,7 +2221,7 @@ def connet_loss(
     Example:
         >>> logits, target = torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0])
         >>> connet_loss(logits, target, torch.tensor([0.9]).logit(), lam=0)
-        tensor(0.5893)
+        tensor(0.6069)
 
     Reference:
         Lu et al. 2022, Learning Confidence for Transformer-based Neural Machine Translation.

@@ -1265,7 +1265,7 @@ class ConNetLoss(_Loss):
         >>> states = torch.zeros(1, 2)
         >>> _ = loss.network.bias.data.fill_(torch.tensor(0.9).logit())
         >>> loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]), states).detach()
-        tensor(0.5893)
+        tensor(0.6069)
     """
 
     function = staticmethod(F.connet_loss)

@@ -44,6 +44,7 @@ def test_basics():
     near(F.cross_entropy_loss(A, Y0), 0.449313)
     near(F.cross_entropy_loss(B, Y1), 2.546006)
     near(F.cross_entropy_loss(BATCH, TARGETS), 1.497660)
+    near(torch.distributions.Categorical(logits=BATCH).entropy(), [0.960673, 1.109767])
 
 
 LABO_TABLE = {
@@ -246,6 +247,7 @@ def test_anti_focal():
 
 def test_distillation():
     near(F.distillation_loss(A, Y0, T, alpha=1.0, tau=4), 0.094983)
+    near(F.distillation_loss(A, Y0, T, alpha=1.0, tau=4, multiplier=1 / 16), 0.005936)
     near(F.distillation_loss(A, Y0, T, alpha=0.9, tau=4), 0.130416)
     near(F.distillation_loss(A, Y0, T, kl_reduction="elementwise"), 0.066302)
     near(F.distillation_loss(A, Y0, T, alpha=0.5, tau=1), 0.263647)
@@ -265,6 +267,10 @@ def test_standardized_distillation():
     near(slope[0], -0.493656)
     near([slope.sum(), slope @ A], [0.0, 0.0])  # neither shift nor scale matters
     near(kd(3 * A + 5, 9.0), 0.261378)
+    # The biased standard deviation would be another temperature.
+    tau = 2 * math.sqrt(3 / 4)
+    hyper = {"alpha": 1.0, "tau": tau, "multiplier": 9 * (2 / tau) ** 2, "standardize": True}
+    near(F.distillation_loss(A, Y0, T, **hyper), 0.345312)
 
 
 def test_standardized_distillation_of_constant_logits():
@@ -469,6 +475,7 @@ def test_generalized_entropy():
     near(ger(alpha=0.5, beta=1.0) - 0.449313, 0.439719)
     near(ger(alpha=0.5, beta=0.7), 0.757116)
     near(ger(alpha=0.5, beta=0.7) + 0.7 * math.log(4) / 0.5, 2.697928)
+    near(ger(alpha=0.5, beta=1.0) - 0.449313 + math.log(4) / 0.5, 3.212308)
     near(ger(alpha=0.0, beta=1.0) - 0.449313, 0.425622)
     near(ger(alpha=1.0, beta=1.0) - 0.449313, 0.538019)
 
