@@ -268,16 +268,32 @@ def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
     Raises:
         RequestError: there is none, or it is for another task.
     """
-    run = Path(run)
+    folder, facts = _model_of(Path(run))
+    theirs = _task_in(facts)
+    if theirs != task:
+        kind = f"a model for {theirs}" if theirs else "no model of labo"
+        raise RequestError(f"{run} holds {kind}, not a model for {task}")
+    verify_folder(folder)
+    return folder, facts
+
+
+def task_of_model(run: str | Path) -> str | None:
+    """The task of the model of a run or model folder; None if no task is named there.
+
+    Raises:
+        RequestError: there is no model.
+    """
+    return _task_in(_model_of(Path(run))[1])
+
+
+def _model_of(run: Path) -> tuple[Path, Any]:
     found = [folder for folder in (run / "best", run) if (folder / "config.json").is_file()]
     if not found:
         raise RequestError(f"{run} is no run with best/config.json")
-    folder = found[0]
-    verify_folder(folder)
-    document = read_json(folder / "config.json", Document).model_dump()
-    facts = document.get("labo", document)
-    theirs = facts.get("task") if isinstance(facts, dict) else None
-    if theirs != task:
-        kind = f"a model for {theirs}" if isinstance(theirs, str) else "no model of labo"
-        raise RequestError(f"{run} holds {kind}, not a model for {task}")
-    return folder, facts
+    document = read_json(found[0] / "config.json", Document).model_dump()
+    return found[0], document.get("labo", document)
+
+
+def _task_in(facts: Any) -> str | None:
+    task = facts.get("task") if isinstance(facts, dict) else None
+    return task if isinstance(task, str) else None
