@@ -122,11 +122,35 @@ def evaluate(
     split: Annotated[
         list[str] | None, typer.Option(help="Split to score: valid or test. Default: both.")
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(help="Translation: text file of another test set, used with --reference."),
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Translation: a reference for each line of --source.")
+    ] = None,
+    pair: Annotated[
+        str | None, typer.Option(help="Language pair of --source, if the model has several.")
+    ] = None,
+    comet: Annotated[
+        str | None,
+        typer.Option(
+            help="Score --source with this COMET model too: a checkpoint file, or a name that the "
+            "package unbabel-comet knows."
+        ),
+    ] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
     debug: Debug = False,
 ) -> None:
-    """Score the selected model of a run, and write one record per example."""
+    """Score the selected model of a run, and write one record per example.
+
+    With --source and --reference, score its translations of another test set. Nothing is written.
+    """
+    if source or reference or pair or comet:
+        others = bool(options or split)
+        _evaluate_files(run, source, reference, pair, comet, others)
+        return
     from .lab.analysis.task import read_options
     from .lab.errors import RequestError
     from .lab.evaluate import evaluate_run
@@ -141,6 +165,27 @@ def evaluate(
     if _is_main_process():
         _print_scores(scores)
         _print_signatures(RunDirectory(run).results() if RunDirectory(run).finished else {})
+
+
+def _evaluate_files(
+    run: Path,
+    source: Path | None,
+    reference: Path | None,
+    pair: str | None,
+    comet: str | None,
+    others: bool,
+) -> None:
+    from .lab.errors import RequestError
+
+    if others:
+        raise RequestError("--source takes neither --split nor KEY=VALUE")
+    if source is None or reference is None:
+        raise RequestError("another test set needs both --source and --reference")
+    from .lab.translation.score import evaluate_files
+
+    scores, signatures = evaluate_files(run, source, reference, pair=pair, comet=comet)
+    _print_scores({source.name: scores})
+    _print_signatures({"sacrebleu": signatures})
 
 
 @app.command()
@@ -650,14 +695,21 @@ def generate(
 
 @app.command()
 def score(
-    run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run of language modelling or translation, or its model folder."),
+    ],
     files: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[FILE]...",
-            help="What to score, as for prepare-text: text files, tables, folders. Without any, "
+            help="What to score. Translation: SOURCE and TARGET, text files with as many lines. "
+            "Language modelling: as for prepare-text, text files, tables, folders; without any, "
             "each line of stdin is a text.",
         ),
+    ] = None,
+    pair: Annotated[
+        str | None, typer.Option(help="Language pair of a translation model with several.")
     ] = None,
     documents: Annotated[
         str, typer.Option(help="A document of a text file: file, paragraph or line.")
@@ -668,10 +720,23 @@ def score(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the log-probability of given text, a line of JSON for each document."""
+    """Write the log-probability of given text, a line of JSON for each document or line."""
     from .lab.errors import RequestError
+    from .lab.tasks import task_of_model
+
+    if task_of_model(run) == "translation":
+        from .lab.translation.score import score_files
+
+        if len(files or ()) != 2:
+            raise RequestError("the score of a translation needs two files: SOURCE TARGET")
+        source, target = files or ()
+        for number, scored in enumerate(score_files(run, source, target, pair=pair), 1):
+            print(json.dumps(scored.record(number, tokens=tokens), ensure_ascii=False))
+        return
     from .lab.language_modeling import score as scoring
 
+    if pair is not None:
+        raise RequestError("--pair is for translation models")
     if documents not in ("file", "paragraph", "line"):
         raise RequestError(f"--documents {documents}: choose file, paragraph or line")
     if not files:

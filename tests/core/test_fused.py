@@ -308,6 +308,14 @@ def test_in_place_accepts_views_of_the_output_of_a_layer(impl):
 
 
 @each_backend
+def test_a_sum_beyond_float32_is_infinite(impl):
+    logits = torch.tensor([[3e38, -3e38], [3e38, -3e38]])
+    assert (
+        F.cross_entropy_loss(logits, torch.tensor([1, 1]), impl=impl, reduction="sum") == math.inf
+    )
+
+
+@each_backend
 def test_in_place_without_rows(impl):
     """Tensors without elements have no memory, so these share none."""
     leaf = torch.empty(0, 9, requires_grad=True)

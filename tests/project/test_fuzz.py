@@ -9,6 +9,7 @@ import pytest
 from fuzz import commands, native, readers
 
 from labo.lab.errors import DataError
+from scripts import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,13 @@ def test_the_kernel_stays_within_its_buffers_and_would_be_found_out():
     assert "300 cases held" in report, report
     assert "AddressSanitizer: heap-buffer-overflow" in report
     assert "labo_read_beside" in report
+
+
+def test_the_page_counts_the_readers():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert f"| {len(readers.READERS)} readers on files" in page
+    assert f"| {len(readers.READERS)} 000 |" in page
+    assert f"| {300 * len(commands.SUBJECTS)} |" in page
 
 
 # ------------------------------------------------------------------ whether it would notice

@@ -22,7 +22,7 @@ from labo.lab.analysis.groups import mean_cell
 from labo.lab.compare import execute, launch
 from labo.lab.compare.conditions import note_conditions
 from labo.lab.compare.execute import carry_out, run_comparison
-from labo.lab.compare.plan import Comparison, claim_folder, plan, runs_in
+from labo.lab.compare.plan import Comparison, check_folder, claim_folder, plan, runs_in
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
 from labo.lab.run.lock import held
@@ -458,6 +458,27 @@ def test_a_folder_with_runs_of_another_recipe_is_refused(tmp_path):
     finish(tiny(tmp_path, ["base"]), {"base-s0": accuracy(0.5)})
     with pytest.raises(RequestError, match=r"differs in optim\.lr"):
         tiny(tmp_path, ["base"], overrides=["optim.lr=0.1"])
+
+
+def test_nothing_of_the_users_is_overwritten(tmp_path, launcher):
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "table.md").write_text("my own table")
+    with pytest.raises(RequestError, match=r"thesis holds something else .table.md.*new, empty or"):
+        carry_out([tiny(out, ["base"])], out, 1)
+    assert [path.name for path in out.iterdir()] == ["table.md"]
+    assert launcher.started == []
+    with pytest.raises(RequestError, match=r"table.md is no folder"):
+        carry_out([tiny(out / "table.md", ["base"])], out / "table.md", 1)
+
+
+def test_a_folder_of_runs_may_take_a_table(tmp_path):
+    comparison = tiny(tmp_path, ["base"])
+    finish(comparison, {"base-s0": accuracy(0.5)})
+    check_folder(tmp_path)
+    (tmp_path / "paper.pdf").touch()
+    with pytest.raises(RequestError, match=r"paper.pdf"):
+        check_folder(tmp_path)
 
 
 def test_the_share_of_the_machine(monkeypatch):

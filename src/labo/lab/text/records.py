@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def table_files(path: Path) -> list[Path]:
         raise DataError(f"{path}: a selection of rows; save it with a newer version of datasets")
     files = [path / Path(name).name for name in names]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):  # a name of any length
             raise DataError(f"{file}: no such file, but {_STATE} names it")
     return files
 

@@ -1,0 +1,226 @@
+"""Given translations and other test sets: ``labo score`` and ``labo evaluate --source``.
+
+Lines are processed as in training. The probability of a translation is that of its tokens and of
+the end of the sentence, given the source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import RequestError
+from ..run.progress import notice
+from ..text.batching import rounded
+from ..text.forced import mean_metrics, token_statistics
+from ..text.head import Head
+from ..text.lines import read_lines
+from ..text.subwords import encode
+from . import bleu
+from .model import EOS, PAD, TranslationModel
+from .translate import Translator
+
+__all__ = ["PairScore", "evaluate_files", "score_files", "score_pairs"]
+
+_TOKENS_AT_ONCE = 4096
+_LINES_AT_ONCE = 2000
+_COMET = "unbabel-comet"
+
+
+@dataclass(frozen=True)
+class PairScore:
+    """What a model gives a translation.
+
+    Attributes:
+        tokens: of the translation, ``</s>`` last.
+        statistics: of each token, as :func:`labo.lab.text.forced.token_statistics` gives them.
+        log_probabilities: the natural logarithm of the probability of each token; calibrated if the
+            model is, see ``labo calibrate``.
+    """
+
+    tokens: tuple[str, ...]
+    statistics: dict[str, torch.Tensor]
+    log_probabilities: tuple[float, ...]
+
+    @property
+    def log_probability(self) -> float:
+        return math.fsum(self.log_probabilities)
+
+    def record(self, line: int, *, tokens: bool) -> dict[str, object]:
+        """As a line of JSON; with each token if asked for."""
+        found: dict[str, object] = {
+            "line": line,
+            "log_probability": self.log_probability,
+            "tokens": len(self.tokens),
+        }
+        if tokens:
+            found["token"] = self.tokens
+            found["token_log_probability"] = rounded(self.log_probabilities)
+        return found
+
+
+@torch.inference_mode()
+def score_pairs(
+    translator: Translator, sources: Sequence[str], targets: Sequence[str], *, first_line: int = 1
+) -> list[PairScore]:
+    """The score of each pair of lines.
+
+    Args:
+        translator: the model.
+        sources, targets: raw text, a translation for each source.
+        first_line: the number of the first line, for messages.
+
+    Raises:
+        RequestError: a sentence is longer than the model.
+    """
+    pipeline, positions = translator.pipeline, translator.model.config.max_position_embeddings
+    given = encode(translator.tokenizer, [pipeline.source(line) for line in sources])
+    wanted = encode(translator.target_tokenizer, [pipeline.target(line) for line in targets])
+    pairs = [([*translator.tag, *s], t) for s, t in zip(given, wanted, strict=True)]
+    for number, pair in enumerate(pairs, first_line):
+        for side, ids in zip(("source", "target"), pair, strict=True):
+            if len(ids) > positions:
+                raise RequestError(
+                    f"line {number}: the {side} has {len(ids)} tokens, the model takes {positions}"
+                )
+    order = sorted(range(len(pairs)), key=lambda i: max(map(len, pairs[i])))
+    found: dict[int, PairScore] = {}
+    for batch in _batches(order, pairs):
+        found |= zip(batch, _score(translator, [pairs[i] for i in batch]), strict=True)
+    return [found[i] for i in range(len(pairs))]
+
+
+def _batches(
+    order: Sequence[int], pairs: Sequence[tuple[list[int], list[int]]]
+) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for i in order:  # ascending: the last pair of a batch is its longest
+        if batch and (len(batch) + 1) * max(map(len, pairs[i])) > _TOKENS_AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[PairScore]:
+    device = translator.model.device
+    source = _padded([s for s, _ in pairs]).to(device)
+    target = _padded([t for _, t in pairs]).to(device)
+    start = torch.full((len(pairs), 1), EOS, device=device)
+    prefix = torch.cat([start, target[:, :-1]], 1)
+    real = target != PAD
+    head: Head = TranslationModel(translator.model)(source, source != PAD, prefix)
+    bias = translator.model.final_logits_bias.squeeze(0)
+    head = head._replace(states=head.states[real], bias=bias)
+    temperature = translator.temperature
+    statistics = token_statistics(head, target[real], temperature)
+    lengths = real.sum(-1).tolist()
+    columns = {name: column.cpu().split(lengths) for name, column in statistics.items()}
+    nll = columns["nll" if temperature == 1 else "tempered_nll"]
+    names = translator.target_tokenizer.convert_ids_to_tokens
+    return [
+        PairScore(
+            tuple(names(pairs[row][1])),
+            {name: column[row] for name, column in columns.items()},
+            tuple((-nll[row]).tolist()),
+        )
+        for row in range(len(pairs))
+    ]
+
+
+def _padded(rows: Sequence[list[int]]) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
+
+
+# ------------------------------------------------------------------ files
+
+
+def _read_sides(source: str | Path, target: str | Path) -> tuple[list[str], list[str]]:
+    sides = list(read_lines(Path(source))), list(read_lines(Path(target)))
+    if len(sides[0]) != len(sides[1]) or not sides[0]:
+        raise RequestError(
+            f"{source} has {len(sides[0])} lines and {target} has {len(sides[1])}: as many lines "
+            "are needed, and at least one"
+        )
+    return sides
+
+
+def score_files(
+    run: str | Path, source: str | Path, target: str | Path, *, pair: str | None = None
+) -> Iterator[PairScore]:
+    """The score of each line of ``target`` as a translation of that line of ``source``.
+
+    Args:
+        run: a run directory or a model folder.
+        source, target: text files with as many lines, compressed or not.
+        pair: such as ``de-en``, for a model with several directions.
+
+    Raises:
+        RequestError: the files do not have as many lines, or a sentence is longer than the model.
+    """
+    sources, targets = _read_sides(source, target)
+    translator = Translator(run, pair=pair, notice=notice)
+    for first in range(0, len(sources), _LINES_AT_ONCE):
+        part = slice(first, first + _LINES_AT_ONCE)
+        yield from score_pairs(translator, sources[part], targets[part], first_line=first + 1)
+
+
+def evaluate_files(
+    run: str | Path,
+    source: str | Path,
+    reference: str | Path,
+    *,
+    pair: str | None = None,
+    comet: str | None = None,
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Translate a file and compare the translations with references.
+
+    Args:
+        run: a run directory or a model folder.
+        source, reference: text files with as many lines, compressed or not.
+        pair: such as ``de-en``, for a model with several directions.
+        comet: also score with this COMET model: a checkpoint file, or a name that the package
+            knows.
+
+    Returns:
+        BLEU, chrF, tokenized BLEU, the mean NLL of the reference tokens and what else
+        :func:`labo.lab.text.forced.mean_metrics` has; and the signature of each score that has one.
+    """
+    sources, references = _read_sides(source, reference)
+    translator = Translator(run, pair=pair, notice=notice)
+    lowercase = translator.pipeline.options.lowercase
+    hypotheses = translator.translate(sources)
+    scores = bleu.scores(hypotheses, references, lowercase=lowercase)
+    scores["tokenized_bleu"] = bleu.tokenized_bleu(
+        [translator.pipeline.target(line) for line in hypotheses],
+        [translator.pipeline.target(line) for line in references],
+    )
+    signatures = bleu.signatures(lowercase)
+    if comet is not None:
+        scores["comet"], signatures["comet"] = _comet(comet, sources, hypotheses, references)
+    forced = score_pairs(translator, sources, references)
+    return scores | mean_metrics([score.statistics for score in forced]), signatures
+
+
+def _comet(
+    model: str, sources: Sequence[str], hypotheses: Sequence[str], references: Sequence[str]
+) -> tuple[float, str]:
+    """The system score of a COMET model, and what names it."""
+    try:
+        from comet import __version__, download_model, load_from_checkpoint
+    except ImportError as error:
+        raise RequestError(f"--comet needs a package: pip install {_COMET}") from error
+    loaded: Any = load_from_checkpoint(model if Path(model).is_file() else download_model(model))
+    rows = [
+        {"src": source, "mt": hypothesis, "ref": reference}
+        for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True)
+    ]
+    found = loaded.predict(rows, batch_size=16, gpus=int(torch.cuda.is_available()))
+    return float(found.system_score), f"model:{Path(model).name}|version:{__version__}"
