@@ -210,7 +210,9 @@ class RowLoss(NamedTuple):
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
-        return native if self.backend == "native" and logits.is_cpu else blocked
+        if self.backend != "native":
+            return blocked
+        return native if logits.is_cpu else _triton_module()
 
     def reduce(self, values: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
         """Values (N,) to the result, without a graph."""
@@ -219,6 +221,12 @@ class RowLoss(NamedTuple):
         if self.backend == "native" and isinstance(divisor, float) and values.is_cpu:
             return native.total(values, divisor)
         return row_sum(values) / divisor
+
+
+def _triton_module() -> ModuleType:
+    from . import kernels
+
+    return kernels
 
 
 def _triton_rows(
