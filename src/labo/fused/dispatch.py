@@ -201,12 +201,19 @@ class RowLoss(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Values and gradients; the contract is in :mod:`labo.fused.spec`."""
         rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
-        options: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
         if isinstance(self.spec, FormulaSpec):
-            rows, options["source"] = partial(algebra.rows, self._module(logits)), self.source
+            rows = partial(algebra.rows, self._module(logits), source=self.source)
         elif self.backend == "native":
             rows = native.rows if logits.is_cpu else _triton_rows
-        return rows(logits, target, self.spec, factor=factor, out=out, **options)
+        return rows(
+            logits,
+            target,
+            self.spec,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            factor=factor,
+            out=out,
+        )
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""

@@ -403,7 +403,7 @@ def _formula_sums_kernel(
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
     tl.store(sums, top)
     tl.store(sums + 1, source_top)
-    tl.store(sums + 2, top_at.to(tl.float32) if TOP & ASKED else 0.0)
+    tl.store(sums + 2, 1.0 * top_at)
     tl.store(sums + 3, count)
     tl.store(sums + 4, e_sum)
     tl.store(sums + 5, ue_sum)

@@ -380,7 +380,7 @@ def linear_loss(
             teacher's output layer, whose logits are then computed by chunks too, without a cap.
             For ``TopKDistillationLoss`` the pair (indices, log_probabilities), each (..., k). Held
             constant.
-        impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
+        impl: the backend, for losses that have several.
         options: chunk size or memory budget.
 
     Returns:
