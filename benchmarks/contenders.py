@@ -70,6 +70,94 @@ def logits_losses(rows: int, classes: int, *, compiled: bool = True) -> dict[str
     return work
 
 
+# Every row-wise loss without a teacher that has fused backends.
+ROWWISE: dict[str, Callable[[int], nn.Module]] = {
+    "FL": lambda classes: labo.FocalLoss(gamma=2.0),
+    "AFL": lambda classes: labo.AntiFocalLoss(),
+    "Poly-1": lambda classes: labo.Poly1Loss(),
+    "DFT": lambda classes: labo.DFTLoss(),
+    "EAFT": lambda classes: labo.EAFTLoss(),
+    "CP": lambda classes: labo.ConfidencePenaltyLoss(),
+    "MaxSup": lambda classes: labo.MaxSuppressionLoss(),
+    "MbLS": lambda classes: labo.MarginSmoothingLoss(margin=2.0),
+    "GER, alpha=0": lambda classes: labo.GeneralizedEntropyLoss(alpha=0.0),
+    "TF-reg": lambda classes: labo.TFRegLoss(),
+    "TF-reg, paper": lambda classes: labo.TFRegLoss(mode="paper"),
+    "LS, fairseq": lambda classes: labo.LabelSmoothingLoss(convention="fairseq"),
+    "LS, JoeyNMT": lambda classes: labo.LabelSmoothingLoss(convention="joeynmt", padding_idx=0),
+    "MLS": lambda classes: labo.MaskedLabelSmoothingLoss(torch.arange(classes) % 3 != 1),
+    "LABO, z-loss": lambda classes: labo.LABOLoss(z_loss=1e-4),
+}
+
+
+def rowwise_losses(rows: int, classes: int) -> dict[str, Work]:
+    """Losses that are formulas of sums, beside label smoothing of PyTorch."""
+    torch.manual_seed(0)
+    logits = torch.randn(rows, classes, requires_grad=True)
+    target = torch.randint(classes, (rows,))
+    losses = {name: build(classes) for name, build in ROWWISE.items()}
+    work: dict[str, Work] = {"torch LS": partial(_forward_backward, torch_ls, logits, target)}
+    for name, loss in losses.items():
+        work[name] = partial(_forward_backward, loss, logits, target)
+    return work
+
+
+def naive_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) -> Tensor:
+    """Distillation as it is usually written, alpha = 0.9."""
+    soft = F.kl_div(
+        (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1), reduction="batchmean"
+    )
+    return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
+
+
+def naive_cs_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) -> Tensor:
+    soft = F.kl_div(
+        (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1), reduction="batchmean"
+    )
+    return F.cross_entropy(logits, target) + tau**2 * soft
+
+
+def naive_ps_kd(logits: Tensor, target: Tensor, past: Tensor, alpha: float = 0.8) -> Tensor:
+    label = alpha * past.softmax(-1)
+    label.scatter_add_(1, target.unsqueeze(1), torch.full((len(target), 1), 1 - alpha))
+    return F.cross_entropy(logits, label)
+
+
+def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
+    """Losses with teacher logits, and the same losses in plain PyTorch."""
+    torch.manual_seed(0)
+    logits = torch.randn(rows, classes, requires_grad=True)
+    teacher, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+    losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "KD": labo.DistillationLoss(),
+        "plain KD": naive_kd,
+        "CS-KD": labo.CSKDLoss(),
+        "plain CS-KD": naive_cs_kd,
+        "PS-KD": labo.PSKDLoss(epochs=1),
+        "plain PS-KD": naive_ps_kd,
+    }
+
+    def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        loss(logits, target, teacher).backward()
+        logits.grad = None
+
+    return {name: partial(run, loss) for name, loss in losses.items()}
+
+
+def linear_rowwise_losses(rows: int, width: int, classes: int) -> dict[str, Work]:
+    """Output layer and row-wise losses, beside the matrix products alone."""
+    x, weight, target = _linear_inputs(rows, width, classes)
+
+    def run(loss: nn.Module) -> None:
+        labo.linear_loss(x, weight, target, loss).backward()
+        x.grad = weight.grad = None
+
+    work = {"three matrix products": three_products(x, weight)}
+    for name, build in ROWWISE.items():
+        work[name] = partial(run, build(classes))
+    return work
+
+
 def _linear_inputs(rows: int, width: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(rows, width, requires_grad=True)

@@ -231,5 +231,8 @@ def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
 
 def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``impl="native"`` use the Triton kernels on the CPU, by the interpreter."""
+    kernels = dispatch._triton_module()
     monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
+    monkeypatch.setattr(dispatch.native, "sums", kernels.sums)
+    monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
     monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import labo
-from conftest import LOSS_CASES, LossCase
+from conftest import LOSS_CASES, LossCase, triton_for_native
 from labo import functional as F
 from labo.fused import algebra, dispatch, native
 from labo.fused.algebra import FormulaSpec
@@ -223,3 +223,24 @@ def test_a_new_formula_needs_no_kernel():
             torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
     finally:
         del algebra.FORMULAS["generalized"]
+
+
+@each_case
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which is the interpreter
+def test_triton(case, monkeypatch):
+    """The Triton kernels, by the interpreter where there is no GPU."""
+    triton_for_native(monkeypatch)
+    monkeypatch.setattr(dispatch._triton_module(), "MAX_BLOCK", 64)  # several blocks for a row
+    logits, target = hard_rows()
+    extra = case.extra(logits.nan_to_num().clamp(-50, 50))
+    for weight in (None, torch.linspace(0, 2, logits.shape[1])):
+        exact, exact_slope = both(
+            case, logits.double(), target, extra, impl="reference", weight=weight
+        )
+        naive, naive_slope = both(case, logits, target, extra, impl="reference", weight=weight)
+        value, slope = both(case, logits, target, extra, impl="native", weight=weight)
+        scale = exact.abs().clamp(min=1)
+        assert ((value - exact).abs() / scale <= (naive - exact).abs() / scale + 4e-6).all()
+        size = exact_slope.abs().amax(1, keepdim=True).clamp(min=1)
+        error = (slope - exact_slope).abs() / size
+        assert (error <= (naive_slope - exact_slope).abs() / size + 1e-6).all()

@@ -359,7 +359,7 @@ def shards_of(
 ) -> tuple[Tensor, Tensor]:
     """Value of each row, and gradient, of columns in two parts, in this process."""
     spec, weight = loss.spec(), loss.weight
-    backend = module if module is kernels else shards.ShardBackend(module)
+    backend = shards.ShardBackend(module)
     parts, starts = (logits[:, :cut], logits[:, cut:]), (0, cut)
     weights = (None, None) if weight is None else (weight[:cut], weight[cut:])
     sums = [

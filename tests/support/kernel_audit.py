@@ -29,7 +29,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from labo.fused import kernels
+from labo.fused import kernels, shards
+from labo.fused.algebra import COEFFICIENTS, COUNT, FROM_TEACHER, QD, QU, TOP, UE, WQU, Plan, R
 from labo.fused.spec import RowSpec
 
 TARGETS = {
@@ -78,12 +79,15 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
         lambda: kernels.row_statistics(logits, target, alpha=0.1, rho=0.5, **shared),
     )
     yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, **shared)
-    yield "shard sums", lambda: kernels.shard_sums(logits, target, spec, weight, -100)
-    results = torch.ones(rows, 4, dtype=torch.float64)
-    yield (
-        "shard gradient",
-        lambda: kernels.shard_gradient(logits, target, spec, weight, -100, results, None),
-    )
+    plan = shards._plan(spec, weighted)
+    if mode == 3:  # as much as a formula can ask for
+        every = COUNT | UE | R | QU | QD | WQU | TOP
+        plan = Plan(every if weighted else every ^ WQU, FROM_TEACHER, 4.0)
+    fixed = (logits, target, plan, weight, -100, logits.clone() if mode == 3 else None)
+    yield "formula sums", lambda: kernels.sums(*fixed)
+    coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
+    out = torch.empty_like(logits)
+    yield "formula gradient", lambda: kernels.gradient(*fixed, coefficients, out)
 
 
 # ------------------------------------------------------------------ ahead of time

@@ -85,7 +85,7 @@ class FormulaSpec(NamedTuple):
 
 
 class Row:
-    """What a formula is made of: (N,) float64 tensors, and two of them for the target.
+    """What a formula is made of: (N,) float64 tensors.
 
     Attributes:
         e, ue, r, q, qu, qd, wq, wqu, count, top: see the module. Without class weights ``wq`` and
@@ -96,12 +96,6 @@ class Row:
         classes: K.
         log_e: log sum(e).
     """
-
-    def __init__(self, found: dict[str, Tensor], w_y: float | Tensor, classes: int) -> None:
-        for name, value in found.items():
-            setattr(self, name, value)
-        self.w_y, self.weighted, self.classes = w_y, isinstance(w_y, Tensor), classes
-        self.log_e = self.e.log()
 
     top: Tensor
     count: Tensor
@@ -116,6 +110,12 @@ class Row:
     u_y: Tensor
     q_y: Tensor
     u_top: Tensor
+
+    def __init__(self, found: dict[str, Tensor], w_y: float | Tensor, classes: int) -> None:
+        for name, value in found.items():
+            setattr(self, name, value)
+        self.w_y, self.weighted, self.classes = w_y, isinstance(w_y, Tensor), classes
+        self.log_e = self.e.log()
 
     def log_p_y(self) -> Tensor:
         return self.u_y - self.log_e

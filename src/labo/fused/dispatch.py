@@ -201,16 +201,25 @@ class RowLoss(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Values and gradients; the contract is in :mod:`labo.fused.spec`."""
         rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
-        options: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
         if isinstance(self.spec, FormulaSpec):
-            rows, options["source"] = partial(algebra.rows, self._module(logits)), self.source
+            rows = partial(algebra.rows, self._module(logits), source=self.source)
         elif self.backend == "native":
             rows = native.rows if logits.is_cpu else _triton_rows
-        return rows(logits, target, self.spec, factor=factor, out=out, **options)
+        return rows(
+            logits,
+            target,
+            self.spec,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            factor=factor,
+            out=out,
+        )
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
-        return native if self.backend == "native" and logits.is_cpu else blocked
+        if self.backend != "native":
+            return blocked
+        return native if logits.is_cpu else _triton_module()
 
     def reduce(self, values: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
         """Values (N,) to the result, without a graph."""
@@ -219,6 +228,12 @@ class RowLoss(NamedTuple):
         if self.backend == "native" and isinstance(divisor, float) and values.is_cpu:
             return native.total(values, divisor)
         return row_sum(values) / divisor
+
+
+def _triton_module() -> ModuleType:
+    from . import kernels
+
+    return kernels
 
 
 def _triton_rows(

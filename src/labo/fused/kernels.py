@@ -25,8 +25,8 @@ independently. Neither stores anything else of size K, and neither uses atomics.
 As in every backend, 0 * inf = 0, and u is finite where z is: a difference that overflows is the
 lowest finite number.
 
-Where the columns are split over processes (:mod:`labo.fused.shards`), one kernel gives
-the sums of its columns, and another the gradient from what all processes have added up.
+The other losses, and logits whose columns are split over processes, have two kernels in common:
+one gives the sums that a formula asks for, the other its gradient (:mod:`labo.fused.algebra`).
 """
 
 # The arguments of a kernel have no Python types, and triton.jit and torch.cuda.device_of have none.
@@ -41,25 +41,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .spec import LABEL_SMOOTHING, RowSpec
+from . import algebra
+from .algebra import COEFFICIENTS, SUMS, Plan
+
+# Of a formula, see `labo.fused.algebra`.
+UNIFORM = tl.constexpr(algebra.UNIFORM)
+TEMPERED = tl.constexpr(algebra.TEMPERED)
+BEYOND_MARGIN = tl.constexpr(algebra.BEYOND_MARGIN)
+FROM_ROW = tl.constexpr(algebra.FROM_ROW)
+FROM_TABLE = tl.constexpr(algebra.FROM_TABLE)
+FROM_TEACHER = tl.constexpr(algebra.FROM_TEACHER)
+COUNT = tl.constexpr(algebra.COUNT)
+UE = tl.constexpr(algebra.UE)
+R = tl.constexpr(algebra.R)
+QU = tl.constexpr(algebra.QU)
+QD = tl.constexpr(algebra.QD)
+WQU = tl.constexpr(algebra.WQU)
+TOP = tl.constexpr(algebra.TOP)
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
 ADAPTIVE = tl.constexpr(3)
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# The q of label smoothing: with this constant the sum of q u over a row does not overflow.
-LS_MASS = tl.constexpr(2.0**-24)
+# The unit of q, except that of LABO: with it the sum of q u over a row does not overflow.
+MASS = tl.constexpr(2.0**-24)
 
 # Columns of the statistics: max z, 1 / sum exp(u), alpha, 1 / Q, sum_k w_k P_hat_k.
 STATISTICS = 5
 
-# Columns of the sums of a shard: max z, and the sums of e, ue, q, uq, wq and wuq.
-SHARD_SUMS = 7
-
-# The forward kernel keeps a block of logits, its exponentials and its weights in registers, at 8
-# elements a thread at most 64 on NVIDIA and 80 on AMD. Without a limit ptxas prefers fewer with a
-# few bytes spilled (tests/core/test_kernels_compile.py).
+# The forward kernels keep a block of logits, its exponentials and its weights in registers, at 8
+# elements a thread at most 72 on NVIDIA and 80 on AMD, and 96 for a formula with all its options.
+# Without a limit ptxas prefers fewer with a few bytes spilled (tests/core/test_kernels_compile.py).
 MAX_BLOCK = 4096
 ELEMENTS_PER_THREAD = 8
 MAX_REGISTERS = 128
@@ -116,7 +129,7 @@ def _row_sums(
 
         if MODE >= LS:
             if MODE == LS:
-                q = tl.where(masked, 0.0, LS_MASS)
+                q = tl.where(masked, 0.0, MASS)
                 q_shrink = 1.0
             else:
                 q = tl.exp(u * inv_tau)
@@ -259,7 +272,7 @@ def _gradient_kernel(
     else:
         g -= hit
     if MODE >= LS:
-        q = tl.where(z == -float("inf"), 0.0, LS_MASS) if MODE == LS else tl.exp(u * inv_tau)
+        q = tl.where(z == -float("inf"), 0.0, MASS) if MODE == LS else tl.exp(u * inv_tau)
         share = alpha * (q * tl.load(statistics + 3))
         if HAS_WEIGHT:
             share *= w
@@ -268,57 +281,162 @@ def _gradient_kernel(
 
 
 @triton.jit
-def _shard_sums_kernel(
-    logits,
-    target,
-    weight,
-    sums,
-    row_stride,
-    K,
-    inv_tau,
-    ignore_index,
-    MODE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The sums of one row over the columns of a shard."""
-    row = tl.program_id(0).to(tl.int64)
-    sums += row * WIDTH
-    if tl.load(target + row) == ignore_index:
-        for i in tl.static_range(WIDTH):
-            tl.store(sums + i, 0.0)
-        return
-    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = _row_sums(
-        logits + row * row_stride, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK
-    )
-    tl.store(sums, top)
-    tl.store(sums + 1, s1)
-    tl.store(sums + 2, ue)
-    tl.store(sums + 3, q_sum)
-    tl.store(sums + 4, uq_sum)
-    tl.store(sums + 5, wq_sum)
-    tl.store(sums + 6, wuq_sum)
+def _teacher_at(source, top, cols, masked):
+    """A teacher's logits minus their maximum, finite; 0 where the student's class is masked."""
+    t = tl.load(source + cols, mask=~masked, other=0.0).to(tl.float32)
+    return tl.where(masked, 0.0, _finite(t - top))
 
 
 @triton.jit
-def _shard_gradient_kernel(
+def _masses(source, u, v, cols, masked, inv_tau, margin, MASSES: tl.constexpr):
+    """The masses q of a formula; 0 for masked classes."""
+    if MASSES == TEMPERED:
+        q = tl.exp(u * inv_tau)
+    elif MASSES == FROM_TEACHER:
+        q = tl.exp(v * inv_tau)
+    elif MASSES == BEYOND_MARGIN:
+        q = tl.where(-u > margin, 1.0, 0.0)
+    elif MASSES == UNIFORM:
+        q = tl.where(masked, 0.0, 1.0)
+    else:
+        q = tl.load(source + cols, mask=~masked, other=0.0).to(tl.float32)
+    return tl.where(masked, 0.0, q)
+
+
+@triton.jit
+def _formula_sums_kernel(
     logits,
     target,
     weight,
-    results,
+    source,
+    sums,
+    row_stride,
+    source_stride,
+    K,
+    inv_tau,
+    margin,
+    ignore_index,
+    ASKED: tl.constexpr,
+    MASSES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of a formula over one row, in one pass under running maxima."""
+    row = tl.program_id(0).to(tl.int64)
+    sums += row * WIDTH
+    y = tl.load(target + row)
+    if y == ignore_index:
+        for i in tl.static_range(WIDTH):
+            tl.store(sums + i, 0.0)
+        return
+    logits += row * row_stride
+    if MASSES == FROM_TABLE:
+        source += tl.minimum(tl.maximum(y, 0), K - 1) * source_stride
+    elif MASSES >= FROM_ROW:
+        source += row * source_stride
+    top = -float("inf")
+    source_top = -float("inf")
+    top_at = 0
+    count = 0.0
+    e_sum = 0.0
+    ue_sum = 0.0
+    r_sum = 0.0
+    q_sum = 0.0
+    qu_sum = 0.0
+    qd_sum = 0.0
+    wq_sum = 0.0
+    wqu_sum = 0.0
+    if MASSES == BEYOND_MARGIN:
+        # Which classes are beyond the margin follows from the maximum of the whole row.
+        for start in range(0, K, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            z = tl.load(logits + cols, mask=cols < K, other=-float("inf")).to(tl.float32)
+            top_at = tl.where(tl.max(z, axis=0) > top, start + tl.argmax(z, axis=0), top_at)
+            top = tl.maximum(top, tl.max(z, axis=0))
+    for start in range(0, K, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + cols, mask=cols < K, other=-float("inf")).to(tl.float32)
+        masked = z == -float("inf")
+        # As in _row_sums, a maximum that grows by -d shifts every u so far by d.
+        if TOP & ASKED:
+            top_at = tl.where(tl.max(z, axis=0) > top, start + tl.argmax(z, axis=0), top_at)
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        origin = tl.where(new_top == -float("inf"), 0.0, new_top)
+        d = tl.where(top == -float("inf"), 0.0, _finite(top - origin))
+        top = new_top
+        u = _finite(z - origin)
+        finite_u = tl.where(masked, 0.0, u)
+        e = tl.exp(u)
+        shrink = tl.exp(d)
+        if COUNT & ASKED:
+            count += tl.sum(tl.where(masked, 0.0, 1.0), axis=0)
+        if UE & ASKED:
+            ue_sum = shrink * (ue_sum + d * e_sum) + tl.sum(finite_u * e, axis=0)
+        e_sum = shrink * e_sum + tl.sum(e, axis=0)
+        if R & ASKED:
+            r_sum = tl.exp(d * inv_tau) * r_sum + tl.sum(tl.exp(u * inv_tau), axis=0)
+        if MASSES > 0:
+            v = finite_u
+            dv = 0.0
+            q_shrink = 1.0
+            if MASSES == TEMPERED:
+                q_shrink = tl.exp(d * inv_tau)
+            if MASSES == FROM_TEACHER:
+                t = tl.load(source + cols, mask=~masked, other=-float("inf")).to(tl.float32)
+                new_source_top = tl.maximum(source_top, tl.max(t, axis=0))
+                source_origin = tl.where(new_source_top == -float("inf"), 0.0, new_source_top)
+                grown = _finite(source_top - source_origin)
+                dv = tl.where(source_top == -float("inf"), 0.0, grown)
+                source_top = new_source_top
+                v = _teacher_at(source, source_origin, cols, masked)
+                q_shrink = tl.exp(dv * inv_tau)
+            q = MASS * _masses(source, u, v, cols, masked, inv_tau, margin, MASSES)
+            if QU & ASKED:
+                qu_sum = q_shrink * (qu_sum + d * q_sum) + tl.sum(finite_u * q, axis=0)
+            if QD & ASKED:
+                of_d = tl.sum((v - finite_u) * q, axis=0)
+                qd_sum = q_shrink * (qd_sum + (dv - d) * q_sum) + of_d
+            if WQU & ASKED:
+                w = tl.load(weight + cols, mask=cols < K, other=0.0).to(tl.float32)
+                wqu_sum = q_shrink * (wqu_sum + d * wq_sum) + tl.sum(w * finite_u * q, axis=0)
+                wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
+            q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
+    tl.store(sums, top)
+    tl.store(sums + 1, source_top)
+    tl.store(sums + 2, 1.0 * top_at)
+    tl.store(sums + 3, count)
+    tl.store(sums + 4, e_sum)
+    tl.store(sums + 5, ue_sum)
+    tl.store(sums + 6, r_sum)
+    tl.store(sums + 7, q_sum)
+    tl.store(sums + 8, qu_sum)
+    tl.store(sums + 9, qd_sum)
+    tl.store(sums + 10, wq_sum)
+    tl.store(sums + 11, wqu_sum)
+
+
+@triton.jit
+def _formula_gradient_kernel(
+    logits,
+    target,
+    weight,
+    source,
+    coefficients,
     out,
     row_stride,
+    source_stride,
     out_stride,
     K,
     blocks,
     inv_tau,
+    margin,
     ignore_index,
-    MODE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
+    ASKED: tl.constexpr,
+    MASSES: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of columns of the gradient of one row of a shard: from_e e - from_q w q."""
+    """One block of columns of the gradient of one row, from the coefficients of its formula."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     cols = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -328,16 +446,34 @@ def _shard_gradient_kernel(
     if y == ignore_index:
         tl.store(out, tl.zeros([BLOCK], tl.float32).to(out.dtype.element_ty), mask=inside)
         return
-    results += row * 4
+    if MASSES == FROM_TABLE:
+        source += tl.minimum(tl.maximum(y, 0), K - 1) * source_stride
+    elif MASSES >= FROM_ROW:
+        source += row * source_stride
+    coefficients += row * WIDTH
     z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
-    u = z - tl.load(results)
-    g = tl.load(results + 1) * tl.exp(u)
-    if MODE >= LS:
-        q = tl.where(z == -float("inf"), 0.0, 1.0) if MODE == LS else tl.exp(u * inv_tau)
-        if HAS_WEIGHT:
-            q *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-        g -= tl.load(results + 2) * q
-    g = tl.where(cols == y, tl.load(results + 3), g)
+    masked = z == -float("inf")
+    u = _finite(z - tl.load(coefficients))
+    of_e = tl.load(coefficients + 2)
+    if UE & ASKED:
+        of_e += tl.load(coefficients + 3) * tl.where(masked, 0.0, u)
+    g = of_e * tl.exp(u)
+    if R & ASKED:
+        g += tl.load(coefficients + 4) * tl.exp(u * inv_tau)
+    if MASSES > 0:
+        v = u
+        if MASSES == FROM_TEACHER:
+            v = _teacher_at(source, tl.load(coefficients + 1), cols, masked)
+        q = _masses(source, u, v, cols, masked, inv_tau, margin, MASSES)
+        of_q = tl.load(coefficients + 5)
+        if WQU & ASKED:
+            w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+            of_q += tl.load(coefficients + 6) * w
+        g += of_q * q
+    if TOP & ASKED:
+        at_top = cols == tl.load(coefficients + 8).to(tl.int32)
+        g = tl.where(at_top, tl.load(coefficients + 9), g)
+    g = tl.where(cols == y, tl.load(coefficients + 7), g)
     tl.store(out, g.to(out.dtype.element_ty), mask=inside)
 
 
@@ -476,76 +612,111 @@ def row_gradient(
     return out
 
 
-def shard_sums(
-    logits: Tensor, target: Tensor, spec: RowSpec, weight: Tensor | None, ignore_index: int
+def sums(
+    logits: Tensor,
+    target: Tensor,
+    plan: Plan,
+    weight: Tensor | None,
+    ignore_index: int,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """The sums of every row over a shard of its columns; see `labo.fused.shards`."""
+    """The sums of every row; see `labo.fused.algebra`."""
+    logits = _unit_stride(logits)
     _check(logits)
     rows, classes = logits.shape
-    sums = logits.new_empty((rows, SHARD_SUMS), dtype=torch.float32)
+    found = logits.new_empty((rows, len(SUMS)), dtype=torch.float32)
     if classes == 0:
-        sums.zero_()[:, 0] = -math.inf
+        found.zero_()[:, 0] = -math.inf
     elif rows:
         block, options = _tile(classes)
+        given, source_stride = _source(source, plan, rows, classes)
         with torch.cuda.device_of(logits):
-            _shard_sums_kernel[(rows,)](
+            _formula_sums_kernel[(rows,)](
                 logits,
                 target.contiguous(),
                 None if weight is None else weight.contiguous(),
-                sums,
+                given,
+                found,
                 logits.stride(0),
+                source_stride,
                 classes,
-                1.0 / spec.tau,
+                1.0 / plan.tau,
+                float(plan.margin),
                 ignore_index,
-                MODE=spec.mode,
-                HAS_WEIGHT=weight is not None,
-                WIDTH=SHARD_SUMS,
+                ASKED=plan.asked,
+                MASSES=plan.masses,
+                WIDTH=len(SUMS),
                 BLOCK=block,
                 **options,
             )
-    wide = sums.double()
-    if spec.mode == LABEL_SMOOTHING:
-        wide[:, 3:] /= LS_MASS.value  # elsewhere the q of label smoothing is 1
+    wide = found.double()
+    wide[:, SUMS.index("q") :] /= MASS.value
     return wide
 
 
-def shard_gradient(
+def gradient(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    plan: Plan,
     weight: Tensor | None,
     ignore_index: int,
-    results: Tensor,
-    out: Tensor | None,
+    source: Tensor | None,
+    coefficients: Tensor,
+    out: Tensor,
 ) -> Tensor:
-    """The gradient of a shard from sums over all of them; see `labo.fused.shards`."""
+    """The gradient of every row, written to ``out``; see `labo.fused.algebra`."""
+    logits = _unit_stride(logits)
     _check(logits)
+    _check(out)
     rows, classes = logits.shape
-    if out is None:
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     block, options = _tile(classes)
     blocks = triton.cdiv(classes, block)
+    given, source_stride = _source(source, plan, rows, classes)
     with torch.cuda.device_of(logits):
-        _shard_gradient_kernel[(rows * blocks,)](
+        _formula_gradient_kernel[(rows * blocks,)](
             logits,
             target.contiguous(),
             None if weight is None else weight.contiguous(),
-            results.float().contiguous(),
+            given,
+            coefficients.float().contiguous(),
             out,
             logits.stride(0),
+            source_stride,
             out.stride(0),
             classes,
             blocks,
-            1.0 / spec.tau,
+            1.0 / plan.tau,
+            float(plan.margin),
             ignore_index,
-            MODE=spec.mode,
-            HAS_WEIGHT=weight is not None,
+            ASKED=plan.asked,
+            MASSES=plan.masses,
+            WIDTH=len(COEFFICIENTS),
             BLOCK=block,
             **options,
         )
     return out
+
+
+def _unit_stride(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _source(
+    source: Tensor | None, plan: Plan, rows: int, classes: int
+) -> tuple[Tensor | None, int]:
+    """What the masses of a formula come from, and the stride of its rows; 0 for the same row."""
+    if source is None:
+        return None, 0
+    shapes = {algebra.FROM_ROW: (classes,), algebra.FROM_TABLE: (classes, classes)}
+    shape = shapes.get(plan.masses, (rows, classes))
+    if source.shape != shape:
+        raise ValueError(f"source must have shape {shape}, got {tuple(source.shape)}")
+    if source.dim() == 1:
+        return source.contiguous(), 0
+    source = _unit_stride(source)
+    return source, source.stride(0)
 
 
 def _check(matrix: Tensor) -> None:

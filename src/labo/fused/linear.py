@@ -472,7 +472,7 @@ def linear_loss(
             row.
         return_metrics: True returns ``(loss, metrics)`` with a :class:`labo.LossMetrics` of sums
             over the rows that count; "rows" has one number per row in it, (...).
-        impl: the backend for LABO, label smoothing and cross entropy, as for the losses.
+        impl: the backend, for losses that have several.
         options: chunk size or memory budget.
 
     Returns:

@@ -115,14 +115,14 @@ def _plan(spec: RowSpec, weighted: bool) -> Plan:
     return Plan(asked, UNIFORM if spec.mode == LABEL_SMOOTHING else TEMPERED, spec.tau)
 
 
-def _backend(logits: Tensor) -> Any:
+def _backend(logits: Tensor) -> ShardBackend:
     """The fastest backend for these logits."""
     if logits.is_cpu and native.refuses(logits) is None and logits.dtype in native.SHARD_DTYPES:
         return ShardBackend(native)
     if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
         from . import kernels
 
-        return kernels
+        return ShardBackend(kernels)
     return ShardBackend(blocked)
 
 
