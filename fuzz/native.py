@@ -197,16 +197,25 @@ class _Loss:
         )
 
 
-def _random_loss(chance: Random) -> _Loss:
+def _random_loss(chance: Random, *, formulas: bool = False) -> _Loss:
+    """One of the losses with kernels of their own; with ``formulas``, any without a teacher."""
     alpha, tau = chance.choice((0.0, 0.1, 0.7, 1.0)), chance.choice((0.05, 1.0, 1.25, 40.0))
-    loss = chance.choice(
-        (
-            _Loss("CrossEntropyLoss", {}),
-            _Loss("LabelSmoothingLoss", {"alpha": alpha}),
-            _Loss("LABOLoss", {"alpha": alpha, "tau": tau}),
-            _Loss("LABOLoss", {"tau": tau, "rho": chance.choice((0.0, 0.5, 1.0))}),
-        )
-    )
+    losses = [
+        _Loss("CrossEntropyLoss", {}),
+        _Loss("LabelSmoothingLoss", {"alpha": alpha}),
+        _Loss("LABOLoss", {"alpha": alpha, "tau": tau}),
+        _Loss("LABOLoss", {"tau": tau, "rho": chance.choice((0.0, 0.5, 1.0))}),
+    ]
+    if formulas and chance.random() < 0.5:
+        losses = [
+            _Loss("FocalLoss", {"gamma": chance.choice((0.5, 2.0))}),
+            _Loss("ConfidencePenaltyLoss", {"beta": alpha}),
+            _Loss("MaxSuppressionLoss", {"lam": alpha}),
+            _Loss("MarginSmoothingLoss", {"lam": alpha, "margin": tau}),
+            _Loss("TFRegLoss", {"alpha": alpha}),
+            _Loss("LabelSmoothingLoss", {"alpha": alpha, "convention": "fairseq"}),
+        ]
+    loss = chance.choice(losses)
     print(f"{loss.name} {loss.options} ", end="", flush=True)
     return loss
 
@@ -218,10 +227,10 @@ def _losses(case: Case) -> None:
     from labo import parallel
 
     chance, target = case.chance, case.target
-    loss = _random_loss(chance)
     reduction = chance.choice(("none", "none", "mean", "sum"))
     inplace = chance.random() < 0.2
     as_shard = chance.random() < 0.2
+    loss = _random_loss(chance, formulas=not as_shard)
     print(f"{reduction} {inplace} {as_shard} ", end="", flush=True)
     before = case.logits.clone()
     leaf = case.logits.detach().requires_grad_()
@@ -262,19 +271,21 @@ def _bits(x: Tensor) -> Tensor:
 
 def _shards(case: Case) -> None:
     """Columns of a shard; targets may be columns of another one."""
-    from labo.fused import native
+    from labo.fused import native, shards
     from labo.fused.linear import loss_and_spec
 
     chance, logits = case.chance, case.logits
     _, spec = loss_and_spec(_random_loss(chance).build(case, None, "none"))
     away = torch.randint(-5, logits.shape[1] + 5, case.target.shape)
     target = torch.where(torch.rand(away.shape) < 0.3, away, case.target.long())
-    before = logits.clone()
-    sums = native.shard_sums(logits, target, spec, case.weight, case.ignore_index)
+    before, backend = logits.clone(), shards.ShardBackend(native)
+    sums = backend.shard_sums(logits, target, spec, case.weight, case.ignore_index)
     if len(logits) and case.weight is None:
         row = chance.randrange(len(logits))
         alone = slice(row, row + 1)
-        one = native.shard_sums(logits[alone].clone(), target[alone], spec, None, case.ignore_index)
+        one = backend.shard_sums(
+            logits[alone].clone(), target[alone], spec, None, case.ignore_index
+        )
         assert torch.equal(one.view(torch.int64), sums[alone].view(torch.int64)), f"row {row}"
     results = torch.rand(len(logits), 4, dtype=torch.float64)
     results[:, 0] = sums[:, 0].nan_to_num(0.0)
@@ -282,7 +293,9 @@ def _shards(case: Case) -> None:
     if chance.random() < 0.5:
         out = torch.empty(len(logits), logits.shape[1] + chance.randrange(3), dtype=logits.dtype)
         out = out[:, : logits.shape[1]]
-    grad = native.shard_gradient(logits, target, spec, case.weight, case.ignore_index, results, out)
+    grad = backend.shard_gradient(
+        logits, target, spec, case.weight, case.ignore_index, results, out
+    )
     assert grad.shape == logits.shape
     assert torch.equal(_bits(before), _bits(logits)), "the logits were changed"
 

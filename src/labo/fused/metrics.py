@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from .._rows import row_sum, times
-from . import shards, spec
-
-# Cross entropy writes e times a factor, adaptive alpha makes the sum of u e. Its q, with the
-# temperature 1, is not used.
-_E = spec.cross_entropy()
-_E_AND_UE = spec.labo(1.0, "adaptive", 0.0)
+from . import shards
+from .algebra import SUMS, UE, Plan
+from .spec import CROSS_ENTROPY, RowSpec
 
 # The columns of the statistics of the rows.
 NLL, ENTROPY, CORRECT, MAXIMUM, LOG_E = range(5)
@@ -77,19 +74,21 @@ def row_statistics(
     """
     soft = target.is_floating_point()
     labels = target.argmax(1) if soft else target
-    sums = shards._backend(logits).shard_sums(logits, labels, _E_AND_UE, None, ignore_index)
-    maximum, width, start = sums[:, 0], logits.shape[1], labels.new_zeros(())
+    sums = shards.backend_of(logits).sums(logits, labels, Plan(UE), None, ignore_index)
+    maximum, e, ue = (sums[:, SUMS.index(name)] for name in ("top", "e", "ue"))
+    width, start = logits.shape[1], labels.new_zeros(())
     valid = labels != ignore_index
     if split:
-        maximum, start, _ = shards._row_maximum(maximum, width, group)
-        sums = shards._shifted(sums, maximum, _E_AND_UE)
+        here, (maximum, start, _) = maximum, shards._row_maximum(maximum, width, group)
+        # u falls by d. Without unmasked columns all sums are 0, and any finite d serves.
+        d = torch.where(here == -math.inf, 0.0, here - maximum)
+        e, ue = d.exp() * e, d.exp() * (ue + d * e)
     column = labels - start
-    here = valid & (column >= 0) & (column < width)
+    mine = valid & (column >= 0) & (column < width)
     z_y = torch.zeros_like(maximum)
     if width:
         picked = logits.gather(1, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
-        z_y = torch.where(here, picked.double(), z_y)
-    e, ue = sums[:, 1], sums[:, 2]
+        z_y = torch.where(mine, picked.double(), z_y)
     if split:
         total = torch.stack([e, ue, z_y], 1)
         shards.all_reduce(total, group)
@@ -115,8 +114,8 @@ def probabilities_times(
     zero = torch.zeros_like(from_e)
     results = torch.stack([statistics[:, MAXIMUM], from_e, zero, zero], 1)
     backend = shards._backend(logits)
-    found: Tensor = backend.shard_gradient(logits, column, _E, None, ignored, results, out)
-    return found
+    loss = RowSpec(CROSS_ENTROPY)  # which writes e times from_e
+    return backend.shard_gradient(logits, column, loss, None, ignored, results, out)
 
 
 def loss_metrics(logits: Tensor, target: Tensor, loss: Any) -> LossMetrics:

@@ -115,15 +115,19 @@ def _plan(spec: RowSpec, weighted: bool) -> Plan:
     return Plan(asked, UNIFORM if spec.mode == LABEL_SMOOTHING else TEMPERED, spec.tau)
 
 
-def _backend(logits: Tensor) -> ShardBackend:
-    """The fastest backend for these logits."""
+def backend_of(logits: Tensor) -> ModuleType:
+    """The fastest backend for these logits, with the functions of :mod:`labo.fused.algebra`."""
     if logits.is_cpu and native.refuses(logits) is None and logits.dtype in native.SHARD_DTYPES:
-        return ShardBackend(native)
+        return native
     if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
         from . import kernels
 
-        return ShardBackend(kernels)
-    return ShardBackend(blocked)
+        return kernels
+    return blocked
+
+
+def _backend(logits: Tensor) -> ShardBackend:
+    return ShardBackend(backend_of(logits))
 
 
 # ------------------------------------------------------------------ communication
