@@ -31,6 +31,7 @@ from .. import config
 from ..config import Names
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
+from ..methods import METHODS
 from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation, Task
@@ -250,6 +251,9 @@ class LanguageModelingTask(Task):
         self.size = len(self._train.packing)
         self.steps_per_epoch = len(self._batches)
         self.notes = self._train.notes("training")
+        warning = METHODS[recipe.method["name"]].from_scratch
+        if warning is not None and recipe.model.pretrained is None:
+            self.notes = [*self.notes, warning]
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         self._held_out = lru_cache(maxsize=2)(
             lambda split: _Packed.of(self.data.split(split), recipe)
