@@ -9,7 +9,9 @@ from labo.lab.config import (
     RECIPES,
     RecipeError,
     differing_keys,
+    dump_yaml,
     known_recipes,
+    parse_yaml,
 )
 from labo.lab.methods import METHODS, methods_for
 from labo.lab.recipes import build_recipe, load_recipe
@@ -175,3 +177,8 @@ def test_the_recipes_own_method_keeps_its_settings():
     assert load_recipe("cldr", ["method=LABO"]) == load_recipe("cldr")
     assert load_recipe("cldr", ["method=labo", "method.tau=1.1"]).method["warmup_steps"] == 400
     assert "warmup_steps" not in load_recipe("cldr", ["method=ls"]).method
+
+
+def test_what_is_written_is_read_again():
+    document = {"git": "2222e39", "seed": "1e-4", "lr": 1e-4, "names": ["2e5", "no", "~"], "x": {}}
+    assert parse_yaml(dump_yaml(document), "here") == document

@@ -274,11 +274,23 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings that :class:`_Loader` would take for numbers, such as the commit 2222e39."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
+
+
+def dump_yaml(document: Mapping[str, Any]) -> str:
+    """A document as YAML that :func:`parse_yaml` reads as it is."""
+    return yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False)
 
 
 def _values_in(root: yaml.Node) -> float:

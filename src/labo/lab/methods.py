@@ -56,6 +56,7 @@ class Method:
         teacher: builds the teacher.
         needs: what the task must provide, see :attr:`labo.lab.tasks.Task.provides`.
         mixes: whether it accepts mixed labels (mixup, CutMix).
+        from_scratch: what a user should know who trains a model with many classes from scratch.
     """
 
     summary: str
@@ -64,6 +65,7 @@ class Method:
     teacher: Callable[..., Teacher] = Teacher
     needs: frozenset[str] = frozenset()
     mixes: bool = False
+    from_scratch: str | None = None
 
     def build(
         self, hyper: Mapping[str, Any], facts: Mapping[str, Any]
@@ -287,6 +289,8 @@ METHODS: dict[str, Method] = {
         "cross entropy times the probability of the target, held constant",
         "Wu et al. 2025",
         losses.DFTLoss,
+        from_scratch="dft is for fine-tuning: it weighs each token by its probability, which is "
+        "almost 0 in a new model, and the model may learn one token only",
     ),
     "eaft": Method(
         "cross entropy times the entropy of the prediction, held constant",

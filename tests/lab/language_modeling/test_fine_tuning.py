@@ -185,7 +185,7 @@ def test_the_signature_names_the_weights(pretrained, data, tmp_path):
     [
         (["model.preset=gpt2-tiny"], "give preset or pretrained, and not both"),
         (["model.pretrained=null"], "give preset or pretrained"),
-        (["model.width=8"], "the dimensions of a pretrained model are its own"),
+        (["model.width=8"], "the dimensions and dropout of a pretrained model are its own"),
         (["model.pretrained=nowhere"], "nowhere: no such folder"),
         (["data.block=128"], "data.block: 128 is more than the 96 positions of"),
         (["model.freeze=[nothing]"], r"model\.freeze: nothing fits no parameter \(there are "),

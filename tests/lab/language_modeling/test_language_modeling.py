@@ -464,6 +464,12 @@ def test_examples_have_all_their_logits(texts):
         assert example["title"].endswith(f": {token}")
 
 
+def test_methods_for_fine_tuning_are_told_from_others(texts):
+    assert any("dft is for fine-tuning" in note for note in task(texts, "method=dft").notes)
+    assert not any("fine-tuning" in note for note in task(texts, "method=eaft").notes)
+    assert recipe(texts, "method=eaft").method["top_k"] == 20  # as published
+
+
 def test_the_place_of_each_target(texts):
     small = task(texts)
     packed = small._train

@@ -9,6 +9,7 @@ another size is brought to H x W.
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from pathlib import Path
 
@@ -66,9 +67,12 @@ def export(run: str | Path, out: str | Path) -> str:
     shape = (predictor.channels, predictor.view.height, predictor.view.width)
     # Two: PyTorch takes a size of 1 for one that never changes.
     example = torch.zeros(2, *shape, dtype=torch.uint8)
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
     try:
+        exporter.setLevel(logging.ERROR)  # it warns about what is not installed
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporter, about itself
+            warnings.simplefilter("ignore")  # and about itself
             program = torch.onnx.export(
                 _FromPixels(predictor).eval(),
                 (example,),
@@ -81,6 +85,8 @@ def export(run: str | Path, out: str | Path) -> str:
     except Exception as error:  # of many kinds
         reason = str(error).strip().partition("\n")[0]
         raise LabError(f"{run}: PyTorch cannot export this model to ONNX: {reason}") from error
+    finally:
+        exporter.setLevel(level)
     assert program is not None
     model = program.model_proto
     facts = {

@@ -23,12 +23,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..._names import unknown_name
 from ...calibration import ReliabilityBins
 from .. import config
 from ..config import Names
+from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
+from ..methods import METHODS
 from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
 from ..run.seeds import permutation
 from ..tasks import Batch, Evaluation, Task
@@ -96,7 +99,13 @@ class CausalModel(config.Section):
     """A preset and what is to differ from it, or a pre-trained folder."""
 
     preset: str | None = Field(
-        None, description="Architecture and size: " + ", ".join(f"`{name}`" for name in PRESETS)
+        None,
+        description="Architecture and size: "
+        + ", ".join(f"`{name}`" for name in PRESETS)
+        + ", or `package.module:function` for a config of your own.",
+    )
+    arguments: dict[str, Any] = Field(
+        {}, description="Keyword arguments of a function of your own."
     )
     pretrained: str | None = Field(
         None,
@@ -124,7 +133,7 @@ class CausalModel(config.Section):
     @field_validator("preset")
     @classmethod
     def _known(cls, preset: str | None) -> str | None:
-        if preset is not None and preset not in PRESETS:
+        if preset is not None and preset not in PRESETS and not is_reference(preset):
             raise ValueError(unknown_name("preset", preset, PRESETS))
         return preset
 
@@ -132,9 +141,12 @@ class CausalModel(config.Section):
     def _consistent(self) -> CausalModel:
         if (self.preset is None) == (self.pretrained is None):
             raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
-        if self.preset is None:
-            if self.dimensions() or self.config:
-                raise ValueError("the dimensions of a pretrained model are its own")
+        if self.arguments and not self.is_custom:
+            raise ValueError("arguments: only a function of your own has them")
+        if self.preset is None or self.is_custom:
+            if self.dimensions() or self.config or (self.is_custom and self.dropout):
+                kind = "pretrained model" if self.preset is None else "config of your own"
+                raise ValueError(f"the dimensions and dropout of a {kind} are its own")
             return self
         values = {**PRESETS[self.preset], **self.dimensions()}
         if values["width"] % (2 * values["heads"]):
@@ -142,6 +154,11 @@ class CausalModel(config.Section):
                 f"width {values['width']} must be divisible by twice the heads {values['heads']}"
             )
         return self
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the preset is a function of your own."""
+        return self.preset is not None and is_reference(self.preset)
 
     def dimensions(self) -> dict[str, int]:
         """What differs from the preset."""
@@ -218,6 +235,9 @@ class LanguageModelingTask(Task):
         if recipe.model.pretrained is not None:
             self.num_classes = self._pretrained_vocabulary(recipe.model.pretrained)
             self.fingerprint += f"~{folder_digest(recipe.model.pretrained)}"
+        if recipe.model.is_custom:
+            version = function_version("model.preset", str(recipe.model.preset))
+            self.fingerprint += f"~{recipe.model.preset}@{version}"
         if options.block > recipe.train.batch_tokens:
             raise RequestError(
                 f"train.batch_tokens: {recipe.train.batch_tokens} is less than a block of "
@@ -234,6 +254,9 @@ class LanguageModelingTask(Task):
         self.size = len(self._train.packing)
         self.steps_per_epoch = len(self._batches)
         self.notes = self._train.notes("training")
+        warning = METHODS[recipe.method["name"]].from_scratch
+        if warning is not None and recipe.model.pretrained is None:
+            self.notes = [*self.notes, warning]
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         self._held_out = lru_cache(maxsize=2)(
             lambda split: _Packed.of(self.data.split(split), recipe)
@@ -256,6 +279,8 @@ class LanguageModelingTask(Task):
     def _start(self) -> LanguageModel:
         """The model before any training."""
         options, block = self.recipe.model, self.recipe.data.block
+        if options.is_custom:
+            return self._from_function(str(options.preset), options.arguments)
         if options.preset is not None:
             return fresh_model(
                 causal_config(
@@ -279,6 +304,37 @@ class LanguageModelingTask(Task):
                 f"{options.pretrained}"
             )
         return LanguageModel(causal)
+
+    def _from_function(self, name: str, arguments: Mapping[str, Any]) -> LanguageModel:
+        """A new model from the config that a function of the user returns."""
+        key, block = "model.preset", self.recipe.data.block
+        given = {
+            "vocab_size": self.num_classes,
+            "positions": block,
+            "bos_token_id": self.data.begin,
+            "eos_token_id": self.data.end,
+            "pad_token_id": self.data.tokenizer.pad_token_id,
+        }
+        found = call_function(key, name, given, arguments)
+        if not isinstance(found, PretrainedConfig):
+            raise RequestError(
+                f"{key}: {name} must return a config of transformers, not {type(found).__name__}"
+            )
+        if getattr(found, "vocab_size", None) != self.num_classes:
+            raise RequestError(
+                f"{key}: {name} must return a config with vocab_size={self.num_classes}, not "
+                f"{getattr(found, 'vocab_size', None)}"
+            )
+        if block > getattr(found, "max_position_embeddings", block):
+            raise RequestError(
+                f"{key}: {name} must return a config with max_position_embeddings of at least "
+                f"{block} (data.block), not {found.max_position_embeddings}"
+            )
+        try:
+            return fresh_model(found)
+        except ValueError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RequestError(f"{key}: {name}: no causal language model: {reason}") from error
 
     def _pretrained_vocabulary(self, folder: str) -> int:
         """Types of the output layer of a pre-trained model, whose tokenizer the data must have."""

@@ -26,11 +26,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import Field
 
 from ... import __version__
-from ..config import PROVENANCE, Recipe, differing_keys, read_document, read_provenance
+from ..config import (
+    PROVENANCE,
+    Recipe,
+    differing_keys,
+    dump_yaml,
+    read_document,
+    read_provenance,
+)
 from ..errors import LabError, RequestError
 from . import checksums
 from . import files as atomic
@@ -110,7 +116,7 @@ class RunDirectory:
             raise LabError(f"cannot make {self.path}: {error.strerror}") from error
 
     def _write_recipe(self, document: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump({**document, PROVENANCE: dict(provenance)}, sort_keys=False)
+        text = dump_yaml({**document, PROVENANCE: dict(provenance)})
         atomic.write_text(self.recipe_file, text)
 
     def begun_with(self) -> dict[str, str | None]:

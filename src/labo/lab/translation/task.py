@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
+from ..methods import METHODS
 from ..run.progress import track
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
@@ -253,7 +254,8 @@ class TranslationTask(Task):
         self._batches, left_out = self._make_batches()
         self.size = len(self._train)
         self.steps_per_epoch = len(self._batches)
-        self.notes = left_out
+        warning = METHODS[recipe.method["name"]].from_scratch
+        self.notes = left_out if warning is None else [*left_out, warning]
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     @property
