@@ -172,7 +172,9 @@ def _cautions(scored: Sequence[DrawnVariant], found: Sequence[Difference]) -> li
 def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
     """The scores of all methods; of a single group also differences and calibration errors."""
     shown = [group for group in groups if _scored(group)]
-    panels = [score_chart(group, f"summary-{i}", titled=len(shown) > 1) for i, group in enumerate(shown)]
+    panels = [
+        score_chart(group, f"summary-{i}", titled=len(shown) > 1) for i, group in enumerate(shown)
+    ]
     caption = "Small circles are seeds, the larger mark is their mean."
     if len(shown) == 1:
         (group,) = shown
@@ -185,6 +187,8 @@ def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
             caption += " Hollow marks: the calibration error after one temperature."
     if not panels:
         return None
+    if any('class="dot far"' in panel.body for panel in panels):
+        caption += " An arrow: far outside of the scale; the number is at the right."
     members = [m for group in shown for v in _scored(group) for m in v.members]
     return Figure("summary-figure", "All methods", panels, caption, signature_line(members))
 
