@@ -25,7 +25,7 @@ from markupsafe import Markup
 from ... import __version__
 from ..errors import RequestError
 from ..run import files as atomic
-from ..tables import Cell, Column, best_rows, shown_cell
+from ..tables import NOTHING, Cell, Column, best_rows, shown_cell
 from . import embed, figures, palette, results, summary
 from .charts import swatch
 from .gather import Listing, ReportGroup, differing, make_groups, method_text, read_runs
@@ -200,7 +200,7 @@ def _swatch(style: palette.Style) -> Markup:
 
 def _shown(cell: Cell, column: Column, signed: bool) -> str:
     if cell.value is None:
-        return "\u2013"
+        return NOTHING
     return shown_cell(replace(column, signed=column.signed or signed), cell).replace("-", "−")
 
 

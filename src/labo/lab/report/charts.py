@@ -327,7 +327,7 @@ def dot_chart(
             side = -1 if row.value < low else 1
             end, back = place(row.value), 7 * side
             arrow = f"{end + back:.1f},{at} {end:.1f},{at - 5} {end:.1f},{at + 5}"
-            marks = f'<polygon class="dot" points="{arrow}"/>'
+            marks = f'<polygon class="dot far" points="{arrow}"/>'
             marks += _text(WIDTH, at + 4, row.text, shown, "end")
             parts.append(_series(row.label, row.style, marks))
             continue
