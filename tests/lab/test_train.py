@@ -159,7 +159,8 @@ def test_ties_go_to_the_better_nll_and_then_to_the_later_step(scores, selected):
     trainer = object.__new__(Trainer)
     trainer.recipe = load_recipe("digits", ["train.select=accuracy"])
     trainer.state = TrainingState()
-    trainer.task = SimpleNamespace(higher_is_better={"accuracy": True}, steps_per_epoch=1)
+    trainer.task = SimpleNamespace(higher_is_better={"accuracy": True})
+    trainer.steps_per_epoch = 1
     trainer.display = SimpleNamespace(evaluated=lambda *_: None)
     trainer.module = torch.nn.Linear(1, 1)
     trainer.total = 99
