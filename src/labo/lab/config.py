@@ -144,6 +144,14 @@ class Train(Section):
         ge=0,
         description="Select the average of the last N evaluated models; 0 selects the best.",
     )
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description="Keep the N best evaluated models in the folder `kept`, for `labo average`.",
+    )
+    keep_last: int = Field(
+        0, ge=0, description="Keep the last N evaluated models in the folder `kept`, likewise."
+    )
     workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
 
     @field_validator("precision", mode="before")
