@@ -760,9 +760,9 @@ def score(
     if task_of_model(run) == "translation":
         from .lab.translation.score import score_files
 
-        if len(files or ()) != 2:
+        if files is None or len(files) != 2:
             raise RequestError("the score of a translation needs two files: SOURCE TARGET")
-        source, target = files or ()
+        source, target = files
         for number, scored in enumerate(score_files(run, source, target, pair=pair), 1):
             print(json.dumps(scored.record(number, tokens=tokens), ensure_ascii=False))
         return

@@ -250,7 +250,7 @@ class Trainer:
                     _tell(self.loss, "end_epoch")
                 state.seconds = time.perf_counter() - began
                 self.between_steps = True
-                self.display.advance(state.step, self.task.count(index))
+                self.display.advance(state.step, self.task.count(index, batches[0].epoch))
                 evaluated = self._is_evaluated(state.step)
                 if evaluated or state.step % self.recipe.train.log_every == 0:
                     self.log()
@@ -374,7 +374,7 @@ class Trainer:
         accelerator, recipe, state = self.accelerator, self.recipe, self.state
         torch.manual_seed(mix(recipe.seed, "step", state.step, accelerator.process_index))
         self.module.train()
-        count = self.task.count(index)
+        count = self.task.count(index, batches[0].epoch)
         total = torch.zeros((), device=accelerator.device)
         seen = []
         for number, batch in enumerate(batches, 1):
