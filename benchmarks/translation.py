@@ -76,7 +76,7 @@ def train_labo(steps: int, smoke: bool) -> dict[str, float]:
         clock = _Clock(warm=2)
         for batches, index in trainer.upcoming():
             trainer.update(batches, index)
-            clock.step(trainer.task.count(index))
+            clock.step(trainer.task.count(index, batches[0].epoch))
             if clock.steps == steps + clock.warm:
                 break
         return clock.result()
@@ -113,7 +113,7 @@ def train_huggingface(steps: int, smoke: bool) -> dict[str, float]:
 
     class Count(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.step(task.count(plan[clock.steps]))
+            clock.step(task.count(plan[clock.steps], 0))
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = Seq2SeqTrainingArguments(

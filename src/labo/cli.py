@@ -189,6 +189,45 @@ def _evaluate_files(
 
 
 @app.command()
+def average(
+    run: Annotated[
+        Path, typer.Argument(help="Run trained with train.keep_best or train.keep_last.")
+    ],
+    best: Annotated[
+        int | None, typer.Option(min=1, help="Average this many of the best models.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Average this many of the last models.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Model folder to write. Default: RUN/average.")
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="Split to score: valid or test. Default: valid.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Average the models that a run kept, and score the average.
+
+    Without --best or --last, all kept models are averaged.
+    """
+    from .lab.errors import RequestError
+
+    if best is not None and last is not None:
+        raise RequestError("--best and --last exclude each other")
+    for name in split or ():
+        if name not in ("valid", "test"):
+            raise RequestError(f"--split {name}: must be valid or test")
+    from .lab.average import average_models
+
+    found = average_models(run, best=best, last=last, out=out, splits=split or ("valid",))
+    if _is_main_process():
+        _print_scores(found.scores)
+        steps = ", ".join(map(str, found.steps))
+        print(f"the average of steps {steps} is in {found.folder}")
+
+
+@app.command()
 def calibrate(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     fold: Annotated[

@@ -215,9 +215,10 @@ def outcome(out: Path) -> dict[str, Any]:
             for measured in ("seconds", "peak_memory", "checksum"):
                 entry.pop(measured, None)
     found["results"][0]["signature"] = re.sub(r"git:\S*?\|", "", found["results"][0]["signature"])
+    kept = sorted((out / "kept").glob("*.safetensors"))
     tensors = {
         f"{path.name}/{name}": (str(tensor.dtype), tensor.numpy().tobytes())
-        for path in (*newest.glob("*.safetensors"), out / "best" / "model.safetensors")
+        for path in (*newest.glob("*.safetensors"), *kept, out / "best" / "model.safetensors")
         for name, tensor in load_file(path).items()
     }
     folders = sorted(path.name for path in (out / "checkpoints").iterdir())

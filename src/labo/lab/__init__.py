@@ -23,6 +23,7 @@ teachers            where a second distribution comes from
 methods             ``METHODS``: a loss, perhaps a teacher, for every method
 recipes             a recipe file with overrides -> a checked recipe
 optim, train        the optimizer, the learning rate, the one training loop
+average             the mean of models that a run kept -> a model folder
 calibrate           a temperature for the selected model of a run
 evaluate            the selected model of a run -> scores and records
 analysis/           records -> analysis.json; which runs belong together; differences and p-values

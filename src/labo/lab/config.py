@@ -164,6 +164,14 @@ class Train(Section):
         description="Evaluate and select an exponential moving average of the weights with this "
         "decay, such as 0.999, instead of the weights themselves.",
     )
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description="Keep the N best evaluated models in the folder `kept`, for `labo average`.",
+    )
+    keep_last: int = Field(
+        0, ge=0, description="Keep the last N evaluated models in the folder `kept`, likewise."
+    )
     workers: int = Field(0, ge=0, description="Threads that prepare batches in advance.")
 
     @field_validator("log_with", mode="before")

@@ -168,7 +168,7 @@ class Task(Protocol):
         order = permutation(self.recipe.seed, epoch, self.size)
         return order[position * size : (position + 1) * size]
 
-    def count(self, index: Tensor) -> int:
+    def count(self, index: Tensor, epoch: int) -> int:
         """How many targets these samples have: the divisor of the mean loss."""
         return len(index)
 

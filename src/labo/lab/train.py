@@ -24,7 +24,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -65,6 +65,16 @@ T = TypeVar("T")
 _NAMED_SAMPLES = 16  # how many samples a message lists
 
 
+class KeptModel(BaseModel):
+    """An evaluated model whose weights are kept."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    step: int = Field(ge=1)
+    score: float  # that which selects
+    nll: float | None
+
+
 class TrainingState(BaseModel):
     """Where a run is, apart from its tensors."""
 
@@ -81,6 +91,7 @@ class TrainingState(BaseModel):
     best_step: int = Field(0, ge=0)
     stale: int = Field(0, ge=0)  # evaluations since the score was last exceeded
     averaged: int = Field(0, ge=0)  # models in the average
+    kept: list[KeptModel] = []  # in the order of their steps
     seconds: float = Field(0.0, ge=0)  # spent in training, over all its starts
     earlier_processes: list[int] = []  # how many there were, before their number changed
 
@@ -245,7 +256,7 @@ class Trainer:
                     self._end_batch()
                 state.seconds = time.perf_counter() - began
                 self.between_steps = True
-                self.display.advance(state.step, self.task.count(index))
+                self.display.advance(state.step, self.task.count(index, batches[0].epoch))
                 evaluated = self._is_evaluated(state.step)
                 if evaluated or state.step % self.recipe.train.log_every == 0:
                     self.log()
@@ -389,7 +400,7 @@ class Trainer:
         accelerator, recipe, state = self.accelerator, self.recipe, self.state
         torch.manual_seed(mix(recipe.seed, "step", state.step, accelerator.process_index))
         self.module.train()
-        count = self.task.count(index)
+        count = self.task.count(index, batches[0].epoch)
         total = torch.zeros((), device=accelerator.device)
         seen = []
         for number, batch in enumerate(batches, 1):
@@ -535,7 +546,18 @@ class Trainer:
             self._select(weights)
         if self._is_averaged(state.step):
             self._add_to_average()
+        self._keep(KeptModel(step=state.step, score=value, nll=nll))
         state.evaluated = state.step
+
+    def _keep(self, model: KeptModel) -> None:
+        """Keep the weights if they are among the best or the last ones."""
+        state, train = self.state, self.recipe.train
+        known = [*state.kept, model]
+        last = known[max(0, len(known) - train.keep_last) :]
+        best = ranked(known, self.task.higher_is_better[train.select])[: train.keep_best]
+        state.kept = [one for one in known if one in last or one in best]
+        if model in state.kept and self.accelerator.is_main_process:
+            self.run.keep_model(model.step, self.module.state_dict())
 
     def _select(self, weights: dict[str, Tensor]) -> None:
         if self.accelerator.is_main_process:
@@ -573,6 +595,8 @@ class Trainer:
             }
             folder, digest = self.run.checkpoints, self.recipe.digest()
             self.saved = checkpoint.save(folder, self.state.step, state, tensors, digest)
+            # After the checkpoint: a run that goes on from the one before still has its models.
+            self.run.list_kept([model.model_dump() for model in self.state.kept])
         self.saved_step = self.state.step
         self.accelerator.wait_for_everyone()
 
@@ -681,6 +705,16 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return results
+
+
+def ranked(models: Iterable[KeptModel], higher_is_better: bool) -> list[KeptModel]:
+    """The best first; of equal scores the one with the lower NLL, then the later one."""
+    sign = -1 if higher_is_better else 1
+
+    def rank(model: KeptModel) -> tuple[float, float, int]:
+        return sign * model.score, math.inf if model.nll is None else model.nll, -model.step
+
+    return sorted(models, key=rank)
 
 
 def repair_best(

@@ -102,7 +102,7 @@ def test_every_token_but_the_first_is_a_target_once(texts, packing, limit):
         batch = small.batch(index, 0)
         assert batch.inputs.ids.shape == batch.target.shape
         assert batch.target.numel() <= limit
-        assert small.count(index) == (batch.target != IGNORED).sum()
+        assert small.count(index, 0) == (batch.target != IGNORED).sum()
         found += batch.target[batch.target != IGNORED].tolist()
     expected = [t for i in range(len(split)) for t in split.tokens(i)[1:].tolist()]
     assert sorted(found) == sorted(expected)

@@ -20,6 +20,7 @@ SOAK = int(os.environ.get("LABO_SOAK", "0"))
 # Accumulation, a short last batch, saves inside an epoch, and three evaluations.
 RUN = ["train.epochs=3", "train.batch_size=160", "train.accumulate=3", "train.save_every=4"]
 RUN += ["train.log_every=3", "optim.warmup_steps=5", "train.average_last=2"]
+RUN += ["train.keep_best=1", "train.keep_last=1"]
 
 
 @pytest.fixture(scope="module")

@@ -423,7 +423,7 @@ class ImageTask(Task):
         first = position * self.recipe.train.batch_size
         return self._order(epoch)[first : first + self.recipe.train.batch_size]
 
-    def count(self, index: Tensor) -> int:
+    def count(self, index: Tensor, epoch: int) -> int:
         return len(index)
 
     def batch(self, index: Tensor, epoch: int) -> Batch:

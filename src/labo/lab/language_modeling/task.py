@@ -431,7 +431,7 @@ class LanguageModelingTask(Task):
     def global_batch(self, epoch: int, position: int) -> Tensor:
         return self._batches[self._order(epoch)[position]]
 
-    def count(self, index: Tensor) -> int:
+    def count(self, index: Tensor, epoch: int) -> int:
         return int(self._train.targets[index.numpy()].sum())
 
     def batch(self, index: Tensor, epoch: int) -> Batch:

@@ -48,6 +48,9 @@ if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
 DATA = "data"  # the key of the provenance that names the data
 
 
+KEPT = "models.json"  # in ``kept``: the step and the scores of each model
+
+
 class Results(atomic.Document):
     """The content of ``results.json``."""
 
@@ -77,6 +80,7 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
+        self.kept = self.path / "kept"
         self.results_file = self.path / "results.json"
         self.records = self.path / "records"
 
@@ -246,34 +250,31 @@ class RunDirectory:
     # ------------------------------------------------------------------ writing
 
     def select(self, weights: Mapping[str, Tensor], files: Mapping[str, str | bytes]) -> None:
-        """Put a model into ``best``: its weights, and further files by name.
+        """Put a model into ``best``: its weights, and further files by name."""
+        write_model(self.best, weights, files)
 
-        While files are replaced the manifest lists both their checksums, so that ``best`` is whole
-        whenever the process is killed.
-        """
-        model = self.best / "model.safetensors"
+    def keep_model(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Put the weights of a step into ``kept``, with a checksum."""
         try:
-            self.best.mkdir(exist_ok=True)
-            atomic.write_temporary_tensors(model, weights)
-            contents = {
-                name: content.encode() if isinstance(content, str) else content
-                for name, content in files.items()
-            }
-            new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-            new[model.name] = atomic.sha256(atomic.temporary(model))
-            old = checksums.manifest_of(self.best)
-            both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
-            checksums.write_manifest(self.best, both)
-            for name, content in contents.items():
-                (self.best / name).parent.mkdir(exist_ok=True)
-                atomic.write_bytes(self.best / name, content)
-            atomic.put_in_place(model)
-            checksums.write_manifest(self.best, {name: [value] for name, value in new.items()})
-            for name in old.keys() - new.keys():
-                (self.best / name).unlink(missing_ok=True)
+            self.kept.mkdir(exist_ok=True)
         except OSError as error:
-            atomic.temporary(model).unlink(missing_ok=True)
-            raise LabError(f"cannot write {model}: {error.strerror or error}") from error
+            raise LabError(f"cannot write {self.kept}: {error.strerror or error}") from error
+        path = self.kept / kept_name(step)
+        atomic.write_tensors(path, weights)
+        known = checksums.manifest_of(self.kept)
+        checksums.write_manifest(self.kept, known | {path.name: [atomic.sha256(path)]})
+
+    def list_kept(self, models: Sequence[Mapping[str, Any]]) -> None:
+        """Write the steps and scores of the models in ``kept``, and remove all others."""
+        if not self.kept.is_dir():
+            return
+        atomic.write_json(self.kept / KEPT, atomic.sealed({"models": list(models)}))
+        names = {kept_name(model["step"]) for model in models}
+        known = checksums.manifest_of(self.kept)
+        checksums.write_manifest(self.kept, {n: c for n, c in known.items() if n in names})
+        for path in self.kept.glob("step-*.safetensors"):
+            if path.name not in names:
+                path.unlink()
 
     def write_records(self, name: str, lines: Iterable[str]) -> None:
         """Write a file of ``records``, and its checksum into their manifest."""
@@ -315,6 +316,49 @@ class RunDirectory:
             elif logged <= step:
                 kept.append(line.decode() + "\n")
         atomic.write_text(self.metrics_file, "".join(kept))
+
+
+def kept_name(step: int) -> str:
+    """The file of a step in ``kept``."""
+    return f"step-{step:08d}.safetensors"
+
+
+def write_model(
+    folder: Path, weights: Mapping[str, Tensor], files: Mapping[str, str | bytes]
+) -> None:
+    """Write a model folder, or put another model into one.
+
+    While files are replaced the manifest lists both their checksums, so that the folder is whole
+    whenever the process is killed.
+
+    Args:
+        folder: the folder.
+        weights: written as ``model.safetensors``.
+        files: further files by name.
+    """
+    model = folder / "model.safetensors"
+    contents = {
+        name: content.encode() if isinstance(content, str) else content
+        for name, content in files.items()
+    }
+    try:
+        folder.mkdir(exist_ok=True)
+        atomic.write_temporary_tensors(model, weights)
+        new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        new[model.name] = atomic.sha256(atomic.temporary(model))
+        old = checksums.manifest_of(folder)
+        both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
+        checksums.write_manifest(folder, both)
+        for name, content in contents.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            atomic.write_bytes(folder / name, content)
+        atomic.put_in_place(model)
+        checksums.write_manifest(folder, {name: [value] for name, value in new.items()})
+        for name in old.keys() - new.keys():
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        atomic.temporary(model).unlink(missing_ok=True)
+        raise LabError(f"cannot write {model}: {error.strerror or error}") from error
 
 
 def read_facts(path: Path) -> dict[str, Any]:

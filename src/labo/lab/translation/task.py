@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -26,10 +27,11 @@ from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
 from ..run.progress import track
-from ..run.seeds import permutation, uniforms
+from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
 from ..text import forced
 from ..text.batching import batches_by_length, in_order, rounded, text_digest, token_draws
+from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head, head_loss
 from . import bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
@@ -76,6 +78,14 @@ class TextData(config.Section):
         "replaced words; 0 is off.",
     )
     switchout_target: float = Field(0.0, ge=0, description="SwitchOut on the target, likewise.")
+    bpe_dropout: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="BPE-dropout (Provilkov et al. 2020) of both sides: the probability that a "
+        "merge is left out, anew in each epoch; 0 is off, 0.1 is usual. Sentences get longer than "
+        "`train.batch_tokens` counts.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TextData:
@@ -257,6 +267,14 @@ class TranslationTask(Task):
         warning = METHODS[recipe.method["name"]].from_scratch
         self.notes = left_out if warning is None else [*left_out, warning]
         self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self._dropout: dict[Side, BpeDropout] = {}
+        if recipe.data.bpe_dropout:
+            self._dropout = {
+                "source": BpeDropout(self.data.tokenizer, recipe.data.bpe_dropout),
+                "target": BpeDropout(self.data.target_tokenizer, recipe.data.bpe_dropout),
+            }
+        # A sentence is counted and batched: it is segmented once for both.
+        self._segmented = lru_cache(maxsize=1 << 14)(self._segment)
 
     @property
     def _joint(self) -> bool:
@@ -350,19 +368,33 @@ class TranslationTask(Task):
     def global_batch(self, epoch: int, position: int) -> Tensor:
         return self._batches[self._order(epoch)[position]]
 
-    def count(self, index: Tensor) -> int:
+    def count(self, index: Tensor, epoch: int) -> int:
+        if self._dropout:
+            return sum(len(self._segmented("target", i, epoch)) for i in index.tolist())
         return int(_lengths(self._train, "target")[index].sum())
 
     def batch(self, index: Tensor, epoch: int) -> Batch:
         return self._batch(self._train, index, epoch, training=True)
+
+    def _segment(self, side: Side, sample: int, epoch: int) -> list[int]:
+        """The ids of a training sentence under BPE-dropout, if the model has room for them."""
+        usual = getattr(self._train, side)(sample).tolist()
+        draws = Random(mix(self.recipe.seed, f"bpe dropout of {side}", epoch, sample))
+        found = self._dropout[side](usual, draws)
+        return found if len(found) <= self.recipe.model.positions else usual
 
     def peers(self, batch: Batch) -> Batch:
         raise RequestError("translation has no samples of the same class")
 
     def _batch(self, split: TextSplit, index: Tensor, epoch: int, *, training: bool) -> Batch:
         sides = {}
-        for name, size in zip(("source", "target"), self.vocabularies, strict=True):
-            ids = _padded(split, name, index)
+        names: tuple[Side, Side] = ("source", "target")
+        for name, size in zip(names, self.vocabularies, strict=True):
+            if training and self._dropout:
+                rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
+                ids = _padded_rows(rows)
+            else:
+                ids = _padded(split, name, index)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
             if training and temperature:
                 draws = uniforms(
@@ -654,6 +686,14 @@ def _padded(split: TextSplit, side: str, index: Tensor) -> Tensor:
     ids = np.full(real.shape, PAD, dtype=np.int64)
     ids[real] = values[(first[:, None] + columns)[real]]
     return torch.from_numpy(ids)
+
+
+def _padded_rows(rows: Sequence[Sequence[int]]) -> Tensor:
+    """(N, longest) token ids, padded on the right."""
+    ids = torch.full((len(rows), max(map(len, rows))), PAD)
+    for row, values in zip(ids, rows, strict=True):
+        row[: len(values)] = torch.tensor(values)
+    return ids
 
 
 def _by_tokens(order: np.ndarray[Any, Any], split: TextSplit, limit: int = 4096) -> Iterator[Any]:

@@ -1,0 +1,127 @@
+"""The average of models that a run kept: ``labo average``.
+
+``train.keep_best`` and ``train.keep_last`` keep the weights of evaluated models in ``RUN/kept``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import RequestError
+from .recipes import recipe_of
+from .run import checksums
+from .run.directory import KEPT, RunDirectory, kept_name, write_model
+from .run.distributed import make_accelerator
+from .run.files import Document, read_json, read_tensors, seal_fits
+from .run.progress import ProgressBars
+from .tasks import find_task
+from .train import KeptModel, owned, ranked
+
+__all__ = ["Averaged", "average_models", "average_weights"]
+
+
+class _Kept(Document):
+    models: list[KeptModel]
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An average.
+
+    Attributes:
+        folder: the model folder.
+        steps: of the models in it.
+        scores: split -> metric -> value.
+    """
+
+    folder: Path
+    steps: tuple[int, ...]
+    scores: dict[str, dict[str, float]]
+
+
+def average_models(
+    path: str | Path,
+    *,
+    best: int | None = None,
+    last: int | None = None,
+    out: str | Path | None = None,
+    splits: Iterable[str] = ("valid",),
+) -> Averaged:
+    """Write the average of the best or the last models of a run, and score it.
+
+    Args:
+        path: the run directory.
+        best: average so many of the best models, by the score that selects the model.
+        last: average so many of the last models instead. Default: all that are kept.
+        out: the model folder to write. Default: ``RUN/average``.
+        splits: the splits to score it on.
+
+    Raises:
+        RequestError: so many models are not kept, or one is damaged.
+    """
+    run = RunDirectory(path)
+    recipe = recipe_of(run)
+    task = find_task(recipe.task)(recipe)
+    run.check_data(task.fingerprint)
+    folder = run.path / "average" if out is None else Path(out)
+    if folder.exists() and not (folder / checksums.MANIFEST).is_file() and any(folder.iterdir()):
+        raise RequestError(f"{folder} exists and holds no model of labo: choose another --out")
+    accelerator = make_accelerator(recipe.train.precision)
+    with owned(run, accelerator), ProgressBars():
+        models = _chosen(run, best, last, task.higher_is_better[recipe.train.select])
+        weights = average_weights([_read(run, model) for model in models])
+        write_model(folder, *task.model_files(task.build_model(), weights))
+        model = task.load_model(folder).to(accelerator.device)
+        scores = {split: task.evaluate(model, split, accelerator).metrics for split in splits}
+    return Averaged(folder, tuple(model.step for model in models), scores)
+
+
+def _chosen(
+    run: RunDirectory, best: int | None, last: int | None, higher_is_better: bool
+) -> list[KeptModel]:
+    """The models to average, in the order of their steps."""
+    path = run.kept / KEPT
+    if not path.is_file():
+        raise RequestError(
+            f"{run.path} kept no models: train with train.keep_best=N or train.keep_last=N"
+        )
+    if not seal_fits(read_json(path, Document).model_dump()):
+        raise RequestError(f"{path} is damaged (its checksum does not fit)")
+    kept = read_json(path, _Kept).models
+    wanted = best or last or len(kept)
+    if wanted > len(kept):
+        raise RequestError(f"{run.path} kept {len(kept)} models, not {wanted}")
+    chosen = kept if best is None else ranked(kept, higher_is_better)
+    chosen = chosen[:wanted] if best is not None else chosen[len(kept) - wanted :]
+    return sorted(chosen, key=lambda model: model.step)
+
+
+def _read(run: RunDirectory, model: KeptModel) -> dict[str, Tensor]:
+    name = kept_name(model.step)
+    known = checksums.manifest_of(run.kept)
+    if name not in known:
+        raise RequestError(f"{run.kept / checksums.MANIFEST} has no checksum of {name}")
+    checksums.verify(run.kept, {name: known[name]})
+    return read_tensors(run.kept / name)
+
+
+def average_weights(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each weight, computed in float64; of counters, that of the last model.
+
+    Example:
+        >>> average_weights([{"a": torch.tensor([1.0])}, {"a": torch.tensor([4.0])}])
+        {'a': tensor([2.5000])}
+    """
+    averaged = {}
+    for name, last in models[-1].items():
+        if last.is_floating_point():
+            total = torch.stack([model[name].double() for model in models]).mean(0)
+            averaged[name] = total.to(last.dtype)
+        else:
+            averaged[name] = last
+    return averaged

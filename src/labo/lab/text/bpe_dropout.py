@@ -1,0 +1,117 @@
+"""BPE-dropout: another segmentation of the same text each time it is seen.
+
+Provilkov et al. (2020): while the merges of a word are made, each possible merge is left out with
+probability p, anew at each step. With p = 0 the segmentation is the usual one, with p = 1 it is the
+characters or bytes. The dropout of ``tokenizers`` draws from a generator that cannot be seeded;
+here the draws are given, so that a run can be repeated and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING
+
+from ..errors import RequestError
+from .subwords import MARK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["BpeDropout"]
+
+
+class BpeDropout:
+    """Segments encoded sentences anew.
+
+    Args:
+        tokenizer: one of :func:`labo.lab.text.subwords.make_tokenizer`.
+        p: the probability that a merge is left out.
+
+    Raises:
+        RequestError: the tokenizer is no byte-pair encoding.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, p: float) -> None:
+        self.p = p
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        if model["type"] != "BPE":
+            raise RequestError(f"BPE-dropout needs a byte-pair encoding, not {model['type']}")
+        vocabulary: dict[str, int] = model["vocab"]
+        pairs = [tuple(merge) for merge in model["merges"]]
+        # (left, right) -> (rank, what they make)
+        self._merges = {
+            (vocabulary[a], vocabulary[b]): (rank, vocabulary[a + b])
+            for rank, (a, b) in enumerate(pairs)
+        }
+        # What each token is made of, if no merge is left out. A merge of merged tokens comes later.
+        self._atoms: dict[int, tuple[int, ...]] = {i: (i,) for i in vocabulary.values()}
+        for (a, b), (_, made) in self._merges.items():
+            if self._atoms[made] == (made,):
+                self._atoms[made] = (*self._atoms[a], *self._atoms[b])
+        self._names = {index: name for name, index in vocabulary.items()}
+        special = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(special)
+        self._words = model.get("end_of_word_suffix") == MARK
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._pieces = lru_cache(maxsize=1 << 15)(self._split_bytes)
+
+    def __call__(self, ids: Sequence[int], draws: Random) -> list[int]:
+        """The ids of a sentence in another segmentation. Special tokens and tags stay.
+
+        Args:
+            ids: as the tokenizer gives them.
+            draws: where random numbers come from; the same draws give the same segmentation.
+        """
+        found: list[int] = []
+        plain: list[int] = []
+        for index in [*ids, None]:
+            if index is not None and index not in self._special:
+                plain.append(index)
+                continue
+            for word in self._split(plain):
+                found += self._segment(word, draws)
+            plain = []
+            if index is not None:
+                found.append(index)
+        return found
+
+    def _split(self, ids: list[int]) -> list[tuple[int, ...]]:
+        """The atoms of each word; merges are made within words only."""
+        atoms = [atom for index in ids for atom in self._atoms[index]]
+        if not self._words:
+            return self._pieces(tuple(atoms))
+        words, start = [], 0
+        for end, atom in enumerate(atoms, 1):
+            if self._names[atom].endswith(MARK):
+                words.append(tuple(atoms[start:end]))
+                start = end
+        return [*words, tuple(atoms[start:])]
+
+    def _split_bytes(self, atoms: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Bytes, cut as the tokenizer cuts a text before it encodes it."""
+        text = self._tokenizer.decoder.decode([self._names[atom] for atom in atoms])
+        words, start = [], 0
+        for piece, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(text):
+            words.append(atoms[start : start + len(piece)])  # a character for each byte
+            start += len(piece)
+        return [*words, atoms[start:]]
+
+    def _segment(self, word: Sequence[int], draws: Random) -> list[int]:
+        symbols, p, merges = list(word), self.p, self._merges
+        while len(symbols) > 1:
+            best: tuple[int, int, int] | None = None  # rank, position, what it makes
+            for position, pair in enumerate(pairwise(symbols)):
+                merge = merges.get(pair)
+                if merge is None or draws.random() < p:
+                    continue
+                if best is None or merge[0] < best[0]:
+                    best = (merge[0], position, merge[1])
+            if best is None:
+                break
+            _, position, made = best
+            symbols[position : position + 2] = [made]
+        return symbols

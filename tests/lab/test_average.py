@@ -1,0 +1,88 @@
+"""``labo average``: the mean of models that a run kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from labo import cli
+from labo.lab import train as loop
+from labo.lab.average import average_models
+from labo.lab.errors import RequestError
+from labo.lab.recipes import load_recipe
+from labo.lab.train import KeptModel, ranked
+
+SETTINGS = ["train.epochs=5", "train.batch_size=300", "train.select=accuracy", "optim.lr=1e-2"]
+SETTINGS += ["train.keep_best=2", "train.keep_last=1"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run"
+    loop.train(load_recipe("digits", SETTINGS), path, test=False)
+    return path
+
+
+def test_the_best_and_the_last_are_kept(finished):
+    evaluated = [
+        KeptModel(step=line["step"], score=line["valid"]["accuracy"], nll=line["valid"]["nll"])
+        for line in map(json.loads, (finished / "metrics.jsonl").read_text().splitlines())
+        if "valid" in line
+    ]
+    assert len(evaluated) == 5
+    wanted = {model.step for model in [*ranked(evaluated, True)[:2], evaluated[-1]]}
+    listed = json.loads((finished / "kept" / "models.json").read_text())["models"]
+    assert {model["step"] for model in listed} == wanted
+    files = {path.name for path in (finished / "kept").glob("*.safetensors")}
+    assert files == {f"step-{step:08d}.safetensors" for step in wanted}
+
+
+def test_of_equal_scores_the_lower_nll_is_better_then_the_later_step():
+    models = [
+        KeptModel(step=s, score=c, nll=n) for s, c, n in [(1, 0.5, 2), (2, 0.5, 1), (3, 0.5, 1)]
+    ]
+    models.append(KeptModel(step=4, score=0.4, nll=0))
+    assert [model.step for model in ranked(models, True)] == [3, 2, 1, 4]
+    assert [model.step for model in ranked(models, False)] == [4, 3, 2, 1]
+
+
+def test_the_average_is_a_model(finished, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["average", str(finished), "--best", "2", "--out", str(tmp_path / "mean")])
+    assert not end.value.code
+    listed = json.loads((finished / "kept" / "models.json").read_text())["models"]
+    best = ranked([KeptModel(**model) for model in listed], True)[:2]
+    one, other = (
+        load_file(finished / "kept" / f"step-{model.step:08d}.safetensors") for model in best
+    )
+    found = load_file(tmp_path / "mean" / "model.safetensors")
+    for name, tensor in found.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor, (one[name] + other[name]) / 2)
+    shown = capsys.readouterr().out
+    assert "accuracy" in shown
+    first, second = sorted(model.step for model in best)
+    assert f"the average of steps {first}, {second} is in" in shown
+
+
+def test_what_cannot_be_averaged_is_said(finished, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    with pytest.raises(RequestError, match=r"kept \d models, not 9"):
+        average_models(copy, last=9)
+    newest = max((copy / "kept").glob("*.safetensors"))
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    with pytest.raises(RequestError, match=f"{newest.name} is damaged"):
+        average_models(copy, last=1)
+    shutil.rmtree(copy / "kept")
+    with pytest.raises(RequestError, match=r"kept no models: train with train\.keep_best=N"):
+        average_models(copy)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(RequestError, match="holds no model of labo"):
+        average_models(finished, out=tmp_path / "mine")
