@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from labo import cli
-from labo.lab import train as loop
+from labo.lab import train
 from labo.lab.average import average_models
 from labo.lab.errors import RequestError
 from labo.lab.recipes import load_recipe
@@ -23,7 +23,7 @@ SETTINGS += ["train.keep_best=2", "train.keep_last=1"]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run"
-    loop.train(load_recipe("digits", SETTINGS), path, test=False)
+    train(load_recipe("digits", SETTINGS), path, test=False)
     return path
 
 
