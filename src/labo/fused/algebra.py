@@ -142,7 +142,7 @@ class RowSums:
 
 
 class Formula:
-    """A loss as a function of a :class:`RowSums` and parameters. Call it for a :class:`FormulaSpec`."""
+    """A loss as a function of :class:`RowSums` and parameters. A call makes a FormulaSpec."""
 
     def __init__(
         self, function: Callable[..., Tensor], asked: str, weighted: str, masses: int

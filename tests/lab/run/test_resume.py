@@ -193,11 +193,6 @@ def test_a_folder_with_something_else_is_refused(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 
 
-def test_another_number_of_processes_is_refused(stopped):
-    assert train(stopped, RUN, world=2) == {2}
-    assert "a run of 1 process" in log_of(stopped).read_text()
-
-
 def test_a_change_of_versions_is_mentioned(stopped):
     recipe = stopped / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("torch: 2", "torch: 1"))
