@@ -125,7 +125,7 @@ def _record(run: Run, recipe: str, plain: Mapping[str, Any], runs: Sequence[Run]
     train, model = run.recipe.get("train", {}), run.recipe.get("model", {})
     batch = train.get("batch_size") or train.get("batch_tokens") or train.get("batch_documents")
     values: dict[str, Any] = {
-        "recipe": recipe,
+        "recipe": Path(recipe).stem,
         "task": run.task,
         "data": signature.get("data"),
         "model": model.get("name") or model.get("preset"),

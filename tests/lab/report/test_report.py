@@ -541,6 +541,19 @@ def test_a_line_of_one_point_can_be_drawn():
     assert "a &amp; b" in chart.svg
 
 
+def test_the_first_steps_do_not_squeeze_the_scale():
+    curve = Line(
+        [(0, 900.0), (5, 300.0), *((x, 1 + 1 / x) for x in range(10, 101, 5))], Style("m0"), "a"
+    )
+    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), [curve], settled=True).svg
+    shown = [float(t) for t in re.findall(r'class="tick"[^>]*text-anchor="end">([\d.]+)<', chart)]
+    assert max(shown) < 2
+    (points,) = re.findall(r'class="line" points="([^"]+)"', chart)
+    assert 16 <= len(points.split()) <= 19  # of 21
+    flat = Line([(0, 1.0), (100, 1.0)], Style("m0"), "a")
+    assert "polyline" in line_chart("c", "t", "d", Axis("x"), Axis("y"), [flat], settled=True).svg
+
+
 def test_labels_at_the_ends_do_not_cover_each_other():
     lines = [
         Line([(0, 0), (1, 0.5 + i / 1000)], Style("m0"), f"name{i}", f"name{i}") for i in range(7)

@@ -212,6 +212,7 @@ def line_chart(
     *,
     diagonal: bool = False,
     level: float | None = None,
+    settled: bool = False,
 ) -> Chart:
     """Lines over a grid, with labels at their ends.
 
@@ -224,8 +225,12 @@ def line_chart(
         lines: at least one.
         diagonal: draw x = y.
         level: draw this value of y.
+        settled: cut off the beginning of a line, up to a fifth of the width, where it is outside of
+            the range of the rest.
     """
     lines = [_thinned(line) for line in lines]
+    if settled:
+        lines = _settled(lines)
     x_low, x_high = x.ends((p[0] for line in lines for p in line.points), 0.08 if x.names else 0)
     heights = [p[1] for line in lines for p in line.points]
     heights += [end for line in lines for ends in line.band for end in ends]
@@ -456,6 +461,25 @@ def _thinned(line: Line) -> Line:
         return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks]
 
     return replace(line, points=thinned(line.points), band=thinned(line.band))
+
+
+def _settled(lines: Sequence[Line]) -> list[Line]:
+    """The lines without what is before the last point that is early and outside of the range."""
+    xs = [x for line in lines for x, _ in line.points]
+    start = min(xs) + (max(xs) - min(xs)) / 5
+    late = [y for line in lines for x, y in line.points if x >= start]
+    low, high = min(late), max(late)
+    slack = (high - low) / 4
+    found = []
+    for line in lines:
+        far = [
+            i
+            for i, (x, y) in enumerate(line.points)
+            if x < start and not low - slack <= y <= high + slack
+        ]
+        first = far[-1] + 1 if far else 0
+        found.append(replace(line, points=line.points[first:], band=line.band[first:]))
+    return [line for line in found if line.points]
 
 
 def _spread(

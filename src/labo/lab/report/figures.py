@@ -169,16 +169,19 @@ def training_figures(group: ReportGroup, name: str, scores: Sequence[Column]) ->
 def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterator[Figure]:
     panels = Panels(name, group)
     step = Axis("step")
-    panels.lines("Training loss", step, Axis("loss of each method, nats"), _training("loss"))
+    losses = Axis("loss of each method, nats")
+    panels.lines("Training loss", step, losses, _training("loss"), settled=True)
     logged = {metric for member in group.members for metric in _curves(member)["valid"]}
     for score in [score for score in scores if score.key in logged][:1]:
         points = _valid(score.key, score.scale)
         title = score.heading.removesuffix(" %")
-        panels.lines(f"Validation: {title}", step, Axis(score.heading), points)
-    panels.lines("Validation: NLL", step, Axis("negative log-likelihood, nats"), _valid("nll"))
+        panels.lines(f"Validation: {title}", step, Axis(score.heading), points, settled=True)
+    nll = Axis("negative log-likelihood, nats")
+    panels.lines("Validation: NLL", step, nll, _valid("nll"), settled=True)
     caption = (
         f"{_SEEDS} The training losses are different functions and cannot be compared with each "
-        "other. The score and the NLL can."
+        "other. The score and the NLL can. The first steps are left out where they are far outside "
+        "of the range of the rest."
     )
     yield from panels.figure("Learning curves", caption)
 
