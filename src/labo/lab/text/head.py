@@ -64,7 +64,7 @@ def head_loss(
     """The loss of logits that are never stored, see :func:`labo.linear_loss`.
 
     Args:
-        loss: a row-wise loss of the library.
+        loss: a row-wise loss of the library, R-Drop, or ConNet.
         head: states (N, D) and output layer.
         target: (N,) class indices.
         teacher: for a loss with a teacher, the teacher's states at the same targets, or the
