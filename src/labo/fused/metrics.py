@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from .._rows import row_sum, times
-from . import shards, spec
+from . import shards
+from .spec import CROSS_ENTROPY, LABO_ADAPTIVE, RowSpec
 
 # Cross entropy writes e times a factor, adaptive alpha makes the sum of u e. Its q, with the
 # temperature 1, is not used.
-_E = spec.cross_entropy()
-_E_AND_UE = spec.labo(1.0, "adaptive", 0.0)
+_E = RowSpec(CROSS_ENTROPY)
+_E_AND_UE = RowSpec(LABO_ADAPTIVE)
 
 # The columns of the statistics of the rows.
 NLL, ENTROPY, CORRECT, MAXIMUM, LOG_E = range(5)
