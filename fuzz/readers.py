@@ -41,6 +41,7 @@ from labo.lab.run import checkpoint, checksums
 from labo.lab.run import files as atomic
 from labo.lab.run.directory import RunDirectory, read_facts
 from labo.lab.run.lock import held
+from labo.lab.text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from labo.lab.text.subwords import Merges, encode, make_tokenizer, read_codes
 from labo.lab.train import SavedState
 from labo.lab.translation.options import choose
@@ -191,6 +192,29 @@ def _codes(folder: Path) -> list[Path]:
 def _read_codes(folder: Path) -> None:
     merges = read_codes(folder / "codes", lambda: ["the lowest new", "es <s> </s>"])
     list(encode(make_tokenizer(merges, ["<de>"]), ["the lowest", "<de> new"]))
+
+
+def _pieces(folder: Path) -> list[Path]:
+    def part(field: int, content: bytes) -> bytes:
+        return bytes([field << 3 | 2, len(content)]) + content
+
+    def piece(text: str, score: float) -> bytes:
+        scored = part(1, text.encode()) + bytes([2 << 3 | 5]) + struct.pack("<f", score)
+        return part(1, scored + bytes([3 << 3, 1]))
+
+    scores = {"\u2581": -2.0, "\u2581a": -1.0, "b": -3.0, "ab": -2.5, "a": -3.5, "\u2581ab": -1.5}
+    content = b"".join(piece(text, score) for text, score in scores.items())
+    for name, kind in (("unigram", 1), ("bpe", 2)):
+        options = part(2, bytes([3 << 3, kind])) + part(3, bytes([3 << 3, 1, 4 << 3, 1]))
+        (folder / f"{name}.model").write_bytes(content + options)
+    return sorted(folder.iterdir())
+
+
+def _read_pieces(folder: Path) -> None:
+    for path in sorted(folder.glob("*.model")):
+        with suppress(DataError):
+            tokenizer = make_piece_tokenizer(read_sentencepiece(path), ["<de>"])
+            list(encode(tokenizer, ["ab a b", "", "<de> x", "</s>"]))
 
 
 # ------------------------------------------------------------------ documents
@@ -436,6 +460,7 @@ READERS: dict[str, Reader] = {
     "Parquet": Reader(_parquet, lambda folder: _read_documents(folder, "t.parquet")),
     "datasets folder": Reader(_saved_by_datasets, lambda folder: _read_documents(folder, "t")),
     "BPE codes": Reader(_codes, _read_codes),
+    "SentencePiece model": Reader(_pieces, _read_pieces),
     "YAML recipe": Reader(_recipe, _read_recipe),
     "run directory": Reader(_run, _read_run),
     "run directory, resealed": Reader(_run, _read_run, _seal_run),

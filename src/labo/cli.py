@@ -569,6 +569,13 @@ def prepare(
     codes: Annotated[
         str | None, _subwords(help="File of merges from subword-nmt, instead of --vocabulary.")
     ] = None,
+    sentencepiece: Annotated[
+        str | None,
+        _subwords(
+            help="SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
+            "spm_train makes one."
+        ),
+    ] = None,
     share: Annotated[
         str | None,
         _subwords(
@@ -625,6 +632,7 @@ def prepare(
             "vocabulary": vocabulary,
             "merges": merges,
             "codes": codes,
+            "sentencepiece": sentencepiece,
             "share": share,
         },
     )

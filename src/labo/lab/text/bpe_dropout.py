@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import RequestError
 from .subwords import MARK
+from .token_text import SPACE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,7 +29,8 @@ class BpeDropout:
     """Segments encoded sentences anew.
 
     Args:
-        tokenizer: one of :func:`labo.lab.text.subwords.make_tokenizer`.
+        tokenizer: one of :func:`labo.lab.text.subwords.make_tokenizer`, or of a SentencePiece model
+            of the type bpe.
         p: the probability that a merge is left out.
 
     Raises:
@@ -37,7 +39,8 @@ class BpeDropout:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, p: float) -> None:
         self.p = p
-        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        document = json.loads(tokenizer.backend_tokenizer.to_str())
+        model = document["model"]
         if model["type"] != "BPE":
             raise RequestError(f"BPE-dropout needs a byte-pair encoding, not {model['type']}")
         vocabulary: dict[str, int] = model["vocab"]
@@ -47,15 +50,15 @@ class BpeDropout:
             (vocabulary[a], vocabulary[b]): (rank, vocabulary[a + b])
             for rank, (a, b) in enumerate(pairs)
         }
-        # What each token is made of, if no merge is left out. A merge of merged tokens comes later.
-        self._atoms: dict[int, tuple[int, ...]] = {i: (i,) for i in vocabulary.values()}
-        for (a, b), (_, made) in self._merges.items():
-            if self._atoms[made] == (made,):
-                self._atoms[made] = (*self._atoms[a], *self._atoms[b])
+        self._made_from: dict[int, tuple[int, int]] = {}
+        for pair, (_, made) in self._merges.items():
+            self._made_from.setdefault(made, pair)
+        self._atoms = lru_cache(maxsize=None)(self._expand)
         self._names = {index: name for name, index in vocabulary.items()}
         special = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special = frozenset(special)
         self._words = model.get("end_of_word_suffix") == MARK
+        self._spaces = "Metaspace" in json.dumps(document["pre_tokenizer"])
         self._tokenizer = tokenizer.backend_tokenizer
         self._pieces = lru_cache(maxsize=1 << 15)(self._split_bytes)
 
@@ -79,17 +82,24 @@ class BpeDropout:
                 found.append(index)
         return found
 
+    def _expand(self, index: int) -> tuple[int, ...]:
+        """What a token is made of if all merges are left out."""
+        if index not in self._made_from:
+            return (index,)
+        first, second = self._made_from[index]
+        return (*self._atoms(first), *self._atoms(second))
+
     def _split(self, ids: list[int]) -> list[tuple[int, ...]]:
         """The atoms of each word; merges are made within words only."""
-        atoms = [atom for index in ids for atom in self._atoms[index]]
-        if not self._words:
+        atoms = [atom for index in ids for atom in self._atoms(index)]
+        names = [self._names[atom] for atom in atoms]
+        if self._words:
+            cuts = [end for end, name in enumerate(names, 1) if name.endswith(MARK)]
+        elif self._spaces:
+            cuts = [start for start, name in enumerate(names) if name.startswith(SPACE)]
+        else:
             return self._pieces(tuple(atoms))
-        words, start = [], 0
-        for end, atom in enumerate(atoms, 1):
-            if self._names[atom].endswith(MARK):
-                words.append(tuple(atoms[start:end]))
-                start = end
-        return [*words, tuple(atoms[start:])]
+        return [tuple(atoms[a:b]) for a, b in pairwise([0, *cuts, len(atoms)])]
 
     def _split_bytes(self, atoms: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Bytes, cut as the tokenizer cuts a text before it encodes it."""

@@ -25,6 +25,7 @@ from ..errors import DataError
 from .lines import read_lines
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Merges",
     "Size",
     "encode",
+    "finish_tokenizer",
     "learn_merges",
     "make_tokenizer",
     "panics_refused",
@@ -273,27 +275,44 @@ def make_tokenizer(
         split_special_tokens: whether what looks like a special token in a text is split like any
             other text. A chat template needs False.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    bos, pad, eos, unk = SPECIAL_TOKENS
+    unk = SPECIAL_TOKENS[-1]
     reserved = [*SPECIAL_TOKENS, *tags]
     merges = _avoid(merges, reserved)
     vocabulary = {name: index for index, name in enumerate([*reserved, *merges.types()])}
     mark = {"end_of_word_suffix": MARK} if merges.words else {}
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges.merges), unk_token=unk, **mark))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, rstrip=True) for tag in tags])
     if merges.words:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.decoder = decoders.BPEDecoder(suffix=MARK)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
+    return finish_tokenizer(tokenizer, tags, frame=frame, split_special_tokens=split_special_tokens)
+
+
+def finish_tokenizer(
+    tokenizer: Tokenizer,
+    tags: Sequence[str],
+    *,
+    frame: Literal["end", "begin"] = "end",
+    split_special_tokens: bool = True,
+) -> PreTrainedTokenizerFast:
+    """Add special tokens, tags and the frame to a tokenizer that has them in its vocabulary.
+
+    Arguments as for :func:`make_tokenizer`.
+    """
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    bos, pad, eos, unk = SPECIAL_TOKENS
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, rstrip=True) for tag in tags])
     added = eos if frame == "end" else bos
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos}" if frame == "end" else f"{bos} $A",
-        special_tokens=[(added, vocabulary[added])],
+        special_tokens=[(added, SPECIAL_TOKENS.index(added))],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -12,6 +12,7 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)}
 _WORD_END = "</w>"
+SPACE = "▁"  # of SentencePiece
 
 
 def readable(tokens: Sequence[str]) -> list[str]:
@@ -24,9 +25,13 @@ def readable(tokens: Sequence[str]) -> list[str]:
         ['Ein', ' Mäd', 'chen', '</s>']
         >>> readable(["ein</w>", "Mäd", "chen</w>", "</s>"])
         ['ein ', 'Mäd', 'chen ', '</s>']
+        >>> readable(["▁ein", "▁Mäd", "chen", "</s>"])
+        [' ein', ' Mäd', 'chen', '</s>']
     """
     if any(token.endswith(_WORD_END) for token in tokens):
         return [_without_mark(token) for token in tokens]
+    if any(token.startswith(SPACE) for token in tokens):
+        return [token.replace(SPACE, " ") for token in tokens]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = []
     for token in tokens:

@@ -143,6 +143,11 @@ class Processing(Section):
     codes: str | None = Field(
         default=None, description="File of merges from subword-nmt, instead of --vocabulary."
     )
+    sentencepiece: str | None = Field(
+        default=None,
+        description="SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
+        "spm_train makes one.",
+    )
     share: Literal["all", "merges", "nothing"] = Field(
         default="all",
         description="What the two languages share: all (one vocabulary, the default), merges (one "
@@ -151,13 +156,16 @@ class Processing(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Processing:
-        sizes = [n for n in ("vocabulary", "merges", "codes") if getattr(self, n) is not None]
+        names = ("vocabulary", "merges", "codes", "sentencepiece")
+        sizes = [name for name in names if getattr(self, name) is not None]
         if len(sizes) > 1:
             raise ValueError(f"{' and '.join(sizes)} exclude each other")
         if self.codes is not None and not self.text.spaced:
             raise ValueError("codes split tokens: they need moses, or text that is tokenized")
         if self.codes is not None and self.share == "nothing":
             raise ValueError("codes are for both sides: share can be all or merges")
+        if self.sentencepiece is not None and self.share != "all":
+            raise ValueError("sentencepiece is for both sides: share must be all")
         if self.training_text.spaced != self.text.spaced:
             raise ValueError("train_text and text must both be in tokens, or neither")
         if unknown := set(self.drop) - set(DROPPED):
@@ -331,7 +339,7 @@ def choose(
     values = dict(PREPARE_PRESETS[preset]) if preset else {}
     given = {name: value for name, value in settings.items() if value is not None}
     text = {name: value for name, value in text.items() if value is not None}
-    if given.keys() & {"vocabulary", "merges", "codes"}:
+    if given.keys() & {"vocabulary", "merges", "codes", "sentencepiece"}:
         values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
     if given.get("valid") and "holdout" not in given:
         values.pop("holdout", None)

@@ -33,6 +33,7 @@ from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
 from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from ..text.subwords import (
     SPECIAL_TOKENS,
     Lines,
@@ -226,6 +227,8 @@ def prepare_pairs(
     out = check_free(Path(out), force)
     if processing.codes is not None:
         read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
+    if processing.sentencepiece is not None:
+        read_sentencepiece(Path(processing.sentencepiece).expanduser())
     try:
         with building(out, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars, list(notes))
@@ -446,6 +449,10 @@ class _Work:
     def learn_subwords(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
         """The tokenizers of source and target; the same object if they share everything."""
         options = self.processing
+        if options.sentencepiece is not None:
+            model = read_sentencepiece(Path(options.sentencepiece).expanduser())
+            joint = make_piece_tokenizer(model, self.tags)
+            return joint, joint
         if options.share == "nothing":
             source, target = (self._merges(partial(self._lines, s)) for s in ("source", "target"))
             return make_tokenizer(source, self.tags), make_tokenizer(target, self.tags)
@@ -578,9 +585,10 @@ class _Work:
         """What was done, without the paths of files."""
         fields = set(Processing.model_fields) - {"text"}
         document = self.processing.model_dump(include=fields)
-        if self.processing.codes is not None:
-            path = Path(self.processing.codes).expanduser()
-            document["codes"] = {"file": path.name, "sha256": sha256(path)}
+        for option in ("codes", "sentencepiece"):
+            if (name := getattr(self.processing, option)) is not None:
+                path = Path(name).expanduser()
+                document[option] = {"file": path.name, "sha256": sha256(path)}
         return document
 
 
