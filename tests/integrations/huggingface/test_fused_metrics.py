@@ -97,6 +97,10 @@ def test_logits_of_weights_that_have_changed_are_refused():
     model.lm_head.weight.mul_(2)
     with pytest.raises(ValueError, match=r"has changed by now: use fuse_head.*eval_logits=True"):
         logits.argmax(-1)
+    logits = model(**collate(examples(3))).logits
+    model.lm_head.weight.data = torch.empty(0)  # as ZeRO-3 does
+    with pytest.raises(ValueError, match="is sharded again by now"):
+        logits.argmax(-1)
 
 
 def test_evaluation_in_a_trainer(tmp_path):

@@ -360,8 +360,9 @@ def _eval_logits(
     version = None if weight.is_inference() else weight._version
 
     def compute() -> Tensor:
-        # FSDP, after the forward pass; a quantized tensor is a wrapper
-        freed = type(weight.data) is Tensor and weight.untyped_storage().size() == 0
+        # ZeRO-3 and FSDP, after the forward pass; a quantized tensor is a wrapper
+        freed = weight.numel() == 0
+        freed |= type(weight.data) is Tensor and weight.untyped_storage().size() == 0
         if freed or (version is not None and weight._version != version):
             raise ValueError(
                 "the logits of a fused model are computed when they are used, and its output layer "
@@ -371,7 +372,8 @@ def _eval_logits(
         with torch.no_grad(), torch.autocast(*autocast, enabled=autocast_is_on):
             return layer.logits(hidden)
 
-    return LazyLogits(compute, (*hidden.shape[:-1], len(weight)), dtype, device)
+    shape = (*hidden.shape[:-1], len(weight))
+    return LazyLogits(compute, shape, dtype, device)
 
 
 def _warn_without_callback(loss: nn.Module) -> None:
