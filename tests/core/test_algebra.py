@@ -209,7 +209,7 @@ def test_a_new_formula_needs_no_kernel():
     """The example of docs/add_a_method.md."""
 
     @algebra.formula()
-    def generalized(row: algebra.Row, gamma: float) -> Tensor:
+    def generalized(row: algebra.RowSums, gamma: float) -> Tensor:
         return row.weigh(-torch.expm1(gamma * row.log_p_y()) / gamma)
 
     try:

@@ -67,7 +67,7 @@ COEFFICIENTS = (
 )
 
 
-class Plan(NamedTuple):
+class Passes(NamedTuple):
     """What the two passes over the logits compute."""
 
     asked: int  # COUNT | UE | ...
@@ -84,7 +84,7 @@ class FormulaSpec(NamedTuple):
     z_loss: float = 0.0
 
 
-class Row:
+class RowSums:
     """What a formula is made of: (N,) float64 tensors.
 
     Attributes:
@@ -142,7 +142,10 @@ class Row:
 
 
 class Formula:
-    """A loss as a function of a :class:`Row` and parameters. Call it for a :class:`FormulaSpec`."""
+    """A loss as a function of :class:`RowSums` and parameters.
+
+    Called with the parameters, it gives a :class:`FormulaSpec`.
+    """
 
     def __init__(
         self, function: Callable[..., Tensor], asked: str, weighted: str, masses: int
@@ -158,12 +161,12 @@ class Formula:
     def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
         return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
 
-    def plan(self, parameters: tuple[float, ...], weighted: bool) -> Plan:
+    def plan(self, parameters: tuple[float, ...], weighted: bool) -> Passes:
         named = dict(zip(self.parameters, parameters, strict=True))
         asked = self.weighted if weighted else self.asked
         uses_masses = asked & (QU | QD | WQU)
         masses = self.masses if uses_masses else NO_MASSES
-        return Plan(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
+        return Passes(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
 
 
 FORMULAS: dict[str, Formula] = {}
@@ -195,47 +198,47 @@ def formula(
 
 
 @formula()
-def cross_entropy(row: Row) -> Tensor:
+def cross_entropy(row: RowSums) -> Tensor:
     return row.nll()
 
 
 @formula()
-def z_squared(row: Row, lam: float) -> Tensor:
+def z_squared(row: RowSums, lam: float) -> Tensor:
     return _z_loss(row, lam)
 
 
-def _z_loss(row: Row, lam: float) -> Tensor:
+def _z_loss(row: RowSums, lam: float) -> Tensor:
     return row.weigh(lam * (row.top + row.log_e).square())
 
 
 @formula()
-def focal(row: Row, gamma: float, detach: float) -> Tensor:
+def focal(row: RowSums, gamma: float, detach: float) -> Tensor:
     return _modulated(row, -torch.expm1(row.log_p_y()), gamma, detach)
 
 
 @formula()
-def anti_focal(row: Row, gamma: float, scale: float, detach: float) -> Tensor:
+def anti_focal(row: RowSums, gamma: float, scale: float, detach: float) -> Tensor:
     return _modulated(row, 1 + scale * row.log_p_y().exp(), gamma, detach)
 
 
-def _modulated(row: Row, base: Tensor, gamma: float, detach: float) -> Tensor:
+def _modulated(row: RowSums, base: Tensor, gamma: float, detach: float) -> Tensor:
     base = base.detach() if detach else base
     return base.clamp(min=torch.finfo(base.dtype).tiny) ** gamma * row.nll()
 
 
 @formula()
-def poly1(row: Row, epsilon: float) -> Tensor:
+def poly1(row: RowSums, epsilon: float) -> Tensor:
     log_p = row.log_p_y()
     return -row.weigh(log_p + epsilon * torch.expm1(log_p))
 
 
 @formula()
-def dft(row: Row) -> Tensor:
+def dft(row: RowSums) -> Tensor:
     return times(row.log_p_y().detach().exp(), row.nll())
 
 
 @formula("ue count")
-def eaft(row: Row, gamma: float, normalizer: float) -> Tensor:
+def eaft(row: RowSums, gamma: float, normalizer: float) -> Tensor:
     """A normalizer of 0 stands for the log of the number of classes that are not masked."""
     largest = row.count.log().masked_fill(row.count <= 1, math.inf)
     factor = row.entropy().detach().clamp(min=0) / (normalizer or largest)
@@ -243,61 +246,61 @@ def eaft(row: Row, gamma: float, normalizer: float) -> Tensor:
 
 
 @formula("ue")
-def confidence_penalty(row: Row, beta: float) -> Tensor:
+def confidence_penalty(row: RowSums, beta: float) -> Tensor:
     return row.nll() - row.weigh(beta * row.entropy())
 
 
 @formula("ue")
-def confidence_hinge(row: Row, beta: float, threshold: float) -> Tensor:
+def confidence_hinge(row: RowSums, beta: float, threshold: float) -> Tensor:
     return row.nll() + row.weigh(beta * (threshold - row.entropy()).clamp(min=0))
 
 
 @formula("qu top", UNIFORM)
-def max_suppression(row: Row, lam: float) -> Tensor:
+def max_suppression(row: RowSums, lam: float) -> Tensor:
     return row.nll() + row.weigh(lam * (row.u_top - row.qu / row.q))
 
 
 @formula("qu top count", BEYOND_MARGIN)
-def margin_smoothing(row: Row, lam: float, margin: float) -> Tensor:
+def margin_smoothing(row: RowSums, lam: float, margin: float) -> Tensor:
     excess = row.q * (row.u_top - margin) - row.qu
     return row.nll() + row.weigh(lam * excess / row.count)
 
 
 @formula("ue count")
-def entropy_to_uniform(row: Row, beta: float) -> Tensor:
+def entropy_to_uniform(row: RowSums, beta: float) -> Tensor:
     """Generalized entropy at alpha = 0: KL(p || U)."""
     return row.nll() + row.weigh(beta * (row.count.log() - row.entropy()))
 
 
 @formula("qu", UNIFORM)
-def uniform_to_prediction(row: Row, beta: float) -> Tensor:
+def uniform_to_prediction(row: RowSums, beta: float) -> Tensor:
     """Generalized entropy at alpha = 1: KL(U || p)."""
     return row.nll() + row.weigh(beta * (row.log_e - row.qu / row.q - row.q.log()))
 
 
 @formula("r count")
-def squared_distance(row: Row, beta: float, tau: float) -> Tensor:
+def squared_distance(row: RowSums, beta: float, tau: float) -> Tensor:
     """Generalized entropy, "euclidean": |p - U|^2, with tau = 1/2, so that r = e^2."""
     return row.nll() + row.weigh(beta * (row.r / row.e.square() - 1 / row.count))
 
 
 @formula("qu", UNIFORM, weighted="wqu")
-def label_smoothing(row: Row, alpha: float) -> Tensor:
+def label_smoothing(row: RowSums, alpha: float) -> Tensor:
     return times(1 - alpha, row.nll()) + alpha * row.cross_entropy() / row.q
 
 
 @formula("r", TEMPERED, weighted="qu wqu")
-def labo(row: Row, alpha: float, tau: float) -> Tensor:
+def labo(row: RowSums, alpha: float, tau: float) -> Tensor:
     return _labo(row, alpha, tau)
 
 
 @formula("ue r", TEMPERED, weighted="ue qu wqu")
-def labo_adaptive(row: Row, rho: float, tau: float) -> Tensor:
+def labo_adaptive(row: RowSums, rho: float, tau: float) -> Tensor:
     largest = math.log(row.classes) if row.classes > 1 else 1.0
     return _labo(row, 1 - rho * row.entropy().detach().clamp(min=0) / largest, tau)
 
 
-def _labo(row: Row, alpha: float | Tensor, tau: float) -> Tensor:
+def _labo(row: RowSums, alpha: float | Tensor, tau: float) -> Tensor:
     hard, log_classes = times(1 - alpha, row.nll()), math.log(row.classes)
     if not row.weighted:  # the closed form of labo.functional.labo_loss
         return hard + alpha * (row.log_e - tau * (row.r.log() - log_classes))
@@ -306,17 +309,17 @@ def _labo(row: Row, alpha: float | Tensor, tau: float) -> Tensor:
 
 
 @formula("qu", UNIFORM, weighted="wqu")
-def fairseq_smoothing(row: Row, alpha: float) -> Tensor:
+def fairseq_smoothing(row: RowSums, alpha: float) -> Tensor:
     return _smoothing_of_others(row, alpha)
 
 
 @formula("qu", FROM_ROW, weighted="wqu")
-def joeynmt_smoothing(row: Row, alpha: float) -> Tensor:
+def joeynmt_smoothing(row: RowSums, alpha: float) -> Tensor:
     """The row is 0 for the padding class and 1 for the others."""
     return _smoothing_of_others(row, alpha)
 
 
-def _smoothing_of_others(row: Row, alpha: float) -> Tensor:
+def _smoothing_of_others(row: RowSums, alpha: float) -> Tensor:
     others = row.q - row.q_y
     soft = row.cross_entropy() - times(row.q_y, row.nll())
     soft = torch.where(others > 0, soft / others.clamp(min=1), row.nll())
@@ -324,21 +327,26 @@ def _smoothing_of_others(row: Row, alpha: float) -> Tensor:
 
 
 @formula("qu", FROM_ROW, weighted="wqu")
-def masked_smoothing(row: Row, alpha: float) -> Tensor:
+def masked_smoothing(row: RowSums, alpha: float) -> Tensor:
     """The row is 1 for classes that may get smoothing mass, else 0."""
     e = alpha / (row.q - 1).clamp(min=1)
     return times(1 - alpha - e, row.nll()) + e * row.cross_entropy()
 
 
 @formula("qu", FROM_TABLE, weighted="wqu")
-def table_smoothing(row: Row, hard_weight: float, soft_weight: float) -> Tensor:
+def table_smoothing(row: RowSums, hard_weight: float, soft_weight: float) -> Tensor:
     soft = row.cross_entropy() / row.q.masked_fill(row.q == 0, 1.0)
     return times(hard_weight, row.nll()) + soft_weight * soft
 
 
 @formula("qu", UNIFORM)
 def tf_reg(
-    row: Row, alpha: float, teacher_tau: float, confidence: float, multiplier: float, mean: float
+    row: RowSums,
+    alpha: float,
+    teacher_tau: float,
+    confidence: float,
+    multiplier: float,
+    mean: float,
 ) -> Tensor:
     """The KL divergence is a sum over the classes, or their mean."""
     factor = alpha * multiplier / (row.classes if mean else 1)
@@ -347,13 +355,15 @@ def tf_reg(
 
 
 @formula("qu r", UNIFORM)
-def tf_reg_tempered(row: Row, alpha: float, tau: float, confidence: float, factor: float) -> Tensor:
+def tf_reg_tempered(
+    row: RowSums, alpha: float, tau: float, confidence: float, factor: float
+) -> Tensor:
     kl = _virtual_teacher_kl(row, confidence, tau, tau, row.r.log())
     return times(1 - alpha, row.nll()) + row.weigh(alpha * factor * kl)
 
 
 def _virtual_teacher_kl(
-    row: Row, confidence: float, teacher_tau: float, tau: float, log_sum: Tensor
+    row: RowSums, confidence: float, teacher_tau: float, tau: float, log_sum: Tensor
 ) -> Tensor:
     """KL(s || softmax(z / tau)), where s gives one value to the target and one to each other."""
     logit = confidence / teacher_tau
@@ -367,19 +377,19 @@ def _virtual_teacher_kl(
 
 
 @formula("qd r", FROM_TEACHER)
-def distillation(row: Row, alpha: float, tau: float, multiplier: float, mean: float) -> Tensor:
+def distillation(row: RowSums, alpha: float, tau: float, multiplier: float, mean: float) -> Tensor:
     """The KL divergence is a sum over the classes, or their mean."""
     factor = alpha * multiplier / (row.classes if mean else 1)
     return times(1 - alpha, row.nll()) + row.weigh(factor * row.distillation(tau))
 
 
 @formula("qd r", FROM_TEACHER)
-def peer_distillation(row: Row, lam: float, tau: float) -> Tensor:
+def peer_distillation(row: RowSums, lam: float, tau: float) -> Tensor:
     return row.nll() + row.weigh(lam * row.distillation(tau))
 
 
 @formula("qu", FROM_TEACHER, weighted="wqu")
-def past_prediction(row: Row, alpha: float) -> Tensor:
+def past_prediction(row: RowSums, alpha: float) -> Tensor:
     return times(1 - alpha, row.nll()) + times(alpha, row.cross_entropy() / row.q)
 
 
@@ -421,7 +431,7 @@ def _evaluate(
     sums: Tensor,
     logits: Tensor,
     target: Tensor,
-    plan: Plan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,
@@ -453,7 +463,7 @@ def _u_of(logits: Tensor, y: Tensor, top: Tensor) -> Tensor:
 
 
 def _mass_of(
-    plan: Plan, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
+    plan: Passes, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
 ) -> Tensor:
     """q of the target, (N,) float64."""
     if plan.masses == TEMPERED:
@@ -477,7 +487,7 @@ _VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top")
 
 def differentiate(
     spec: FormulaSpec,
-    plan: Plan,
+    plan: Passes,
     found: dict[str, Tensor],
     w_y: float | Tensor,
     y: Tensor,
@@ -506,7 +516,7 @@ def differentiate(
                 found[name] = found[name].detach().requires_grad_()
             if not plan.asked & WQU:
                 found["wqu"] = found["qu"]
-        row = Row(found, w_y, classes)
+        row = RowSums(found, w_y, classes)
         values = FORMULAS[spec.name].function(row, *spec.parameters)
         if spec.z_loss:
             values = values + _z_loss(row, spec.z_loss)
@@ -520,7 +530,7 @@ def differentiate(
 
 
 def _coefficients(
-    plan: Plan,
+    plan: Passes,
     found: dict[str, Tensor],
     slopes: dict[str, Tensor],
     w_y: float | Tensor,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .._checks import out_of_range
-from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Plan
+from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Passes
 from .spec import RowSpec
 
 # With fewer logits per thread another thread costs more time than it saves.
@@ -329,7 +329,7 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
 def sums(
     logits: Tensor,
     target: Tensor,
-    plan: Plan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None = None,
@@ -343,7 +343,7 @@ def sums(
 def gradient(
     logits: Tensor,
     target: Tensor,
-    plan: Plan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,
@@ -360,7 +360,7 @@ def gradient(
 def _run_formula(
     logits: Tensor,
     target: Tensor,
-    plan: Plan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,
