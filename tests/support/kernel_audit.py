@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from labo.fused import kernels, shards
-from labo.fused.algebra import COEFFICIENTS, COUNT, FROM_TEACHER, QD, QU, TOP, UE, WQU, Plan, R
+from labo.fused.algebra import COEFFICIENTS, COUNT, FROM_TEACHER, QD, QU, TOP, UE, WQU, Passes, R
 from labo.fused.spec import RowSpec
 
 TARGETS = {
@@ -82,7 +82,7 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     plan = shards._plan(spec, weighted)
     if mode == 3:  # as much as a formula can ask for
         every = COUNT | UE | R | QU | QD | WQU | TOP
-        plan = Plan(every if weighted else every ^ WQU, FROM_TEACHER, 4.0)
+        plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0)
     fixed = (logits, target, plan, weight, -100, logits.clone() if mode == 3 else None)
     yield "formula sums", lambda: kernels.sums(*fixed)
     coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)

@@ -1,4 +1,4 @@
-r"""RowSums-wise losses as formulas of a few sums over each row, for every fused backend.
+r"""Row-wise losses as formulas of a few sums over each row, for every fused backend.
 
 Cross entropy, label smoothing and LABO have kernels of their own (:mod:`labo.fused.spec`). All
 other fused losses are written here, once, as a function of sums. For a row of logits z with the
@@ -67,7 +67,7 @@ COEFFICIENTS = (
 )
 
 
-class PassPlan(NamedTuple):
+class Passes(NamedTuple):
     """What the two passes over the logits compute."""
 
     asked: int  # COUNT | UE | ...
@@ -142,7 +142,10 @@ class RowSums:
 
 
 class Formula:
-    """A loss as a function of :class:`RowSums` and parameters. A call makes a FormulaSpec."""
+    """A loss as a function of :class:`RowSums` and parameters.
+
+    Called with the parameters, it gives a :class:`FormulaSpec`.
+    """
 
     def __init__(
         self, function: Callable[..., Tensor], asked: str, weighted: str, masses: int
@@ -158,12 +161,12 @@ class Formula:
     def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
         return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
 
-    def plan(self, parameters: tuple[float, ...], weighted: bool) -> PassPlan:
+    def plan(self, parameters: tuple[float, ...], weighted: bool) -> Passes:
         named = dict(zip(self.parameters, parameters, strict=True))
         asked = self.weighted if weighted else self.asked
         uses_masses = asked & (QU | QD | WQU)
         masses = self.masses if uses_masses else NO_MASSES
-        return PassPlan(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
+        return Passes(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
 
 
 FORMULAS: dict[str, Formula] = {}
@@ -428,7 +431,7 @@ def _evaluate(
     sums: Tensor,
     logits: Tensor,
     target: Tensor,
-    plan: PassPlan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,
@@ -460,7 +463,7 @@ def _u_of(logits: Tensor, y: Tensor, top: Tensor) -> Tensor:
 
 
 def _mass_of(
-    plan: PassPlan, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
+    plan: Passes, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
 ) -> Tensor:
     """q of the target, (N,) float64."""
     if plan.masses == TEMPERED:
@@ -484,7 +487,7 @@ _VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top")
 
 def differentiate(
     spec: FormulaSpec,
-    plan: PassPlan,
+    plan: Passes,
     found: dict[str, Tensor],
     w_y: float | Tensor,
     y: Tensor,
@@ -527,7 +530,7 @@ def differentiate(
 
 
 def _coefficients(
-    plan: PassPlan,
+    plan: Passes,
     found: dict[str, Tensor],
     slopes: dict[str, Tensor],
     w_y: float | Tensor,

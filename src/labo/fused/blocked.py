@@ -37,7 +37,7 @@ from .algebra import (
     TOP,
     UE,
     WQU,
-    PassPlan,
+    Passes,
     R,
 )
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
@@ -234,7 +234,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _masses(
-    plan: PassPlan, z: Tensor, u: Tensor, source: Tensor | None, source_top: Tensor | None
+    plan: Passes, z: Tensor, u: Tensor, source: Tensor | None, source_top: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The masses q, 0 for masked classes, and the logits v of a teacher minus ``source_top``."""
     masked = z == -math.inf
@@ -259,7 +259,7 @@ def _finite(u: Tensor) -> Tensor:
 
 
 def _source_rows(
-    source: Tensor | None, plan: PassPlan, part: slice, target: Tensor, dtype: torch.dtype
+    source: Tensor | None, plan: Passes, part: slice, target: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """What the masses of a block of rows come from."""
     if source is None or plan.masses == FROM_ROW:
@@ -272,7 +272,7 @@ def _source_rows(
 def sums(
     logits: Tensor,
     target: Tensor,
-    plan: PassPlan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None = None,
@@ -309,7 +309,7 @@ def sums(
 
 
 def _mass_sums(
-    plan: PassPlan, u: Tensor, v: Tensor | None, q: Tensor, weight: Tensor | None
+    plan: Passes, u: Tensor, v: Tensor | None, q: Tensor, weight: Tensor | None
 ) -> dict[str, Tensor]:
     # The unit is a factor of each term, not of the sum: the sum alone could overflow.
     unit = 1 / q.shape[1]
@@ -327,7 +327,7 @@ def _mass_sums(
 def gradient(
     logits: Tensor,
     target: Tensor,
-    plan: PassPlan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,

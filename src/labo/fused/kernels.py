@@ -42,7 +42,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import algebra
-from .algebra import COEFFICIENTS, SUMS, PassPlan
+from .algebra import COEFFICIENTS, SUMS, Passes
 
 # Of a formula, see `labo.fused.algebra`.
 UNIFORM = tl.constexpr(algebra.UNIFORM)
@@ -615,7 +615,7 @@ def row_gradient(
 def sums(
     logits: Tensor,
     target: Tensor,
-    plan: PassPlan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None = None,
@@ -657,7 +657,7 @@ def sums(
 def gradient(
     logits: Tensor,
     target: Tensor,
-    plan: PassPlan,
+    plan: Passes,
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,
@@ -704,7 +704,7 @@ def _unit_stride(matrix: Tensor) -> Tensor:
 
 
 def _source(
-    source: Tensor | None, plan: PassPlan, rows: int, classes: int
+    source: Tensor | None, plan: Passes, rows: int, classes: int
 ) -> tuple[Tensor | None, int]:
     """What the masses of a formula come from, and the stride of its rows; 0 for the same row."""
     if source is None:

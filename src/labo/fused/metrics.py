@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._rows import row_sum, times
 from . import shards
-from .algebra import SUMS, UE, PassPlan
+from .algebra import SUMS, UE, Passes
 from .spec import CROSS_ENTROPY, RowSpec
 
 # The columns of the statistics of the rows.
@@ -74,7 +74,7 @@ def row_statistics(
     """
     soft = target.is_floating_point()
     labels = target.argmax(1) if soft else target
-    sums = shards.backend_of(logits).sums(logits, labels, PassPlan(UE), None, ignore_index)
+    sums = shards.backend_of(logits).sums(logits, labels, Passes(UE), None, ignore_index)
     maximum, e, ue = (sums[:, SUMS.index(name)] for name in ("top", "e", "ue"))
     width, start = logits.shape[1], labels.new_zeros(())
     valid = labels != ignore_index

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from . import blocked, native
-from .algebra import COEFFICIENTS, QU, SUMS, TEMPERED, UE, UNIFORM, WQU, PassPlan
+from .algebra import COEFFICIENTS, QU, SUMS, TEMPERED, UE, UNIFORM, WQU, Passes
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ class ShardBackend(NamedTuple):
         return grad
 
 
-def _plan(spec: RowSpec, weighted: bool) -> PassPlan:
+def _plan(spec: RowSpec, weighted: bool) -> Passes:
     """What the passes over a shard compute."""
     asked = UE if spec.mode == LABO_ADAPTIVE else 0
     if spec.mode == CROSS_ENTROPY:
-        return PassPlan(asked)
+        return Passes(asked)
     asked |= QU | WQU if weighted else QU
-    return PassPlan(asked, UNIFORM if spec.mode == LABEL_SMOOTHING else TEMPERED, spec.tau)
+    return Passes(asked, UNIFORM if spec.mode == LABEL_SMOOTHING else TEMPERED, spec.tau)
 
 
 def backend_of(logits: Tensor) -> ModuleType:
