@@ -322,6 +322,16 @@ def test_token_ids_have_a_type(corpus):
         PreparedDocuments(path).split("valid")
 
 
+def test_frequencies_are_counts(corpus):
+    path = run(corpus).path
+    (path / "frequencies.json").write_text(json.dumps({"tokens": [10**30]}))
+    manifest = json.loads((path / "prepared.json").read_text())
+    manifest["sha256"]["frequencies.json"] = sha256(path / "frequencies.json")
+    (path / "prepared.json").write_text(json.dumps(sealed(manifest)))
+    with pytest.raises(RequestError, match=r"frequencies.json: tokens: should be less than"):
+        PreparedDocuments(path).frequencies()
+
+
 def test_a_translation_task_refuses_documents_and_the_other_way_round(corpus):
     from labo.lab.translation.prepared import Prepared
 

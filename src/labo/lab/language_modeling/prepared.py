@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
-from ..text.folder import SPLITS, FolderManifest, load_tokenizer, read_manifest
+from ..text.folder import SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -141,7 +141,7 @@ class _TextManifest(FolderManifest):
 
 
 class _Frequencies(Document):
-    tokens: list[NonNegativeInt]
+    tokens: list[Count]
 
 
 class PreparedDocuments:

@@ -14,7 +14,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from ..errors import DataError, RequestError
 from ..run import checksums
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORMAT = 2
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""How often something occurs: fits into int64."""
 MANIFEST = "prepared.json"
 SPLITS = ("train", "valid", "test")
 

@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeInt
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
 from ..text.arrow import flat_lists
-from ..text.folder import MANIFEST, SPLITS, FolderManifest, load_tokenizer, read_manifest
+from ..text.folder import MANIFEST, SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
 from .text import TextOptions
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class _PairManifest(FolderManifest):
 
 
 class _Frequencies(Document):
-    source: list[NonNegativeInt]
-    target: list[NonNegativeInt]
+    source: list[Count]
+    target: list[Count]
 
 
 class TextSplit:
