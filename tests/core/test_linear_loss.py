@@ -245,31 +245,29 @@ def test_stored_teacher_refused():
             labo.linear_loss(x, weight, target, loss, teacher_logits=given)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", sorted(WITH_TEACHER))
-def test_teacher_as_an_output_layer(name):
-    x, weight, bias, target = problem()
-    hidden, other, _, _ = problem(seed=5)
-    loss = build(name)
-    whole = labo.linear_loss(
-        x, weight, target, loss, linear_bias=bias, teacher_logits=hidden @ other.T + bias
-    )
-    by_layer = labo.linear_loss(
-        x,
-        weight,
-        target,
-        loss,
-        linear_bias=bias,
-        teacher_logits=(hidden, other, bias),
-        options=SMALL,
-    )
-    torch.testing.assert_close(by_layer, whole)
-    head = labo.TeacherHead(hidden, other, softcap=1.5)
-    logits = 1.5 * torch.tanh(hidden @ other.T / 1.5)
-    given = [
-        labo.linear_loss(x, weight, target, loss, teacher_logits=teacher, options=SMALL)
-        for teacher in (head, logits)
-    ]
-    torch.testing.assert_close(*given)
+def test_teacher_as_an_output_layer(name, reduction, dtype):
+    x, weight, bias, target = problem(dtype)
+    hidden, other, _, _ = problem(dtype, seed=5)
+    loss = build(name, reduction=reduction)
+    plain = hidden @ other.T
+    for layer, logits in (
+        ((hidden, other, bias), plain + bias),
+        (labo.TeacherHead(hidden, other, softcap=1.5), 1.5 * torch.tanh(plain / 1.5)),
+    ):
+        by_layer, whole = (
+            gradients(
+                lambda x, w, t=teacher: labo.linear_loss(
+                    x, w, target, loss, linear_bias=bias, teacher_logits=t, options=SMALL
+                ).sum(),
+                x,
+                weight,
+            )
+            for teacher in (layer, logits)
+        )
+        torch.testing.assert_close(by_layer, whole)
 
 
 def capped(loss, x, weight, bias, target, teacher_logits=None):

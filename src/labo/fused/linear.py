@@ -267,7 +267,31 @@ class _AutogradLoss(NamedTuple):
         return cls(name, arguments, teacher, ast.literal_eval(softcap))
 
 
-_Loss = RowLoss | _AutogradLoss | shards.ShardedRows
+@dataclass
+class _TaughtRows:
+    """A fused loss with a teacher, whose output layer gives the logits of one chunk at a time."""
+
+    loss: RowLoss
+    teacher: _Head
+    buffer: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.loss.weight
+
+    @property
+    def ignore_index(self) -> int:
+        return self.loss.ignore_index
+
+    def for_chunk(self, part: slice) -> RowLoss:
+        """The loss with the teacher's logits for the rows of a chunk."""
+        rows = part.stop - part.start
+        if self.buffer is None or len(self.buffer) < rows:  # the first chunk is the largest
+            self.buffer = self.teacher.input.new_empty(rows, len(self.teacher.weight))
+        return self.loss._replace(source=self.teacher.logits(part, out=self.buffer[:rows]))
+
+
+_Loss = RowLoss | _AutogradLoss | _TaughtRows | shards.ShardedRows
 _NOTHING = (False, False, False)
 
 
@@ -529,10 +553,11 @@ def linear_loss(
         adapter, linear_weight = linear_weight, linear_weight.base
     head, labels = _check(input, linear_weight, linear_bias, softcap, target, active)
     teacher = _check_teacher(teacher_logits, active, input.shape[:-1], len(head.weight))
-    rows = _choose(active, head, labels, teacher, impl)
-    if isinstance(teacher_logits, TeacherHead) and isinstance(rows, _AutogradLoss):
-        _check_softcap(teacher_logits.softcap)
-        rows = rows._replace(teacher_softcap=teacher_logits.softcap)
+    teacher_softcap = None
+    if teacher and isinstance(teacher_logits, TeacherHead):
+        teacher_softcap = teacher_logits.softcap
+        _check_softcap(teacher_softcap)
+    rows = _choose(active, head, labels, teacher, teacher_softcap, impl)
     classes = len(head.weight)
     if target.is_floating_point():
         total: float | Tensor = max(1, len(labels))
@@ -542,13 +567,15 @@ def linear_loss(
     if weights is not None:
         total = _weighted_total(weights, labels, active.ignore_index, active.weight)
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
-    copies = 1 if isinstance(rows, RowLoss) else _AUTOGRAD_COPIES
+    copies = _AUTOGRAD_COPIES if isinstance(rows, _AutogradLoss) else 1
+    copies += isinstance(rows, _TaughtRows)
     copies += (softcap is not None) + (z_loss != 0)
     row_bytes = classes * head.input.element_size() * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
         if torch.compiler.is_compiling():
+            assert not isinstance(rows, _TaughtRows)
             value, found = _compiled(head, labels, rows, most, mean, active.reduction, extras)
         else:
             chunked = _rows(rows, labels, extras)
@@ -850,21 +877,32 @@ def _check_stored(teacher: Any, rows: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def _choose(
-    loss: RowwiseLoss, head: _Head, target: Tensor, teacher: tuple[Tensor, ...], impl: str
-) -> RowLoss | _AutogradLoss:
+    loss: RowwiseLoss,
+    head: _Head,
+    target: Tensor,
+    teacher: tuple[Tensor, ...],
+    teacher_softcap: float | None,
+    impl: str,
+) -> RowLoss | _AutogradLoss | _TaughtRows:
     """The loss on the backend that serves the call."""
-    # Logits of a teacher's output layer are computed by chunks, by the other kind of loss.
-    fits = not target.is_floating_point() and len(teacher) < 2
+    layer = teacher if len(teacher) > 1 and teacher[0].is_floating_point() else ()
+    fits = not target.is_floating_point() and (len(teacher) < 2 or bool(layer))
+    if layer and torch.compiler.is_compiling():  # an operator has no such argument
+        fits = False
     spec = loss.spec(teacher=bool(teacher)) if fits else None
     logits = head.input.new_empty(0, len(head.weight))
     only = None if spec else "this loss"
     backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
-    if spec and backend != "reference":
-        source = teacher[0] if teacher else loss.class_row(len(head.weight))
-        if source is not None:
-            source = source.to(head.input.device)
-        return RowLoss(loss.weight, loss.ignore_index, backend, spec, source)
-    return _AutogradLoss(*loss.row_function(), teacher)
+    if not spec or backend == "reference":
+        return _AutogradLoss(*loss.row_function(), teacher, teacher_softcap)
+    if layer:
+        bias = layer[2] if len(layer) > 2 else None
+        taught = RowLoss(loss.weight, loss.ignore_index, backend, spec)
+        return _TaughtRows(taught, _Head(layer[0], layer[1], bias, teacher_softcap))
+    source = teacher[0] if teacher else loss.class_row(len(head.weight))
+    if source is not None:
+        source = source.to(head.input.device)
+    return RowLoss(loss.weight, loss.ignore_index, backend, spec, source)
 
 
 def _eager(head: _Head, rows: ChunkRows, most: int, mean: Mean, reduction: str) -> Tensor:
