@@ -28,7 +28,7 @@ from .adapted import LowRankWeight, adapted_loss
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
 from .quantized import QuantizedWeight, as_weight
-from .spec import RowSpec, Spec
+from .spec import RowSpec, Spec, with_z_loss
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
@@ -557,7 +557,9 @@ def linear_loss(
     if teacher and isinstance(teacher_logits, TeacherHead):
         teacher_softcap = teacher_logits.softcap
         _check_softcap(teacher_softcap)
-    rows = _choose(active, head, labels, teacher, teacher_softcap, impl)
+    rows = _choose(active, head, labels, teacher, teacher_softcap, impl, z_loss)
+    if not isinstance(rows, _AutogradLoss):
+        extras = extras._replace(z_loss=0.0)  # the kernels add it
     classes = len(head.weight)
     if target.is_floating_point():
         total: float | Tensor = max(1, len(labels))
@@ -569,7 +571,7 @@ def linear_loss(
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
     copies = _AUTOGRAD_COPIES if isinstance(rows, _AutogradLoss) else 1
     copies += isinstance(rows, _TaughtRows)
-    copies += (softcap is not None) + (z_loss != 0)
+    copies += (softcap is not None) + (extras.z_loss != 0)
     row_bytes = classes * head.input.element_size() * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     found: Tensor | None
@@ -883,6 +885,7 @@ def _choose(
     teacher: tuple[Tensor, ...],
     teacher_softcap: float | None,
     impl: str,
+    z_loss: float,
 ) -> RowLoss | _AutogradLoss | _TaughtRows:
     """The loss on the backend that serves the call."""
     layer = teacher if len(teacher) > 1 and teacher[0].is_floating_point() else ()
@@ -895,6 +898,7 @@ def _choose(
     backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
     if not spec or backend == "reference":
         return _AutogradLoss(*loss.row_function(), teacher, teacher_softcap)
+    spec = with_z_loss(spec, z_loss)
     if layer:
         bias = layer[2] if len(layer) > 2 else None
         taught = RowLoss(loss.weight, loss.ignore_index, backend, spec)

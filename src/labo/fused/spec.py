@@ -62,8 +62,23 @@ Spec = RowSpec | FormulaSpec
 # None for an option that only the reference has.
 
 
+def with_z_loss(spec: Spec, z_loss: float) -> Spec:
+    """The loss with z_loss (log sum exp z)^2 added to each row: a formula, unless it is 0."""
+    if not z_loss:
+        return spec
+    if isinstance(spec, FormulaSpec):
+        return spec._replace(z_loss=spec.z_loss + z_loss)
+    if spec.mode == CROSS_ENTROPY:
+        return algebra.cross_entropy(z_loss=z_loss)
+    if spec.mode == LABEL_SMOOTHING:
+        return algebra.label_smoothing(spec.alpha, z_loss=z_loss)
+    if spec.mode == LABO:
+        return algebra.labo(spec.alpha, spec.tau, z_loss=z_loss)
+    return algebra.labo_adaptive(spec.rho, spec.tau, z_loss=z_loss)
+
+
 def cross_entropy(z_loss: float = 0.0) -> Spec:
-    return algebra.cross_entropy(z_loss=z_loss) if z_loss else RowSpec(CROSS_ENTROPY)
+    return with_z_loss(RowSpec(CROSS_ENTROPY), z_loss)
 
 
 def label_smoothing(
@@ -73,9 +88,7 @@ def label_smoothing(
         return algebra.fairseq_smoothing(alpha, z_loss=z_loss)
     if convention == "joeynmt":
         return algebra.joeynmt_smoothing(alpha, z_loss=z_loss)
-    if z_loss:
-        return algebra.label_smoothing(alpha, z_loss=z_loss)
-    return RowSpec(LABEL_SMOOTHING, alpha=alpha)
+    return with_z_loss(RowSpec(LABEL_SMOOTHING, alpha=alpha), z_loss)
 
 
 def labo(
@@ -84,12 +97,8 @@ def labo(
     if alpha_grad:
         return None
     if isinstance(alpha, str):
-        if z_loss:
-            return algebra.labo_adaptive(rho, tau, z_loss=z_loss)
-        return RowSpec(LABO_ADAPTIVE, tau=tau, rho=rho)
-    if z_loss:
-        return algebra.labo(alpha, tau, z_loss=z_loss)
-    return RowSpec(LABO, alpha=alpha, tau=tau)
+        return with_z_loss(RowSpec(LABO_ADAPTIVE, tau=tau, rho=rho), z_loss)
+    return with_z_loss(RowSpec(LABO, alpha=alpha, tau=tau), z_loss)
 
 
 def masked_label_smoothing(alpha: float, z_loss: float = 0.0) -> Spec:
