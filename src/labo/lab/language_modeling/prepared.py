@@ -18,6 +18,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
+from ..text.arrow import read_table
 from ..text.folder import SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
 
 if TYPE_CHECKING:
@@ -178,16 +179,7 @@ class PreparedDocuments:
     def split(self, name: str) -> DocumentSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
         path = self.path / f"{name}.arrow"
-        try:
-            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-                table = stream.read_all()
-            table.validate(full=True)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
-        if table.schema != schema(self.kind, name):
-            raise DataError(f"{path}: its columns are not those of a prepared split")
-        if any(column.null_count for column in table.columns):
-            raise DataError(f"{path}: it has empty cells")
+        table = read_table(path, schema(self.kind, name))
         try:
             split = DocumentSplit(table)
             split.check(self._vocabulary)

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ..errors import DataError
+
 _BATCH = 100_000  # rows in a record batch
 _BATCH_BYTES = 1 << 26  # bytes in a record batch
 
@@ -61,6 +63,26 @@ def read_batches(path: Path, size: int) -> Iterator[pa.RecordBatch]:
         for batch in stream:
             for start in range(0, batch.num_rows, size):
                 yield batch.slice(start, size)
+
+
+def read_table(path: Path, columns: pa.Schema) -> pa.Table:
+    """A prepared split, mapped into memory.
+
+    Raises:
+        DataError: it is missing or damaged, has other columns, or has empty cells.
+    """
+    try:
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            table = stream.read_all()
+        # First: the name of a damaged column may not be text.
+        if table.schema != columns:
+            raise DataError(f"{path}: its columns are not those of a prepared split")
+        table.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if any(column.null_count for column in table.columns):
+        raise DataError(f"{path}: it has empty cells")
+    return table
 
 
 def flat_lists(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

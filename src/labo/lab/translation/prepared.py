@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeInt
 
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
-from ..text.arrow import flat_lists
+from ..text.arrow import flat_lists, read_table
 from ..text.folder import MANIFEST, SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
 from .text import TextOptions
 
@@ -234,15 +234,4 @@ def read_split(folder: Path, name: str) -> TextSplit:
     Raises:
         DataError: it is missing, damaged or has other columns.
     """
-    path = folder / f"{name}.arrow"
-    try:
-        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            table = stream.read_all()
-        table.validate(full=True)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-    if table.schema != schema(name):
-        raise DataError(f"{path}: its columns are not those of a prepared split")
-    if any(column.null_count for column in table.columns):
-        raise DataError(f"{path}: it has empty cells")
-    return TextSplit(table)
+    return TextSplit(read_table(folder / f"{name}.arrow", schema(name)))
