@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/labo demo
 
 test: check
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -202,7 +202,7 @@ def test_which_steps_are_evaluated_and_averaged(eval_every, total, average_last)
     trainer.recipe = load_recipe(
         "digits", [f"train.eval_every={eval_every}", f"train.average_last={average_last}"]
     )
-    trainer.task = SimpleNamespace(steps_per_epoch=3)
+    trainer.steps_per_epoch = 3
     trainer.total = total
     every = 3 * eval_every
     evaluated = sorted({*range(every, total, every), total})

@@ -28,6 +28,8 @@ from .spec import RowSpec
 # With fewer logits per thread another thread costs more time than it saves.
 _PER_THREAD = 1 << 18
 
+_LARGEST = torch.finfo(torch.float32).max
+
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _ROWS_ARGUMENTS: list[Any] = [
     *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
@@ -232,6 +234,8 @@ def total(values: Tensor, divisor: float) -> Tensor:
     count = values.shape[0]
     address = _pointer("values", values, torch.float32, count)
     quotient = _open().sum(address, count) / divisor
+    if abs(quotient) > _LARGEST:  # infinite in float32, where torch.full raises
+        return torch.tensor(quotient, dtype=torch.float32)
     return torch.full((), quotient, dtype=torch.float32)
 
 
@@ -315,7 +319,7 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
     """Refuse rows that overlap each other, or the logits other than row by row."""
     if len(out) > 1 and out.stride(0) < out.shape[-1]:
         raise ValueError("out must not have rows that overlap")
-    if out is logits:
+    if out is logits or out.numel() == 0:
         return
     same_memory = out.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
     same_rows = out.data_ptr() == logits.data_ptr() and out.stride() == logits.stride()
