@@ -372,18 +372,17 @@ def test_an_image_run_and_no_run_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     image_folder(tmp_path / "best")
     capsys.readouterr()
-    for command in (["translate"], ["export", "--out", "out"]):
-        for run, line in [
-            (
-                ".",
-                "labo: . holds a model for image_classification, not a model for translation\n",
-            ),
-            ("nowhere", "labo: nowhere is no run with best/config.json\n"),
-        ]:
-            with pytest.raises(SystemExit) as caught:
-                cli.main([command[0], run, *command[1:]])
-            assert caught.value.code == 2
-            assert capsys.readouterr() == ("", line)
+    images = "labo: . holds a model for image_classification, not a model for translation\n"
+    missing = "labo: nowhere is no run with best/config.json\n"
+    for command, line in [
+        (["translate", "."], images),
+        (["translate", "nowhere"], missing),
+        (["export", "nowhere", "--out", "out"], missing),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(command)
+        assert caught.value.code == 2
+        assert capsys.readouterr() == ("", line)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
