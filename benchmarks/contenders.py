@@ -168,7 +168,7 @@ def _linear_inputs(rows: int, width: int, classes: int) -> tuple[Tensor, Tensor,
 def three_products(x: Tensor, weight: Tensor) -> Work:
     """The matrix products of any output layer: logits, and two gradients."""
     x, weight = x.detach(), weight.detach()
-    logits = torch.empty(len(x), len(weight))
+    logits = x.new_empty(len(x), len(weight))
     d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
 
     def run() -> None:
@@ -185,11 +185,11 @@ def linear_losses(
     classes: int,
     *,
     names: tuple[str, ...] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Work]:
-    """Output layer and loss: (rows, width) x (classes, width)."""
+    """Output layer and loss: (rows, width) x (classes, width); of the default dtype if None."""
     x, weight, target = _linear_inputs(rows, width, classes)
-    x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
+    x, weight = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, weight))
 
     def layer_then_ls(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight), target, label_smoothing=0.1)
