@@ -33,12 +33,12 @@ from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
 from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
-from ..run.seeds import permutation
-from ..tasks import Batch, Evaluation, Task
+from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length, token_draws
-from ..text.head import Head, head_loss
+from ..text.batching import batches_by_length
+from ..text.head import Head
 from ..text.stored import StoredTeacher
+from ..text.task import TokenTask
 from .model import (
     PRESETS,
     LanguageModel,
@@ -206,7 +206,7 @@ class Blocks:
         )
 
 
-class LanguageModelingTask(Task):
+class LanguageModelingTask(TokenTask):
     """Documents, the model that predicts their tokens, and its scores."""
 
     Recipe = DocumentRecipe
@@ -216,7 +216,6 @@ class LanguageModelingTask(Task):
         "token_accuracy": True,
     }
     provides: ClassVar = frozenset({"inner_states", "stored_teacher"})
-    tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -250,14 +249,12 @@ class LanguageModelingTask(Task):
             )
         lengths = torch.from_numpy(self._train.block_lengths)
         every = torch.ones(len(lengths), dtype=torch.bool)
-        self._batches = batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed)
+        self.set_batches(batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed))
         self.size = len(self._train.packing)
-        self.steps_per_epoch = len(self._batches)
         self.notes = self._train.notes("training")
         warning = METHODS[recipe.method["name"]].from_scratch
         if warning is not None and recipe.model.pretrained is None:
             self.notes = [*self.notes, warning]
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
         self._held_out = lru_cache(maxsize=2)(
             lambda split: _Packed.of(self.data.split(split), recipe)
         )
@@ -391,15 +388,10 @@ class LanguageModelingTask(Task):
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states and output layer for the tokens of a batch that are to be learned."""
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
-        return head.at(batch.target != IGNORED)
+        return head.at(self.learned(batch))
 
-    def token_draws(self, batch: Batch, stream: str) -> Tensor:
-        return token_draws(self.recipe.seed, batch, batch.target != IGNORED, stream)
-
-    def loss(
-        self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
-    ) -> Tensor:
-        return head_loss(loss, outputs, _tokens(batch), *teacher_outputs)
+    def learned(self, batch: Batch) -> Tensor:
+        return batch.target != IGNORED
 
     def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
         stored, documents = StoredTeacher(folder), self._train.documents
@@ -408,28 +400,13 @@ class LanguageModelingTask(Task):
 
         def read(batch: Batch) -> tuple[Tensor, Tensor]:
             places = self._train.target_places(batch.index.tolist())
-            if not bool((batch.target != IGNORED).any()):  # Batch.without_targets
+            if not bool(self.learned(batch).any()):  # Batch.without_targets
                 places = places[:0]
             return stored_rows(stored, documents, places)
 
         return read
 
-    def sums(self, outputs: Head, batch: Batch) -> Tensor:
-        learned = batch.target != IGNORED
-        sums = torch.zeros(learned.shape, device=learned.device)
-        sums[learned] = outputs.states.detach().float().sum(-1)
-        return sums.sum(-1)
-
     # ------------------------------------------------------------------ training batches
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        order: list[int] = permutation(
-            self.recipe.seed, epoch, len(self._batches), stream="order of batches"
-        ).tolist()
-        return order
-
-    def global_batch(self, epoch: int, position: int) -> Tensor:
-        return self._batches[self._order(epoch)[position]]
 
     def count(self, index: Tensor, epoch: int) -> int:
         return int(self._train.targets[index.numpy()].sum())
@@ -491,7 +468,7 @@ class LanguageModelingTask(Task):
         """What the model says of each token, summed up; and token by token for some documents."""
         found = _Measured(len(split.documents), temperature)
         for part, batch, head in self._heads(model, split, range(len(split.packing)), accelerator):
-            stats = forced.token_statistics(head, _tokens(batch), temperature)
+            stats = forced.token_statistics(head, self.tokens(batch), temperature)
             found.add({name: column.cpu() for name, column in stats.items()}, split, part, recorded)
         return _Measured.together(gather_object([found]))
 
@@ -504,7 +481,7 @@ class LanguageModelingTask(Task):
         every = max(1, -(-int(chosen.targets.sum()) // _FITTED_TOKENS))
         blocks = range(0, len(chosen.packing), every)
         for _, batch, head in self._heads(model, chosen, blocks, accelerator):
-            yield from forced.blocks(head, _tokens(batch))
+            yield from forced.blocks(head, self.tokens(batch))
 
     def fold_temperature(self, model: nn.Module, temperature: float) -> None:
         assert isinstance(model, LanguageModel)
@@ -543,7 +520,7 @@ class LanguageModelingTask(Task):
         batch = self._batch(chosen, index, 0).to(accelerator.device)
         model.eval()
         head = self.outputs(model, batch)
-        rivals = forced.rival_probabilities(head, _tokens(batch))
+        rivals = forced.rival_probabilities(head, self.tokens(batch))
         places = chosen.target_places(index.tolist())  # (document, index of the token)
         examples: list[dict[str, Any]] = []
         used: set[int] = set()
@@ -763,8 +740,3 @@ def _load(options: DocumentData) -> PreparedDocuments:
     from .manual import manual_data
 
     return manual_data(vocabulary=options.vocabulary, seed=options.data_seed)
-
-
-def _tokens(batch: Batch) -> Tensor:
-    """(tokens,) of the targets that are to be learned."""
-    return batch.target[batch.target != IGNORED]

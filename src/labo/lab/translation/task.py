@@ -27,12 +27,13 @@ from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
 from ..run.progress import track
-from ..run.seeds import mix, permutation, uniforms
-from ..tasks import Batch, Evaluation, Task
+from ..run.seeds import mix, uniforms
+from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length, in_order, rounded, text_digest, token_draws
+from ..text.batching import batches_by_length, in_order, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
-from ..text.head import Head, head_loss
+from ..text.head import Head
+from ..text.task import TokenTask
 from . import bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .model import (
@@ -230,13 +231,12 @@ class Sentences:
         )
 
 
-class TranslationTask(Task):
+class TranslationTask(TokenTask):
     """Translation: data, model and scores."""
 
     Recipe = TextRecipe
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
     provides: ClassVar = frozenset({"vocabulary_groups", "inner_states"})
-    tempered_records: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -261,12 +261,11 @@ class TranslationTask(Task):
             if not len(self.data.split(split)):
                 raise RequestError(f"{self.data.path}: the {split} split is empty")
         self._train = self.data.split("train")
-        self._batches, left_out = self._make_batches()
+        batches, left_out = self._make_batches()
+        self.set_batches(batches)
         self.size = len(self._train)
-        self.steps_per_epoch = len(self._batches)
         warning = METHODS[recipe.method["name"]].from_scratch
         self.notes = left_out if warning is None else [*left_out, warning]
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
         self._dropout: dict[Side, BpeDropout] = {}
         if recipe.data.bpe_dropout:
             self._dropout = {
@@ -329,21 +328,11 @@ class TranslationTask(Task):
         """Hidden states for the target tokens of a batch, without padding, and the output layer."""
         sentences: Sentences = batch.inputs
         head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
-        return head.at(sentences.prefix != PAD)
+        return head.at(self.learned(batch))
 
-    def token_draws(self, batch: Batch, stream: str) -> Tensor:
-        return token_draws(self.recipe.seed, batch, batch.inputs.prefix != PAD, stream)
-
-    def loss(
-        self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
-    ) -> Tensor:
-        return head_loss(loss, outputs, _tokens(batch), *teacher_outputs)
-
-    def sums(self, outputs: Head, batch: Batch) -> Tensor:
-        real = batch.inputs.prefix != PAD
-        sums = torch.zeros(real.shape, device=real.device)
-        sums[real] = outputs.states.detach().float().sum(-1)
-        return sums.sum(-1)
+    def learned(self, batch: Batch) -> Tensor:
+        real: Tensor = batch.inputs.prefix != PAD
+        return real
 
     # ------------------------------------------------------------------ training batches
 
@@ -359,15 +348,6 @@ class TranslationTask(Task):
         notes = [f"{missing} training pairs are too long for a batch and are not used"]
         return batches, notes if missing else []
 
-    def _epoch_order(self, epoch: int) -> list[int]:
-        order: list[int] = permutation(
-            self.recipe.seed, epoch, len(self._batches), stream="order of batches"
-        ).tolist()
-        return order
-
-    def global_batch(self, epoch: int, position: int) -> Tensor:
-        return self._batches[self._order(epoch)[position]]
-
     def count(self, index: Tensor, epoch: int) -> int:
         if self._dropout:
             return sum(len(self._segmented("target", i, epoch)) for i in index.tolist())
@@ -382,9 +362,6 @@ class TranslationTask(Task):
         draws = Random(mix(self.recipe.seed, f"bpe dropout of {side}", epoch, sample))
         found = self._dropout[side](usual, draws)
         return found if len(found) <= self.recipe.model.positions else usual
-
-    def peers(self, batch: Batch) -> Batch:
-        raise RequestError("translation has no samples of the same class")
 
     def _batch(self, split: TextSplit, index: Tensor, epoch: int, *, training: bool) -> Batch:
         sides = {}
@@ -552,7 +529,7 @@ class TranslationTask(Task):
         share = len(self._shares(split, accelerator))
         with track("scoring references", share) as advance:
             for part, batch, head in self._heads(model, split, accelerator):
-                stats = forced.token_statistics(head, _tokens(batch), temperature)
+                stats = forced.token_statistics(head, self.tokens(batch), temperature)
                 lengths = (batch.target != _IGNORED).sum(-1).tolist()
                 columns = {name: column.split(lengths) for name, column in stats.items()}
                 for position, index in enumerate(part):
@@ -566,7 +543,7 @@ class TranslationTask(Task):
         self, model: nn.Module, split: str, accelerator: Accelerator
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for _, batch, head in self._heads(model, self.data.split(split), accelerator):
-            yield from forced.blocks(head, _tokens(batch))
+            yield from forced.blocks(head, self.tokens(batch))
 
     def fold_temperature(self, model: nn.Module, temperature: float) -> None:
         assert isinstance(model, TranslationModel)
@@ -620,7 +597,7 @@ class TranslationTask(Task):
         batch = self._batch(chosen, index, 0, training=False).to(accelerator.device)
         model.eval()
         head = self.outputs(model, batch)
-        rivals = forced.rival_probabilities(head, _tokens(batch))
+        rivals = forced.rival_probabilities(head, self.tokens(batch))
         lengths = (batch.target != _IGNORED).sum(-1)
         sentences = torch.arange(len(index), device=lengths.device).repeat_interleave(lengths)
         tokens = self.data.target_tokenizer
@@ -665,11 +642,6 @@ def _load(options: TextData) -> Prepared:
         seed=options.data_seed,
         vocabulary=options.vocabulary,
     )
-
-
-def _tokens(batch: Batch) -> Tensor:
-    """(tokens,) the targets without padding."""
-    return batch.target[batch.inputs.prefix != PAD]
 
 
 def _lengths(split: TextSplit, side: Side) -> Tensor:
