@@ -510,7 +510,7 @@ def differentiate(
         found |= {"wq": found["q"], "wqu": found["qu"]}
     unused = {name for name in ("ue", "r", "qu", "qd", "wqu") if not plan.asked & _NAMES[name]}
     variables = [name for name in _VARIABLES if name not in unused]
-    with _autograd() if factor is not None else torch.no_grad():
+    with autograd_enabled() if factor is not None else torch.no_grad():
         if factor is not None:
             for name in variables:
                 found[name] = found[name].detach().requires_grad_()
@@ -562,7 +562,7 @@ def _coefficients(
 
 
 @contextmanager
-def _autograd() -> Iterator[None]:
+def autograd_enabled() -> Iterator[None]:
     """Make autograd work inside an operator of torch.compile, where PyTorch switches it off."""
     off = torch._C._dispatch_tls_local_exclude_set()
     guard = torch._C._ForceDispatchKeyGuard(

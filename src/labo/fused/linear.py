@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
@@ -25,6 +24,7 @@ from .. import _checks
 from .._rows import wide
 from . import metrics, shards
 from .adapted import LowRankWeight, adapted_loss
+from .algebra import autograd_enabled
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
 from .quantized import QuantizedWeight, as_weight
@@ -149,15 +149,6 @@ def _cap_slope(capped: Tensor, softcap: float, out: Tensor) -> Tensor:
     return out.square_().neg_().add_(1)
 
 
-def _autograd() -> AbstractContextManager[None]:
-    """Make autograd work inside an operator of torch.compile, where PyTorch switches it off."""
-    off = torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(),
-        off.remove(torch._C.DispatchKey.AutogradFunctionality),
-    )
-
-
 class TeacherHead(NamedTuple):
     """The output layer of a teacher and its rows, as ``teacher_logits`` of :func:`linear_loss`.
 
@@ -226,7 +217,7 @@ class _AutogradLoss(NamedTuple):
         if factor is None:
             with torch.no_grad():
                 return function(logits, target, *self.teacher, **self.arguments), None
-        with _autograd(), torch.enable_grad():
+        with autograd_enabled():
             leaf = logits.detach().requires_grad_()
             values = function(leaf, target, *self.teacher, **self.arguments)
             upstream = factor if isinstance(factor, Tensor) else torch.full_like(values, factor)

@@ -80,9 +80,7 @@ def row_statistics(
     valid = labels != ignore_index
     if split:
         here, (maximum, start, _) = maximum, shards._row_maximum(maximum, width, group)
-        # u falls by d. Without unmasked columns all sums are 0, and any finite d serves.
-        d = torch.where(here == -math.inf, 0.0, here - maximum)
-        e, ue = d.exp() * e, d.exp() * (ue + d * e)
+        e, ue = shards.moved(shards.drop_of(here, maximum), e, ue)
     column = labels - start
     mine = valid & (column >= 0) & (column < width)
     z_y = torch.zeros_like(maximum)

@@ -347,18 +347,28 @@ def _maximum(logits: Tensor) -> Tensor:
     return logits.amax(1).double()
 
 
-def _shifted(sums: Tensor, maximum: Tensor, spec: RowSpec) -> Tensor:
-    """Sums with u = z - (maximum of the shard) as sums with u = z - ``maximum``, larger or equal.
+def drop_of(maximum_here: Tensor, maximum: Tensor) -> Tensor:
+    """By how much every u changes if ``maximum`` takes the place of that of the shard; 0 or less.
 
-    Every u falls by d: e^u shrinks by e^d, and a sum of u e^u loses d times that of e^u as well.
+    Without unmasked columns all sums are 0, and any finite number serves.
     """
+    return torch.where(maximum_here == -math.inf, 0.0, maximum_here - maximum)
+
+
+def moved(d: Tensor, masses: Tensor, products: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The sums of q = exp(u / tau) and of u q after every u has changed by ``d``."""
+    shrink = (d / tau).exp()
+    return shrink * masses, shrink * (products + d * masses)
+
+
+def _shifted(sums: Tensor, maximum: Tensor, spec: RowSpec) -> Tensor:
+    """Sums with u = z - (maximum of the shard) as sums with u = z - ``maximum``."""
     maximum_here, e, ue, q, uq, wq, wuq = sums.unbind(1)
-    # Without unmasked columns all sums are 0, and any finite d serves.
-    d = torch.where(maximum_here == -math.inf, 0.0, maximum_here - maximum)
-    shrink = d.exp()
-    q_shrink = torch.ones_like(d) if spec.mode == LABEL_SMOOTHING else (d / spec.tau).exp()
-    moved_q = (q_shrink * x for x in (q, uq + d * q, wq, wuq + d * wq))
-    return torch.stack([maximum, shrink * e, shrink * (ue + d * e), *moved_q], 1)
+    d = drop_of(maximum_here, maximum)
+    # Uniform masses do not depend on u.
+    tau = math.inf if spec.mode == LABEL_SMOOTHING else spec.tau
+    of_q, of_wq = moved(d, q, uq, tau), moved(d, wq, wuq, tau)
+    return torch.stack([maximum, *moved(d, e, ue), *of_q, *of_wq], 1)
 
 
 def _finish(
