@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -379,6 +380,13 @@ def _machine() -> dict[str, Any]:
     }
 
 
+def _write(path: Path, rows: list[Row], seconds: dict[str, float]) -> None:
+    """Called after every section, so that an interrupted run keeps what it has measured."""
+    found = [asdict(row) | {"ratio": row.ratio} for row in rows]
+    results = {"machine": _machine(), "seconds": seconds, "rows": found}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="run everything once at tiny sizes")
@@ -387,13 +395,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     console = Console()
-    rows: list[Row] = []
-    for name in options.only:
-        with console.status(f"running {name} ..."):
-            rows += SECTIONS[name](options.smoke)
     options.out.mkdir(parents=True, exist_ok=True)
-    results = {"machine": _machine(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
-    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    rows: list[Row] = []
+    seconds: dict[str, float] = {}
+    for number, name in enumerate(options.only, start=1):
+        started = time.perf_counter()
+        with console.status(f"running {name} ({number} of {len(options.only)}) ..."):
+            rows += SECTIONS[name](options.smoke)
+        seconds[name] = round(time.perf_counter() - started, 1)
+        console.print(f"{name}: {seconds[name]:.0f} s")
+        _write(options.out / "results.json", rows, seconds)
     console.print(_table(rows))
     if set(options.only) == set(SECTIONS):
         with console.status("running the plots ..."):
