@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import labo
 from gloo import Processes, World
 from labo import functional as F
+from labo.fused import metrics, native
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
@@ -281,3 +282,23 @@ def test_two_processes(tmp_path):
         processes.run(2, sharded_case)
     finally:
         processes.stop()
+
+
+def test_the_kernel_measures_as_the_separate_pass_does():
+    """LABO with adaptive alpha takes its statistics from the sums of the loss itself."""
+    torch.manual_seed(0)
+    logits = torch.randn(40, 301) * 8
+    target = torch.randint(301, (40,))
+    logits[3] = float("-inf")
+    logits[3, 7] = 1.0
+    target[3], target[4], target[5] = 7, -100, int(logits[5].argmax())
+    logits[6, target[6]] = float("-inf")
+    logits[7, 0] = float("nan")
+    found = torch.full((40, metrics.COLUMNS), 9.0, dtype=torch.float64)
+    spec = labo.LABOLoss(tau=1.25).spec()
+    native.rows(logits, target, spec, factor=1.0, statistics=found)
+    expected = metrics.row_statistics(logits, target, -100)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert native.STATISTICS == metrics.COLUMNS
+    with pytest.raises(ValueError, match="adaptive alpha only"):
+        native.rows(logits, target, labo.CrossEntropyLoss().spec(), statistics=found)

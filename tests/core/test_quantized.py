@@ -87,3 +87,29 @@ def test_a_weight_that_is_trained_is_refused(problem):
     x, weight, _, target = problem
     with pytest.raises(ValueError, match=r"linear_weight is quantized \(Eighths\).*freeze it"):
         labo.linear_loss(x, weight.requires_grad_(), target, labo.LABOLoss())
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_products_of_bfloat16_on_processors_with_and_without_instructions(
+    monkeypatch, has_instructions
+):
+    monkeypatch.setattr(quantized, "_multiplies_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 256)  # several blocks
+    torch.manual_seed(0)
+    leaves = [torch.randn(7, 8), torch.randn(33, 8), torch.randn(33)]
+    leaves = [x.bfloat16().requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    target = torch.randint(33, (7,))
+    value, expected = (
+        labo.linear_loss(x, w, target, labo.LABOLoss(), linear_bias=b)
+        for x, w, b in (leaves, exact)
+    )
+    value.backward()
+    expected.backward()
+    assert value.dtype == torch.float32
+    tolerance = 2e-2 if has_instructions else 1e-6  # the logits are rounded, or are not
+    torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=0)
+    for ours, theirs in zip(leaves, exact, strict=True):
+        assert ours.grad is not None
+        assert ours.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=3e-2, atol=3e-3)

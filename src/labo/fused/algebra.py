@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 
 from .._rows import times, wide
+from .pages import on_large_pages
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
 COUNT, UE, R, QU, QD, WQU, TOP = (1 << i for i in range(7))
@@ -421,7 +422,7 @@ def rows(
     if coefficients is None:
         return values, None
     if out is None:
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     grad: Tensor = backend.gradient(*fixed, coefficients, out)
     return values, grad
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._rows import row_sum, times
 from . import metrics
+from .dispatch import RowLoss
 
 Factor = float | Tensor | None
 # (logits, chunk, factor, out) -> (values, gradient): a loss as a chunk loop sees it.
@@ -103,11 +104,16 @@ class ChunkRows:
     ) -> tuple[Tensor, Tensor | None]:
         """Values and gradient, as :meth:`labo.fused.dispatch.RowLoss.rows` gives them."""
         target = self.target[part]
+        loss = self.for_chunk(part)
         if self.statistics is None:
-            return self.for_chunk(part).rows(logits, target, factor, out)
+            return loss.rows(logits, target, factor, out)
+        if isinstance(loss, RowLoss):
+            together = loss.measured_rows(logits, target, factor, out, self.statistics[part])
+            if together is not None:
+                return together
         found = self._statistics(self.statistics, logits, part)
         if not self.extras.z_loss:
-            return self.for_chunk(part).rows(logits, target, factor, out)
+            return loss.rows(logits, target, factor, out)
         z = found[:, metrics.MAXIMUM] + found[:, metrics.LOG_E]
         strength = self.extras.z_loss * self._label_weight(target)
         penalty = None
@@ -115,7 +121,7 @@ class ChunkRows:
             valid = self._valid(target)
             slope = 2 * strength * z * factor
             penalty = metrics.probabilities_times(logits, found, slope, valid, self._like(out))
-        values, grad = self.for_chunk(part).rows(logits, target, factor, out)
+        values, grad = loss.rows(logits, target, factor, out)
         values = values + (strength * z.square()).to(values.dtype)
         if grad is not None and penalty is not None:
             grad.add_(penalty)

@@ -215,6 +215,34 @@ class RowLoss(NamedTuple):
             out=out,
         )
 
+    def measured_rows(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        factor: float | Tensor | None,
+        out: Tensor,
+        statistics: Tensor,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """As :meth:`rows`, and the statistics of :mod:`labo.fused.metrics` in the same pass.
+
+        None if the backend does not have them.
+        """
+        spec = self.spec
+        if self.backend != "native" or not logits.is_cpu or not isinstance(spec, RowSpec):
+            return None
+        if not native.measures(spec):
+            return None
+        return native.rows(
+            logits,
+            target,
+            spec,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            factor=factor,
+            out=out,
+            statistics=statistics,
+        )
+
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
         if self.backend != "native":

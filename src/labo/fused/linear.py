@@ -27,7 +27,8 @@ from .adapted import LowRankWeight, adapted_loss
 from .algebra import autograd_enabled
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .quantized import QuantizedWeight, as_weight
+from .pages import on_large_pages
+from .quantized import QuantizedWeight, as_weight, product_dtype
 from .spec import RowSpec, Spec, with_z_loss
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
@@ -117,22 +118,41 @@ class _Head:
     bias: Tensor | None
     softcap: float | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products, and so of the logits."""
+        return product_dtype(self.input)
+
+    def rows(self, part: slice) -> Tensor:
+        """The hidden states of a chunk, in the dtype of the products."""
+        return self.input[part].to(self.dtype)
+
+    @property
+    def _blocks(self) -> QuantizedWeight | None:
+        """The weight, if it is brought to the dtype of the products block by block."""
+        weight = self.weight
+        if isinstance(weight, QuantizedWeight) or weight.dtype == self.dtype:
+            return weight if isinstance(weight, QuantizedWeight) else None
+        return QuantizedWeight(lambda first, last: weight[first:last], weight.shape)
+
     def logits(self, part: slice, out: Tensor | None = None) -> Tensor:
         """(rows of the chunk, V)."""
-        rows = self.input[part]
-        if isinstance(self.weight, QuantizedWeight):
+        rows, blocks = self.rows(part), self._blocks
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        if blocks is not None:
             buffer = rows.new_empty(len(rows), len(self.weight)) if out is None else out
-            logits = self.weight.logits(rows, self.bias, buffer)
-        elif self.bias is None:
+            logits = blocks.logits(rows, bias, buffer)
+        elif bias is None:
             logits = torch.mm(rows, self.weight.T, out=out)
         else:
-            logits = torch.addmm(self.bias, rows, self.weight.T, out=out)
+            logits = torch.addmm(bias, rows, self.weight.T, out=out)
         return logits if self.softcap is None else _cap(logits, self.softcap, out=logits)
 
     def hidden_gradient(self, grad: Tensor, out: Tensor) -> None:
         """From the gradient of the logits of a chunk to that of its hidden states."""
-        if isinstance(self.weight, QuantizedWeight):
-            self.weight.times(grad, out)
+        blocks = self._blocks
+        if blocks is not None:
+            blocks.times(grad, out)
         else:
             torch.mm(grad, self.weight, out=out)
 
@@ -278,7 +298,9 @@ class _TaughtRows:
         """The loss with the teacher's logits for the rows of a chunk."""
         rows = part.stop - part.start
         if self.buffer is None or len(self.buffer) < rows:  # the first chunk is the largest
-            self.buffer = self.teacher.input.new_empty(rows, len(self.teacher.weight))
+            shape = (rows, len(self.teacher.weight))
+            self.buffer = self.teacher.input.new_empty(shape, dtype=self.teacher.dtype)
+            on_large_pages(self.buffer)
         return self.loss._replace(source=self.teacher.logits(part, out=self.buffer[:rows]))
 
 
@@ -311,10 +333,11 @@ def _run(
     if needs[1]:  # written by the first chunk; the others add to it
         make = torch.empty_like if count else torch.zeros_like
         d_weight = make(head.weight, dtype=accurate, memory_format=torch.contiguous_format)
+        on_large_pages(d_weight)
     d_bias = head.input.new_zeros(classes, dtype=accurate) if needs[2] else None
     chunks = _chunks(count, most)
     longest = max((part.stop - part.start for part in chunks), default=0)
-    buffer = head.input.new_empty(longest, classes)
+    buffer = on_large_pages(head.input.new_empty(longest, classes, dtype=head.dtype))
     slopes = None if head.softcap is None or factor is None else torch.empty_like(buffer)
     for part in chunks:
         length = part.stop - part.start
@@ -330,7 +353,7 @@ def _run(
         if d_input is not None:
             head.hidden_gradient(grad, out=d_input[part])
         if d_weight is not None:
-            _add_product(d_weight, grad, head.input[part], first=part.start == 0)
+            _add_product(d_weight, grad, head.rows(part), first=part.start == 0)
         if d_bias is not None:
             d_bias += grad.sum(0, dtype=accurate)
     if d_weight is not None:
@@ -563,7 +586,7 @@ def linear_loss(
     copies = _AUTOGRAD_COPIES if isinstance(rows, _AutogradLoss) else 1
     copies += isinstance(rows, _TaughtRows)
     copies += (softcap is not None) + (extras.z_loss != 0)
-    row_bytes = classes * head.input.element_size() * copies
+    row_bytes = classes * head.dtype.itemsize * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
@@ -884,7 +907,7 @@ def _choose(
     if layer and torch.compiler.is_compiling():  # an operator has no such argument
         fits = False
     spec = loss.spec(teacher=bool(teacher)) if fits else None
-    logits = head.input.new_empty(0, len(head.weight))
+    logits = head.input.new_empty(0, len(head.weight), dtype=head.dtype)
     only = None if spec else "this loss"
     backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
     if not spec or backend == "reference":
@@ -962,7 +985,7 @@ def sharded_linear_loss(
     mean = Mean(total if reduction == "mean" else 1.0, weights)
     # The chunks must be the same on all processes, because each of them communicates.
     copies = 1 + (softcap is not None) + (z_loss != 0)
-    row_bytes = max(1, shard.widest) * head.input.element_size() * copies
+    row_bytes = max(1, shard.widest) * head.dtype.itemsize * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     with torch.autocast(input.device.type, enabled=False):
         chunked = _rows(rows, labels, extras)

@@ -85,6 +85,11 @@ typedef struct {
     double top, source_top, from_e, from_ue, from_r, from_q, from_wq, at_target, top_at, at_top;
 } formula_gradient;
 
+/* What training logs of a row beside its value; part of the interface (labo/fused/metrics.py). */
+typedef struct {
+    double nll, entropy, correct, top, log_e;
+} row_statistics;
+
 /* The arguments of labo_rows_* and labo_formula_*; strides count elements. */
 typedef struct {
     const void *logits;
@@ -98,6 +103,7 @@ typedef struct {
     float *values;
     void *grad; /* NULL for values only; may be the logits */
     int64_t grad_stride;
+    row_statistics *statistics; /* per row, of LABO_ADAPTIVE, whose sums they need; or NULL */
     double log_classes;
     /* of a formula */
     int32_t asked, masses;
@@ -248,6 +254,13 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
     result.from_e = (float)(factor * (onehot_part + alpha * mean_w) * per_e);
     result.at_target = (float)(factor * at_target);
     return result;
+}
+
+static row_statistics measure_row(float top, const target_entry *y, const row_sums *s)
+{
+    const double log_e = log(s->e), entropy = log_e - s->ue / s->e;
+    return (row_statistics){.nll = log_e - y->u, .entropy = entropy < 0.0 ? 0.0 : entropy,
+                            .correct = y->u >= 0.0 && !isnan(s->e), .top = top, .log_e = log_e};
 }
 
 /*
@@ -648,10 +661,12 @@ EXPORT double labo_sum(const float *values, int64_t rows)
 EXPORT void labo_rows_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
                           const int64_t *target, int64_t ignore_index, const float *weight,
                           int32_t mode, double alpha, double tau, double rho, double scale,
-                          const float *row_scale, float *values, float *grad, int64_t grad_stride)
+                          const float *row_scale, float *values, float *grad, int64_t grad_stride,
+                          row_statistics *statistics)
 {
     const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
-                     tau, rho, scale, row_scale, values, grad, grad_stride, log((double)classes)};
+                     tau, rho, scale, row_scale, values, grad, grad_stride, statistics,
+                     log((double)classes)};
     active->run(&b, false);
 }
 
@@ -659,10 +674,11 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
                            const int64_t *target, int64_t ignore_index, const float *weight,
                            int32_t mode, double alpha, double tau, double rho, double scale,
                            const float *row_scale, float *values, uint16_t *grad,
-                           int64_t grad_stride)
+                           int64_t grad_stride, row_statistics *statistics)
 {
     const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
-                     tau, rho, scale, row_scale, values, grad, grad_stride, log((double)classes)};
+                     tau, rho, scale, row_scale, values, grad, grad_stride, statistics,
+                     log((double)classes)};
     active->run(&b, true);
 }
 
@@ -872,6 +888,8 @@ INLINE row_result run_variant(const batch *b, int64_t i, const row_view *row, va
     const row_sums sums = sum_row(row, v);
     const target_entry y = find_target(b, i, row, v);
     const row_result result = finish_row(b, i, &y, &sums);
+    if (b->statistics)
+        b->statistics[i] = measure_row(row->top, &y, &sums);
     if (b->grad)
         write_gradient(row, &result, v);
     return result;
@@ -927,6 +945,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
         char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
         if (y == b->ignore_index || y < 0 || y >= b->classes) {
             b->values[i] = y == b->ignore_index ? 0.0f : NAN;
+            if (b->statistics)
+                b->statistics[i] = (row_statistics){0};
             if (grad)
                 memset(grad, 0, (size_t)(b->classes * size));
             continue;

@@ -23,12 +23,15 @@ from torch import Tensor
 
 from .._checks import out_of_range
 from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Passes
-from .spec import RowSpec
+from .pages import on_large_pages
+from .spec import LABO_ADAPTIVE, RowSpec
 
 # With fewer logits per thread another thread costs more time than it saves.
 _PER_THREAD = 1 << 18
 
 _LARGEST = torch.finfo(torch.float32).max
+
+STATISTICS = 5  # numbers per row, see :func:`labo.fused.metrics.row_statistics`
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _ROWS_ARGUMENTS: list[Any] = [
@@ -36,6 +39,7 @@ _ROWS_ARGUMENTS: list[Any] = [
     *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
     *(ctypes.c_int32, _DOUBLE, _DOUBLE, _DOUBLE),  # mode, alpha, tau, rho
     *(_DOUBLE, _POINTER, _POINTER, _POINTER, _INT),  # scale, row_scale, values, grad, grad_stride
+    _POINTER,  # statistics
 ]
 _FORMULA_ARGUMENTS: list[Any] = [
     *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
@@ -248,8 +252,13 @@ def rows(
     ignore_index: int = -100,
     factor: float | Tensor | None = None,
     out: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Values and gradients of rows; the contract is in :mod:`labo.fused.spec`."""
+    """Values and gradients of rows; the contract is in :mod:`labo.fused.spec`.
+
+    ``statistics``, (N, 5) float64, is filled as by :func:`labo.fused.metrics.row_statistics`, for a
+    loss that :func:`measures`.
+    """
     if problem := refuses(logits):
         raise ValueError(problem)
     count, classes = logits.shape
@@ -269,6 +278,7 @@ def rows(
     if factor is not None:
         if out is None:
             grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            on_large_pages(grad)
             g = grad.data_ptr()
         else:
             grad = out
@@ -280,6 +290,13 @@ def rows(
             f = _pointer("factor", factor, torch.float32, count)
         else:
             scale = factor
+    s = None
+    if statistics is not None:
+        if not measures(spec):
+            raise ValueError("the kernel has statistics of LABO with adaptive alpha only")
+        s = _Column(
+            _pointer("statistics", statistics, torch.float64, count, STATISTICS), statistics
+        )
     function = _open().rows[dtype]
 
     def run(start: int, stop: int) -> None:
@@ -297,10 +314,16 @@ def rows(
             v + start * 4,
             None if g is None else g + start * g_stride * size,
             g_stride,
+            None if s is None else s.at(start),
         )
 
     _in_threads(run, count, classes)
     return values, grad
+
+
+def measures(spec: RowSpec) -> bool:
+    """Whether :func:`rows` gives the statistics of the rows: their sums are those of the loss."""
+    return spec.mode == LABO_ADAPTIVE
 
 
 def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._checks import is_dtensor
 
@@ -20,7 +22,7 @@ class QuantizedWeight:
     """A weight (V, D) of which some rows are dequantized at a time, as ``linear_weight``.
 
     It is frozen: hidden states and bias get gradients. Products are in the dtype of the hidden
-    states. Tensors that can be sliced and have a method
+    states (see :func:`product_dtype`). Tensors that can be sliced and have a method
     ``dequantize()``, as those of torchao, are taken by ``linear_loss`` as they are. For other
     libraries give the function. Each chunk of hidden states dequantizes the weight once for the
     logits and once for the gradient, so few large chunks are faster.
@@ -55,15 +57,39 @@ class QuantizedWeight:
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """hidden W^T + bias, (N, V), written to ``out``."""
         for part, block in self._blocks(hidden.dtype):
-            out[:, part] = nn.functional.linear(hidden, block, None if bias is None else bias[part])
+            torch.mm(hidden, block.T, out=out[:, part])
+            if bias is not None:
+                out[:, part] += bias[part]
         return out
 
     def times(self, grad: Tensor, out: Tensor) -> Tensor:
         """grad W, (N, D), written to ``out``; half types are summed in float32."""
         total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
         for part, block in self._blocks(grad.dtype):
-            total += grad[:, part] @ block
+            if total.dtype == grad.dtype:
+                total.addmm_(grad[:, part], block)
+            else:
+                total += grad[:, part] @ block
         return out.copy_(total)
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it; otherwise products of it are emulated."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which ``linear_loss`` multiplies: that of ``x``, except bfloat16 on some CPUs.
+
+    A processor without instructions for bfloat16 is several times slower with it than with float32,
+    which holds the same values and rounds less.
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16():
+        return torch.float32
+    return x.dtype
 
 
 def as_weight(weight: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from .. import _checks
 from . import blocked, native
 from .algebra import COEFFICIENTS, QU, SUMS, TEMPERED, UE, UNIFORM, WQU, Passes
+from .pages import on_large_pages
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class ShardBackend(NamedTuple):
         at_target. Ignored rows are 0. A target outside of the shard has no entry.
         """
         if out is None:
-            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
         plan = _plan(spec, weight is not None)
         top, from_e, from_q, at_target = results.double().unbind(1)
         named = {
