@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: one table of ratios, results.json, and two plots.
+"""``python -m benchmarks``: a table of ratios, also as results.json and .md, and two plots.
 
 Times are medians over rounds in which all contenders run in turn. A ratio compares two contenders
 of the same race. ``--smoke`` runs everything once at tiny sizes, to test the benchmark itself.
@@ -28,6 +28,7 @@ from .plot import line_chart
 from .race import race
 
 HERE = Path(__file__).parent
+ASSETS = HERE.parent / "docs" / "assets"
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def training_steps(smoke: bool) -> list[Row]:
         ),
     }
     for name, work in steps.items():
-        times = race(work, 1 if smoke else 9)
+        times = race(work, 1 if smoke else 5)
         goals: list[tuple[str, str, float | None]] = [
             ("labo LABO", "torch CE", 1.02),
             ("torch LS", "torch CE", None),
@@ -334,8 +335,10 @@ def against_vocabulary(smoke: bool) -> dict[str, str]:
     }
     rows = 8 if smoke else 512
     return {
-        "time.svg": line_chart(f"loss, {rows} rows: time", "classes V", "ms", times),
-        "memory.svg": line_chart("output layer + loss: extra memory", "classes V", "MiB", memory),
+        "speed-time.svg": line_chart(f"loss, {rows} rows: time", "classes V", "ms", times),
+        "speed-memory.svg": line_chart(
+            "output layer + loss: extra memory", "classes V", "MiB", memory
+        ),
     }
 
 
@@ -368,6 +371,17 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
+def _markdown(rows: list[Row]) -> str:
+    """The table for docs/performance.md."""
+    lines = ["| work | labo | compared with | ratio | target |", "|---|---|---|---|---|"]
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.goal:.2f}"
+        ours, rival = (f"{x:.3g} {row.unit}" for x in (row.value, row.rival_value))
+        cells = (row.work, f"{row.ours}: {ours}", f"{row.rival}: {rival}", f"{row.ratio:.2f}", goal)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _machine() -> dict[str, Any]:
     return {
         "cpu": platform.processor() or platform.machine(),
@@ -385,17 +399,19 @@ def _write(path: Path, rows: list[Row], seconds: dict[str, float]) -> None:
     found = [asdict(row) | {"ratio": row.ratio} for row in rows]
     results = {"machine": _machine(), "seconds": seconds, "rows": found}
     path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(_markdown(rows))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="run everything once at tiny sizes")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for results and plots")
+    parser.add_argument("--out", type=Path, help="folder for results and plots")
     options = parser.parse_args(arguments)
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     console = Console()
-    options.out.mkdir(parents=True, exist_ok=True)
+    out, assets = options.out or HERE, options.out or ASSETS
+    out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     seconds: dict[str, float] = {}
     for number, name in enumerate(options.only, start=1):
@@ -404,13 +420,13 @@ def main(arguments: list[str] | None = None) -> None:
             rows += SECTIONS[name](options.smoke)
         seconds[name] = round(time.perf_counter() - started, 1)
         console.print(f"{name}: {seconds[name]:.0f} s")
-        _write(options.out / "results.json", rows, seconds)
+        _write(out / "results.json", rows, seconds)
     console.print(_table(rows))
     if set(options.only) == set(SECTIONS):
         with console.status("running the plots ..."):
             for name, svg in against_vocabulary(options.smoke).items():
-                (options.out / name).write_text(svg)
-    console.print(f"wrote {options.out / 'results.json'}")
+                (assets / name).write_text(svg)
+    console.print(f"wrote {out / 'results.json'}")
 
 
 if __name__ == "__main__":

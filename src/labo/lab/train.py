@@ -770,6 +770,10 @@ def peak_memory() -> int:
     """The most memory this process has held so far, in bytes: of the GPU if it works on one."""
     if not on_cpu():
         return int(torch.accelerator.max_memory_allocated())
+    status = Path("/proc/self/status")
+    if status.is_file():  # on Linux ru_maxrss includes the process that started this one
+        lines = status.read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes if sys.platform == "darwin" else kilobytes * 1024
 
