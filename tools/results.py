@@ -7,14 +7,16 @@
 of run directories, and adds its runs that are scored on the test split. With ``--selection`` it
 adds all finished runs to ``results/NAME-selection.csv``, with their validation scores.
 
-Without arguments it rebuilds everything between markers in docs/results.md::
+Without arguments it rebuilds everything between markers in docs/results.md and docs/why.md::
 
     <!-- results: table NAME -->   ...   <!-- /results -->
 
 ``answer`` is a sentence per study, ``table`` the methods with their differences to LS, ``settings``
 what was selected for each method, ``figure`` a picture of both, ``selection`` the validation scores
-of a grid. Differences, intervals and p-values are those of :mod:`labo.lab.analysis.groups`.
-A test compares the page with :func:`page`. Rebuilding needs no torch.
+of a grid. ``curves``, ``rates`` and ``budget`` show what ``tools/label_weight.py`` has measured: a
+picture of the training, and tables of learning rates and of budgets. Differences, intervals and
+p-values are those of :mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`.
+Rebuilding needs no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -36,14 +39,16 @@ from labo.lab.analysis.groups import Difference, Member, Variant, mean_cell
 from labo.lab.analysis.printing import difference_cells, difference_columns
 from labo.lab.analysis.reading import Run, State, find_teacher, read_conditions, read_run
 from labo.lab.analysis.task import find_analysis
-from labo.lab.report.charts import sheet
+from labo.lab.report import palette
+from labo.lab.report.charts import Axis, Line, line_chart, sheet
 from labo.lab.report.gather import ReportGroup, make_groups
 from labo.lab.report.summary import calibration_chart, difference_chart, measured, score_chart
 from labo.lab.report.task import find_report
 from labo.lab.tables import Cell, Column, Row, Table, best_rows, filled, shown_cell
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE, ASSETS = ROOT / "results", ROOT / "docs" / "results.md", ROOT / "docs" / "assets"
+RESULTS, ASSETS = ROOT / "results", ROOT / "docs" / "assets"
+PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "why.md")
 SEEDS, LEVEL = 5, 0.01  # a gain has at least so many seeds and a smaller p-value
 
 # The columns of a CSV file; between the two parts are the scores: valid_NAME and test_NAME, and
@@ -415,13 +420,149 @@ def selection(name: str) -> str:
     return "".join(lines)
 
 
+# ------------------------------------------------------------------ why: the label weight
+
+_Mean = tuple[float, float]  # mean and standard deviation over seeds
+
+
+def curves(name: str) -> str:
+    """A picture of label weight, gradient norm and accuracy during training."""
+    return f"![Label weight, gradient norm, accuracy](assets/{_figure_file(name).name})\n"
+
+
+def drawn_curves(name: str) -> str:
+    """The SVG file of :func:`curves`."""
+    seeds: dict[str, dict[int, list[Record]]] = {}
+    for record in read(RESULTS / f"{name}.csv"):
+        label = f"{record['method']}, lr {record['lr']}"
+        seeds.setdefault(label, {}).setdefault(int(record["epoch"]), []).append(record)
+    numbers: dict[str, int] = {}
+    keys = {}
+    for label in seeds:
+        method = label.split()[0].rstrip(",")
+        numbers[method] = numbers.get(method, -1) + 1
+        keys[label] = (method, numbers[method])
+    found = palette.styles(keys.values())
+    styles = {label: found[key] for label, key in keys.items()}
+
+    def lines(x: str, y: str, scale: float = 1.0) -> list[Line]:
+        return [
+            Line(
+                [(_mean_of(r, x)[0], scale * _mean_of(r, y)[0]) for r in epochs.values()],
+                styles[label],
+                label,
+            )
+            for label, epochs in seeds.items()
+        ]
+
+    epoch, accuracy = Axis("epoch"), Axis("validation accuracy, %", low=80)
+    weight, norm = Axis("mean of 1 - alpha", low=0), Axis("mean norm of the gradient", low=0)
+    integral = Axis("sum over the steps of learning rate x label weight")
+    fast = lines("epoch", "valid_accuracy", 100), lines("integral", "valid_accuracy", 100)
+    panels = [
+        line_chart(
+            f"{name}-weight", "Label weight", "", epoch, weight, lines("epoch", "label_weight")
+        ),
+        line_chart(
+            f"{name}-norm", "Gradient norm", "", epoch, norm, lines("epoch", "gradient_norm")
+        ),
+        line_chart(f"{name}-epoch", "Accuracy by epoch", "", epoch, accuracy, _above(fast[0], 80)),
+        line_chart(
+            f"{name}-sum", "Accuracy by label weight", "", integral, accuracy, _above(fast[1], 80)
+        ),
+    ]
+    return sheet(panels, [(style, label) for label, style in styles.items()])
+
+
+def _above(lines: Sequence[Line], low: float) -> list[Line]:
+    """Without the points below the axis."""
+    return [replace(line, points=[p for p in line.points if p[1] >= low]) for line in lines]
+
+
+def _mean_of(records: Sequence[Record], key: str) -> _Mean:
+    values = [float(record[key]) for record in records]
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def _runs(name: str) -> dict[tuple[str, str, str, str], list[Record]]:
+    """Method, epochs, learning rate and warm-up -> the runs, one per seed."""
+    found: dict[tuple[str, str, str, str], list[Record]] = {}
+    for record in read(RESULTS / f"{name}.csv"):
+        key = (record["method"], record["epochs"], record["lr"], record["warmup"])
+        found.setdefault(key, []).append(record)
+    return found
+
+
+def rates(name: str) -> str:
+    """Test accuracy of every learning rate, for the largest budget."""
+    runs = {key: records for key, records in _runs(name).items() if key[3] == "0"}
+    most = max((key[1] for key in runs), key=int)
+    columns = sorted({key[2] for key in runs}, key=float)
+    return _grid(
+        f"{most} epochs", columns, runs, lambda method, lr: runs.get((method, most, lr, "0"))
+    )
+
+
+def budget(name: str) -> str:
+    """Test accuracy of every budget, at the learning rate that validation accuracy selects."""
+    runs = _runs(name)
+    columns = sorted({key[1] for key in runs}, key=int)
+
+    def best(method: str, epochs: str) -> list[Record] | None:
+        found = [
+            records
+            for key, records in runs.items()
+            if key[:2] == (method, epochs) and key[3] == "0"
+        ]
+        return max(found, key=lambda r: _mean_of(r, "valid_accuracy")[0], default=None)
+
+    return _grid("epochs", columns, runs, best, with_rate=True)
+
+
+def _grid(
+    corner: str,
+    columns: Sequence[str],
+    runs: Iterable[tuple[str, str, str, str]],
+    find: Callable[[str, str], list[Record] | None],
+    *,
+    with_rate: bool = False,
+) -> str:
+    """A row per method; the best cell of each column is bold."""
+    methods = list(dict.fromkeys(key[0] for key in runs))
+    found = {(m, c): records for m in methods for c in columns if (records := find(m, c))}
+    means = {key: _mean_of(records, "test_accuracy") for key, records in found.items()}
+    lines = [[corner, *columns], ["---"] * (len(columns) + 1)]
+    for method in methods:
+        cells = []
+        for column in columns:
+            if (method, column) not in found:
+                cells.append("")
+                continue
+            value, spread = means[method, column]
+            text = f"{100 * value:.2f} ± {100 * spread:.2f}"
+            if value < _FAILED:
+                text = "diverges"
+            elif value == max(means[m, c][0] for m, c in means if c == column):
+                text = f"**{text}**"
+            rate = f" (lr {found[method, column][0]['lr']})" if with_rate else ""
+            cells.append(text + rate)
+        lines.append([f"`{method}`", *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+_FAILED = 0.5  # a mean accuracy below this: at least one seed has diverged
+
 PARTS = {
     "answer": answer,
     "table": table,
     "settings": settings,
     "figure": figure,
     "selection": selection,
+    "curves": curves,
+    "rates": rates,
+    "budget": budget,
 }
+_DRAWN = {"figure": drawn, "curves": drawn_curves}
 _BLOCK = re.compile(r"(<!-- results: (\w+) (.+?) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -431,7 +572,7 @@ def page(text: str) -> str:
     def rebuilt(found: re.Match[str]) -> str:
         start, part, names, end = found.groups()
         if part not in PARTS:
-            raise SystemExit(f"docs/results.md: no part is called {part} ({', '.join(PARTS)})")
+            raise SystemExit(f"no part of a page is called {part} ({', '.join(PARTS)})")
         return f"{start}{''.join(PARTS[part](name) for name in names.split())}{end}"
 
     return _BLOCK.sub(rebuilt, text)
@@ -439,21 +580,21 @@ def page(text: str) -> str:
 
 def figures(text: str) -> dict[Path, str]:
     """The files of the figures of a page, with their content."""
-    names = [
-        name
+    return {
+        _figure_file(name): _DRAWN[part](name)
         for _, part, names, _ in _BLOCK.findall(text)
-        if part == "figure"
+        if part in _DRAWN
         for name in names.split()
-    ]
-    return {_figure_file(name): drawn(name) for name in names}
+    }
 
 
 def rebuild() -> None:
-    """Write the page and its figures."""
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page(text), encoding="utf-8")
-    for file, content in figures(text).items():
-        file.write_text(content, encoding="utf-8")
+    """Write the pages and their figures."""
+    for file in PAGES:
+        text = file.read_text(encoding="utf-8")
+        file.write_text(page(text), encoding="utf-8")
+        for picture, content in figures(text).items():
+            picture.write_text(content, encoding="utf-8")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:

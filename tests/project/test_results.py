@@ -29,24 +29,26 @@ PARTS = "".join(
 
 
 def test_the_page_agrees_with_the_committed_results(results):
-    text = results.PAGE.read_text(encoding="utf-8")
-    assert text == results.page(text), "run: make results"
-    for file, content in results.figures(text).items():
-        assert file.read_text(encoding="utf-8") == content, "run: make results"
+    for page in results.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text == results.page(text), "run: make results"
+        for file, content in results.figures(text).items():
+            assert file.read_text(encoding="utf-8") == content, "run: make results"
 
 
 @pytest.fixture
 def study(results, tmp_path, monkeypatch):
     """Runs that were added, and a page about them."""
-    for name, path in {"ROOT": "", "RESULTS": "results", "ASSETS": "", "PAGE": "page.md"}.items():
+    for name, path in {"ROOT": "", "RESULTS": "results", "ASSETS": ""}.items():
         monkeypatch.setattr(results, name, tmp_path / path)
+    monkeypatch.setattr(results, "PAGES", (tmp_path / "page.md",))
     runs = [
         write_run(tmp_path / "runs" / f"{m['name']}-s{seed}", m, seed)
         for m in (BASE, LS, LABO)
         for seed in (0, 1)
     ]
     write_analysis(runs[0])
-    results.PAGE.write_text(PARTS)
+    results.PAGES[0].write_text(PARTS)
     results.add(tmp_path / "runs", "digits")
     results.add(tmp_path / "runs", "digits", selection=True)
     results.rebuild()
@@ -62,7 +64,7 @@ def test_the_rows_have_the_differences_of_the_runs(results, study):
     )
     assert ours == theirs
     assert len(ours) == 4
-    text = results.PAGE.read_text()
+    text = results.PAGES[0].read_text()
     labo = expected.difference(expected.first("labo"), expected.first("ls"))
     assert f"{100 * labo.mean:+.2f} (" in text
     assert "2 seeds cannot show a difference at p < 0.01" in " ".join(text.split())
@@ -72,7 +74,7 @@ def test_the_rows_have_the_differences_of_the_runs(results, study):
 
 def test_adding_twice_changes_nothing_and_a_changed_row_is_noticed(results, study, tmp_path):
     file = results.RESULTS / "digits.csv"
-    before, page = file.read_text(), results.PAGE.read_text()
+    before, page = file.read_text(), results.PAGES[0].read_text()
     results.add(tmp_path / "runs", "digits")
     assert file.read_text() == before
     assert results.page(page) == page
@@ -88,7 +90,7 @@ def test_no_path_of_a_machine_is_committed(results, study):
 
 
 def test_rebuilding_needs_no_torch():
-    script = "import sys, tools.results as r; r.page(r.PAGE.read_text()); print(*sys.modules)"
+    script = "import sys, tools.results as r; r.page(r.PAGES[0].read_text()); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "torch" not in done.stdout.split()
