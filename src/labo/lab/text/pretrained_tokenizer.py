@@ -63,4 +63,5 @@ def vocabulary_digest(tokenizer: Any) -> str:
 
 def vocabulary_size(tokenizer: Any) -> int:
     """The largest id of a tokenizer, plus 1."""
-    return 1 + max(tokenizer.get_vocab().values())
+    languages = getattr(tokenizer, "lang_code_to_id", {})  # M2M100 may not count them
+    return 1 + max(*tokenizer.get_vocab().values(), *languages.values())

@@ -113,8 +113,7 @@ class FolderTranslator(nn.Module):
     def _probe(self) -> tuple[Tensor, Head]:
         """Logits of the model for a few tokens, and what this module has for them."""
         config, training = self.network.config, self.network.training
-        pads = (config.pad_token_id, None)
-        usable = [i for i in range(min(config.vocab_size, 16)) if i not in pads]
+        usable = [i for i in range(min(config.vocab_size, 16)) if i != config.pad_token_id]
         ids = torch.tensor([usable], device=self.network.device)
         self.network.eval()
         expected = self.network(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits

@@ -508,9 +508,11 @@ class TranslationTask(TokenTask):
     @property
     def _special(self) -> list[int]:
         """The ids of special tokens and tags."""
-        if self.data.pretrained:
-            return [*self.data.tokenizer.all_special_ids]
-        return [*range(self._first_type)]
+        if not self.data.pretrained:
+            return [*range(self._first_type)]
+        frames = [pair.frame for pair in self.data.pairs if pair.frame is not None]
+        around = [i for frame in frames for i in (*frame.before, *frame.after)]
+        return sorted({*self.data.tokenizer.all_special_ids, *around})
 
     # ------------------------------------------------------------------ scores
 
