@@ -22,6 +22,7 @@ from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe
+from labo.lab.run.directory import write_model
 from labo.lab.text import pretrained_tokenizer
 from labo.lab.translation.decoding import Decode, decode
 from labo.lab.translation.export import export
@@ -68,7 +69,7 @@ def prepared(folder: Path, **options) -> Path:
 
 
 def settings(folder: Path, *more: str) -> list[str]:
-    return [f"model.pretrained={folder}", f"data.path={prepared(folder)}", *SETTINGS, *more]
+    return [f"model={{pretrained: {folder}}}", f"data.path={prepared(folder)}", *SETTINGS, *more]
 
 
 def train(out: Path, folder: Path, *more: str, kill=None, world=1) -> set[int]:
@@ -315,6 +316,35 @@ def test_adapters_are_merged_or_apart(pretrained, tmp_path):
     torch.testing.assert_close(plain(**ids).logits, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_a_model_of_a_run_goes_on(tokenizer, tmp_path):
+    """Training goes on from RUN/best, with the data of the run or other data."""
+    text, data = str(write_corpus(tmp_path / "raw", "marian")), tmp_path / "data"
+    options = {"pair": ["de-en"], "train": [text], "holdout": 8, "holdout_test": 8}
+    prepare(choose(None, {}, options | {"share": "nothing", "vocabulary": 280}), data)
+    model = "model={preset: tiny, width: 8, ffn: 8, embeddings: decoder}"
+    first = TranslationTask(load_recipe("translation", [f"data.path={data}", model]))
+    fresh = first.build_model().eval()
+    write_model(tmp_path / "best", *first.model_files(fresh, fresh.state_dict()))
+    if tokenizer:
+        data = tmp_path / "other"
+        prepare(choose(None, {}, options | {"tokenizer": str(tmp_path / "best")}), data)
+    changes = [f"data.path={data}", f"model={{pretrained: {tmp_path / 'best'}}}"]
+    second = TranslationTask(load_recipe("translation", changes))
+    batch = second.batch(torch.arange(8), 0)
+    again = second.build_model().eval()
+    torch.testing.assert_close(
+        second.outputs(again, batch).states, first.outputs(fresh, batch).states
+    )
+    write_model(tmp_path / "next", *second.model_files(again, again.state_dict()))
+    for saved in (tmp_path / "best", tmp_path / "next"):
+        assert Translator(saved, beam=1).translate(["eins"]) is not None
+    loaded = second.load_model(tmp_path / "next").eval()
+    torch.testing.assert_close(
+        second.outputs(loaded, batch).states, first.outputs(fresh, batch).states
+    )
+
+
 def test_frozen_weights_stay(nllb):
     model = task(nllb, "model.freeze=[model.encoder, '*norm*']").build_model()
     frozen = {name for name, p in model.network.named_parameters() if not p.requires_grad}
@@ -332,7 +362,10 @@ def test_frozen_weights_stay(nllb):
     [
         (["model.preset=tiny"], "give preset or pretrained, and not both"),
         (["model.pretrained=null"], "give preset or pretrained"),
-        (["model.width=8", "model.dropout=0.3"], "width, dropout: a pretrained model has its own"),
+        (
+            ["model.width=8", "model.dropout=0.3"],
+            r"width, dropout: a pretrained model has its own \(model={pretrained: FOLDER} leaves",
+        ),
         (["model.pretrained=null", "model.preset=tiny"], "set model.pretrained to its folder"),
         (["model.pretrained=nowhere"], "nowhere: no such folder"),
         (["data.bpe_dropout=0.1"], "data.bpe_dropout: only for subwords that `labo prepare` lear"),
@@ -373,6 +406,18 @@ def test_folders_that_hold_no_translation_model(nllb, tmp_path):
     refused("its weights lack model.decoder.layers.2", decoder_layers=3)
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     refused("holds no .*safetensors; other formats can run code")
+
+
+def test_data_of_another_tokenizer_is_refused(nllb, tmp_path):
+    other = save_pretrained(tmp_path / "t5", "t5")
+    recipe = load_recipe("translation-sft", settings(nllb, f"model={{pretrained: {other}}}"))
+    text = str(write_corpus(tmp_path / "raw", "t5"))
+    options = {"pair": ["de-en"], "train": [text], "holdout": 8, "holdout_test": 8}
+    prepare(choose(None, {}, options | {"vocabulary": 280}), tmp_path / "learned")
+    changes = [f"model.pretrained={other}", f"data.path={tmp_path / 'learned'}"]
+    for wrong in (recipe, load_recipe("translation-sft", changes)):
+        with pytest.raises(RequestError, match="was not prepared with the tokenizer of"):
+            TranslationTask(wrong)
 
 
 def test_wrong_options_of_prepare(nllb, tmp_path, capsys):

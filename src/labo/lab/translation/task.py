@@ -180,8 +180,8 @@ class TextModel(config.Section):
             defaults = {n: f.default for n, f in TextModel.model_fields.items() if n not in start}
             if given := [n for n, default in defaults.items() if getattr(self, n) != default]:
                 raise ValueError(
-                    f"{', '.join(given)}: a pretrained model has its own (model={{pretrained: "
-                    "FOLDER}} leaves out what the recipe says)"
+                    f"{', '.join(given)}: a pretrained model has its own "
+                    "(model={pretrained: FOLDER} leaves out what the recipe says)"
                 )
             return self
         if self.lora is not None:
@@ -337,14 +337,16 @@ class TranslationTask(TokenTask):
         settings = translation_config(folder)
         tokenizers = self.data.tokenizer, self.data.target_tokenizer
         theirs = list(map(vocabulary_digest, folder_tokenizers(folder)))
-        if not self.data.pretrained or theirs != list(map(vocabulary_digest, tokenizers)):
+        fits = theirs == list(map(vocabulary_digest, tokenizers))
+        # Subwords that `labo prepare` learned are those of its own models.
+        if not fits or not (self.data.pretrained or hasattr(settings, "labo")):
             raise RequestError(
                 f"{self.data.path} was not prepared with the tokenizer of {folder}: "
                 f"`labo prepare ... --tokenizer {folder}` does that"
             )
         check_tokens(folder, settings, self.data.target_tokenizer)
         for name in ("switchout_source", "switchout_target", "bpe_dropout"):
-            if getattr(self.recipe.data, name):
+            if self.data.pretrained and getattr(self.recipe.data, name):
                 raise RequestError(
                     f"data.{name}: only for subwords that `labo prepare` learned, not for those of "
                     "a pre-trained model"
