@@ -37,6 +37,7 @@ from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.batching import batches_by_length
 from ..text.head import Head
+from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
 from .model import (
@@ -51,7 +52,6 @@ from .model import (
 from .packing import Packing, pack
 from .prepared import IGNORED, DocumentSplit, PreparedDocuments
 from .teacher import stored_rows
-from .tokenizers import pretrained_tokenizer, vocabulary_digest
 
 _EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
@@ -389,9 +389,6 @@ class LanguageModelingTask(TokenTask):
         """Hidden states and output layer for the tokens of a batch that are to be learned."""
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
         return head.at(self.learned(batch))
-
-    def learned(self, batch: Batch) -> Tensor:
-        return batch.target != IGNORED
 
     def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
         stored, documents = StoredTeacher(folder), self._train.documents
