@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
+from gloo import Processes, World
 from lab_runs import Kill, log_of, losses, metrics, outcome, run
 from labo.lab.errors import RequestError
+from labo.lab.images import task as images
 from labo.lab.images.networks import CONVNETS
+from labo.lab.language_modeling import task as language_modeling
 from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.recipes import load_recipe
-from labo.lab.run.sharding import blocks, separate_blocks, spread
+from labo.lab.run.sharding import FullySharded, blocks, separate_blocks, spread
 from tiny_language import SENTENCES
 
 SPLIT = "train.parallel=fsdp"
@@ -156,12 +162,15 @@ def test_each_process_writes_its_share(split, one):
     assert all(name.endswith(".step") for name in plain)
 
 
-@pytest.mark.parametrize("kill", [("step", 5), ("rename", 14)], ids=str)
-def test_a_killed_run_ends_as_if_nothing_had_happened(kill, split, texts, tmp_path):
+def test_a_killed_run_ends_as_if_nothing_had_happened(split, texts, tmp_path):
     out = tmp_path / "run"
-    assert -signal.SIGKILL in train(out, texts, [SPLIT], 2, kill)
+    # While the first process writes its part of the checkpoint of step 4.
+    assert -signal.SIGKILL in train(out, texts, [SPLIT], 2, ("rename", 23))
+    unfinished = out / "checkpoints" / ".step-00000004.tmp"
+    assert len(list(unfinished.glob("shards/*"))) == 2
+    assert not (unfinished / "manifest.json").exists()
     train(out, texts, [SPLIT], 2)
-    assert "continuing" in log_of(out).read_text()
+    assert f"continuing {out} at step 2" in log_of(out).read_text()
     assert outcome(out) == outcome(split)
 
 
@@ -189,6 +198,102 @@ def test_damage_is_found_and_best_is_written_again(split, tmp_path):
     assert run(["train", *recipe, SPLIT, "--out", str(out)], log, 2) == {0}, log.read_text()
     assert f"{shard} is damaged" in log.read_text()
     assert outcome(out) == outcome(split)
+
+
+# ------------------------------------------------------------------ the parts
+
+
+class States(NamedTuple):
+    states: Tensor
+    weight: Tensor
+
+
+class Model(nn.Module):
+    """Two layers, and an output layer that is applied by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(6, 1, 5, 0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: Tensor) -> States:
+        for layer in self.layers:
+            x = layer(x)
+        return States(x, self.head.weight)
+
+
+def shares(world: World) -> None:
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        num_processes=world.size,
+        mixed_precision="no",
+        is_main_process=world.rank == 0,
+    )
+    whole, learned = Model(), nn.Parameter(torch.ones(3))
+    expected = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    parallel = FullySharded(accelerator)
+    model = parallel.place(whole)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == (Shard(0),)
+        share = expected[name].chunk(world.size)[world.rank]  # 3 + 3 of 6 rows, 3 + 2 of 5
+        assert torch.equal(parameter.to_local(), share)
+    x = torch.randn(2, 3, 6)
+    for _ in range(3):
+        states, weight = model(x)
+        assert isinstance(weight, nn.Parameter)
+        assert weight.shape == (5, 6)  # whole, until the backward pass has ended
+        assert not isinstance(weight, DTensor)
+        assert isinstance(model.layers[0].linear1.weight, DTensor)  # split again
+        ((states @ weight.T).square().sum() + learned.square().sum()).backward()
+        assert not weight._backward_hooks
+    gradients = [p.grad.full_tensor() for p in model.parameters()] + [learned.grad.clone()]
+    norm = parallel.clip([*model.parameters(), learned], 0.5)
+    torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients]).norm())
+    torch.testing.assert_close(learned.grad, gradients[-1] * 0.5 / norm)
+    gathered = parallel.whole(model.state_dict())
+    assert gathered.keys() == (expected.keys() if world.rank == 0 else set())
+    assert all(torch.equal(gathered[name], expected[name]) for name in gathered)
+
+
+def test_a_process_has_its_share_of_each_parameter(tmp_path):
+    started = Processes(2, tmp_path)
+    try:
+        started.run(2, shares)
+    finally:
+        started.stop()
+
+
+def calls_and_samples(task: Any, model: nn.Module, world: int, rank: int) -> tuple[int, int]:
+    """Of one process that evaluates its share: passes of the model, and targets."""
+    accelerator = SimpleNamespace(
+        num_processes=world, process_index=rank, device=torch.device("cpu"), autocast=nullcontext
+    )
+    calls: list[int] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(rank))
+    targets = sum(len(target) for _, target in task.logits(model, "valid", accelerator))
+    hook.remove()
+    return len(calls), targets
+
+
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_evaluation_runs_the_model_equally_often_on_every_process(kind, texts, monkeypatch):
+    if kind == "images":
+        task: Any = images.ImageTask(load_recipe("digits", IMAGES))
+        count = len(task.data.valid.labels)
+    else:
+        recipe = load_recipe("lm-manual", [*TEXT, f"data.path={texts}"])
+        task = language_modeling.LanguageModelingTask(recipe)
+        count = len(task._held_out("valid").packing)
+    world = next(n for n in range(2, count) if count % n)
+    monkeypatch.setattr(images, "_EVALUATED_AT_ONCE", count // world)
+    monkeypatch.setattr(language_modeling, "_EVALUATED_TOKENS", 24 * (count // world))
+    model = task.build_model()
+    found = [calls_and_samples(task, model, world, rank) for rank in range(world)]
+    assert [calls for calls, _ in found] == [2] * world  # the last one has no second batch
+    assert sum(targets for _, targets in found) == calls_and_samples(task, model, 1, 0)[1]
 
 
 # ------------------------------------------------------------------ blocks and refusals

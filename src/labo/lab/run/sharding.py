@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -195,7 +194,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     These are the layers of a transformer, and the residual blocks of a convolutional network.
 
     Example:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> len(blocks(nn.TransformerEncoder(layer, 3)))
         3
         >>> blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -214,11 +213,11 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 # ------------------------------------------------------------------ parameters in outputs
 
 
-@dataclass(frozen=True)
 class _Aside:
-    """A parameter among the outputs of a model, hidden from FSDP2."""
+    """A parameter among the outputs of a model. FSDP2 would look into a tuple or a dataclass."""
 
-    parameter: nn.Parameter
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
 
 
 def _set_aside(module: nn.Module, inputs: Any, outputs: Any) -> Any:
