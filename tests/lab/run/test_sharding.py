@@ -107,7 +107,7 @@ def test_halves_of_a_language_model_give_the_curve_of_the_whole(one, split):
     ids=["epoch start", "connet", "lora"],
 )
 def test_language_models(more, texts, tmp_path):
-    settings = [*more, "train.max_steps=5"]
+    settings = [*more, "train.max_steps=7"]  # an epoch has five
     train(tmp_path / "one", texts, settings, 1)
     train(tmp_path / "two", texts, [*settings, SPLIT], 2)
     assert_same_run(tmp_path / "one", tmp_path / "two")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,33 +79,41 @@ class Checkpoint:
         return found
 
     def group(self, group: str) -> dict[str, Tensor]:
-        """Name -> whole tensor, of one group."""
-        split = self._read_shards(lambda group, name: None, only=group)
+        """Name -> whole tensor, of one group.
+
+        Raises:
+            LabError: the shards cannot be read.
+        """
+        try:
+            split = self._read_shards(lambda group, name: None, only=group)
+        except (RuntimeError, ValueError) as error:
+            raise LabError(f"cannot read {self.path / SHARDS}: {error}") from error
         return self.tensors.get(group, {}) | {name: tensor for (_, name), tensor in split.items()}
 
     def _read_shards(self, like: Like, only: str | None = None) -> dict[tuple[str, str], Tensor]:
         folder = self.path / SHARDS
         if not folder.is_dir():
             return {}
-        from safetensors import SafetensorError
-
         dcp = _dcp()
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        found: dict[str, Tensor] = {}
         try:
-            for key, about in reader.read_metadata().state_dict_metadata.items():
-                if only in (None, _key(key)[0]):
-                    wanted = like(*_key(key))
-                    found[key] = (
-                        torch.empty_like(wanted)
-                        if wanted is not None and is_dtensor(wanted)
-                        else torch.empty(about.size, dtype=about.properties.dtype)
-                    )
-            dcp.load(found, storage_reader=reader, no_dist=True)
+            metadata = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # of many kinds, from several libraries
+            raise LabError(f"cannot read {folder}: {error}") from error
+        found: dict[str, Tensor] = {}
+        for key, about in metadata.items():
+            if only in (None, _key(key)[0]):
+                wanted = like(*_key(key))
+                if wanted is not None and is_dtensor(wanted):
+                    found[key] = torch.empty_like(wanted)
+                else:
+                    found[key] = torch.empty(about.size, dtype=about.properties.dtype)
+        try:
+            with warnings.catch_warnings():  # that there is one process
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(found, storage_reader=reader, no_dist=True)
         except dcp.CheckpointException as error:
             raise ValueError(_reason(error)) from error
-        except (OSError, SafetensorError) as error:
-            raise LabError(f"cannot read {folder}: {error}") from error
         return {_key(key): tensor for key, tensor in found.items()}
 
 
