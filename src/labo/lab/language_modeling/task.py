@@ -33,6 +33,7 @@ from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
 from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
+from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.batching import batches_by_length
@@ -216,6 +217,7 @@ class LanguageModelingTask(TokenTask):
         "token_accuracy": True,
     }
     provides: ClassVar = frozenset({"inner_states", "stored_teacher"})
+    shardable: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -446,12 +448,14 @@ class LanguageModelingTask(TokenTask):
         model.eval()
         mine = list(blocks[accelerator.process_index :: accelerator.num_processes])
         at_once = max(1, _EVALUATED_TOKENS // self.recipe.data.block)
-        for first in range(0, len(mine), at_once):
+        for first in in_step(len(blocks), accelerator.num_processes, at_once):
             part = mine[first : first + at_once]
-            batch = self._batch(split, torch.tensor(part), 0).to(accelerator.device)
+            shown = torch.tensor(part or list(blocks[:1]))
+            batch = self._batch(split, shown, 0).to(accelerator.device)
             with accelerator.autocast():
                 head = self.outputs(model, batch)
-            yield part, batch, head  # outside of autocast: statistics are in float32
+            if part:
+                yield part, batch, head  # outside of autocast: statistics are in float32
 
     @torch.no_grad()
     def _measure(
