@@ -16,7 +16,8 @@ from labo.fused import algebra, dispatch, native
 from labo.fused.algebra import FormulaSpec
 
 # Losses with these options are left to the reference.
-REFERENCE_ONLY = {"labo-grad", "labo-held", "eaft-top", "ger", "kd-standardized"}
+REFERENCE_ONLY = {"labo-grad", "labo-held", "eaft-top", "ger"}
+REFERENCE_ONLY |= {"kd-standardized", "dkd-standardized"}
 CASES = [
     case
     for case in LOSS_CASES
@@ -130,7 +131,7 @@ def test_every_instruction_set(isa):
         if not native.select_instruction_set(isa):
             return
         for case in CASES:
-            if case.name in ("kd", "mbls", "maxsup", "cp", "ols", "pskd"):
+            if case.name in ("kd", "dkd", "mbls", "maxsup", "cp", "ols", "pskd"):
                 extra = (teacher,) if case.has_teacher else case.extra(logits)
                 weight = torch.rand(1037)
                 value, slope = both(case, logits, target, extra, impl="native", weight=weight)
@@ -153,6 +154,25 @@ def test_a_teacher_in_another_dtype_and_masked_for_the_student():
             value = F.distillation_loss(logits, target, given, impl=impl)
             expected = F.distillation_loss(logits.double(), target, given.double())
             torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_decoupled_distillation_of_sure_rows():
+    """The target far above and far below the others, the only class, and a one-hot teacher."""
+    logits, target = torch.randn(5, 40), torch.tensor([3, 37, 17, 5, 6])
+    teacher = torch.randn(5, 40)
+    logits[0, 3], teacher[1, 37] = 900.0, 500.0
+    logits[2, 17] = teacher[2, 17] = -900.0
+    logits[3], teacher[4] = -math.inf, -math.inf
+    logits[3, 5], teacher[4, 6] = 2.0, 1.0
+    case = next(case for case in CASES if case.name == "dkd")
+    for tau in (1.0, 4.0):
+        wide = (logits.double(), target, (teacher.double(),))
+        exact, exact_slope = both(case, *wide, tau=tau, impl="reference")
+        assert exact.isfinite().all()
+        for impl in BACKENDS:
+            value, slope = both(case, logits, target, (teacher,), tau=tau, impl=impl)
+            torch.testing.assert_close(value, exact, rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(slope, exact_slope, rtol=1e-5, atol=1e-5)
 
 
 def test_ties_of_the_maximum():

@@ -30,6 +30,7 @@ from .algebra import (
     FROM_TABLE,
     FROM_TEACHER,
     NO_MASSES,
+    OTHERS,
     QD,
     QU,
     SUMS,
@@ -233,6 +234,15 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
+def _rows_of(logits: Tensor, target: Tensor, plan: Passes, part: slice) -> Tensor:
+    """The logits of a block in the wide type; -inf for a target that is left out."""
+    z = logits[part].to(wide(logits.dtype))
+    if plan.asked & OTHERS:
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        z = z.masked_fill(classes == target[part].unsqueeze(1), -math.inf)
+    return z
+
+
 def _masses(
     plan: Passes, z: Tensor, u: Tensor, source: Tensor | None, source_top: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -283,7 +293,7 @@ def sums(
         all_sums[:, 0] = -math.inf
         return all_sums
     for part in _blocks(logits):
-        z = logits[part].to(wide(logits.dtype))
+        z = _rows_of(logits, target, plan, part)
         top = z.amax(1, keepdim=True)
         u = _finite(z - top.masked_fill(top == -math.inf, 0.0))
         e = u.exp()
@@ -301,6 +311,7 @@ def sums(
             if t is not None and plan.masses == FROM_TEACHER:
                 t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True)
                 found["source_top"] = t_top.squeeze(1)
+                t_top = t_top.masked_fill(t_top == -math.inf, 0.0)
             q, v = _masses(plan, z, u, t, t_top)
             found |= _mass_sums(plan, u, v, q, weight)
         for name, value in found.items():
@@ -339,7 +350,7 @@ def gradient(
     if classes == 0:
         return out
     for part in _blocks(logits):
-        z, y = logits[part].to(wide(logits.dtype)), target[part].unsqueeze(1)
+        z, y = _rows_of(logits, target, plan, part), target[part].unsqueeze(1)
         c = dict(
             zip(COEFFICIENTS, coefficients[part].to(z.dtype).unsqueeze(2).unbind(1), strict=True)
         )

@@ -58,6 +58,7 @@ QU = tl.constexpr(algebra.QU)
 QD = tl.constexpr(algebra.QD)
 WQU = tl.constexpr(algebra.WQU)
 TOP = tl.constexpr(algebra.TOP)
+OTHERS = tl.constexpr(algebra.OTHERS)
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
@@ -356,6 +357,8 @@ def _formula_sums_kernel(
     for start in range(0, K, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(logits + cols, mask=cols < K, other=-float("inf")).to(tl.float32)
+        if OTHERS & ASKED:
+            z = tl.where(cols == y, -float("inf"), z)
         masked = z == -float("inf")
         # As in _row_sums, a maximum that grows by -d shifts every u so far by d.
         if TOP & ASKED:
@@ -452,6 +455,8 @@ def _formula_gradient_kernel(
         source += row * source_stride
     coefficients += row * WIDTH
     z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    if OTHERS & ASKED:
+        z = tl.where(cols == y, -float("inf"), z)
     masked = z == -float("inf")
     u = _finite(z - tl.load(coefficients))
     of_e = tl.load(coefficients + 2)

@@ -66,12 +66,13 @@ typedef struct {
 enum { NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER };
 
 /* The sums that a formula asks for, beside that of e; part of the interface. */
-enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64 };
+enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64, OTHERS = 128 };
 
 /*
  * The sums of a formula over the classes that are not masked, with u = z - top, e = exp(u),
  * r = exp(u / tau), masses q, class weights w and d = v - u, where v = teacher's logit - source_top.
- * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0.
+ * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0. With OTHERS
+ * the target counts as masked.
  */
 typedef struct {
     double top, source_top, top_at, count, e, ue, r, q, qu, qd, wq, wqu;
@@ -134,7 +135,9 @@ static rate rate_of(double temperature)
 
 /*
  * A stretch of whole vectors. A row is two of them: what it has of whole vectors, and a copy of
- * the classes left over, filled up to one vector with masked classes of weight 0.
+ * the classes left over, filled up to one vector with masked classes of weight 0. If a formula
+ * leaves the target out, the first is cut into three: before the vector with the target, a copy of
+ * that vector in which the target is masked, and after it.
  */
 typedef struct {
     const void *logits, *source;
@@ -144,8 +147,21 @@ typedef struct {
     int64_t classes;
 } span;
 
+/* The classes of a span from `at` on. */
+static span after(span s, int64_t at, int64_t size, int64_t source_size)
+{
+    s.logits = (const char *)s.logits + at * size;
+    s.source = s.source ? (const char *)s.source + at * source_size : NULL;
+    s.weight = s.weight ? s.weight + at : NULL;
+    s.grad = s.grad ? (char *)s.grad + at * size : NULL;
+    s.classes -= at;
+    return s;
+}
+
+enum { PARTS = 4 };
+
 typedef struct {
-    span parts[2];
+    span parts[PARTS];
     float top, source_top; /* the largest logit, of a formula also that of the teacher */
     float beyond;          /* the lowest number above the margin of a formula */
     rate over_one, over_tau;
@@ -741,7 +757,7 @@ INLINE float first(vec x)
 TARGET static float row_max(const row_view *row, bool bf16)
 {
     vec top = splat(-INFINITY);
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES)
             top = maximum(top, load(s.logits, at, bf16));
@@ -955,7 +971,7 @@ typedef struct {
 TARGET static float source_max(const batch *b, const row_view *row, bool bf16)
 {
     vec top = splat(-INFINITY);
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
             const vec v = load(s.source, at, b->source_bf16);
@@ -1045,7 +1061,7 @@ INLINE void sum_formula(formula_sums *all, const batch *b, const row_view *row, 
     const int64_t stretch = STRETCH * LANES;
     const vec none = splat(0.0f);
     const vec_formula_sums start = {none, none, none, none, none, none, none, none, none};
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += stretch) {
             const int64_t end = at + stretch < s.classes ? at + stretch : s.classes;
@@ -1070,7 +1086,7 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
     const vec from_e = splat((float)c->from_e), from_ue = splat((float)c->from_ue);
     const vec from_r = splat((float)c->from_r), from_q = splat((float)(c->from_q / MASS));
     const vec from_wq = splat((float)(c->from_wq / MASS));
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
             const vec z = load(s.logits, at, bf16);
@@ -1098,7 +1114,7 @@ TARGET static void run_formula(const batch *b, bool bf16)
     const int64_t source_size = b->source_bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
     float tail_weight[LANES] = {0};
-    vec_buffer tail_logits, tail_grad, tail_source = {0};
+    vec_buffer tail_logits, tail_grad, with_target, tail_source = {0};
     for (int k = 0; k < LANES; k++)
         put(&tail_logits, k, -INFINITY, bf16);
     if (b->weight)
@@ -1106,7 +1122,7 @@ TARGET static void run_formula(const batch *b, bool bf16)
 
     row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau),
                     .beyond = nextafterf((float)b->margin, INFINITY)};
-    row.parts[0] = (span){.weight = b->weight, .classes = whole};
+    row.parts[0].weight = b->weight;
     row.parts[1] = (span){.logits = &tail_logits, .source = &tail_source, .weight = tail_weight,
                           .grad = &tail_grad, .classes = rest ? LANES : 0};
 
@@ -1125,11 +1141,26 @@ TARGET static void run_formula(const batch *b, bool bf16)
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
         row.parts[0].grad = grad;
+        row.parts[0].classes = whole;
         if (b->source) {
             const int64_t at = b->masses == FROM_TABLE ? y : i;
             const char *source = (const char *)b->source + at * b->source_stride * source_size;
             memcpy(&tail_source, source + whole * source_size, (size_t)(rest * source_size));
             row.parts[0].source = source;
+        }
+        row.parts[2].classes = row.parts[3].classes = 0;
+        const bool left_out = b->asked & OTHERS && here;
+        if (left_out && y >= whole) {
+            put(&tail_logits, y - whole, -INFINITY, bf16);
+        } else if (left_out) {
+            const int64_t at = y - y % LANES;
+            row.parts[2] = after(row.parts[0], at, size, source_size);
+            row.parts[3] = after(row.parts[2], LANES, size, source_size);
+            memcpy(&with_target, row.parts[2].logits, (size_t)(LANES * size));
+            put(&with_target, y - at, -INFINITY, bf16);
+            row.parts[2].logits = &with_target;
+            row.parts[2].classes = LANES;
+            row.parts[0].classes = at;
         }
         if (b->sums) {
             formula_sums *sums = &b->sums[i];
@@ -1138,8 +1169,9 @@ TARGET static void run_formula(const batch *b, bool bf16)
             *sums = (formula_sums){.top = row.top, .source_top = row.source_top};
             if (b->asked & TOP)
                 sums->top_at = (double)find_top(b, logits, row.top, bf16);
-            /* All that is here is masked: any finite number serves, and all sums are 0. */
+            /* All that is here is masked: any finite number serves, and the sums are 0. */
             row.top = row.top == -INFINITY ? 0.0f : row.top;
+            row.source_top = row.source_top == -INFINITY ? 0.0f : row.source_top;
             if (bf16)
                 sum_formula(sums, b, &row, true);
             else
