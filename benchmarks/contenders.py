@@ -77,6 +77,7 @@ ROWWISE: dict[str, Callable[[int], nn.Module]] = {
     "FL": lambda classes: labo.FocalLoss(gamma=2.0),
     "AFL": lambda classes: labo.AntiFocalLoss(),
     "Poly-1": lambda classes: labo.Poly1Loss(),
+    "LogitNorm": lambda classes: labo.LogitNormLoss(),
     "DFT": lambda classes: labo.DFTLoss(),
     "EAFT": lambda classes: labo.EAFTLoss(),
     "CP": lambda classes: labo.ConfidencePenaltyLoss(),
@@ -110,6 +111,17 @@ def naive_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) 
     soft = F.kl_div(
         (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1), reduction="batchmean"
     )
+    return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
+
+
+def naive_standardized_kd(
+    logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0
+) -> Tensor:
+    student, taught = (
+        (z - z.mean(-1, keepdim=True)) / (1e-7 + z.std(-1, keepdim=True)) / tau
+        for z in (logits, teacher)
+    )
+    soft = F.kl_div(student.log_softmax(-1), taught.softmax(-1), reduction="batchmean")
     return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
 
 
@@ -149,6 +161,8 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
     losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "KD": labo.DistillationLoss(),
         "plain KD": naive_kd,
+        "KD, standardized": labo.DistillationLoss(standardize=True),
+        "plain KD, standardized": naive_standardized_kd,
         "CS-KD": labo.CSKDLoss(),
         "plain CS-KD": naive_cs_kd,
         "PS-KD": labo.PSKDLoss(epochs=1),

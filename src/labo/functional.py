@@ -982,6 +982,9 @@ def logit_norm_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""LogitNorm: cross entropy of logits that are divided by their norm.
 
@@ -996,6 +999,8 @@ def logit_norm_loss(
         target: (...) class indices or (..., K) class probabilities.
         tau: temperature. The smallest value that the loss can have grows with it.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1008,8 +1013,13 @@ def logit_norm_loss(
     Reference:
         Wei et al. 2022, Mitigating Neural Network Overconfidence with Logit Normalization.
     """
-    check_hyper(tau=tau)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(tau=tau, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.logit_norm(tau, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     masked = rows.logits == -math.inf
     z = rows.logits.masked_fill(masked, 0.0)
     z = _over_norm(z) / tau

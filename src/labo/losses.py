@@ -526,6 +526,7 @@ class LogitNormLoss(_Loss):
     """
 
     function = staticmethod(F.logit_norm_loss)
+    spec_of = staticmethod(spec.logit_norm)
 
     def __init__(
         self,
@@ -535,8 +536,12 @@ class LogitNormLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, tau=tau)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, tau=tau, **fast)
 
 
 class DFTLoss(_Loss):

@@ -356,6 +356,7 @@ def refused_case(world: World) -> None:
     refused("logits must be a plain tensor or a replicated DTensor", labo.KRLSLoss(10), columns)
     refused("do not go with alpha_grad=True", labo.LABOLoss(alpha_grad=True), columns)
     refused("a loss that needs a margin below the", labo.MarginSmoothingLoss(), columns)
+    refused("a loss that needs the norm or standard deviation", labo.LogitNormLoss(), columns)
     refused("do not go with class probabilities", labo.LABOLoss(), columns, soft)
     refused('do not go with impl="native"', labo.LABOLoss(impl="native"), columns)
     refused("do not go with inplace=True", labo.LABOLoss(inplace=True), columns)

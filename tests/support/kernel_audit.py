@@ -40,9 +40,11 @@ from labo.fused.algebra import (
     QU,
     TOP,
     UE,
+    UR,
     WQU,
     Passes,
     R,
+    RowTau,
 )
 from labo.fused.spec import RowSpec, as_formula
 
@@ -95,8 +97,9 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     formula = as_formula(spec)
     plan = FORMULAS[formula.name].plan(formula.parameters, weighted)
     if mode == 3:  # as much as a formula can ask for
-        every = COUNT | UE | R | QU | QD | WQU | TOP | OTHERS
-        plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0)
+        every = COUNT | UE | R | UR | QU | QD | WQU | TOP | OTHERS
+        row_tau = RowTau(*torch.ones(4, rows, dtype=torch.float64))
+        plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0, 0.0, row_tau)
     fixed = (logits, target, plan, weight, -100, logits.clone() if mode == 3 else None)
     yield "formula sums", lambda: kernels.sums(*fixed)
     coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)

@@ -6,8 +6,8 @@ group, for which there are the functions of this module. All processes hold the 
 same targets.
 
 Every loss that has fused backends is computed exactly, with the K of the whole vocabulary, from a
-few sums per row (:mod:`labo.fused.algebra`). Losses with a teacher, with a table (OLS) or with a
-margin (MbLS) are not.
+few sums per row (:mod:`labo.fused.algebra`). Losses with a teacher, with a table (OLS), with a
+margin (MbLS) or with a norm (LogitNorm) are not.
 
 1. each process takes the maximum of its columns, and with u = z - maximum the sums over them that
    the loss needs: :math:`\sum e^u`; :math:`\sum u e^u` for an entropy; :math:`\sum q` and

@@ -74,7 +74,10 @@ def check_formula(spec: FormulaSpec) -> None:
         FROM_TABLE: "a table of classes",
         FROM_TEACHER: "teacher logits",
     }
-    obstacle = obstacles.get(FORMULAS[spec.name].masses)
+    formula = FORMULAS[spec.name]
+    obstacle = obstacles.get(formula.masses)
+    if formula.spread is not None:
+        obstacle = "the norm or standard deviation of the whole row"
     if obstacle:
         raise ValueError(
             f"logits that are split over processes do not go with a loss that needs {obstacle}: "
@@ -160,7 +163,7 @@ class _Statistics(NamedTuple):
     """What value and gradient of every row follow from; float64, the same on all processes."""
 
     values: Tensor  # (N,)
-    coefficients: Tensor  # (N, 10), see labo.fused.algebra; top_at counts columns of this process
+    coefficients: Tensor  # (N, 12), see labo.fused.algebra; top_at counts columns of this process
     column: Tensor  # the target as a column of this process; out of range if it is elsewhere
     start: Tensor  # the first column of this process
 

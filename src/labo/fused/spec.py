@@ -169,6 +169,10 @@ def poly1(epsilon: float, z_loss: float = 0.0) -> Spec:
     return algebra.poly1(epsilon, z_loss=z_loss)
 
 
+def logit_norm(tau: float, z_loss: float = 0.0) -> Spec:
+    return algebra.logit_norm(tau, z_loss=z_loss)
+
+
 def dft(z_loss: float = 0.0) -> Spec:
     return algebra.dft(z_loss=z_loss)
 
@@ -202,11 +206,9 @@ def distillation(
     multiplier: float,
     standardize: bool,
     z_loss: float = 0.0,
-) -> Spec | None:
-    mean = kl_reduction == "elementwise"
-    return (
-        None if standardize else algebra.distillation(alpha, tau, multiplier, mean, z_loss=z_loss)
-    )
+) -> Spec:
+    formula = algebra.standardized_distillation if standardize else algebra.distillation
+    return formula(alpha, tau, multiplier, kl_reduction == "elementwise", z_loss=z_loss)
 
 
 def decoupled_distillation(
@@ -219,9 +221,11 @@ def decoupled_distillation(
     z_loss: float = 0.0,
 ) -> Spec | None:
     factor = _number(multiplier)
-    if standardize or factor is None:
+    if factor is None:
         return None
-    return algebra.decoupled_distillation(alpha, beta, tau, hard_weight, factor, z_loss=z_loss)
+    standardized = algebra.standardized_decoupled_distillation
+    formula = standardized if standardize else algebra.decoupled_distillation
+    return formula(alpha, beta, tau, hard_weight, factor, z_loss=z_loss)
 
 
 def cs_kd(lam: float, tau: float, z_loss: float = 0.0) -> Spec:
