@@ -242,7 +242,7 @@ class ShardedRows:
     ) -> Tensor:
         """The gradient of sum_i factor_i value_i for the columns of this process."""
         if out is None:
-            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
         start, width = statistics.start, logits.shape[1]
         fixed = (self.plan, self._local(self.weight, start, width), _IGNORED)
         source, coefficients = self._local(self.class_row, start, width), statistics.scaled(factor)
