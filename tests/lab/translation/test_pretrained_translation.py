@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 from transformers.models.m2m_100.modeling_m2m_100 import shift_tokens_right
 
 from lab_runs import log_of, losses, outcome, run
@@ -140,6 +141,15 @@ def test_several_directions_and_tags(nllb, tmp_path):
     assert (one.frame.before, one.frame.target_before) == ([german], [english])
     assert (other.frame.before, other.frame.target_before) == ([english], [german])
     assert tokenizers[0].src_lang == "deu_Latn"
+    # mBART-50 has another frame than mBART, and so has an old NLLB.
+    newer = transformers.MBart50Tokenizer(vocab=[("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0)])
+    older = tokenizer_of("nllb")
+    older.legacy_behaviour = True
+    for languages, tokenizer, kind in (("de-en", newer, "mbart"), ("deu-eng", older, "m2m_100")):
+        (pair,) = frame_pairs(parse_pairs([languages]), tmp_path, tokenizer, tokenizer)
+        config = AutoConfig.for_model(kind, decoder_start_token_id=2)
+        start = tokenizer.convert_ids_to_tokens(start_tokens(config, pair))
+        assert start == ["</s>", tokenizer.tgt_lang]
     marian = tokenizer_of("marian")
     (pair,) = frame_pairs(parse_pairs(["de-en"], "target"), tmp_path, marian, marian, "{source}: ")
     assert pair.frame.before == [marian.convert_tokens_to_ids(">>en<<")]

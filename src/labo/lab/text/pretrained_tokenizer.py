@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,4 +65,4 @@ def vocabulary_digest(tokenizer: Any) -> str:
 def vocabulary_size(tokenizer: Any) -> int:
     """The largest id of a tokenizer, plus 1."""
     languages = getattr(tokenizer, "lang_code_to_id", {})  # M2M100 may not count them
-    return 1 + max(*tokenizer.get_vocab().values(), *languages.values())
+    return 1 + max(chain(tokenizer.get_vocab().values(), languages.values()))

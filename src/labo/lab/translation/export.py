@@ -88,8 +88,8 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
     folder = ModelFolder.find(run)
     if folder.pretrained:
         raise RequestError(
-            f"{folder.path} is a folder that the converter of CTranslate2 takes: "
-            f"ct2-transformers-converter --model {folder.path} --output_dir {out}"
+            f"{folder.path} started from a pre-trained model; CTranslate2 has a converter for "
+            f"those: ct2-transformers-converter --model {folder.path} --output_dir {out}"
         )
     model, tokenizers = folder.load().plain(), folder.tokenizers()
     unfinished = atomic.temporary(out)
