@@ -608,7 +608,7 @@ class Trainer:
         )
         if self.accelerator.is_main_process:
             # After the checkpoint: a run that goes on from the one before still has its models.
-            self.run.list_kept([model.model_dump() for model in self.state.kept])
+            self._list_kept()
         self.saved_step = self.state.step
         self.accelerator.wait_for_everyone()
 
@@ -632,8 +632,12 @@ class Trainer:
         if self.accelerator.is_main_process:
             checkpoint.tidy(self.run.checkpoints)
             self.run.forget_after(self.state.step, self.display.say)
+            self._list_kept()  # the run may have been killed just after it saved the checkpoint
         self.display.advance(self.state.step)
         start_trackers(self.accelerator, self.recipe, self.run.path, self.state.step)
+
+    def _list_kept(self) -> None:
+        self.run.list_kept([model.model_dump() for model in self.state.kept])
 
     def _repair_best(self) -> None:
         if self.accelerator.is_main_process:

@@ -326,3 +326,10 @@ def test_refused_in_the_recipe(recipe, more, message):
 def test_the_plugins_of_accelerate_are_refused():
     with pytest.raises(RequestError, match=r"told to use FSDP.*train\.parallel=fsdp"):
         spread("data", SimpleNamespace(distributed_type=DistributedType.FSDP))  # type: ignore[arg-type]
+
+
+def test_a_parameter_without_dimensions_is_refused():
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(RequestError, match="cannot split the parameter scale"):
+        FullySharded.place(SimpleNamespace(), module)  # type: ignore[arg-type]

@@ -97,9 +97,18 @@ class FullySharded(DataParallel):
 
         Its parameters become DTensors. They are moved to the device block by block, so the whole
         model is in the memory of the CPU only.
+
+        Raises:
+            RequestError: a parameter is a single number without dimensions.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise RequestError(
+                    f"train.parallel: fsdp cannot split the parameter {name}, which has no "
+                    "dimensions: give it the shape (1,)"
+                )
         for block in separate_blocks(module):
             # Running statistics are float32, and batch norm wants weights of the same type.
             lowered = None if has_batchnorm(block) else self.lowered
