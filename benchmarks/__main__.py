@@ -98,7 +98,7 @@ def rowwise(smoke: bool) -> list[Row]:
     times = race(contenders.rowwise_losses(n, v), 1 if smoke else 5)
     pairs = [(name, "torch LS", 0.50) for name in contenders.ROWWISE]
     rows = _compare(f"loss, N={n} V={v}", times, pairs)
-    times = race(contenders.teacher_losses(n, v), 1 if smoke else 5)
+    times = race(contenders.teacher_losses(n, v), 1 if smoke else 3)
     names = [name for name in times if not name.startswith("plain ")]
     pairs = [(name, f"plain {name}", 0.30) for name in names]
     return rows + _compare(f"loss with a teacher, N={n} V={v}", times, pairs)

@@ -80,8 +80,8 @@ typedef struct {
 } formula_sums;
 
 /*
- * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, with UR
- * also + from_one + from_u u. The entries of the target and of the class `top_at` (none if it is
+ * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, and with
+ * UR + from_one + from_u u. The entries of the target and of the class `top_at` (none if it is
  * negative) are given whole.
  */
 typedef struct {
@@ -345,6 +345,7 @@ static row_statistics measure_row(float top, const target_entry *y, const row_su
 #define sum_formula_stretch JOIN(sum_formula_stretch, ISA)
 #define sum_formula JOIN(sum_formula, ISA)
 #define write_formula_gradient JOIN(write_formula_gradient, ISA)
+#define cut_at_target JOIN(cut_at_target, ISA)
 #define run_formula JOIN(run_formula, ISA)
 
 /* ---- portable: vectors as GCC and clang have them on any CPU, single floats elsewhere ---- */
@@ -728,9 +729,10 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
 EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
                              const int64_t *target, int64_t ignore_index, const float *weight,
                              int32_t asked, int32_t masses, double tau, double margin,
-                             const temperatures *row_tau, const void *source, int64_t source_stride, int32_t source_bf16,
-                             formula_sums *sums, const formula_gradient *coefficients,
-                             float *grad, int64_t grad_stride)
+                             const temperatures *row_tau, const void *source,
+                             int64_t source_stride, int32_t source_bf16, formula_sums *sums,
+                             const formula_gradient *coefficients, float *grad,
+                             int64_t grad_stride)
 {
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
@@ -744,8 +746,8 @@ EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes,
 EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
                               int64_t stride, const int64_t *target, int64_t ignore_index,
                               const float *weight, int32_t asked, int32_t masses, double tau,
-                              double margin, const temperatures *row_tau, const void *source, int64_t source_stride,
-                              int32_t source_bf16, formula_sums *sums,
+                              double margin, const temperatures *row_tau, const void *source,
+                              int64_t source_stride, int32_t source_bf16, formula_sums *sums,
                               const formula_gradient *coefficients, uint16_t *grad,
                               int64_t grad_stride)
 {
@@ -1171,6 +1173,21 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
     }
 }
 
+/* Cut the first part of a row around the vector with the target, of which `copy` masks it. */
+INLINE void cut_at_target(row_view *row, int64_t y, vec_buffer *copy, int64_t source_size,
+                          bool bf16)
+{
+    const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float), at = y - y % LANES;
+    span *before = &row->parts[0], *around = &row->parts[2], *rest = &row->parts[3];
+    *around = after(*before, at, size, source_size);
+    *rest = after(*around, LANES, size, source_size);
+    memcpy(copy, around->logits, (size_t)(LANES * size));
+    put(copy, y - at, -INFINITY, bf16);
+    around->logits = copy;
+    around->classes = LANES;
+    before->classes = at;
+}
+
 TARGET static void run_formula(const batch *b, bool bf16)
 {
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
@@ -1214,18 +1231,11 @@ TARGET static void run_formula(const batch *b, bool bf16)
         row.parts[2].classes = row.parts[3].classes = 0;
         if (b->row_tau)
             set_tau(&row, b->row_tau[i].tau, b->row_tau[i].source_tau);
-        const bool left_out = b->asked & OTHERS && here;
-        if (left_out && y >= whole) {
-            put(&tail_logits, y - whole, -INFINITY, bf16);
-        } else if (left_out) {
-            const int64_t at = y - y % LANES;
-            row.parts[2] = after(row.parts[0], at, size, source_size);
-            row.parts[3] = after(row.parts[2], LANES, size, source_size);
-            memcpy(&with_target, row.parts[2].logits, (size_t)(LANES * size));
-            put(&with_target, y - at, -INFINITY, bf16);
-            row.parts[2].logits = &with_target;
-            row.parts[2].classes = LANES;
-            row.parts[0].classes = at;
+        if (b->asked & OTHERS && here) {
+            if (y >= whole)
+                put(&tail_logits, y - whole, -INFINITY, bf16);
+            else
+                cut_at_target(&row, y, &with_target, source_size, bf16);
         }
         if (b->sums) {
             formula_sums *sums = &b->sums[i];

@@ -288,7 +288,7 @@ class ShardedRows:
         if plan.asked & TOP:
             first = torch.where(here == maximum, start + sums[:, SUMS.index("top_at")], math.inf)
             all_reduce(first, self.group, "MIN")
-            found["top_at"] = first
+            found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
         w_y = 1.0 if self.weight is None else self.weight[y].double()
         values, coefficients = differentiate(self.spec, plan, found, w_y, y, classes, 1.0)
         assert coefficients is not None
