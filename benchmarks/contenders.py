@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import labo
+from labo.fused.algebra import FORMULAS, Passes
 
 Work = Callable[[], object]
 
@@ -75,6 +77,7 @@ ROWWISE: dict[str, Callable[[int], nn.Module]] = {
     "FL": lambda classes: labo.FocalLoss(gamma=2.0),
     "AFL": lambda classes: labo.AntiFocalLoss(),
     "Poly-1": lambda classes: labo.Poly1Loss(),
+    "LogitNorm": lambda classes: labo.LogitNormLoss(),
     "DFT": lambda classes: labo.DFTLoss(),
     "EAFT": lambda classes: labo.EAFTLoss(),
     "CP": lambda classes: labo.ConfidencePenaltyLoss(),
@@ -86,6 +89,7 @@ ROWWISE: dict[str, Callable[[int], nn.Module]] = {
     "LS, fairseq": lambda classes: labo.LabelSmoothingLoss(convention="fairseq"),
     "LS, JoeyNMT": lambda classes: labo.LabelSmoothingLoss(convention="joeynmt", padding_idx=0),
     "MLS": lambda classes: labo.MaskedLabelSmoothingLoss(torch.arange(classes) % 3 != 1),
+    "WLS": lambda classes: labo.WeightedLabelSmoothingLoss(torch.arange(classes) % 3),
     "LABO, z-loss": lambda classes: labo.LABOLoss(z_loss=1e-4),
 }
 
@@ -110,6 +114,17 @@ def naive_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) 
     return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
 
 
+def naive_standardized_kd(
+    logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0
+) -> Tensor:
+    student, taught = (
+        (z - z.mean(-1, keepdim=True)) / (1e-7 + z.std(-1, keepdim=True)) / tau
+        for z in (logits, teacher)
+    )
+    soft = F.kl_div(student.log_softmax(-1), taught.softmax(-1), reduction="batchmean")
+    return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
+
+
 def naive_cs_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) -> Tensor:
     soft = F.kl_div(
         (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1), reduction="batchmean"
@@ -123,6 +138,21 @@ def naive_ps_kd(logits: Tensor, target: Tensor, past: Tensor, alpha: float = 0.8
     return F.cross_entropy(logits, label)
 
 
+def naive_dkd(
+    logits: Tensor, target: Tensor, teacher: Tensor, beta: float = 8.0, tau: float = 4.0
+) -> Tensor:
+    """Decoupled distillation as its authors write it, alpha = 1."""
+    y = target.unsqueeze(1)
+    p, t = (logits / tau).softmax(-1), (teacher / tau).softmax(-1)
+    p_y, t_y = p.gather(1, y), t.gather(1, y)
+    binary = torch.cat([p_y, 1 - p_y], 1), torch.cat([t_y, 1 - t_y], 1)
+    of_target = F.kl_div(binary[0].log(), binary[1], reduction="batchmean")
+    away = torch.zeros_like(teacher).scatter_(1, y, 1000.0)
+    others = (logits / tau - away).log_softmax(-1), (teacher / tau - away).softmax(-1)
+    of_others = F.kl_div(*others, reduction="batchmean")
+    return F.cross_entropy(logits, target) + tau**2 * (of_target + beta * of_others)
+
+
 def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
     """Losses with teacher logits, and the same losses in plain PyTorch."""
     torch.manual_seed(0)
@@ -131,10 +161,14 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
     losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "KD": labo.DistillationLoss(),
         "plain KD": naive_kd,
+        "KD, standardized": labo.DistillationLoss(standardize=True),
+        "plain KD, standardized": naive_standardized_kd,
         "CS-KD": labo.CSKDLoss(),
         "plain CS-KD": naive_cs_kd,
         "PS-KD": labo.PSKDLoss(epochs=1),
         "plain PS-KD": naive_ps_kd,
+        "DKD": labo.DecoupledDistillationLoss(warmup_epochs=0),
+        "plain DKD": naive_dkd,
     }
 
     def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -142,6 +176,19 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
         logits.grad = None
 
     return {name: partial(run, loss) for name, loss in losses.items()}
+
+
+def by_sums(classes: int) -> dict[str, nn.Module]:
+    """One of the losses of ``ROWWISE`` for each set of sums, under the names of all that share it.
+
+    The time of a loss depends on its sums alone.
+    """
+    names: dict[Passes, list[str]] = {}
+    for name, build in ROWWISE.items():
+        formula = cast(Any, build(classes)).spec()
+        plan = FORMULAS[formula.name].plan(formula.parameters, weighted=False)
+        names.setdefault(plan._replace(tau=1.0, margin=0.0), []).append(name)
+    return {", ".join(same): ROWWISE[same[0]](classes) for same in names.values()}
 
 
 def linear_rowwise_losses(rows: int, width: int, classes: int) -> dict[str, Work]:
@@ -153,8 +200,8 @@ def linear_rowwise_losses(rows: int, width: int, classes: int) -> dict[str, Work
         x.grad = weight.grad = None
 
     work = {"three matrix products": three_products(x, weight)}
-    for name, build in ROWWISE.items():
-        work[name] = partial(run, build(classes))
+    for name, loss in by_sums(classes).items():
+        work[name] = partial(run, loss)
     return work
 
 

@@ -191,7 +191,7 @@ def _joey(folder: Path, smoke: bool, mode: str, steps: int) -> str:
     from labo.lab.translation.task import TranslationTask
 
     task = TranslationTask(_recipe(smoke))
-    sizes = MODEL_PRESETS[task.recipe.model.preset]
+    sizes = MODEL_PRESETS[str(task.recipe.model.preset)]
     held_out = "valid" if mode == "train" else "test"
     _write_for_joey(task, folder, ("train", held_out) if mode == "train" else (held_out,))
     config = _JOEY.format(

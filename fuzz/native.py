@@ -271,31 +271,32 @@ def _bits(x: Tensor) -> Tensor:
 
 def _shards(case: Case) -> None:
     """Columns of a shard; targets may be columns of another one."""
-    from labo.fused import native, shards
+    from labo.fused import native
+    from labo.fused.algebra import COEFFICIENTS, FORMULAS, OTHERS, SUMS
     from labo.fused.linear import loss_and_spec
+    from labo.fused.spec import as_formula
 
     chance, logits = case.chance, case.logits
     _, spec = loss_and_spec(_random_loss(chance).build(case, None, "none"))
     away = torch.randint(-5, logits.shape[1] + 5, case.target.shape)
     target = torch.where(torch.rand(away.shape) < 0.3, away, case.target.long())
-    before, backend = logits.clone(), shards.ShardBackend(native)
-    sums = backend.shard_sums(logits, target, spec, case.weight, case.ignore_index)
-    if len(logits) and case.weight is None:
+    formula = as_formula(spec)
+    plan = FORMULAS[formula.name].plan(formula.parameters, case.weight is not None)
+    if chance.random() < 0.5:
+        plan = plan._replace(asked=plan.asked | OTHERS)
+    fixed = (plan, case.weight, case.ignore_index)
+    before = logits.clone()
+    sums = native.sums(logits, target, *fixed)
+    if len(logits):
         row = chance.randrange(len(logits))
         alone = slice(row, row + 1)
-        one = backend.shard_sums(
-            logits[alone].clone(), target[alone], spec, None, case.ignore_index
-        )
+        one = native.sums(logits[alone].clone(), target[alone], *fixed)
         assert torch.equal(one.view(torch.int64), sums[alone].view(torch.int64)), f"row {row}"
-    results = torch.rand(len(logits), 4, dtype=torch.float64)
-    results[:, 0] = sums[:, 0].nan_to_num(0.0)
-    out = None
-    if chance.random() < 0.5:
-        out = torch.empty(len(logits), logits.shape[1] + chance.randrange(3), dtype=logits.dtype)
-        out = out[:, : logits.shape[1]]
-    grad = backend.shard_gradient(
-        logits, target, spec, case.weight, case.ignore_index, results, out
-    )
+    coefficients = torch.rand(len(logits), len(COEFFICIENTS), dtype=torch.float64)
+    coefficients[:, COEFFICIENTS.index("top")] = sums[:, SUMS.index("top")].nan_to_num(0.0)
+    out = torch.empty(len(logits), logits.shape[1] + chance.randrange(3), dtype=logits.dtype)
+    out = out[:, : logits.shape[1]]
+    grad = native.gradient(logits, target, *fixed, None, coefficients, out)
     assert grad.shape == logits.shape
     assert torch.equal(_bits(before), _bits(logits)), "the logits were changed"
 

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from labo.lab.analysis.reading import read_conditions
 from labo.lab.config import find_recipe, read_document
@@ -321,12 +322,32 @@ def _run(folder: Path) -> list[Path]:
     for step in range(4):
         run.log({"step": step, "loss": 0.5})
     state = SavedState(step=2, processes=1).model_dump()
-    checkpoint.save(run.checkpoints, 2, state, {"model": {"a": torch.ones(4)}}, "digest")
+    saved = checkpoint.save(run.checkpoints, 2, state, {"model": {"a": torch.ones(4)}}, "digest")
+    _add_shards(saved)
     run.write_records("test.jsonl", ['{"index": 0}\n'])
     (folder / "conditions.json").write_text('{"base-s0": [{"jobs": 1, "threads": 2}]}')
     with held(folder):
         pass
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _add_shards(saved: Path) -> None:
+    """Give a checkpoint a tensor that two processes wrote."""
+    manifest = json.loads((saved / "manifest.json").read_text())
+    for number in range(2):
+        name = f"{checkpoint.SHARDS}/shard-{number + 1:05d}-model-00001-of-00001.safetensors"
+        (saved / name).parent.mkdir(exist_ok=True)
+        about = {"ema/a": {"saved_offsets": [2 * number, 0]}}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(about), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file({"ema/a": torch.full((2, 3), float(number))}, saved / name, metadata)
+        manifest["sha256"][name] = atomic.sha256(saved / name)
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _read_checkpoint(run: RunDirectory) -> None:
+    found = checkpoint.latest(run.checkpoints, "digest", SavedState, print)
+    if found is not None:
+        found.group("ema")
 
 
 def _read_run(folder: Path) -> None:
@@ -340,7 +361,7 @@ def _read_run(folder: Path) -> None:
         lambda: run.complete({"test": {"accuracy": 0.5}}),
         lambda: checksums.verify_folder(run.records),
         lambda: run.forget_after(2, print),
-        lambda: checkpoint.latest(run.checkpoints, "digest", SavedState, print),
+        lambda: _read_checkpoint(run),
         lambda: read_conditions(folder / "base-s0"),
         lambda: atomic.read_tensors(folder / "best" / "model.safetensors"),
         lambda: read_facts(folder / "best" / "config.json"),

@@ -58,6 +58,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "gamma": _NOT_NEGATIVE,
     "scale": (lambda value: value >= -1, "a number of -1 or more"),
     "lam": _NOT_NEGATIVE,
+    "final_lam": _NOT_NEGATIVE,
     "margin": _NOT_NEGATIVE,
     "z_loss": _NOT_NEGATIVE,
     "normalizer": _POSITIVE,
@@ -139,7 +140,8 @@ def local(name: str, x: Tensor) -> Tensor:
         raise ValueError(
             f"{name} must be a plain tensor or a replicated DTensor, got placements "
             f"{tuple(x.placements)}: use {name}.full_tensor() "  # type: ignore[attr-defined]
-            "(cross entropy, label smoothing and LABO take logits that are split over the classes)"
+            "(losses with fused backends and without a teacher take logits that are split over "
+            "the classes)"
         )
     plain: Tensor = x.to_local()  # type: ignore[attr-defined]
     return plain

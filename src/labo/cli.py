@@ -576,6 +576,17 @@ def prepare(
             "spm_train makes one."
         ),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        _subwords(help="Use the tokenizer of this Hugging Face folder, for model.pretrained."),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        _subwords(
+            help="With --tokenizer: text before each source sentence, such as 'translate German to "
+            "English: ' for T5. {source} and {target} stand for the languages."
+        ),
+    ] = None,
     share: Annotated[
         str | None,
         _subwords(
@@ -592,7 +603,10 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Prepare parallel text for training: clean it, learn subwords, write token ids."""
+    """Prepare parallel text for training: clean it, learn subwords or take some, write token ids.
+
+    With --tokenizer, the subwords are those of a pre-trained model.
+    """
     from .lab.errors import RequestError
     from .lab.translation.options import choose, read_inputs
     from .lab.translation.prepare import prepare as prepare_text
@@ -633,10 +647,12 @@ def prepare(
             "merges": merges,
             "codes": codes,
             "sentencepiece": sentencepiece,
+            "tokenizer": tokenizer,
+            "prefix": prefix,
             "share": share,
         },
     )
-    summarize(prepare_text(options, out, workers=workers, force=force))
+    summarize(prepare_text(options, out, workers=workers, force=force), tokenizer)
 
 
 @app.command()

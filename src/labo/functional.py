@@ -460,13 +460,16 @@ def weighted_label_smoothing_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Weighted label smoothing: shares of the mass for target-only, common and source-only words.
 
     A class of group g gets :math:`e_g = \alpha s_g / |g|`, and the label is
     :math:`(1 - \alpha - e_0)\,\mathrm{onehot}(y) + \sum_g e_g 1_g`. In the authors' code this sums
     to 1 - e_0; ``normalize`` divides by that sum. The share of a group without classes goes to the
-    other groups.
+    other groups, and that of a masked class to the other classes.
 
     Args:
         logits: (..., K).
@@ -476,6 +479,8 @@ def weighted_label_smoothing_loss(
         shares: shares of the three groups in the smoothing mass; they are normalized.
         normalize: make the label sum to 1; False is the authors' code.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -490,24 +495,38 @@ def weighted_label_smoothing_loss(
         Chen et al. 2022, Focus on the Target's Vocabulary: Masked Label Smoothing for Machine
         Translation.
     """
-    check_hyper(alpha=alpha)
+    check_hyper(alpha=alpha, reduction=reduction, impl=impl, z_loss=z_loss)
     if len(shares) != 3 or any(not share >= 0 for share in shares) or sum(shares) <= 0:
         raise ValueError(f"shares must be three numbers of 0 or more, not all 0, got {shares!r}")
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
-    groups = _check_groups(groups, rows.num_classes)
-    _checks.check_devices(logits, groups=groups)
-    present = (rows.logits != -math.inf).to(rows.logits.dtype)
-    sizes = torch.stack([row_sum(present * (groups == group)) for group in range(3)], -1)
-    mass = torch.where(sizes > 0, sizes.new_tensor(shares), 0.0)
-    e = alpha * mass / row_sum(mass).unsqueeze(-1) / sizes.clamp(min=1)  # (M, 3)
-    e_target = e[:, :1]
-    q = (1 - alpha - e_target) * rows.label() + e[:, groups] * present
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.weighted_label_smoothing(groups, alpha, shares, normalize, z_loss)
+    source = partial(_group_row, groups, shares, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
+    groups = _check_groups(groups, logits, dim)
+    of_group = smoothing.group_shares(groups, shares, rows.logits.dtype)
+    mass = of_group[groups] * (rows.logits != -math.inf)
+    total = row_sum(mass).unsqueeze(-1)
+    total = total.masked_fill(total == 0, 1.0)
+    of_first = alpha * of_group[0] / total
+    q = (1 - alpha - of_first) * rows.label() + alpha * mass / total
     if normalize:
-        q = q / (1 - e_target)
+        q = q / (1 - of_first)
     return rows.reduce(rows.cross_entropy(q, rows.log_probabilities()))
 
 
-def _check_groups(groups: Tensor, num_classes: int) -> Tensor:
+def _group_row(
+    groups: Tensor, shares: tuple[float, float, float], logits: Tensor, dim: int
+) -> Tensor:
+    """The share of each class in the smoothing mass, (K,), once the groups are known to fit."""
+    groups = _check_groups(groups, logits, dim)
+    return smoothing.group_shares(groups, shares)[groups]
+
+
+def _check_groups(groups: Tensor, logits: Tensor, dim: int) -> Tensor:
+    num_classes = logits.shape[dim]
     integers = not (groups.is_floating_point() or groups.is_complex())
     if not integers or groups.dtype == torch.bool or groups.shape != (num_classes,):
         raise ValueError(
@@ -515,6 +534,7 @@ def _check_groups(groups: Tensor, num_classes: int) -> Tensor:
             f"got {groups.dtype} of shape {tuple(groups.shape)}"
         )
     groups = groups.long()
+    _checks.check_devices(logits, groups=groups)
     _checks.ensure(
         (groups >= 0) & (groups <= 2),
         lambda: ValueError(
@@ -673,7 +693,7 @@ def max_suppression_loss(
     logits: Tensor,
     target: Tensor,
     *,
-    lam: float = 0.1,
+    lam: float | Tensor = 0.1,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -692,7 +712,7 @@ def max_suppression_loss(
     Args:
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
-        lam: strength lambda. The authors raise it from 0.1 to 0.2 in the course of the training.
+        lam: strength lambda.
         weight, ignore_index, reduction, dim: as for every loss here.
         z_loss: lambda of a :func:`z_loss` that is added to the loss.
         impl, inplace: see the module.
@@ -962,6 +982,9 @@ def logit_norm_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""LogitNorm: cross entropy of logits that are divided by their norm.
 
@@ -976,6 +999,8 @@ def logit_norm_loss(
         target: (...) class indices or (..., K) class probabilities.
         tau: temperature. The smallest value that the loss can have grows with it.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -988,8 +1013,13 @@ def logit_norm_loss(
     Reference:
         Wei et al. 2022, Mitigating Neural Network Overconfidence with Logit Normalization.
     """
-    check_hyper(tau=tau)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
+    check_hyper(tau=tau, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.logit_norm(tau, z_loss)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
     masked = rows.logits == -math.inf
     z = rows.logits.masked_fill(masked, 0.0)
     z = _over_norm(z) / tau
@@ -1423,6 +1453,9 @@ def decoupled_distillation_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Decoupled distillation (DKD): the target class and the other classes, weighted apart.
 
@@ -1449,6 +1482,8 @@ def decoupled_distillation_loss(
         standardize: standardize the logits of both models in the KL divergences, as for
             :func:`distillation_loss`.
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1461,8 +1496,25 @@ def decoupled_distillation_loss(
     Reference:
         Zhao et al. 2022, Decoupled Knowledge Distillation.
     """
-    check_hyper(alpha=alpha, beta=beta, tau=tau, hard_weight=hard_weight, multiplier=multiplier)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim, linear=False)
+    check_hyper(
+        alpha=alpha,
+        beta=beta,
+        tau=tau,
+        hard_weight=hard_weight,
+        multiplier=multiplier,
+        reduction=reduction,
+        impl=impl,
+        z_loss=z_loss,
+    )
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.decoupled_distillation(
+        alpha, beta, tau, hard_weight, multiplier, standardize, z_loss
+    )
+    source = partial(_teacher_rows, "teacher_logits", teacher_logits, logits, dim)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, source=source)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, linear=False, z_loss=z_loss)
     teacher = rows.teacher("teacher_logits", teacher_logits)
     if standardize:
         student, teacher = _standardized(rows.logits) / tau, _standardized(teacher) / tau

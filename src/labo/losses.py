@@ -320,7 +320,15 @@ class ConfidencePenaltyLoss(_Loss):
 class MaxSuppressionLoss(_Loss):
     """Max suppression: the penalty of label smoothing, on the largest logit.
 
+    With ``final_lam`` the strength goes linearly from ``lam`` in the first of ``epochs`` epochs to
+    ``final_lam`` in the last one. Call ``end_epoch()`` after each epoch.
     See :func:`labo.functional.max_suppression_loss`.
+
+    Args:
+        lam: strength lambda; with ``final_lam`` that of the first epoch.
+        final_lam: lambda of the last epoch; None keeps lambda constant. The authors' code goes from
+            0.1 to 0.2.
+        epochs: epochs of the whole training; needed with ``final_lam``.
 
     Example:
         >>> loss = MaxSuppressionLoss(lam=0.1)
@@ -330,11 +338,15 @@ class MaxSuppressionLoss(_Loss):
 
     function = staticmethod(F.max_suppression_loss)
     spec_of = staticmethod(spec.max_suppression)
+    lam: float
+    epoch: Tensor
 
     def __init__(
         self,
         *,
         lam: float = 0.1,
+        final_lam: float | None = None,
+        epochs: int | None = None,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
@@ -345,6 +357,26 @@ class MaxSuppressionLoss(_Loss):
     ) -> None:
         fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(weight, ignore_index, reduction, dim, lam=lam, **fast)
+        check_hyper(final_lam=final_lam)
+        if final_lam is not None and (epochs is None or epochs < 1):
+            raise ValueError(f"final_lam needs epochs, 1 or more, got epochs={epochs!r}")
+        self.final_lam, self.epochs = final_lam, epochs or 1
+        if final_lam is not None:
+            self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+
+    def arguments(self) -> dict[str, Any]:
+        if self.final_lam is None:
+            return super().arguments()
+        done = _progress(self.epoch - 1, max(1, self.epochs - 1))
+        return super().arguments() | {"lam": self.lam + (self.final_lam - self.lam) * done}
+
+    def end_epoch(self) -> None:
+        if self.final_lam is not None:
+            self.epoch += 1
+
+    def extra_repr(self) -> str:
+        schedule = f"final_lam={self.final_lam}, epochs={self.epochs}, "
+        return ("" if self.final_lam is None else schedule) + super().extra_repr()
 
 
 class MarginSmoothingLoss(_Loss):
@@ -494,6 +526,7 @@ class LogitNormLoss(_Loss):
     """
 
     function = staticmethod(F.logit_norm_loss)
+    spec_of = staticmethod(spec.logit_norm)
 
     def __init__(
         self,
@@ -503,8 +536,12 @@ class LogitNormLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, tau=tau)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, tau=tau, **fast)
 
 
 class DFTLoss(_Loss):
@@ -715,6 +752,7 @@ class DecoupledDistillationLoss(_Loss):
     """
 
     function = staticmethod(F.decoupled_distillation_loss)
+    spec_of = staticmethod(spec.decoupled_distillation)
     teacher_argument = "teacher_logits"
     multiplier: float
     epoch: Tensor
@@ -733,7 +771,11 @@ class DecoupledDistillationLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(
             weight,
             ignore_index,
@@ -745,6 +787,7 @@ class DecoupledDistillationLoss(_Loss):
             hard_weight=hard_weight,
             multiplier=multiplier,
             standardize=standardize,
+            **fast,
         )
         check_hyper(warmup_epochs=warmup_epochs)
         self.warmup_epochs = warmup_epochs
@@ -1005,6 +1048,9 @@ class WeightedLabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.weighted_label_smoothing_loss)
+    spec_of = staticmethod(spec.weighted_label_smoothing)
+    groups: Tensor
+    shares: tuple[float, float, float]
 
     def __init__(
         self,
@@ -1017,9 +1063,17 @@ class WeightedLabelSmoothingLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
         hyper = {"groups": groups, "alpha": alpha, "shares": shares, "normalize": normalize}
-        super().__init__(weight, ignore_index, reduction, dim, **hyper)
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
+
+    def class_row(self, num_classes: int) -> Tensor | None:
+        like = self.groups.new_empty(0, num_classes)
+        return F._group_row(self.groups, self.shares, like, -1)
 
 
 class OnlineLabelSmoothingLoss(_Loss):

@@ -38,6 +38,22 @@ def _restrict(distribution: Tensor, logits: Tensor) -> Tensor:
     return kept / total.masked_fill(total == 0, 1.0)
 
 
+def group_shares(
+    groups: Tensor, shares: tuple[float, float, float], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The share of one class of each group in the mass of weighted label smoothing, (3,).
+
+    Args:
+        groups: (K,) integers 0, 1 and 2.
+        shares: of the groups; a group without classes has none.
+        dtype: of the result.
+    """
+    sizes = torch.stack([(groups == group).sum() for group in range(3)])
+    of_groups = torch.tensor(shares, dtype=dtype, device=groups.device)
+    each = torch.where(sizes > 0, of_groups, 0.0) / sizes.clamp(min=1)
+    return each / (each * sizes).sum()
+
+
 def uniform(logits: Tensor) -> Tensor:
     """The uniform distribution U of conventional label smoothing.
 

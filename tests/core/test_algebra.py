@@ -16,7 +16,7 @@ from labo.fused import algebra, dispatch, native
 from labo.fused.algebra import FormulaSpec
 
 # Losses with these options are left to the reference.
-REFERENCE_ONLY = {"labo-grad", "labo-held", "eaft-top", "ger", "kd-standardized"}
+REFERENCE_ONLY = {"labo-grad", "labo-held", "eaft-top", "ger"}
 CASES = [
     case
     for case in LOSS_CASES
@@ -130,7 +130,7 @@ def test_every_instruction_set(isa):
         if not native.select_instruction_set(isa):
             return
         for case in CASES:
-            if case.name in ("kd", "mbls", "maxsup", "cp", "ols", "pskd"):
+            if case.name in ("kd", "dkd", "mbls", "maxsup", "cp", "ols", "pskd"):
                 extra = (teacher,) if case.has_teacher else case.extra(logits)
                 weight = torch.rand(1037)
                 value, slope = both(case, logits, target, extra, impl="native", weight=weight)
@@ -155,6 +155,25 @@ def test_a_teacher_in_another_dtype_and_masked_for_the_student():
             torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_decoupled_distillation_of_sure_rows():
+    """The target far above and far below the others, the only class, and a one-hot teacher."""
+    logits, target = torch.randn(5, 40), torch.tensor([3, 37, 17, 5, 6])
+    teacher = torch.randn(5, 40)
+    logits[0, 3], teacher[1, 37] = 900.0, 500.0
+    logits[2, 17] = teacher[2, 17] = -900.0
+    logits[3], teacher[4] = -math.inf, -math.inf
+    logits[3, 5], teacher[4, 6] = 2.0, 1.0
+    case = next(case for case in CASES if case.name == "dkd")
+    for tau in (1.0, 4.0):
+        wide = (logits.double(), target, (teacher.double(),))
+        exact, exact_slope = both(case, *wide, tau=tau, impl="reference")
+        assert exact.isfinite().all()
+        for impl in BACKENDS:
+            value, slope = both(case, logits, target, (teacher,), tau=tau, impl=impl)
+            torch.testing.assert_close(value, exact, rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(slope, exact_slope, rtol=1e-5, atol=1e-5)
+
+
 def test_ties_of_the_maximum():
     """The first of several largest logits gets the gradient of the maximum, as in the reference."""
     logits, target = torch.zeros(2, 2000), torch.tensor([3, 0])
@@ -167,14 +186,18 @@ def test_ties_of_the_maximum():
             torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_do_not_depend_on_their_neighbours_or_threads():
-    logits, target = torch.randn(64, 9000), torch.randint(9000, (64,))
-    case = next(case for case in CASES if case.name == "cp")
-    value, slope = both(case, logits, target, ())
+@pytest.mark.parametrize("name", ["cp", "logitnorm", "dkd-standardized"])
+def test_rows_do_not_depend_on_their_neighbours_or_threads(name):
+    logits, target = torch.randn(64, 9000), torch.randint(100, 9000, (64,))
+    case = next(case for case in CASES if case.name == name)
+    extra = case.extra(logits)
+    logits[41, :9] = -math.inf
+    value, slope = both(case, logits, target, extra)
     upstream = torch.linspace(-1, 2, 64)
     for row in (0, 40):
-        leaf = logits[row : row + 1].clone().requires_grad_()
-        alone = F.confidence_penalty_loss(leaf, target[row : row + 1], reduction="none")
+        part = slice(row, row + 1)
+        leaf = logits[part].clone().requires_grad_()
+        alone = case(leaf, target[part], extra=case.take(extra, part), reduction="none")
         (grad,) = torch.autograd.grad(alone, leaf, upstream[row : row + 1])
         assert torch.equal(alone.detach().double(), value[row : row + 1])
         assert torch.equal(grad.double(), slope[row : row + 1])
@@ -187,7 +210,6 @@ def test_what_is_fused():
     for call in (
         lambda: F.eaft_loss(logits, target, top_k=2, impl="native"),
         lambda: F.generalized_entropy_loss(logits, target, alpha=0.5, impl="native"),
-        lambda: F.distillation_loss(logits, target, logits, standardize=True, impl="native"),
     ):
         with pytest.raises(ValueError, match="this option of the loss"):
             call()

@@ -397,3 +397,20 @@ def test_warmup_passes_teacher_logits_to_the_loss_that_takes_them():
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.BetaSmoothingLoss(), steps=0)
     expected = loss.after(logits, target, teacher, draws)
     assert torch.equal(loss(logits, target, teacher, draws), expected)
+
+
+def test_strength_of_max_suppression_grows_to_the_last_epoch():
+    logits, target = batch()
+    loss = labo.MaxSuppressionLoss(lam=0.1, final_lam=0.2, epochs=3)
+    for lam in (0.1, 0.15, 0.2, 0.2):
+        expected = F.max_suppression_loss(logits, target, lam=lam)
+        torch.testing.assert_close(loss(logits, target), expected)
+        fused = loss(logits.float().requires_grad_(), target)
+        assert type(fused.grad_fn).__name__ == "_GradientWithValueBackward"
+        torch.testing.assert_close(fused.double(), expected, rtol=1e-6, atol=1e-6)
+        loss.end_epoch()
+    fresh = labo.MaxSuppressionLoss(lam=0.1, final_lam=0.2, epochs=3)
+    fresh.load_state_dict(loss.state_dict())
+    assert fresh.epoch == 4
+    with pytest.raises(ValueError, match="final_lam needs epochs"):
+        labo.MaxSuppressionLoss(final_lam=0.2)

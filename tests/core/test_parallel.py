@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 import labo
 from gloo import Processes, World
 from labo.fused import blocked, kernels, native, shards
+from labo.fused.algebra import FORMULAS, SUMS, differentiate, masses_of, u_of
+from labo.fused.spec import as_formula
 
 # Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +26,17 @@ LOSSES = {
     "ls": lambda **shared: labo.LabelSmoothingLoss(alpha=0.2, **shared),
     "labo": lambda **shared: labo.LABOLoss(**shared),
     "labo-fixed": lambda **shared: labo.LABOLoss(alpha=0.3, tau=2.0, **shared),
+}
+# One for each kind of sum that a formula asks for.
+FORMULA_LOSSES = {
+    "fl": lambda k, **shared: labo.FocalLoss(gamma=2.0, **shared),
+    "ls-z": lambda k, **shared: labo.LabelSmoothingLoss(z_loss=1e-2, **shared),
+    "ls-fairseq": lambda k, **shared: labo.LabelSmoothingLoss(convention="fairseq", **shared),
+    "cp": lambda k, **shared: labo.ConfidencePenaltyLoss(beta=0.5, **shared),
+    "eaft": lambda k, **shared: labo.EAFTLoss(**shared),
+    "maxsup": lambda k, **shared: labo.MaxSuppressionLoss(lam=0.5, **shared),
+    "tfreg": lambda k, **shared: labo.TFRegLoss(mode="paper", alpha=0.5, **shared),
+    "mls": lambda k, **shared: labo.MaskedLabelSmoothingLoss(torch.arange(k) % 3 != 1, **shared),
 }
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 5e-3}
 REDUCTIONS = ("mean", "sum", "none")
@@ -100,6 +113,38 @@ def min_dtype(dtype: torch.dtype) -> torch.dtype:
 @pytest.mark.parametrize("sizes", [[12, 12], [19, 4], [9, 3, 11], [10, 0, 13]], ids=str)
 def test_columns_of_plain_logits(processes, name, dtype, scale, sizes):
     processes.run(len(sizes), logits_case, name, dtype, scale, sizes)
+
+
+def formula_case(world: World, name: str, sizes: list[int]) -> None:
+    """Columns of logits, plain and as DTensors, and rows of a weight."""
+    classes = sum(sizes)
+    logits, target = example(classes)
+    logits[6, [2, classes - 1]] = 30.0  # a tie of the largest logits of two processes
+    hidden, matrix = torch.randn(12, 6, dtype=torch.float64), torch.randn(classes, 6).double()
+    for weight in (None, torch.rand(classes, dtype=torch.float64) + 0.5):
+        loss = FORMULA_LOSSES[name](classes, weight=weight, reduction="none")
+        value, grad = dense(loss, logits, target, upstream=1.7)
+        for dtype in (torch.float64, torch.float32):
+            mine = world.share(logits, 1, sizes).to(dtype).requires_grad_()
+            found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
+            found.backward(torch.full_like(found, 1.7))
+            close(found, value, dtype)
+            close(mine.grad, world.share(grad, 1, sizes), dtype)
+        columns = distribute_tensor(logits, world.mesh, [Shard(1)])
+        close(loss(columns, target), value)
+        head = world.share(matrix, 0, sizes).clone().requires_grad_()
+        found = labo.parallel.linear_loss(hidden, head, target, loss, group=world.group)
+        whole = matrix.clone().requires_grad_()
+        wanted = loss(hidden @ whole.T, target)
+        close(found, wanted)
+        (d_head,) = torch.autograd.grad(found.sum(), head)
+        (d_whole,) = torch.autograd.grad(wanted.sum(), whole)
+        close(d_head, world.share(d_whole, 0, sizes))
+
+
+@pytest.mark.parametrize("name", FORMULA_LOSSES)
+def test_losses_that_are_formulas(processes, name):
+    processes.run(2, formula_case, name, [19, 4])
 
 
 def dtensor_case(world: World, name: str, classes: int) -> None:
@@ -276,7 +321,7 @@ def test_parallelize_module_and_loss_parallel(processes, size, local, context):
 
 
 def replicated_case(world: World) -> None:
-    """Every loss takes replicated DTensors; only the family takes columns."""
+    """Every loss takes replicated DTensors."""
     logits, target = example()
     logits[5] = 0.0
     whole = distribute_tensor(logits, world.mesh, [Replicate()])
@@ -308,9 +353,10 @@ def refused_case(world: World) -> None:
 
     refused("split over the classes .dim=-1. along one mesh", labo.LABOLoss(), rows)
     refused("split over the classes .dim=-1. along one mesh", labo.LABOLoss(), partial)
-    refused("logits must be a plain tensor or a replicated DTensor", labo.FocalLoss(), columns)
+    refused("logits must be a plain tensor or a replicated DTensor", labo.KRLSLoss(10), columns)
     refused("do not go with alpha_grad=True", labo.LABOLoss(alpha_grad=True), columns)
-    refused("logits must be a plain", labo.LabelSmoothingLoss(convention="fairseq"), columns)
+    refused("a loss that needs a margin below the", labo.MarginSmoothingLoss(), columns)
+    refused("a loss that needs the norm or standard deviation", labo.LogitNormLoss(), columns)
     refused("do not go with class probabilities", labo.LABOLoss(), columns, soft)
     refused('do not go with impl="native"', labo.LABOLoss(impl="native"), columns)
     refused("do not go with inplace=True", labo.LABOLoss(inplace=True), columns)
@@ -323,8 +369,10 @@ def refused_case(world: World) -> None:
     refused(r"target 10 at position 0 is outside \[0, 10\)", labo.LABOLoss(), columns, target + 10)
     refused(r"weight must have shape \(10,\)", labo.LABOLoss(weight=torch.ones(5)), columns)
     mine = world.share(logits, 1)
-    with pytest.raises(ValueError, match=r"FocalLoss.* cannot work on logits that are split"):
-        labo.parallel.logits_loss(mine, target, labo.FocalLoss(), group=world.group)
+    with pytest.raises(ValueError, match=r"LABOLoss.* cannot work on logits that are split"):
+        labo.parallel.logits_loss(mine, target, labo.LABOLoss(alpha_grad=True), group=world.group)
+    with pytest.raises(ValueError, match="a loss that needs teacher logits"):
+        labo.parallel.logits_loss(mine, target, labo.DistillationLoss(), group=world.group)
     with pytest.raises(ValueError, match="class-index target must have shape"):
         labo.parallel.logits_loss(mine, target[:2], labo.LABOLoss(), group=world.group)
     with pytest.raises(ValueError, match="brings its own processes"):
@@ -358,32 +406,31 @@ def shards_of(
     module: Any, logits: Tensor, target: Tensor, loss: nn.Module, cut: int
 ) -> tuple[Tensor, Tensor]:
     """Value of each row, and gradient, of columns in two parts, in this process."""
-    spec, weight = loss.spec(), loss.weight
-    backend = shards.ShardBackend(module)
+    spec, weight = as_formula(loss.spec()), loss.weight
+    plan = FORMULAS[spec.name].plan(spec.parameters, weight is not None)
     parts, starts = (logits[:, :cut], logits[:, cut:]), (0, cut)
     weights = (None, None) if weight is None else (weight[:cut], weight[cut:])
     sums = [
-        backend.shard_sums(part, target, spec, w, -100)
+        dict(zip(SUMS, module.sums(part, target, plan, w, -100).unbind(1), strict=True))
         for part, w in zip(parts, weights, strict=True)
     ]
-    maximum = torch.maximum(sums[0][:, 0], sums[1][:, 0])
+    maximum = torch.maximum(sums[0]["top"], sums[1]["top"])
+    first, second = (shards._shifted(x, x["top"], maximum, plan) for x in sums)
     valid = target != -100
     y = target.masked_fill(~valid, 0)
-    total = sum(shards._shifted(x, maximum, spec) for x in sums).unbind(1)
-    found = dict(enumerate(total)) if weight is not None else dict(enumerate(total[:5]))
-    if loss.spec().mode > 1 and weight is None:
-        del found[shards._UQ]
-    u_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double() - maximum
+    found = {name: torch.zeros_like(maximum) for name in SUMS} | {"top": maximum}
+    found |= {name: first[name] + second[name] for name in first}
+    found["u_y"] = u_of(logits, y, maximum)
+    found |= masses_of(plan, y, found["u_y"], None, maximum)
     w_y = 1.0 if weight is None else weight[y].double()
-    classes = torch.tensor(logits.shape[1])
-    values, *rest = shards._finish(found | {shards._AT_TARGET: u_y}, w_y, classes, spec)
-    results = torch.stack([maximum, *rest], 1).masked_fill(~valid.unsqueeze(1), 0.0)
+    values, coefficients = differentiate(spec, plan, found, w_y, y, logits.shape[1], 1.0)
+    coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
     grads = []
     for part, w, start in zip(parts, weights, starts, strict=True):
         column = (target - start).masked_fill(~valid, -100)
         column = column.masked_fill((column >= part.shape[1]) | (valid & (column < 0)), 1 << 40)
         out = torch.empty_like(part, memory_format=torch.contiguous_format)
-        grads.append(backend.shard_gradient(part, column, spec, w, -100, results, out))
+        grads.append(module.gradient(part, column, plan, w, -100, None, coefficients, out))
     return values.masked_fill(~valid, 0.0), torch.cat(grads, 1)
 
 
@@ -606,7 +653,7 @@ def refused_head_case(world: World) -> None:
     with pytest.raises(ValueError, match="linear_bias must be a DTensor that is split as"):
         labo.linear_loss(hidden, rows, target, loss, linear_bias=bias)
     with pytest.raises(ValueError, match="cannot work on logits that are split"):
-        labo.linear_loss(hidden, rows, target, labo.FocalLoss())
+        labo.linear_loss(hidden, rows, target, labo.LABOLoss(alpha_grad=True))
     with pytest.raises(ValueError, match="a split linear_weight goes with"):
         labo.linear_loss(hidden, rows, target, loss, impl="native")
     with pytest.raises(ValueError, match="takes plain tensors"):

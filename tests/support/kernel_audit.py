@@ -29,9 +29,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from labo.fused import kernels, shards
-from labo.fused.algebra import COEFFICIENTS, COUNT, FROM_TEACHER, QD, QU, TOP, UE, WQU, Passes, R
-from labo.fused.spec import RowSpec
+from labo.fused import kernels
+from labo.fused.algebra import (
+    COEFFICIENTS,
+    COUNT,
+    FORMULAS,
+    FROM_TEACHER,
+    OTHERS,
+    QD,
+    QU,
+    TOP,
+    UE,
+    UR,
+    WQU,
+    Passes,
+    R,
+    RowTau,
+)
+from labo.fused.spec import RowSpec, as_formula
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -79,10 +94,12 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
         lambda: kernels.row_statistics(logits, target, alpha=0.1, rho=0.5, **shared),
     )
     yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, **shared)
-    plan = shards._plan(spec, weighted)
+    formula = as_formula(spec)
+    plan = FORMULAS[formula.name].plan(formula.parameters, weighted)
     if mode == 3:  # as much as a formula can ask for
-        every = COUNT | UE | R | QU | QD | WQU | TOP
-        plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0)
+        every = COUNT | UE | R | UR | QU | QD | WQU | TOP | OTHERS
+        row_tau = RowTau(*torch.ones(4, rows, dtype=torch.float64))
+        plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0, 0.0, row_tau)
     fixed = (logits, target, plan, weight, -100, logits.clone() if mode == 3 else None)
     yield "formula sums", lambda: kernels.sums(*fixed)
     coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)

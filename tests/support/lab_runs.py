@@ -218,7 +218,7 @@ def outcome(out: Path) -> dict[str, Any]:
     kept = sorted((out / "kept").glob("*.safetensors"))
     tensors = {
         f"{path.name}/{name}": (str(tensor.dtype), tensor.numpy().tobytes())
-        for path in (*newest.glob("*.safetensors"), *kept, out / "best" / "model.safetensors")
+        for path in (*newest.rglob("*.safetensors"), *kept, out / "best" / "model.safetensors")
         for name, tensor in load_file(path).items()
     }
     folders = sorted(path.name for path in (out / "checkpoints").iterdir())

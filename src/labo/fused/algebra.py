@@ -19,22 +19,36 @@ masses              q_j
 ``FROM_TEACHER``    exp(v_j / tau), where v is a teacher's logits minus their maximum, (N, K)
 ==================  ===============================================================================
 
-A backend gives the sums of e, u e, r, q, u q, (v - u) q, w q and w u q that the formula asks for,
-where w are class weights. The formula makes the value of a row of them, of u_y and of m, in float64
-and in plain PyTorch. Its derivatives for the sums, by autograd, are the coefficients of the
-gradient, because the derivative of each sum for z_j is known:
+A backend gives the sums of e, u e, r, u r, q, u q, (v - u) q / tau, w q and w u q that the formula
+asks for, where w are class weights. A formula may ask for the sums over the classes other than the
+target ("others"): m and the teacher's maximum are then those of the other classes. The formula
+makes the value of a row of them, of u_y and of m, in float64 and in plain PyTorch. Its derivatives
+for the sums, by autograd, are the coefficients of the gradient, because the derivative of each sum
+for z_j is known (the maximum m is a constant in u, which changes no gradient):
 
-.. math::
-    e_j, \quad (1 + u_j)\, e_j, \quad r_j / \tau, \quad 0, \quad q_j, \quad -q_j, \quad 0, \quad
-    w_j q_j
+===============  =============
+sum              derivative
+===============  =============
+e                e_j
+u e              (1 + u_j) e_j
+r                r_j / tau
+u q              q_j
+(v - u) q / tau  -q_j / tau
+w u q            w_j q_j
+===============  =============
 
-(the maximum m is a constant in u, which changes no gradient). The backend writes the gradient,
-times a factor, in a second pass. The two functions of a backend are
+The backend writes the gradient, times a factor, in a second pass.
 
-- ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 12) float64, the columns as
+Some losses divide the logits of a row by their norm or standard deviation s. In the sums that is a
+temperature tau s of the row, and another one for a teacher (:class:`RowTau`). The sums of u r and
+u q give the derivative for tau s, and the gradient gets a term that is linear in the logits.
+
+The two functions of a backend are
+
+- ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 13) float64, the columns as
   :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0.
 - ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
-  (N, 10) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
+  (N, 12) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
   class has no entry. Ignored rows are 0.
 """
 
@@ -52,20 +66,40 @@ from torch import Tensor
 
 from .._rows import times, wide
 from .pages import on_large_pages
+from .spread import DEVIATION, NORM, spread
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
-COUNT, UE, R, QU, QD, WQU, TOP = (1 << i for i in range(7))
-_NAMES = {"count": COUNT, "ue": UE, "r": R, "qu": QU, "qd": QD, "wqu": WQU, "top": TOP}
+COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR = (1 << i for i in range(9))
+_NAMES = {
+    **{"count": COUNT, "ue": UE, "r": R, "qu": QU, "qd": QD, "wqu": WQU},
+    **{"top": TOP, "others": OTHERS},
+}
 
 # ``top`` and ``source_top`` are the largest logits of a row and of its teacher; ``top_at`` is the
-# first class that has it, if a formula asks for that; ``qd`` is the sum of (v - u) q.
-SUMS = ("top", "source_top", "top_at", "count", "e", "ue", "r", "q", "qu", "qd", "wq", "wqu")
-# The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, except that at_target
-# and at_top are the entries of the target and of the class top_at (-1 for none).
-COEFFICIENTS = (
-    *("top", "source_top", "from_e", "from_ue", "from_r"),
-    *("from_q", "from_wq", "at_target", "top_at", "at_top"),
+# first class that has it, if a formula asks for that; ``qd`` is the sum of (v - u) q / tau.
+SUMS = (
+    *("top", "source_top", "top_at", "count", "e", "ue", "r"),
+    *("ur", "q", "qu", "qd", "wq", "wqu"),
 )
+# The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q + from_one + from_u u,
+# except that at_target and at_top are the entries of the target and of the class top_at (-1 for
+# none). Masked classes have none of it.
+COEFFICIENTS = (
+    *("top", "source_top", "from_e", "from_ue", "from_r", "from_q"),
+    *("from_wq", "from_one", "from_u", "at_target", "top_at", "at_top"),
+)
+
+
+class RowTau(NamedTuple):
+    """Temperatures of the rows, of their logits and of the teacher's; (N,) float64.
+
+    d tau / d z_j = slope (z_j - center).
+    """
+
+    tau: Tensor
+    source_tau: Tensor
+    center: Tensor
+    slope: Tensor
 
 
 class Passes(NamedTuple):
@@ -75,6 +109,7 @@ class Passes(NamedTuple):
     masses: int = NO_MASSES
     tau: float = 1.0
     margin: float = 0.0
+    row_tau: RowTau | None = None  # in place of tau
 
 
 class FormulaSpec(NamedTuple):
@@ -91,11 +126,12 @@ class RowSums:
     Attributes:
         e, ue, r, q, qu, qd, wq, wqu, count, top: see the module. Without class weights ``wq`` and
             ``wqu`` are ``q`` and ``qu``. ``q``, ``wq``, ``count`` and ``top`` are constants.
-        u_y, q_y, w_y: u, q and the class weight of the target. u_y is -inf if it is masked. w_y is
-            1.0 without class weights.
+        u_y, v_y, q_y, w_y: u, the teacher's v, q and the class weight of the target. u_y and v_y
+            are -inf if it is masked. w_y is 1.0 without class weights.
         u_top: 0, with the gradient of the largest logit.
-        classes: K.
-        log_e: log sum(e).
+        tau, source_tau: the temperatures of r and of a teacher: numbers, or those of each row.
+        classes: K, a tensor without dimensions.
+        log_e: the log of the sum of e over all classes, also if the target is not in the sums.
     """
 
     top: Tensor
@@ -109,16 +145,33 @@ class RowSums:
     wq: Tensor
     wqu: Tensor
     u_y: Tensor
+    v_y: Tensor
     q_y: Tensor
     u_top: Tensor
 
-    def __init__(self, found: dict[str, Tensor], w_y: float | Tensor, classes: int) -> None:
+    tau: float | Tensor
+    source_tau: float | Tensor
+
+    def __init__(
+        self,
+        found: dict[str, Tensor],
+        w_y: float | Tensor,
+        classes: int | Tensor,
+        plan: Passes,
+    ) -> None:
+        self.tau = self.source_tau = plan.tau
         for name, value in found.items():
             setattr(self, name, value)
-        self.w_y, self.weighted, self.classes = w_y, isinstance(w_y, Tensor), classes
-        self.log_e = self.e.log()
+        self.w_y, self.weighted = w_y, isinstance(w_y, Tensor)
+        self.others = others = bool(plan.asked & OTHERS)
+        if not isinstance(classes, Tensor):
+            classes = self.e.new_full((), classes)
+        self.classes = classes.to(self.e.dtype)
+        self.log_e = torch.logaddexp(log_or_none(self.e), self.u_y) if others else self.e.log()
 
     def log_p_y(self) -> Tensor:
+        if self.others:  # exact also where p_y is almost 1
+            return torch.nn.functional.logsigmoid(self.u_y - log_or_none(self.e))
         return self.u_y - self.log_e
 
     def nll(self) -> Tensor:
@@ -139,7 +192,19 @@ class RowSums:
 
     def distillation(self, tau: float) -> Tensor:
         """tau^2 KL(P || softmax(z / tau)) with the masses of a teacher."""
-        return tau**2 * (self.qd / (tau * self.q) - self.q.log() + self.r.log())
+        return tau**2 * (self.qd / self.q - self.q.log() + self.r.log())
+
+
+def over_tau(x: Tensor, tau: float | Tensor) -> Tensor:
+    """x / tau; -inf, without a gradient for tau, where x is -inf."""
+    masked = x == -math.inf
+    return (x.masked_fill(masked, 0.0) / tau).masked_fill(masked, -math.inf)
+
+
+def log_or_none(total: Tensor) -> Tensor:
+    """The log of a sum; -inf without a gradient if it is 0 because there is no class."""
+    empty = total == 0
+    return total.masked_fill(empty, 1.0).log().masked_fill(empty, -math.inf)
 
 
 class Formula:
@@ -149,7 +214,12 @@ class Formula:
     """
 
     def __init__(
-        self, function: Callable[..., Tensor], asked: str, weighted: str, masses: int
+        self,
+        function: Callable[..., Tensor],
+        asked: str,
+        weighted: str,
+        masses: int,
+        spread: str | None,
     ) -> None:
         self.function = function
         self.name = function.__name__
@@ -157,7 +227,7 @@ class Formula:
         self.asked, self.weighted = (
             sum(_NAMES[name] for name in names.split()) for names in (asked, weighted)
         )
-        self.masses = masses
+        self.masses, self.spread = masses, spread
 
     def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
         return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
@@ -165,6 +235,8 @@ class Formula:
     def plan(self, parameters: tuple[float, ...], weighted: bool) -> Passes:
         named = dict(zip(self.parameters, parameters, strict=True))
         asked = self.weighted if weighted else self.asked
+        if self.spread is not None:
+            asked |= UR | QU if asked & QD else UR
         uses_masses = asked & (QU | QD | WQU)
         masses = self.masses if uses_masses else NO_MASSES
         return Passes(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
@@ -174,7 +246,11 @@ FORMULAS: dict[str, Formula] = {}
 
 
 def formula(
-    asked: str = "", masses: int = NO_MASSES, *, weighted: str | None = None
+    asked: str = "",
+    masses: int = NO_MASSES,
+    *,
+    weighted: str | None = None,
+    spread: str | None = None,
 ) -> Callable[[Callable[..., Tensor]], Formula]:
     """Register a formula.
 
@@ -182,13 +258,15 @@ def formula(
 
     Args:
         asked: which of the sums "count", "ue", "r", "qu" and "qd" it uses, and "top" for u_top.
-            The sum of q comes with those of its products.
+            The sum of q comes with those of its products. With "others" the target is in no sum.
         masses: where q comes from.
         weighted: the same as ``asked`` if there are class weights, also "wqu" (with it wq).
+        spread: what the logits are divided by in r and in the masses of a teacher, if anything:
+            ``NORM`` or ``DEVIATION``.
     """
 
     def register(function: Callable[..., Tensor]) -> Formula:
-        made = Formula(function, asked, asked if weighted is None else weighted, masses)
+        made = Formula(function, asked, asked if weighted is None else weighted, masses, spread)
         FORMULAS[made.name] = made
         return made
 
@@ -231,6 +309,11 @@ def _modulated(row: RowSums, base: Tensor, gamma: float, detach: float) -> Tenso
 def poly1(row: RowSums, epsilon: float) -> Tensor:
     log_p = row.log_p_y()
     return -row.weigh(log_p + epsilon * torch.expm1(log_p))
+
+
+@formula("r", spread=NORM)
+def logit_norm(row: RowSums, tau: float) -> Tensor:
+    return row.weigh(row.r.log() - over_tau(row.u_y, row.tau))
 
 
 @formula()
@@ -297,12 +380,12 @@ def labo(row: RowSums, alpha: float, tau: float) -> Tensor:
 
 @formula("ue r", TEMPERED, weighted="ue qu wqu")
 def labo_adaptive(row: RowSums, rho: float, tau: float) -> Tensor:
-    largest = math.log(row.classes) if row.classes > 1 else 1.0
+    largest = row.classes.log().masked_fill(row.classes <= 1, 1.0)
     return _labo(row, 1 - rho * row.entropy().detach().clamp(min=0) / largest, tau)
 
 
 def _labo(row: RowSums, alpha: float | Tensor, tau: float) -> Tensor:
-    hard, log_classes = times(1 - alpha, row.nll()), math.log(row.classes)
+    hard, log_classes = times(1 - alpha, row.nll()), row.classes.log()
     if not row.weighted:  # the closed form of labo.functional.labo_loss
         return hard + alpha * (row.log_e - tau * (row.r.log() - log_classes))
     divergence = tau * (log_classes - row.q.log()) + row.qu.detach() / row.q
@@ -332,6 +415,15 @@ def masked_smoothing(row: RowSums, alpha: float) -> Tensor:
     """The row is 1 for classes that may get smoothing mass, else 0."""
     e = alpha / (row.q - 1).clamp(min=1)
     return times(1 - alpha - e, row.nll()) + e * row.cross_entropy()
+
+
+@formula("qu", FROM_ROW, weighted="wqu")
+def weighted_smoothing(row: RowSums, alpha: float, first: float, normalize: float) -> Tensor:
+    """The row has the share of each class in the smoothing mass; ``first`` is that of group 0."""
+    total = row.q.masked_fill(row.q == 0, 1.0)
+    of_first = alpha * first / total
+    label = times(1 - alpha - of_first, row.nll()) + alpha * row.cross_entropy() / total
+    return label / (1 - of_first) if normalize else label
 
 
 @formula("qu", FROM_TABLE, weighted="wqu")
@@ -368,9 +460,9 @@ def _virtual_teacher_kl(
 ) -> Tensor:
     """KL(s || softmax(z / tau)), where s gives one value to the target and one to each other."""
     logit = confidence / teacher_tau
-    other = (1 - confidence) / max(row.classes - 1, 1) / teacher_tau
+    other = (1 - confidence) / (row.classes - 1).clamp(min=1) / teacher_tau
     others = row.q - row.q_y
-    log_total = (row.q_y * math.exp(logit) + others * math.exp(other)).log()
+    log_total = (row.q_y * math.exp(logit) + others * other.exp()).log()
     s_y, s = row.q_y * (logit - log_total).exp(), (other - log_total).exp()
     negative_entropy = s_y * (logit - log_total) + others * s * (other - log_total)
     mean_u = s * row.qu + times(s_y - s * row.q_y, row.u_y)
@@ -384,9 +476,50 @@ def distillation(row: RowSums, alpha: float, tau: float, multiplier: float, mean
     return times(1 - alpha, row.nll()) + row.weigh(factor * row.distillation(tau))
 
 
+@formula("qd r", FROM_TEACHER, spread=DEVIATION)
+def standardized_distillation(
+    row: RowSums, alpha: float, tau: float, multiplier: float, mean: float
+) -> Tensor:
+    factor = alpha * multiplier / (row.classes if mean else 1)
+    return times(1 - alpha, row.nll()) + row.weigh(factor * row.distillation(tau))
+
+
 @formula("qd r", FROM_TEACHER)
 def peer_distillation(row: RowSums, lam: float, tau: float) -> Tensor:
     return row.nll() + row.weigh(lam * row.distillation(tau))
+
+
+@formula("r qd others", FROM_TEACHER)
+def decoupled_distillation(
+    row: RowSums, alpha: float, beta: float, tau: float, hard_weight: float, multiplier: float
+) -> Tensor:
+    soft = multiplier * tau**2 * _decoupled(row, alpha, beta)
+    return times(hard_weight, row.nll()) + row.weigh(soft)
+
+
+@formula("r qd others", FROM_TEACHER, spread=DEVIATION)
+def standardized_decoupled_distillation(
+    row: RowSums, alpha: float, beta: float, tau: float, hard_weight: float, multiplier: float
+) -> Tensor:
+    soft = multiplier * tau**2 * _decoupled(row, alpha, beta)
+    return times(hard_weight, row.nll()) + row.weigh(soft)
+
+
+def _decoupled(row: RowSums, alpha: float, beta: float) -> Tensor:
+    log_q, log_r = log_or_none(row.q), log_or_none(row.r)
+    teacher = over_tau(row.v_y, row.source_tau) - log_q  # the logit of the target
+    student = over_tau(row.u_y, row.tau) - log_r
+    of_target = _binary_kl_term(teacher, student) + _binary_kl_term(-teacher, -student)
+    alone = row.q == 0  # the teacher has no other class
+    mean_d = row.qd / row.q.masked_fill(alone, 1.0)
+    of_others = (mean_d - log_q + log_r).masked_fill(alone, 0.0)
+    return alpha * of_target + beta * of_others
+
+
+def _binary_kl_term(a: Tensor, b: Tensor) -> Tensor:
+    """p log(p / s), p = sigmoid(a), s = sigmoid(b), with 0 log 0 = 0."""
+    log_p, log_s = (torch.nn.functional.logsigmoid(x) for x in (a, b))
+    return log_p.exp() * (log_p - log_s).masked_fill(log_p == -math.inf, 0.0)
 
 
 @formula("qu", FROM_TEACHER, weighted="wqu")
@@ -413,7 +546,13 @@ def rows(
 
     ``source`` is what the masses come from, see the module; None if they come from the logits.
     """
-    plan = FORMULAS[spec.name].plan(spec.parameters, weight is not None)
+    formula = FORMULAS[spec.name]
+    plan = formula.plan(spec.parameters, weight is not None)
+    if formula.spread is not None:
+        own = spread(logits, formula.spread)
+        taught = own if source is None else spread(source, formula.spread, logits)
+        sizes = (plan.tau * own.size, plan.tau * taught.size)
+        plan = plan._replace(row_tau=RowTau(*sizes, own.center, plan.tau * own.slope))
     if weight is not None:
         weight = weight.detach().to(wide(logits.dtype))
     fixed = (logits, target, plan, weight, ignore_index, source)
@@ -445,8 +584,11 @@ def _evaluate(
     # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
     some_ignored = not logits.is_cpu or bool(ignored.any())
     y = target.masked_fill(ignored, 0) if some_ignored else target
-    found["u_y"] = u_y = _u_of(logits, y, found["top"])
-    found["q_y"] = _mass_of(plan, y, u_y, source, found["source_top"])
+    if plan.asked & OTHERS:  # without other classes any finite maximum serves
+        for name in ("top", "source_top"):
+            found[name] = found[name].masked_fill(found[name] == -math.inf, 0.0)
+    found["u_y"] = u_y = u_of(logits, y, found["top"], finite=plan.row_tau is None)
+    found |= masses_of(plan, y, u_y, source, found["source_top"])
     w_y = 1.0 if weight is None else weight[y].double()
     values, coefficients = differentiate(spec, plan, found, w_y, y, logits.shape[1], factor)
     if some_ignored:
@@ -456,34 +598,35 @@ def _evaluate(
     return values, coefficients
 
 
-def _u_of(logits: Tensor, y: Tensor, top: Tensor) -> Tensor:
-    """u of the target, (N,) float64: -inf if it is masked, else finite in the computation."""
+def u_of(logits: Tensor, y: Tensor, top: Tensor, finite: bool = True) -> Tensor:
+    """u of the target, (N,) float64: -inf if it is masked, else ``finite`` in the computation."""
     z_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double()
-    lowest = torch.finfo(wide(logits.dtype)).min
+    lowest = torch.finfo(wide(logits.dtype) if finite else z_y.dtype).min
     return (z_y - top).clamp(min=lowest).masked_fill(z_y == -math.inf, -math.inf)
 
 
-def _mass_of(
+def masses_of(
     plan: Passes, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
-) -> Tensor:
-    """q of the target, (N,) float64."""
+) -> dict[str, Tensor]:
+    """q of the target, and v with a teacher; (N,) float64."""
     if plan.masses == TEMPERED:
-        return (u_y / plan.tau).exp()
+        return {"q_y": (u_y / plan.tau).exp()}
     masked = u_y == -math.inf
     if plan.masses == BEYOND_MARGIN:
-        return (-u_y > plan.margin).double().masked_fill(masked, 0.0)
+        return {"q_y": (-u_y > plan.margin).double().masked_fill(masked, 0.0)}
     if source is None:
-        return (~masked).double()
+        return {"q_y": (~masked).double()}
     if plan.masses == FROM_TEACHER:
         v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).double() - source_top
-        mass = (v_y / plan.tau).exp()
-    else:
-        mass = (source[y] if source.dim() == 1 else source[y, y]).double()
-    return mass.masked_fill(masked, 0.0)
+        v_y = v_y.masked_fill(masked, -math.inf)
+        tau = plan.tau if plan.row_tau is None else plan.row_tau.source_tau
+        return {"q_y": (v_y / tau).exp(), "v_y": v_y}
+    mass = (source[y] if source.dim() == 1 else source[y, y]).double()
+    return {"q_y": mass.masked_fill(masked, 0.0)}
 
 
 # What a formula is differentiated for.
-_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top")
+_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top", "tau")
 
 
 def differentiate(
@@ -492,14 +635,14 @@ def differentiate(
     found: dict[str, Tensor],
     w_y: float | Tensor,
     y: Tensor,
-    classes: int,
+    classes: int | Tensor,
     factor: float | Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The values of a formula, (N,), and the coefficients of its gradient times factor, (N, 10).
 
     Args:
         spec, plan: of the formula.
-        found: the sums, and u_y and q_y.
+        found: the sums, and u_y, q_y and v_y.
         w_y: the class weights of the targets, or 1.0.
         y: the targets.
         classes: K.
@@ -507,17 +650,19 @@ def differentiate(
     """
     zero = torch.zeros_like(found["e"])
     found = found | {"u_top": zero}
+    if plan.row_tau is not None:
+        found |= {"tau": plan.row_tau.tau, "source_tau": plan.row_tau.source_tau}
     if not plan.asked & WQU:
         found |= {"wq": found["q"], "wqu": found["qu"]}
     unused = {name for name in ("ue", "r", "qu", "qd", "wqu") if not plan.asked & _NAMES[name]}
-    variables = [name for name in _VARIABLES if name not in unused]
+    variables = [name for name in _VARIABLES if name in found and name not in unused]
     with autograd_enabled() if factor is not None else torch.no_grad():
         if factor is not None:
             for name in variables:
                 found[name] = found[name].detach().requires_grad_()
             if not plan.asked & WQU:
                 found["wqu"] = found["qu"]
-        row = RowSums(found, w_y, classes)
+        row = RowSums(found, w_y, classes, plan)
         values = FORMULAS[spec.name].function(row, *spec.parameters)
         if spec.z_loss:
             values = values + _z_loss(row, spec.z_loss)
@@ -540,23 +685,33 @@ def _coefficients(
     """The coefficients of the gradient from the derivatives for the sums."""
     u_y = found["u_y"].detach()
     zero = torch.zeros_like(u_y)
-    e, ue, r, qu, qd, wqu, of_y, of_top = (slopes.get(name, zero) for name in _VARIABLES)
-    from_e, from_ue, from_r, from_q = e + ue, ue, r / plan.tau, qu - qd
-    at_target, at_top, top_at = of_y + from_e * u_y.exp(), zero, zero - 1
-    if plan.asked & UE:
-        at_target = at_target + ue * (u_y * u_y.exp()).masked_fill(u_y == -math.inf, 0.0)
-    if plan.asked & R:
-        at_target = at_target + from_r * (u_y / plan.tau).exp()
-    if plan.masses != NO_MASSES:
-        at_target = at_target + (from_q + wqu * w_y) * found["q_y"]
+    e, ue, r, qu, qd, wqu, of_y, of_top, of_tau = (slopes.get(name, zero) for name in _VARIABLES)
+    tau = plan.tau if plan.row_tau is None else plan.row_tau.tau
+    from_e, from_ue, from_r, from_q = e + ue, ue, r / tau, qu - qd / tau
+    from_one, from_u = zero, zero
+    at_target, at_top, top_at = of_y, zero, zero - 1
+    if plan.row_tau is not None:
+        of_tau = of_tau + (qd * found["qu"].detach() - r * found["ur"]) / tau**2
+        from_u = of_tau * plan.row_tau.slope
+        from_one = from_u * (found["top"] - plan.row_tau.center)
+        linear = from_one + from_u * u_y
+        at_target = at_target + linear.masked_fill(u_y == -math.inf, 0.0)
+    if not plan.asked & OTHERS:
+        at_target = at_target + from_e * u_y.exp()
+        if plan.asked & UE:
+            at_target = at_target + ue * (u_y * u_y.exp()).masked_fill(u_y == -math.inf, 0.0)
+        if plan.asked & R:
+            at_target = at_target + from_r * (u_y / tau).exp()
+        if plan.masses != NO_MASSES:
+            at_target = at_target + (from_q + wqu * w_y) * found["q_y"]
     if plan.asked & TOP:
         top_at = found["top_at"]
         at_target = at_target + of_top.masked_fill(top_at != y, 0.0)
         at_top = from_e + from_r + of_top + (0.0 if plan.masses == BEYOND_MARGIN else from_q)
     return torch.stack(
         [
-            *(found["top"], found["source_top"], from_e, from_ue, from_r),
-            *(from_q, wqu, at_target, top_at, at_top),
+            *(found["top"], found["source_top"], from_e, from_ue, from_r, from_q),
+            *(wqu, from_one, from_u, at_target, top_at, at_top),
         ],
         1,
     )

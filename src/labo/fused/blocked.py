@@ -30,12 +30,14 @@ from .algebra import (
     FROM_TABLE,
     FROM_TEACHER,
     NO_MASSES,
+    OTHERS,
     QD,
     QU,
     SUMS,
     TEMPERED,
     TOP,
     UE,
+    UR,
     WQU,
     Passes,
     R,
@@ -234,8 +236,35 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
+def _rows_of(logits: Tensor, target: Tensor, plan: Passes, part: slice) -> Tensor:
+    """The logits of a block in the wide type; -inf for a target that is left out."""
+    z = logits[part].to(wide(logits.dtype))
+    if plan.asked & OTHERS:
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        z = z.masked_fill(classes == target[part].unsqueeze(1), -math.inf)
+    return z
+
+
+def _taus(plan: Passes, part: slice, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+    """The temperatures of the logits and of the teacher's: numbers, or (N, 1) for a block."""
+    if plan.row_tau is None:
+        return plan.tau, plan.tau
+    tau, source_tau = (x[part].to(dtype).unsqueeze(1) for x in plan.row_tau[:2])
+    return tau, source_tau
+
+
+def _over_tau(z: Tensor, top: Tensor, tau: float | Tensor) -> Tensor:
+    """u / tau, from halves, whose difference does not overflow."""
+    return (z / 2 - top / 2).mul_(2 / tau)
+
+
 def _masses(
-    plan: Passes, z: Tensor, u: Tensor, source: Tensor | None, source_top: Tensor | None
+    plan: Passes,
+    z: Tensor,
+    u: Tensor,
+    source: Tensor | None,
+    source_top: Tensor | None,
+    source_tau: float | Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The masses q, 0 for masked classes, and the logits v of a teacher minus ``source_top``."""
     masked = z == -math.inf
@@ -248,7 +277,7 @@ def _masses(
         q = torch.ones_like(u)
     elif plan.masses == FROM_TEACHER:
         v = _finite(source - source_top).masked_fill_(masked, 0.0)
-        q = torch.exp(v / plan.tau)
+        q = torch.exp(v / source_tau)
     else:
         q = source.expand_as(u)
     return q.masked_fill(masked, 0.0), v
@@ -284,11 +313,14 @@ def sums(
         all_sums[:, 0] = -math.inf
         return all_sums
     for part in _blocks(logits):
-        z = logits[part].to(wide(logits.dtype))
+        z = _rows_of(logits, target, plan, part)
+        tau, source_tau = _taus(plan, part, z.dtype)
         top = z.amax(1, keepdim=True)
-        u = _finite(z - top.masked_fill(top == -math.inf, 0.0))
+        found = {"top": top.squeeze(1)}
+        top = top.masked_fill(top == -math.inf, 0.0)
+        u = _finite(z - top)
         e = u.exp()
-        found = {"top": top.squeeze(1), "e": row_sum(e)}
+        found["e"] = row_sum(e)
         if plan.asked & TOP:
             found["top_at"] = z.argmax(1)
         if plan.asked & COUNT:
@@ -296,33 +328,42 @@ def sums(
         if plan.asked & UE:
             found["ue"] = row_sum(u * e)
         if plan.asked & R:
-            found["r"] = row_sum(torch.exp(u / plan.tau))
+            r = _over_tau(z, top, tau).exp_()
+            found["r"] = row_sum(r)
+            if plan.asked & UR:
+                found["ur"] = _product_sum(u, r)
         if plan.masses != NO_MASSES:
             t, t_top = _source_rows(source, plan, part, target, z.dtype), torch.zeros_like(top)
             if t is not None and plan.masses == FROM_TEACHER:
                 t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True)
                 found["source_top"] = t_top.squeeze(1)
-            q, v = _masses(plan, z, u, t, t_top)
-            found |= _mass_sums(plan, u, v, q, weight)
+                t_top = t_top.masked_fill(t_top == -math.inf, 0.0)
+            q, v = _masses(plan, z, u, t, t_top, source_tau)
+            d = None if v is None else _finite(v / source_tau) - _finite(_over_tau(z, top, tau))
+            found |= _mass_sums(plan, u, d, q, weight)
         for name, value in found.items():
             all_sums[part, SUMS.index(name)] = value.to(all_sums.dtype)
     return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
 
 
 def _mass_sums(
-    plan: Passes, u: Tensor, v: Tensor | None, q: Tensor, weight: Tensor | None
+    plan: Passes, u: Tensor, d: Tensor | None, q: Tensor, weight: Tensor | None
 ) -> dict[str, Tensor]:
-    # The unit is a factor of each term, not of the sum: the sum alone could overflow.
-    unit = 1 / q.shape[1]
     found = {"q": row_sum(q)}
     if plan.asked & QU:
-        found["qu"] = row_sum(u * (q * unit)).double() / unit
-    if plan.asked & QD and v is not None:
-        found["qd"] = row_sum((v - u) * (q * unit)).double() / unit
+        found["qu"] = _product_sum(u, q)
+    if plan.asked & QD and d is not None:
+        found["qd"] = _product_sum(d, q)
     if plan.asked & WQU and weight is not None:
         wq = q * weight.to(q.dtype)
-        found |= {"wq": row_sum(wq), "wqu": row_sum(u * (wq * unit)).double() / unit}
+        found |= {"wq": row_sum(wq), "wqu": _product_sum(u, wq)}
     return found
+
+
+def _product_sum(u: Tensor, q: Tensor) -> Tensor:
+    """sum_j u_j q_j. The unit is a factor of each term, because the sum could overflow."""
+    unit = 1 / q.shape[1]
+    return row_sum(u * (q * unit)).double() / unit
 
 
 def gradient(
@@ -340,18 +381,21 @@ def gradient(
     if classes == 0:
         return out
     for part in _blocks(logits):
-        z, y = logits[part].to(wide(logits.dtype)), target[part].unsqueeze(1)
+        z, y = _rows_of(logits, target, plan, part), target[part].unsqueeze(1)
         c = dict(
             zip(COEFFICIENTS, coefficients[part].to(z.dtype).unsqueeze(2).unbind(1), strict=True)
         )
+        tau, source_tau = _taus(plan, part, z.dtype)
         u = _finite(z - c["top"])
         g = u.exp()
         g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & UE else c["from_e"])
         if plan.asked & R:
-            g.addcmul_(torch.exp(u / plan.tau), c["from_r"])
+            g.addcmul_(_over_tau(z, c["top"], tau).exp_(), c["from_r"])
+        if plan.asked & UR:
+            g += (c["from_one"] + c["from_u"] * u).masked_fill_(z == -math.inf, 0.0)
         if plan.masses != NO_MASSES:
             t = _source_rows(source, plan, part, target, z.dtype)
-            q, _ = _masses(plan, z, u, t, c["source_top"])
+            q, _ = _masses(plan, z, u, t, c["source_top"], source_tau)
             of_q = c["from_q"]
             if plan.asked & WQU and weight is not None:
                 of_q = of_q + c["from_wq"] * weight.to(q.dtype)

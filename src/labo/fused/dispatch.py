@@ -16,7 +16,7 @@ from .. import _checks
 from .._rows import row_sum, wide
 from . import algebra, blocked, native, shards
 from .algebra import FormulaSpec
-from .spec import RowSpec, Spec
+from .spec import RowSpec, Spec, as_formula
 
 
 def backends() -> dict[str, str]:
@@ -430,10 +430,10 @@ def row_loss(
     if backend == "reference" or spec is None:
         return None
     if backend == "parallel":
-        if isinstance(spec, FormulaSpec):
-            return None  # the reference refuses such logits
+        shards.check_formula(as_formula(spec))
         shared = (weight, ignore_index, reduction, dim)
-        return shards.row_loss(logits, target, spec, *shared)
+        class_row = None if source is None else source()
+        return shards.row_loss(logits, target, spec, *shared, class_row=class_row)
     _checks.check_logits(logits, dim)
     _checks.check_target(logits.shape, target, dim)
     classes = logits.shape[dim]

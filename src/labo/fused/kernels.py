@@ -58,6 +58,8 @@ QU = tl.constexpr(algebra.QU)
 QD = tl.constexpr(algebra.QD)
 WQU = tl.constexpr(algebra.WQU)
 TOP = tl.constexpr(algebra.TOP)
+OTHERS = tl.constexpr(algebra.OTHERS)
+UR = tl.constexpr(algebra.UR)
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
@@ -288,12 +290,23 @@ def _teacher_at(source, top, cols, masked):
 
 
 @triton.jit
-def _masses(source, u, v, cols, masked, inv_tau, margin, MASSES: tl.constexpr):
+def _taus(row_tau, row, inv_tau, ROW_TAU: tl.constexpr):
+    """One over the temperatures of the logits and of the teacher's: of all rows, or of this one."""
+    own = inv_tau
+    taught = inv_tau
+    if ROW_TAU:
+        own = 1.0 / tl.load(row_tau + 2 * row)
+        taught = 1.0 / tl.load(row_tau + 2 * row + 1)
+    return own, taught
+
+
+@triton.jit
+def _masses(source, u, v, cols, masked, inv_tau, inv_source_tau, margin, MASSES: tl.constexpr):
     """The masses q of a formula; 0 for masked classes."""
     if MASSES == TEMPERED:
         q = tl.exp(u * inv_tau)
     elif MASSES == FROM_TEACHER:
-        q = tl.exp(v * inv_tau)
+        q = tl.exp(v * inv_source_tau)
     elif MASSES == BEYOND_MARGIN:
         q = tl.where(-u > margin, 1.0, 0.0)
     elif MASSES == UNIFORM:
@@ -309,6 +322,7 @@ def _formula_sums_kernel(
     target,
     weight,
     source,
+    row_tau,
     sums,
     row_stride,
     source_stride,
@@ -318,6 +332,7 @@ def _formula_sums_kernel(
     ignore_index,
     ASKED: tl.constexpr,
     MASSES: tl.constexpr,
+    ROW_TAU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -330,6 +345,7 @@ def _formula_sums_kernel(
             tl.store(sums + i, 0.0)
         return
     logits += row * row_stride
+    inv_tau, inv_source_tau = _taus(row_tau, row, inv_tau, ROW_TAU)
     if MASSES == FROM_TABLE:
         source += tl.minimum(tl.maximum(y, 0), K - 1) * source_stride
     elif MASSES >= FROM_ROW:
@@ -341,6 +357,7 @@ def _formula_sums_kernel(
     e_sum = 0.0
     ue_sum = 0.0
     r_sum = 0.0
+    ur_sum = 0.0
     q_sum = 0.0
     qu_sum = 0.0
     qd_sum = 0.0
@@ -356,6 +373,8 @@ def _formula_sums_kernel(
     for start in range(0, K, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(logits + cols, mask=cols < K, other=-float("inf")).to(tl.float32)
+        if OTHERS & ASKED:
+            z = tl.where(cols == y, -float("inf"), z)
         masked = z == -float("inf")
         # As in _row_sums, a maximum that grows by -d shifts every u so far by d.
         if TOP & ASKED:
@@ -374,7 +393,12 @@ def _formula_sums_kernel(
             ue_sum = shrink * (ue_sum + d * e_sum) + tl.sum(finite_u * e, axis=0)
         e_sum = shrink * e_sum + tl.sum(e, axis=0)
         if R & ASKED:
-            r_sum = tl.exp(d * inv_tau) * r_sum + tl.sum(tl.exp(u * inv_tau), axis=0)
+            r = tl.exp(u * inv_tau)
+            r_shrink = tl.exp(d * inv_tau)
+            if UR & ASKED:
+                of_ur = tl.sum(finite_u * (MASS * r), axis=0)
+                ur_sum = r_shrink * (ur_sum + d * (MASS * r_sum)) + of_ur
+            r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
         if MASSES > 0:
             v = finite_u
             dv = 0.0
@@ -389,13 +413,15 @@ def _formula_sums_kernel(
                 dv = tl.where(source_top == -float("inf"), 0.0, grown)
                 source_top = new_source_top
                 v = _teacher_at(source, source_origin, cols, masked)
-                q_shrink = tl.exp(dv * inv_tau)
-            q = MASS * _masses(source, u, v, cols, masked, inv_tau, margin, MASSES)
+                q_shrink = tl.exp(dv * inv_source_tau)
+            q = _masses(source, u, v, cols, masked, inv_tau, inv_source_tau, margin, MASSES)
+            q *= MASS
             if QU & ASKED:
                 qu_sum = q_shrink * (qu_sum + d * q_sum) + tl.sum(finite_u * q, axis=0)
             if QD & ASKED:
-                of_d = tl.sum((v - finite_u) * q, axis=0)
-                qd_sum = q_shrink * (qd_sum + (dv - d) * q_sum) + of_d
+                difference = _finite(v * inv_source_tau) - _finite(finite_u * inv_tau)
+                grown = _finite(dv * inv_source_tau) - _finite(d * inv_tau)
+                qd_sum = q_shrink * (qd_sum + grown * q_sum) + tl.sum(difference * q, axis=0)
             if WQU & ASKED:
                 w = tl.load(weight + cols, mask=cols < K, other=0.0).to(tl.float32)
                 wqu_sum = q_shrink * (wqu_sum + d * wq_sum) + tl.sum(w * finite_u * q, axis=0)
@@ -408,11 +434,12 @@ def _formula_sums_kernel(
     tl.store(sums + 4, e_sum)
     tl.store(sums + 5, ue_sum)
     tl.store(sums + 6, r_sum)
-    tl.store(sums + 7, q_sum)
-    tl.store(sums + 8, qu_sum)
-    tl.store(sums + 9, qd_sum)
-    tl.store(sums + 10, wq_sum)
-    tl.store(sums + 11, wqu_sum)
+    tl.store(sums + 7, ur_sum)
+    tl.store(sums + 8, q_sum)
+    tl.store(sums + 9, qu_sum)
+    tl.store(sums + 10, qd_sum)
+    tl.store(sums + 11, wq_sum)
+    tl.store(sums + 12, wqu_sum)
 
 
 @triton.jit
@@ -421,6 +448,7 @@ def _formula_gradient_kernel(
     target,
     weight,
     source,
+    row_tau,
     coefficients,
     out,
     row_stride,
@@ -433,6 +461,7 @@ def _formula_gradient_kernel(
     ignore_index,
     ASKED: tl.constexpr,
     MASSES: tl.constexpr,
+    ROW_TAU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -451,7 +480,10 @@ def _formula_gradient_kernel(
     elif MASSES >= FROM_ROW:
         source += row * source_stride
     coefficients += row * WIDTH
+    inv_tau, inv_source_tau = _taus(row_tau, row, inv_tau, ROW_TAU)
     z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    if OTHERS & ASKED:
+        z = tl.where(cols == y, -float("inf"), z)
     masked = z == -float("inf")
     u = _finite(z - tl.load(coefficients))
     of_e = tl.load(coefficients + 2)
@@ -460,20 +492,23 @@ def _formula_gradient_kernel(
     g = of_e * tl.exp(u)
     if R & ASKED:
         g += tl.load(coefficients + 4) * tl.exp(u * inv_tau)
+    if UR & ASKED:
+        linear = tl.load(coefficients + 7) + tl.load(coefficients + 8) * u
+        g += tl.where(masked, 0.0, linear)
     if MASSES > 0:
         v = u
         if MASSES == FROM_TEACHER:
             v = _teacher_at(source, tl.load(coefficients + 1), cols, masked)
-        q = _masses(source, u, v, cols, masked, inv_tau, margin, MASSES)
+        q = _masses(source, u, v, cols, masked, inv_tau, inv_source_tau, margin, MASSES)
         of_q = tl.load(coefficients + 5)
         if WQU & ASKED:
             w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
             of_q += tl.load(coefficients + 6) * w
         g += of_q * q
     if TOP & ASKED:
-        at_top = cols == tl.load(coefficients + 8).to(tl.int32)
-        g = tl.where(at_top, tl.load(coefficients + 9), g)
-    g = tl.where(cols == y, tl.load(coefficients + 7), g)
+        at_top = cols == tl.load(coefficients + 10).to(tl.int32)
+        g = tl.where(at_top, tl.load(coefficients + 11), g)
+    g = tl.where(cols == y, tl.load(coefficients + 9), g)
     tl.store(out, g.to(out.dtype.element_ty), mask=inside)
 
 
@@ -636,6 +671,7 @@ def sums(
                 target.contiguous(),
                 None if weight is None else weight.contiguous(),
                 given,
+                _row_tau(plan),
                 found,
                 logits.stride(0),
                 source_stride,
@@ -645,12 +681,13 @@ def sums(
                 ignore_index,
                 ASKED=plan.asked,
                 MASSES=plan.masses,
+                ROW_TAU=plan.row_tau is not None,
                 WIDTH=len(SUMS),
                 BLOCK=block,
                 **options,
             )
     wide = found.double()
-    wide[:, SUMS.index("q") :] /= MASS.value
+    wide[:, SUMS.index("ur") :] /= MASS.value
     return wide
 
 
@@ -680,6 +717,7 @@ def gradient(
             target.contiguous(),
             None if weight is None else weight.contiguous(),
             given,
+            _row_tau(plan),
             coefficients.float().contiguous(),
             out,
             logits.stride(0),
@@ -692,11 +730,19 @@ def gradient(
             ignore_index,
             ASKED=plan.asked,
             MASSES=plan.masses,
+            ROW_TAU=plan.row_tau is not None,
             WIDTH=len(COEFFICIENTS),
             BLOCK=block,
             **options,
         )
     return out
+
+
+def _row_tau(plan: Passes) -> Tensor | None:
+    """The temperatures of the rows, (N, 2), or None for the same for all."""
+    if plan.row_tau is None:
+        return None
+    return torch.stack(plan.row_tau[:2], 1).float()
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
 from .pages import on_large_pages
 from .quantized import QuantizedWeight, as_weight, product_dtype
-from .spec import RowSpec, Spec, with_z_loss
+from .spec import Spec, as_formula, with_z_loss
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
@@ -942,18 +942,18 @@ def _eagerly(*args: Any, **options: Any) -> Any:
 # ------------------------------------------------------------------ classes split over processes
 
 
-def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, RowSpec]:
+def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, Spec]:
     """The loss that computes (the current one of a warm-up), if it works on parts of rows."""
     active: Any = loss
     while hasattr(active, "active"):  # Warmup
         active = active.active
-    spec = active.spec() if getattr(active, "rowwise", False) else None
-    if not isinstance(spec, RowSpec):
+    spec = active.spec(teacher=False) if getattr(active, "rowwise", False) else None
+    if spec is None:
         raise ValueError(
-            f"{active!r} cannot work on logits that are split over processes. CrossEntropyLoss, "
-            'LabelSmoothingLoss with convention="torch" and LABOLoss without alpha_grad can. For '
-            "other losses, gather the logits or the weight first: full_tensor() of a DTensor"
+            f"{active!r} cannot work on logits that are split over processes: it has no fused "
+            "backend. Gather the logits or the weight first: full_tensor() of a DTensor"
         )
+    shards.check_formula(as_formula(spec))
     return active, spec
 
 
@@ -971,20 +971,24 @@ def sharded_linear_loss(
     _check_softcap(softcap)
     extras = _check_extras(z_loss, return_metrics)
     member, spec = loss_and_spec(loss)
+    spec, extras = with_z_loss(spec, z_loss), extras._replace(z_loss=0.0)
     input, target, reduction = shard.input, shard.target, member.reduction
     head = _lay_out(input, shard.weight, shard.bias, softcap, member)
     shards.check_columns(input, target, -1)
     late = reduction == "none" or head.input.dtype in LATE_GRADIENT
     labels = target.reshape(-1).long()
     weight = shards.replicated("weight", member.weight)
-    rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, keep=late)
+    row = shards.class_row(member, spec, head.weight, 0, shard.group)
+    rows = shards.ShardedRows(
+        spec, labels, weight, member.ignore_index, shard.group, row, keep=late
+    )
     total = rows.divisor()
     weights = _check_token_weight(shards.replicated("token_weight", token_weight), input)
     if weights is not None:
         total = _weighted_total(weights, labels, member.ignore_index, weight)
     mean = Mean(total if reduction == "mean" else 1.0, weights)
     # The chunks must be the same on all processes, because each of them communicates.
-    copies = 1 + (softcap is not None) + (z_loss != 0)
+    copies = 1 + (softcap is not None)
     row_bytes = max(1, shard.widest) * head.dtype.itemsize * copies
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     with torch.autocast(input.device.type, enabled=False):
@@ -992,9 +996,7 @@ def sharded_linear_loss(
         value = _eager(head, chunked, most, mean, reduction)
     classes = 0
     if return_metrics:
-        width = torch.tensor([len(head.weight)], device=labels.device)
-        shards.all_reduce(width, shard.group)
-        classes = int(width)
+        classes = shards.all_classes(len(head.weight), labels.device, shard.group)
     found = chunked.statistics
     return _finish(value, found, member, labels, classes, input.shape[:-1], return_metrics)
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .._rows import row_sum, times
 from . import shards
-from .algebra import SUMS, UE, Passes
-from .spec import CROSS_ENTROPY, RowSpec
+from .algebra import COEFFICIENTS, SUMS, UE, Passes
 
 # The columns of the statistics of the rows.
 NLL, ENTROPY, CORRECT, MAXIMUM, LOG_E = range(5)
@@ -109,11 +108,12 @@ def probabilities_times(
     nowhere, ignored = -1, -2
     column = torch.full_like(valid, nowhere, dtype=torch.int64).masked_fill_(~valid, ignored)
     from_e = factor * (-statistics[:, LOG_E]).exp()
+    named = {"top": statistics[:, MAXIMUM], "from_e": from_e, "top_at": torch.full_like(from_e, -1)}
     zero = torch.zeros_like(from_e)
-    results = torch.stack([statistics[:, MAXIMUM], from_e, zero, zero], 1)
-    backend = shards._backend(logits)
-    loss = RowSpec(CROSS_ENTROPY)  # which writes e times from_e
-    return backend.shard_gradient(logits, column, loss, None, ignored, results, out)
+    coefficients = torch.stack([named.get(name, zero) for name in COEFFICIENTS], 1)
+    fixed = (logits, column, Passes(0), None, ignored, None)
+    grad: Tensor = shards.backend_of(logits).gradient(*fixed, coefficients, out)
+    return grad
 
 
 def loss_metrics(logits: Tensor, target: Tensor, loss: Any) -> LossMetrics:

@@ -66,29 +66,38 @@ typedef struct {
 enum { NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER };
 
 /* The sums that a formula asks for, beside that of e; part of the interface. */
-enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64 };
+enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64, OTHERS = 128, UR = 256 };
 
 /*
  * The sums of a formula over the classes that are not masked, with u = z - top, e = exp(u),
- * r = exp(u / tau), masses q, class weights w and d = v - u, where v = teacher's logit - source_top.
- * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0.
+ * r = exp(u / tau), masses q, class weights w and d = v / source_tau - u / tau, where
+ * v = teacher's logit - source_top and source_tau is tau unless the rows have their own.
+ * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0. With OTHERS
+ * the target counts as masked.
  */
 typedef struct {
-    double top, source_top, top_at, count, e, ue, r, q, qu, qd, wq, wqu;
+    double top, source_top, top_at, count, e, ue, r, ur, q, qu, qd, wq, wqu;
 } formula_sums;
 
 /*
- * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q. The
- * entries of the target and of the class `top_at` (none if it is negative) are given whole.
+ * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, and with
+ * UR + from_one + from_u u. The entries of the target and of the class `top_at` (none if it is
+ * negative) are given whole.
  */
 typedef struct {
-    double top, source_top, from_e, from_ue, from_r, from_q, from_wq, at_target, top_at, at_top;
+    double top, source_top, from_e, from_ue, from_r, from_q, from_wq, from_one, from_u, at_target,
+        top_at, at_top;
 } formula_gradient;
 
 /* What training logs of a row beside its value; part of the interface (labo/fused/metrics.py). */
 typedef struct {
     double nll, entropy, correct, top, log_e;
 } row_statistics;
+
+/* The temperatures of a row: of its logits and of the teacher's. */
+typedef struct {
+    double tau, source_tau;
+} temperatures;
 
 /* The arguments of labo_rows_* and labo_formula_*; strides count elements. */
 typedef struct {
@@ -108,6 +117,7 @@ typedef struct {
     /* of a formula */
     int32_t asked, masses;
     double margin;
+    const temperatures *row_tau; /* per row, or NULL */
     const void *source; /* what the masses come from, or NULL */
     int64_t source_stride;
     bool source_bf16;
@@ -140,7 +150,9 @@ static rate rate_of(double temperature)
 
 /*
  * A stretch of whole vectors. A row is two of them: what it has of whole vectors, and a copy of
- * the classes left over, filled up to one vector with masked classes of weight 0.
+ * the classes left over, filled up to one vector with masked classes of weight 0. If a formula
+ * leaves the target out, the first is cut into three: before the vector with the target, a copy of
+ * that vector in which the target is masked, and after it.
  */
 typedef struct {
     const void *logits, *source;
@@ -150,12 +162,36 @@ typedef struct {
     int64_t classes;
 } span;
 
+/* The classes of a span from `at` on. */
+static span after(span s, int64_t at, int64_t size, int64_t source_size)
+{
+    s.logits = (const char *)s.logits + at * size;
+    s.source = s.source ? (const char *)s.source + at * source_size : NULL;
+    s.weight = s.weight ? s.weight + at : NULL;
+    s.grad = s.grad ? (char *)s.grad + at * size : NULL;
+    s.classes -= at;
+    return s;
+}
+
+enum { PARTS = 4 };
+
 typedef struct {
-    span parts[2];
+    span parts[PARTS];
     float top, source_top; /* the largest logit, of a formula also that of the teacher */
     float beyond;          /* the lowest number above the margin of a formula */
     rate over_one, over_tau;
+    rate over_half_tau, over_source_tau; /* of a formula, as the next two */
+    float per_half_tau, per_source_tau;
 } row_view;
+
+static void set_tau(row_view *row, double tau, double source_tau)
+{
+    row->over_tau = rate_of(tau);
+    row->over_half_tau = rate_of(tau / 2);
+    row->over_source_tau = rate_of(source_tau);
+    row->per_half_tau = (float)(2 / tau);
+    row->per_source_tau = (float)(1 / source_tau);
+}
 
 /* What the row loops are compiled for: a constant wherever a loop sees it. */
 typedef struct {
@@ -304,9 +340,12 @@ static row_statistics measure_row(float top, const target_entry *y, const row_su
 #define find_top JOIN(find_top, ISA)
 #define source_at JOIN(source_at, ISA)
 #define masses_at JOIN(masses_at, ISA)
+#define half_of JOIN(half_of, ISA)
+#define difference JOIN(difference, ISA)
 #define sum_formula_stretch JOIN(sum_formula_stretch, ISA)
 #define sum_formula JOIN(sum_formula, ISA)
 #define write_formula_gradient JOIN(write_formula_gradient, ISA)
+#define cut_at_target JOIN(cut_at_target, ISA)
 #define run_formula JOIN(run_formula, ISA)
 
 /* ---- portable: vectors as GCC and clang have them on any CPU, single floats elsewhere ---- */
@@ -690,14 +729,15 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
 EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
                              const int64_t *target, int64_t ignore_index, const float *weight,
                              int32_t asked, int32_t masses, double tau, double margin,
-                             const void *source, int64_t source_stride, int32_t source_bf16,
-                             formula_sums *sums, const formula_gradient *coefficients,
-                             float *grad, int64_t grad_stride)
+                             const temperatures *row_tau, const void *source,
+                             int64_t source_stride, int32_t source_bf16, formula_sums *sums,
+                             const formula_gradient *coefficients, float *grad,
+                             int64_t grad_stride)
 {
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
                      .asked = asked, .masses = masses, .tau = tau, .margin = margin,
-                     .source = source, .source_stride = source_stride,
+                     .row_tau = row_tau, .source = source, .source_stride = source_stride,
                      .source_bf16 = source_bf16 != 0, .sums = sums, .coefficients = coefficients,
                      .grad = grad, .grad_stride = grad_stride};
     active->run_formula(&b, false);
@@ -706,15 +746,15 @@ EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes,
 EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
                               int64_t stride, const int64_t *target, int64_t ignore_index,
                               const float *weight, int32_t asked, int32_t masses, double tau,
-                              double margin, const void *source, int64_t source_stride,
-                              int32_t source_bf16, formula_sums *sums,
+                              double margin, const temperatures *row_tau, const void *source,
+                              int64_t source_stride, int32_t source_bf16, formula_sums *sums,
                               const formula_gradient *coefficients, uint16_t *grad,
                               int64_t grad_stride)
 {
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
                      .asked = asked, .masses = masses, .tau = tau, .margin = margin,
-                     .source = source, .source_stride = source_stride,
+                     .row_tau = row_tau, .source = source, .source_stride = source_stride,
                      .source_bf16 = source_bf16 != 0, .sums = sums, .coefficients = coefficients,
                      .grad = grad, .grad_stride = grad_stride};
     active->run_formula(&b, true);
@@ -757,7 +797,7 @@ INLINE float first(vec x)
 TARGET static float row_max(const row_view *row, bool bf16)
 {
     vec top = splat(-INFINITY);
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES)
             top = maximum(top, load(s.logits, at, bf16));
@@ -968,14 +1008,14 @@ TARGET static void run_batch(const batch *b, bool bf16)
 /* ---- formulas ---- */
 
 typedef struct {
-    vec count, e, ue, r, q, qu, qd, wq, wqu;
+    vec count, e, ue, r, ur, q, qu, qd, wq, wqu;
 } vec_formula_sums;
 
 /* The largest logit of a teacher among the classes that the student has not masked. */
 TARGET static float source_max(const batch *b, const row_view *row, bool bf16)
 {
     vec top = splat(-INFINITY);
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
             const vec v = load(s.source, at, b->source_bf16);
@@ -1016,12 +1056,25 @@ INLINE vec masses_at(const batch *b, const row_view *row, span s, int64_t at, ve
     if (b->masses == TEMPERED)
         q = exp_of(u, row->over_tau);
     else if (b->masses == FROM_TEACHER)
-        q = exp_of(v, row->over_tau);
+        q = exp_of(v, row->over_source_tau);
     else if (b->masses == FROM_ROW || b->masses == FROM_TABLE)
         q = load(s.source, at, b->source_bf16);
     else if (b->masses == BEYOND_MARGIN)
         q = zero_below(splat(0.0f) - u, row->beyond, q);
     return zero_below(z, -FLT_MAX, q * splat(MASS));
+}
+
+/* u / 2: unlike u, it does not overflow. */
+INLINE vec half_of(const row_view *row, vec z)
+{
+    return mul_add(z, splat(0.5f), splat(-0.5f * row->top));
+}
+
+/* v / source_tau - u / tau, finite. */
+INLINE vec difference(const row_view *row, vec z, vec v)
+{
+    const vec tempered = half_of(row, z) * splat(row->per_half_tau);
+    return finite(v * splat(row->per_source_tau)) - finite(tempered);
 }
 
 /* The sums, continued over the classes from `at` to `end`. */
@@ -1040,8 +1093,12 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
             sums.count += zero_below(z, -FLT_MAX, splat(1.0f));
         if (asked & UE)
             sums.ue = mul_add(u, e, sums.ue);
-        if (asked & R)
-            sums.r += exp_of(u, row->over_tau);
+        if (asked & R) {
+            const vec r = exp_of(half_of(row, z), row->over_half_tau);
+            sums.r += r;
+            if (asked & UR)
+                sums.ur = mul_add(u * splat(MASS), r, sums.ur);
+        }
         if (b->masses == NO_MASSES)
             continue;
         const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
@@ -1050,7 +1107,7 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
         if (asked & QU)
             sums.qu = mul_add(u, q, sums.qu);
         if (asked & QD)
-            sums.qd = mul_add(v - u, q, sums.qd);
+            sums.qd = mul_add(difference(row, z, v), q, sums.qd);
         if (asked & WQU) {
             const vec wq = load(s.weight, at, false) * q;
             sums.wq += wq;
@@ -1064,8 +1121,8 @@ INLINE void sum_formula(formula_sums *all, const batch *b, const row_view *row, 
 {
     const int64_t stretch = STRETCH * LANES;
     const vec none = splat(0.0f);
-    const vec_formula_sums start = {none, none, none, none, none, none, none, none, none};
-    for (int part = 0; part < 2; part++) {
+    const vec_formula_sums start = {none, none, none, none, none, none, none, none, none, none};
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += stretch) {
             const int64_t end = at + stretch < s.classes ? at + stretch : s.classes;
@@ -1074,6 +1131,7 @@ INLINE void sum_formula(formula_sums *all, const batch *b, const row_view *row, 
             all->e += total(sums.e);
             all->ue += total(sums.ue);
             all->r += total(sums.r);
+            all->ur += total(sums.ur) / MASS;
             all->q += total(sums.q) / MASS;
             all->qu += total(sums.qu) / MASS;
             all->qd += total(sums.qd) / MASS;
@@ -1090,7 +1148,8 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
     const vec from_e = splat((float)c->from_e), from_ue = splat((float)c->from_ue);
     const vec from_r = splat((float)c->from_r), from_q = splat((float)(c->from_q / MASS));
     const vec from_wq = splat((float)(c->from_wq / MASS));
-    for (int part = 0; part < 2; part++) {
+    const vec from_one = splat((float)c->from_one), from_u = splat((float)c->from_u);
+    for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
             const vec z = load(s.logits, at, bf16);
@@ -1098,7 +1157,9 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
             const vec e = exp_of(u, row->over_one);
             vec gradient = b->asked & UE ? e * mul_add(u, from_ue, from_e) : e * from_e;
             if (b->asked & R)
-                gradient = mul_add(exp_of(u, row->over_tau), from_r, gradient);
+                gradient = mul_add(exp_of(half_of(row, z), row->over_half_tau), from_r, gradient);
+            if (b->asked & UR)
+                gradient += zero_below(z, -FLT_MAX, mul_add(u, from_u, from_one));
             if (b->masses != NO_MASSES) {
                 const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
                 const vec q = masses_at(b, row, s, at, z, u, v);
@@ -1112,21 +1173,36 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
     }
 }
 
+/* Cut the first part of a row around the vector with the target, of which `copy` masks it. */
+INLINE void cut_at_target(row_view *row, int64_t y, vec_buffer *copy, int64_t source_size,
+                          bool bf16)
+{
+    const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float), at = y - y % LANES;
+    span *before = &row->parts[0], *around = &row->parts[2], *rest = &row->parts[3];
+    *around = after(*before, at, size, source_size);
+    *rest = after(*around, LANES, size, source_size);
+    memcpy(copy, around->logits, (size_t)(LANES * size));
+    put(copy, y - at, -INFINITY, bf16);
+    around->logits = copy;
+    around->classes = LANES;
+    before->classes = at;
+}
+
 TARGET static void run_formula(const batch *b, bool bf16)
 {
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t source_size = b->source_bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
     float tail_weight[LANES] = {0};
-    vec_buffer tail_logits, tail_grad, tail_source = {0};
+    vec_buffer tail_logits, tail_grad, with_target, tail_source = {0};
     for (int k = 0; k < LANES; k++)
         put(&tail_logits, k, -INFINITY, bf16);
     if (b->weight)
         memcpy(tail_weight, b->weight + whole, (size_t)rest * sizeof(float));
 
-    row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau),
-                    .beyond = nextafterf((float)b->margin, INFINITY)};
-    row.parts[0] = (span){.weight = b->weight, .classes = whole};
+    row_view row = {.over_one = rate_of(1.0), .beyond = nextafterf((float)b->margin, INFINITY)};
+    set_tau(&row, b->tau, b->tau);
+    row.parts[0].weight = b->weight;
     row.parts[1] = (span){.logits = &tail_logits, .source = &tail_source, .weight = tail_weight,
                           .grad = &tail_grad, .classes = rest ? LANES : 0};
 
@@ -1145,11 +1221,21 @@ TARGET static void run_formula(const batch *b, bool bf16)
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
         row.parts[0].grad = grad;
+        row.parts[0].classes = whole;
         if (b->source) {
             const int64_t at = b->masses == FROM_TABLE ? y : i;
             const char *source = (const char *)b->source + at * b->source_stride * source_size;
             memcpy(&tail_source, source + whole * source_size, (size_t)(rest * source_size));
             row.parts[0].source = source;
+        }
+        row.parts[2].classes = row.parts[3].classes = 0;
+        if (b->row_tau)
+            set_tau(&row, b->row_tau[i].tau, b->row_tau[i].source_tau);
+        if (b->asked & OTHERS && here) {
+            if (y >= whole)
+                put(&tail_logits, y - whole, -INFINITY, bf16);
+            else
+                cut_at_target(&row, y, &with_target, source_size, bf16);
         }
         if (b->sums) {
             formula_sums *sums = &b->sums[i];
@@ -1158,8 +1244,9 @@ TARGET static void run_formula(const batch *b, bool bf16)
             *sums = (formula_sums){.top = row.top, .source_top = row.source_top};
             if (b->asked & TOP)
                 sums->top_at = (double)find_top(b, logits, row.top, bf16);
-            /* All that is here is masked: any finite number serves, and all sums are 0. */
+            /* All that is here is masked: any finite number serves, and the sums are 0. */
             row.top = row.top == -INFINITY ? 0.0f : row.top;
+            row.source_top = row.source_top == -INFINITY ? 0.0f : row.source_top;
             if (bf16)
                 sum_formula(sums, b, &row, true);
             else

@@ -45,7 +45,7 @@ _FORMULA_ARGUMENTS: list[Any] = [
     *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
     *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
     *(ctypes.c_int32, ctypes.c_int32, _DOUBLE, _DOUBLE),  # asked, masses, tau, margin
-    *(_POINTER, _INT, ctypes.c_int32),  # source, source_stride, source_bf16
+    *(_POINTER, _POINTER, _INT, ctypes.c_int32),  # row_tau, source, source_stride, source_bf16
     *(_POINTER, _POINTER, _POINTER, _INT),  # sums, coefficients, grad, grad_stride
 ]
 
@@ -404,7 +404,7 @@ def _run_formula(
     if weight is not None:
         weight = _contiguous(weight.detach().float())
         w = _pointer("weight", weight, torch.float32, classes)
-    t = s = c = g = None
+    t = s = c = g = r = None
     source_stride, source_bf16 = 0, False
     if source is not None:
         t, source_bf16 = _source(source, count, classes, plan.masses)
@@ -412,6 +412,9 @@ def _run_formula(
     by_row = plan.masses != FROM_TABLE
     if found is not None:
         s = _Column(_pointer("sums", found, torch.float64, count, len(SUMS)), found)
+    if plan.row_tau is not None:
+        taus = torch.stack(plan.row_tau[:2], 1)
+        r = _Column(_pointer("row_tau", taus, torch.float64, count, 2), taus)
     if coefficients is not None:
         shape = (count, len(COEFFICIENTS))
         c = _Column(_pointer("coefficients", coefficients, torch.float64, *shape), coefficients)
@@ -428,7 +431,8 @@ def _run_formula(
             y.at(start),
             ignore_index,
             w,
-            *plan,
+            *plan[:4],
+            None if r is None else r.at(start),
             None if t is None else t.at(start if by_row else 0),
             source_stride,
             source_bf16,

@@ -5,14 +5,16 @@ which the losses and :func:`labo.linear_loss` take as it is, or as a plain tenso
 group, for which there are the functions of this module. All processes hold the same rows and the
 same targets.
 
-Cross entropy, label smoothing (``convention="torch"``) and LABO are computed exactly, with the K of
-the whole vocabulary, from a few sums per row:
+Every loss that has fused backends is computed exactly, with the K of the whole vocabulary, from a
+few sums per row (:mod:`labo.fused.algebra`). Losses with a teacher, with a table (OLS), with a
+margin (MbLS) or with a norm (LogitNorm) are not.
 
 1. each process takes the maximum of its columns, and with u = z - maximum the sums over them that
-   the loss needs: :math:`\sum e^u`; :math:`\sum u e^u` for adaptive alpha; :math:`\sum q` and
+   the loss needs: :math:`\sum e^u`; :math:`\sum u e^u` for an entropy; :math:`\sum q` and
    :math:`\sum u q` for the smoothing masses q, also weighted by class weights;
 2. one all-reduce (MAX) of N numbers gives the maximum of each row;
-3. one all-reduce (SUM) of N times 2 to 7 numbers gives the sums, shifted to that maximum;
+3. one all-reduce (SUM) of N times 2 to 7 numbers gives the sums, shifted to that maximum (MaxSup
+   takes one more, for the first class that has the maximum);
 4. value and gradient follow from the sums. The backward pass of the logits communicates nothing.
 
 The value is the same on every process. Call ``backward()`` on each of them, as for any replicated
@@ -44,9 +46,8 @@ def logits_loss(
         logits: (..., V_s), the columns of this process, in the order of the ranks; V_s may differ
             between processes. Or a DTensor, for which this is ``loss(logits, target)``.
         target: (...) class indices in [0, V), the same on all processes.
-        loss: :class:`labo.CrossEntropyLoss`, :class:`labo.LabelSmoothingLoss` (convention "torch")
-            or :class:`labo.LABOLoss`, or a :class:`labo.Warmup` of two. Class weights are those of
-            all V classes.
+        loss: a loss with fused backends and without a teacher, see the module, or a
+            :class:`labo.Warmup` of two. Class weights are those of all V classes.
         group: the ``torch.distributed`` process group that shares the columns; None for all
             processes. A DTensor brings its own.
 
@@ -65,7 +66,8 @@ def logits_loss(
         return value
     member, spec = loss_and_spec(loss)
     shared = (member.weight, member.ignore_index, member.reduction, member.dim)
-    return shards.row_loss(logits, target, spec, *shared, group)
+    row = shards.class_row(member, spec, logits, member.dim, group)
+    return shards.row_loss(logits, target, spec, *shared, group, row)
 
 
 def linear_loss(
@@ -98,7 +100,7 @@ def linear_loss(
         softcap, z_loss: as for :func:`labo.linear_loss`.
         token_weight: (...), the same on all processes.
         return_metrics: as for :func:`labo.linear_loss`; the metrics are the same on all processes.
-            Each chunk then takes two more all-reduces, as it does for a z-loss.
+            Each chunk then takes two more all-reduces.
         group: the process group that shares the weight; None for all processes.
         options: as for :func:`labo.linear_loss`; the memory budget is that of one process.
 

@@ -20,9 +20,30 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from . import blocked, native
-from .algebra import COEFFICIENTS, QU, SUMS, TEMPERED, UE, UNIFORM, WQU, Passes
+from .algebra import (
+    BEYOND_MARGIN,
+    COEFFICIENTS,
+    COUNT,
+    FORMULAS,
+    FROM_ROW,
+    FROM_TABLE,
+    FROM_TEACHER,
+    NO_MASSES,
+    QU,
+    SUMS,
+    TEMPERED,
+    TOP,
+    UE,
+    WQU,
+    FormulaSpec,
+    Passes,
+    R,
+    differentiate,
+    masses_of,
+    u_of,
+)
 from .pages import on_large_pages
-from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
+from .spec import Spec, as_formula
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,88 +53,8 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Group = dist.ProcessGroup, which exists only where PyTorch was built with torch.distributed.
 Group = Any
 
-# The columns of the sums that backends give.
-_MAXIMUM, _E, _UE, _Q, _UQ, _WQ, _WUQ = range(7)
-_AT_TARGET = 7  # u of the target, which comes with them
-
 # Stands for ignore_index where targets count columns of a shard.
 _IGNORED = torch.iinfo(torch.int64).min
-
-
-def _columns(spec: RowSpec, weighted: bool) -> list[int]:
-    """Which sums a loss needs."""
-    if spec.mode == CROSS_ENTROPY:
-        return [_E]
-    columns = [_E, _UE, _Q] if spec.mode == LABO_ADAPTIVE else [_E, _Q]
-    if weighted:
-        return [*columns, _UQ, _WQ, _WUQ]
-    return [*columns, _UQ] if spec.mode == LABEL_SMOOTHING else columns
-
-
-class ShardBackend(NamedTuple):
-    """The two passes of a backend over a shard, whose columns ``weight`` has."""
-
-    module: ModuleType
-
-    def shard_sums(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        spec: RowSpec,
-        weight: Tensor | None,
-        ignore_index: int,
-    ) -> Tensor:
-        """(N, 7) float64: maximum, S(e), S(ue), S(q), S(uq), S(wq), S(wuq).
-
-        S sums over the columns of the shard, and u = z - maximum *of the shard*. Columns that the
-        loss does not need may hold anything; ignored rows are 0.
-        """
-        plan = _plan(spec, weight is not None)
-        found = self.module.sums(logits, target, plan, weight, ignore_index)
-        columns = [SUMS.index(name) for name in ("top", "e", "ue", "q", "qu", "wq", "wqu")]
-        chosen: Tensor = found[:, columns]
-        return chosen
-
-    def shard_gradient(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        spec: RowSpec,
-        weight: Tensor | None,
-        ignore_index: int,
-        results: Tensor,
-        out: Tensor | None,
-    ) -> Tensor:
-        """The gradient from_e e - from_q w q, with at_target in the column ``target``.
-
-        ``results``, (N, 4) float64, has the columns maximum *of the row*, from_e, from_q and
-        at_target. Ignored rows are 0. A target outside of the shard has no entry.
-        """
-        if out is None:
-            out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
-        plan = _plan(spec, weight is not None)
-        top, from_e, from_q, at_target = results.double().unbind(1)
-        named = {
-            "top": top,
-            "from_e": from_e,
-            "at_target": at_target,
-            "top_at": -torch.ones_like(top),
-        }
-        named["from_q" if weight is None else "from_wq"] = -from_q
-        zero = torch.zeros_like(top)
-        coefficients = torch.stack([named.get(name, zero) for name in COEFFICIENTS], 1)
-        fixed = (logits, target, plan, weight, ignore_index, None)
-        grad: Tensor = self.module.gradient(*fixed, coefficients, out)
-        return grad
-
-
-def _plan(spec: RowSpec, weighted: bool) -> Passes:
-    """What the passes over a shard compute."""
-    asked = UE if spec.mode == LABO_ADAPTIVE else 0
-    if spec.mode == CROSS_ENTROPY:
-        return Passes(asked)
-    asked |= QU | WQU if weighted else QU
-    return Passes(asked, UNIFORM if spec.mode == LABEL_SMOOTHING else TEMPERED, spec.tau)
 
 
 def backend_of(logits: Tensor) -> ModuleType:
@@ -127,8 +68,22 @@ def backend_of(logits: Tensor) -> ModuleType:
     return blocked
 
 
-def _backend(logits: Tensor) -> ShardBackend:
-    return ShardBackend(backend_of(logits))
+def check_formula(spec: FormulaSpec) -> None:
+    """Refuse a formula whose sums cannot be added up over the processes."""
+    obstacles = {
+        BEYOND_MARGIN: "a margin below the largest logit of the whole row",
+        FROM_TABLE: "a table of classes",
+        FROM_TEACHER: "teacher logits",
+    }
+    formula = FORMULAS[spec.name]
+    obstacle = obstacles.get(formula.masses)
+    if formula.spread is not None:
+        obstacle = "the norm or standard deviation of the whole row"
+    if obstacle:
+        raise ValueError(
+            f"logits that are split over processes do not go with a loss that needs {obstacle}: "
+            "gather the logits or the weight first, with full_tensor() of a DTensor"
+        )
 
 
 # ------------------------------------------------------------------ communication
@@ -146,6 +101,28 @@ def all_reduce(x: Tensor, group: Group, op: str = "SUM") -> None:
     """In place; without ``torch.distributed`` there is one process and nothing to do."""
     if _initialized():
         dist.all_reduce(x, getattr(dist.ReduceOp, op), group)
+
+
+def all_classes(width: int, device: torch.device, group: Group) -> int:
+    """The number of columns of all processes."""
+    total = torch.tensor([width], device=device)
+    all_reduce(total, group)
+    return int(total)
+
+
+def class_row(loss: Any, spec: Spec, columns: Tensor, dim: int, group: Group) -> Tensor | None:
+    """The masses of a formula that has them for each class, (V,), or None.
+
+    Args:
+        loss: the loss Module.
+        spec: of the loss.
+        columns: logits or weight, whose dimension ``dim`` has the classes of this process.
+        group: the processes.
+    """
+    if FORMULAS[as_formula(spec).name].masses != FROM_ROW:
+        return None
+    row = loss.class_row(all_classes(columns.shape[dim], columns.device, group))
+    return None if row is None else row.to(columns.device)
 
 
 def _row_maximum(maximum: Tensor, width: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,20 +161,20 @@ class SumGradient(torch.autograd.Function):
 
 
 class _Statistics(NamedTuple):
-    """What value and gradient of every row follow from; (N,) float64, the same on all processes."""
+    """What value and gradient of every row follow from; float64, the same on all processes."""
 
-    values: Tensor
-    maximum: Tensor
-    from_e: Tensor
-    from_q: Tensor
-    at_target: Tensor
+    values: Tensor  # (N,)
+    coefficients: Tensor  # (N, 12), see labo.fused.algebra; top_at counts columns of this process
     column: Tensor  # the target as a column of this process; out of range if it is elsewhere
     start: Tensor  # the first column of this process
 
-    def results(self, factor: float | Tensor) -> Tensor:
-        """For ``shard_gradient``: the gradient of sum_i factor_i value_i."""
-        scaled = [factor * x for x in (self.from_e, self.from_q, self.at_target)]
-        return torch.stack([self.maximum, *scaled], 1)
+    def scaled(self, factor: float | Tensor) -> Tensor:
+        """The coefficients of the gradient of sum_i factor_i value_i."""
+        per_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
+        fixed = [COEFFICIENTS.index(name) for name in ("top", "source_top", "top_at")]
+        scaled = self.coefficients * per_row
+        scaled[:, fixed] = self.coefficients[:, fixed]
+        return scaled
 
 
 class ShardedRows:
@@ -209,23 +186,28 @@ class ShardedRows:
         weight: (V,) class weights of the whole vocabulary, or None.
         ignore_index: target of rows that do not count.
         group: the processes.
+        class_row: (V,), the masses of a formula that has them for each class, or None.
         keep: keep the statistics of a chunk for its gradient in the backward pass.
     """
 
     def __init__(
         self,
-        spec: RowSpec,
+        spec: Spec,
         target: Tensor,
         weight: Tensor | None,
         ignore_index: int,
         group: Group,
+        class_row: Tensor | None = None,
         keep: bool = False,
     ) -> None:
-        self.spec = spec
+        self.spec = as_formula(spec)
+        check_formula(self.spec)
+        self.plan = FORMULAS[self.spec.name].plan(self.spec.parameters, weight is not None)
         self.target = target
         self.weight = weight
         self.ignore_index = ignore_index
         self.group = group
+        self.class_row = class_row
         self.kept: dict[int, _Statistics] | None = {} if keep else None
 
     def divisor(self) -> float | Tensor:
@@ -259,61 +241,75 @@ class ShardedRows:
         self, logits: Tensor, statistics: _Statistics, factor: float | Tensor, out: Tensor | None
     ) -> Tensor:
         """The gradient of sum_i factor_i value_i for the columns of this process."""
-        column, weight = statistics.column, self._local(statistics.start, logits.shape[1])
-        results = statistics.results(factor)
-        backend = _backend(logits)
-        grad: Tensor = backend.shard_gradient(
-            logits, column, self.spec, weight, _IGNORED, results, out
+        if out is None:
+            out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
+        start, width = statistics.start, logits.shape[1]
+        fixed = (self.plan, self._local(self.weight, start, width), _IGNORED)
+        source, coefficients = self._local(self.class_row, start, width), statistics.scaled(factor)
+        grad: Tensor = backend_of(logits).gradient(
+            logits, statistics.column, *fixed, source, coefficients, out
         )
         return grad
 
     def statistics(self, logits: Tensor, part: slice) -> _Statistics:
-        """Local sums and two all-reduces; see the module."""
-        backend, spec, target = _backend(logits), self.spec, self.target[part]
-        width, weighted = logits.shape[1], self.weight is not None
+        """Local sums and two all-reduces, or three if the first largest logit is needed."""
+        plan, target, width = self.plan, self.target[part], logits.shape[1]
+        valid = target != self.ignore_index
 
-        def local_sums(weight: Tensor | None) -> Tensor:
-            sums: Tensor = backend.shard_sums(logits, target, spec, weight, self.ignore_index)
+        def local_sums(weight: Tensor | None, source: Tensor | None) -> Tensor:
+            fixed = (logits, target, plan, weight, self.ignore_index, source)
+            sums: Tensor = backend_of(logits).sums(*fixed)
             return sums
 
-        # The maxima come with the sums, except that class weights are not cut to the columns of
-        # this process before all processes have told how many columns they hold.
-        sums = None if weighted else local_sums(None)
-        maximum = _maximum(logits) if sums is None else sums[:, _MAXIMUM]
-        maximum, start, classes = _row_maximum(maximum, width, self.group)
+        # The maxima come with the sums, except that what there is for each class is not cut to the
+        # columns of this process before all processes have told how many columns they hold.
+        whole = self.weight is None and self.class_row is None
+        sums = local_sums(None, None) if whole else None
+        here = _maximum(logits) if sums is None else sums[:, SUMS.index("top")]
+        maximum, start, classes = _row_maximum(here, width, self.group)
         self._check(target, classes)
         if sums is None:
-            sums = local_sums(self._local(start, width))
-        valid = target != self.ignore_index
+            sums = local_sums(
+                self._local(self.weight, start, width), self._local(self.class_row, start, width)
+            )
         column = (target - start).masked_fill_(~valid, _IGNORED)
-        here = (column >= 0) & (column < width)
-        u_y = torch.zeros_like(maximum)
+        found = _shifted(dict(zip(SUMS, sums.unbind(1), strict=True)), here, maximum, plan)
+        found["u_y"] = torch.zeros_like(maximum)
         if width:
-            picked = logits.gather(1, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
-            u_y = torch.where(here, picked.double() - maximum, u_y)
-        columns = _columns(spec, weighted)
-        total = torch.cat([_shifted(sums, maximum, spec)[:, columns], u_y.unsqueeze(1)], 1)
+            u_y = u_of(logits, column.clamp(0, width - 1), maximum)
+            found["u_y"] = torch.where((column >= 0) & (column < width), u_y, found["u_y"])
+        total = torch.stack([*found.values()], 1)
         all_reduce(total, self.group)
-        found = dict(zip((*columns, _AT_TARGET), total.unbind(1), strict=True))
-        w_y: float | Tensor = 1.0
-        if self.weight is not None:
-            w_y = self.weight[target.masked_fill(~valid, 0)].double()
-        values, from_e, from_q, at_target = (
-            x.masked_fill(~valid, 0.0) for x in _finish(found, w_y, classes, spec)
-        )
-        maximum = maximum.masked_fill(~valid, 0.0)
-        return _Statistics(values, maximum, from_e, from_q, at_target, column, start)
+        found = dict(zip(found, total.unbind(1), strict=True))
+        y = target.masked_fill(~valid, 0)
+        zero = torch.zeros_like(maximum)
+        found |= masses_of(plan, y, found["u_y"], self.class_row, zero)
+        found |= {name: zero for name in SUMS if name not in found} | {"top": maximum}
+        if plan.asked & TOP:
+            first = torch.where(here == maximum, start + sums[:, SUMS.index("top_at")], math.inf)
+            all_reduce(first, self.group, "MIN")
+            found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
+        w_y = 1.0 if self.weight is None else self.weight[y].double()
+        values, coefficients = differentiate(self.spec, plan, found, w_y, y, classes, 1.0)
+        assert coefficients is not None
+        if plan.asked & TOP:
+            coefficients[:, COEFFICIENTS.index("top_at")] -= start
+        values = values.masked_fill(~valid, 0.0)
+        coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
+        return _Statistics(values, coefficients, column, start)
 
     def _check(self, target: Tensor, classes: Tensor) -> None:
-        if self.weight is not None:
-            _checks.ensure(
-                classes == len(self.weight),
-                lambda: ValueError(
-                    f"weight must have shape ({int(classes)},), one per class of all processes, "
-                    f"got {tuple(self.weight.shape)}"  # type: ignore[union-attr]
-                ),
-                "weight must have one entry per class of all processes",
-            )
+        for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):
+            if given is not None:
+                size = given.shape
+                _checks.ensure(
+                    classes == len(given),
+                    lambda name=name, size=size: ValueError(  # type: ignore[misc]
+                        f"{name} must have shape ({int(classes)},), one per class of all "
+                        f"processes, got {tuple(size)}"
+                    ),
+                    f"{name} must have one entry per class of all processes",
+                )
         good = (target >= 0) & (target < classes) | (target == self.ignore_index)
         _checks.ensure(
             good,
@@ -321,11 +317,10 @@ class ShardedRows:
             "a target is outside the classes of all processes and is not ignore_index",
         )
 
-    def _local(self, start: Tensor, width: int) -> Tensor | None:
-        """The class weights of the columns of this process."""
-        if self.weight is None:
-            return None
-        return self.weight[start + torch.arange(width, device=start.device)]
+    @staticmethod
+    def _local(whole: Tensor | None, start: Tensor, width: int) -> Tensor | None:
+        """What there is for each class, for the columns of this process."""
+        return None if whole is None else whole[start + torch.arange(width, device=start.device)]
 
 
 class _ChunkRows(NamedTuple):
@@ -362,47 +357,28 @@ def moved(d: Tensor, masses: Tensor, products: Tensor, tau: float = 1.0) -> tupl
     return shrink * masses, shrink * (products + d * masses)
 
 
-def _shifted(sums: Tensor, maximum: Tensor, spec: RowSpec) -> Tensor:
-    """Sums with u = z - (maximum of the shard) as sums with u = z - ``maximum``."""
-    maximum_here, e, ue, q, uq, wq, wuq = sums.unbind(1)
+def _shifted(
+    sums: dict[str, Tensor], maximum_here: Tensor, maximum: Tensor, plan: Passes
+) -> dict[str, Tensor]:
+    """The sums that a formula asks for, with u = z - ``maximum`` instead of that of the shard."""
     d = drop_of(maximum_here, maximum)
-    # Uniform masses do not depend on u.
-    tau = math.inf if spec.mode == LABEL_SMOOTHING else spec.tau
-    of_q, of_wq = moved(d, q, uq, tau), moved(d, wq, wuq, tau)
-    return torch.stack([maximum, *moved(d, e, ue), *of_q, *of_wq], 1)
-
-
-def _finish(
-    found: dict[int, Tensor], w_y: float | Tensor, classes: Tensor, spec: RowSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values, and the coefficients of the gradient, from the sums over all columns."""
-    per_e, u_y = 1 / found[_E], found[_AT_TARGET]
-    log_e, log_k = found[_E].log(), classes.double().log()
-    onehot_share: float | Tensor = 1.0 - (0.0 if spec.mode == CROSS_ENTROPY else spec.alpha)
-    if spec.mode == LABO_ADAPTIVE:
-        entropy = (log_e - found[_UE] * per_e).clamp(min=0.0)
-        onehot_share = spec.rho * entropy / torch.where(classes > 1, log_k, 1.0)
-    alpha = 1 - onehot_share
-    # 0 * inf = 0: a masked target costs nothing without a share of the label, else infinity.
-    hit = w_y * onehot_share * (log_e - u_y)
-    hit = hit.masked_fill((u_y == -math.inf) & (w_y * onehot_share == hit.new_zeros(())), 0.0)
-    if spec.mode == CROSS_ENTROPY:
-        return hit, w_y * per_e, torch.zeros_like(hit), w_y * (u_y.exp() * per_e - 1)
-    per_q = 1 / found[_Q]
-    weighted = _WQ in found
-    mean_u = found[_UQ] * per_q if _UQ in found else torch.zeros_like(hit)
-    mean_w = found[_WQ] * per_q if weighted else 1.0
-    mean_wu = found[_WUQ] * per_q if weighted else mean_u
-    values = hit + alpha * (mean_w * log_e - mean_wu)
-    if spec.mode == LABEL_SMOOTHING:
-        q_y = (u_y != -math.inf).double()
-    else:
-        values = values + w_y * alpha * (spec.tau * (log_k - found[_Q].log()) + mean_u)
-        q_y = (u_y / spec.tau).exp()
-    p_y = u_y.exp() * per_e
-    from_e = (w_y * onehot_share + alpha * mean_w) * per_e
-    at_target = w_y * onehot_share * (p_y - 1) + alpha * (mean_w * p_y - w_y * q_y * per_q)
-    return values, from_e, alpha * per_q, at_target
+    e, ue = moved(d, sums["e"], sums["ue"])
+    found = {"e": e}
+    if plan.asked & COUNT:
+        found["count"] = sums["count"]
+    if plan.asked & UE:
+        found["ue"] = ue
+    if plan.asked & R:
+        found["r"] = (d / plan.tau).exp() * sums["r"]
+    if plan.masses == NO_MASSES:
+        return found
+    tau = plan.tau if plan.masses == TEMPERED else math.inf  # others do not depend on u
+    found["q"], qu = moved(d, sums["q"], sums["qu"], tau)
+    if plan.asked & QU:
+        found["qu"] = qu
+    if plan.asked & WQU:
+        found["wq"], found["wqu"] = moved(d, sums["wq"], sums["wqu"], tau)
+    return found
 
 
 # ------------------------------------------------------------------ losses on logits
@@ -436,14 +412,15 @@ class _ShardedLoss(torch.autograd.Function):
 def row_loss(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    spec: Spec,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
     dim: int,
     group: Group = None,
+    class_row: Tensor | None = None,
 ) -> Tensor:
-    """A loss of the family on this process's columns; arguments as in :mod:`labo.functional`.
+    """A loss on this process's columns; arguments as in :mod:`labo.functional`.
 
     Args:
         logits: a DTensor that is split over the classes, or this process's columns with ``group``.
@@ -451,13 +428,15 @@ def row_loss(
         weight: (V,) class weights.
         spec, ignore_index, reduction, dim: as everywhere.
         group: the processes that hold the columns of plain ``logits``; None for all.
+        class_row: as for :class:`ShardedRows`.
     """
     target, weight = replicated("target", target), replicated("weight", weight)
     if _checks.is_dtensor(logits):
         logits, group = _columns_of(logits, dim)
     check_columns(logits, target, dim)
     flat = logits.movedim(dim, -1).reshape(target.numel(), logits.shape[dim])
-    rows = ShardedRows(spec, target.reshape(-1).long(), weight, ignore_index, group)
+    labels, class_row = target.reshape(-1).long(), replicated("class_row", class_row)
+    rows = ShardedRows(spec, labels, weight, ignore_index, group, class_row)
     divisor = rows.divisor() if reduction == "mean" else 1.0
     value: Tensor = _ShardedLoss.apply(flat, rows, divisor, reduction)
     return value.reshape(target.shape) if reduction == "none" else value

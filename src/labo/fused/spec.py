@@ -33,8 +33,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .. import smoothing
 from .._checks import can_read
 from . import algebra
 from .algebra import FormulaSpec
@@ -62,19 +64,25 @@ Spec = RowSpec | FormulaSpec
 # None for an option that only the reference has.
 
 
+def as_formula(spec: Spec) -> FormulaSpec:
+    """The loss as a formula, also if it has kernels of its own."""
+    if isinstance(spec, FormulaSpec):
+        return spec
+    if spec.mode == CROSS_ENTROPY:
+        return algebra.cross_entropy()
+    if spec.mode == LABEL_SMOOTHING:
+        return algebra.label_smoothing(spec.alpha)
+    if spec.mode == LABO:
+        return algebra.labo(spec.alpha, spec.tau)
+    return algebra.labo_adaptive(spec.rho, spec.tau)
+
+
 def with_z_loss(spec: Spec, z_loss: float) -> Spec:
     """The loss with z_loss (log sum exp z)^2 added to each row: a formula, unless it is 0."""
     if not z_loss:
         return spec
-    if isinstance(spec, FormulaSpec):
-        return spec._replace(z_loss=spec.z_loss + z_loss)
-    if spec.mode == CROSS_ENTROPY:
-        return algebra.cross_entropy(z_loss=z_loss)
-    if spec.mode == LABEL_SMOOTHING:
-        return algebra.label_smoothing(spec.alpha, z_loss=z_loss)
-    if spec.mode == LABO:
-        return algebra.labo(spec.alpha, spec.tau, z_loss=z_loss)
-    return algebra.labo_adaptive(spec.rho, spec.tau, z_loss=z_loss)
+    formula = as_formula(spec)
+    return formula._replace(z_loss=formula.z_loss + z_loss)
 
 
 def cross_entropy(z_loss: float = 0.0) -> Spec:
@@ -105,6 +113,19 @@ def masked_label_smoothing(alpha: float, z_loss: float = 0.0) -> Spec:
     return algebra.masked_smoothing(alpha, z_loss=z_loss)
 
 
+def weighted_label_smoothing(
+    groups: Tensor,
+    alpha: float,
+    shares: tuple[float, float, float],
+    normalize: bool,
+    z_loss: float = 0.0,
+) -> Spec | None:
+    if not can_read(groups):
+        return None
+    first = float(smoothing.group_shares(groups, shares, torch.float64)[0])
+    return algebra.weighted_smoothing(alpha, first, normalize, z_loss=z_loss)
+
+
 def tf_reg(
     alpha: float,
     tau: float,
@@ -127,8 +148,9 @@ def confidence_penalty(beta: float, threshold: float | None, z_loss: float = 0.0
     return algebra.confidence_hinge(beta, threshold, z_loss=z_loss)
 
 
-def max_suppression(lam: float, z_loss: float = 0.0) -> Spec:
-    return algebra.max_suppression(lam, z_loss=z_loss)
+def max_suppression(lam: float | Tensor, z_loss: float = 0.0) -> Spec | None:
+    strength = _number(lam)
+    return None if strength is None else algebra.max_suppression(strength, z_loss=z_loss)
 
 
 def margin_smoothing(lam: float, margin: float, z_loss: float = 0.0) -> Spec:
@@ -145,6 +167,10 @@ def anti_focal(gamma: float, scale: float, detach_factor: bool, z_loss: float = 
 
 def poly1(epsilon: float, z_loss: float = 0.0) -> Spec:
     return algebra.poly1(epsilon, z_loss=z_loss)
+
+
+def logit_norm(tau: float, z_loss: float = 0.0) -> Spec:
+    return algebra.logit_norm(tau, z_loss=z_loss)
 
 
 def dft(z_loss: float = 0.0) -> Spec:
@@ -180,11 +206,26 @@ def distillation(
     multiplier: float,
     standardize: bool,
     z_loss: float = 0.0,
+) -> Spec:
+    formula = algebra.standardized_distillation if standardize else algebra.distillation
+    return formula(alpha, tau, multiplier, kl_reduction == "elementwise", z_loss=z_loss)
+
+
+def decoupled_distillation(
+    alpha: float,
+    beta: float,
+    tau: float,
+    hard_weight: float,
+    multiplier: float | Tensor,
+    standardize: bool,
+    z_loss: float = 0.0,
 ) -> Spec | None:
-    mean = kl_reduction == "elementwise"
-    return (
-        None if standardize else algebra.distillation(alpha, tau, multiplier, mean, z_loss=z_loss)
-    )
+    factor = _number(multiplier)
+    if factor is None:
+        return None
+    standardized = algebra.standardized_decoupled_distillation
+    formula = standardized if standardize else algebra.decoupled_distillation
+    return formula(alpha, beta, tau, hard_weight, factor, z_loss=z_loss)
 
 
 def cs_kd(lam: float, tau: float, z_loss: float = 0.0) -> Spec:
@@ -192,11 +233,8 @@ def cs_kd(lam: float, tau: float, z_loss: float = 0.0) -> Spec:
 
 
 def ps_kd(alpha: float | Tensor, z_loss: float = 0.0) -> Spec | None:
-    if isinstance(alpha, Tensor):
-        if alpha.requires_grad or not can_read(alpha):
-            return None  # formulas take numbers, and to read one would wait for the device
-        alpha = float(alpha)
-    return algebra.past_prediction(alpha, z_loss=z_loss)
+    share = _number(alpha)
+    return None if share is None else algebra.past_prediction(share, z_loss=z_loss)
 
 
 def online_label_smoothing(hard_weight: float, soft_weight: float, z_loss: float = 0.0) -> Spec:
@@ -205,3 +243,10 @@ def online_label_smoothing(hard_weight: float, soft_weight: float, z_loss: float
 
 def z_squared(lam: float) -> Spec:
     return algebra.z_squared(lam)
+
+
+def _number(x: float | Tensor) -> float | None:
+    """A hyper-parameter as a number, which formulas take; None if that would wait for a device."""
+    if isinstance(x, Tensor) and (x.requires_grad or not can_read(x)):
+        return None
+    return float(x)

@@ -123,6 +123,12 @@ class Train(Section):
     precision: Literal["no", "bf16", "fp16"] = Field(
         "no", description="Mixed precision: none, bfloat16 or float16."
     )
+    parallel: Literal["data", "fsdp"] = Field(
+        "data",
+        description="What several processes share: `data` (each has the whole model) or, for "
+        "models that do not fit one device, also the model and the state of the optimizer "
+        "(`fsdp`: FSDP2).",
+    )
     sync_batchnorm: bool = Field(
         False, description="Compute the statistics of batch norm over all processes."
     )
@@ -194,6 +200,8 @@ class Train(Section):
             raise ValueError("give epochs or max_steps")
         if self.eval_every_steps is not None and self.eval_every != 1:
             raise ValueError("eval_every and eval_every_steps exclude each other")
+        if self.parallel == "fsdp" and self.precision == "fp16":
+            raise ValueError("parallel: fsdp goes with precision no or bf16, not with fp16")
         if self.average_last and self.patience is not None:
             raise ValueError("average_last needs a known end: it does not go with patience")
         if self.average_last and self.ema is not None:

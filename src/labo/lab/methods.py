@@ -174,6 +174,25 @@ def warmed_up_labo(
     return losses.Warmup(before, after, warmup_steps)
 
 
+def max_suppression(
+    epochs: int = 1,
+    *,
+    lam: float = 0.1,
+    final_lam: float | None = None,
+    reduction: str = "mean",
+) -> losses.MaxSuppressionLoss:
+    """Max suppression, with a constant lambda or with that of the authors' code.
+
+    Args:
+        lam: strength lambda; with final_lam that of the first epoch.
+        final_lam: lambda of the last epoch, reached linearly; null keeps lambda constant. The
+            authors' code goes from 0.1 to 0.2.
+    """
+    return losses.MaxSuppressionLoss(
+        lam=lam, final_lam=final_lam, epochs=epochs, reduction=reduction
+    )
+
+
 def masked_smoothing(
     task: Any, *, alpha: float = 0.1, reduction: str = "mean"
 ) -> losses.MaskedLabelSmoothingLoss:
@@ -254,7 +273,7 @@ METHODS: dict[str, Method] = {
     "maxsup": Method(
         "max suppression: the penalty of label smoothing, on the largest logit",
         "Zhou et al. 2025",
-        losses.MaxSuppressionLoss,
+        max_suppression,
         mixes=True,
     ),
     "mbls": Method(

@@ -23,12 +23,13 @@ def build_optimizer(optim: Optim, model: nn.Module, loss: nn.Module) -> torch.op
         groups.append({"params": vectors, "weight_decay": 0.0})
     if learned := list(loss.parameters()):
         groups.append({"params": learned, "weight_decay": 0.0})
-    # Fused: one pass over the parameters and their states instead of a dozen.
     if optim.name == "sgd":
         return torch.optim.SGD(
-            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
+            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov
         )
     kind = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
+    # Fused: one pass over the parameters and their states instead of a dozen. (DTensors have no
+    # fused SGD, which takes few passes anyway.)
     return kind(groups, lr=optim.lr, betas=optim.betas, fused=True)
 
 

@@ -91,6 +91,9 @@ def build_recipe(document: Mapping[str, Any]) -> Recipe:
         recipe = recipe_class.model_validate(document)
     except ValidationError as error:
         problems += explain(error, recipe_class)
+    else:
+        if recipe.train.parallel == "fsdp" and not find_task(task).shardable:
+            problems.append(f"train.parallel: {task} does not support fsdp; leave it at data")
     if problems:
         raise RecipeError(problems)
     return recipe

@@ -120,6 +120,11 @@ class Task(Protocol):
     method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Method -> hyper-parameter -> default, where it differs from that of the loss."""
 
+    shardable: ClassVar[bool] = False
+    """Whether the model may be split over processes (``train.parallel=fsdp``). Validation and
+    evaluation must then run the model equally often on every process, by calling it as a whole; see
+    :func:`labo.lab.run.distributed.in_step`."""
+
     tempered_records: ClassVar[bool] = False
     """Whether the records must hold what a temperature makes of the probabilities: true if they do
     not have the probabilities of all classes, from which the analysis computes it."""

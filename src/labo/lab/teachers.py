@@ -7,7 +7,8 @@ previous epoch, or a second pass of the model itself. The training loop runs the
 consists of tensors and is saved with every checkpoint.
 
 As with losses, the run supplies the positional parameters (``task``, ``model``, ``accelerator``,
-``seed``). The keyword-only parameters are hyper-parameters.
+``parallel``, ``seed``). The keyword-only parameters are hyper-parameters. When a teacher is built,
+the model is still on the CPU and whole. Models of its own are given to ``parallel.place``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .errors import RequestError
 from .run.directory import RunDirectory
 from .run.distributed import gather_rows, is_synchronized, synchronize_batchnorm
 from .run.seeds import mix, uniforms
+from .run.sharding import DataParallel
 from .tasks import Batch, Task, load_model
 
 
@@ -65,7 +67,9 @@ class Frozen(Teacher):
         teacher: directory of a finished run.
     """
 
-    def __init__(self, task: Task, accelerator: Accelerator, *, teacher: str) -> None:
+    def __init__(
+        self, task: Task, accelerator: Accelerator, parallel: DataParallel, *, teacher: str
+    ) -> None:
         self.task, self.accelerator = task, accelerator
         model = load_model(RunDirectory(teacher))
         theirs, ours = RunDirectory(teacher).facts(), task.facts()
@@ -78,7 +82,7 @@ class Frozen(Teacher):
             raise RequestError(
                 f"method.teacher: {teacher} was trained with a different target vocabulary"
             )
-        self.model = model.to(accelerator.device).eval()
+        self.model = parallel.place(model.requires_grad_(False)).eval()
 
     @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
@@ -166,6 +170,7 @@ class EMA(Teacher):
         task: Task,
         model: nn.Module,
         accelerator: Accelerator,
+        parallel: DataParallel,
         seed: int,
         *,
         a: Annotated[float, Field(gt=0)] = 3.0,
@@ -178,7 +183,7 @@ class EMA(Teacher):
         average = task.build_model()
         if is_synchronized(model):
             average = synchronize_batchnorm(average, accelerator.device)
-        self.average = average.to(accelerator.device).train().requires_grad_(False)
+        self.average = parallel.place(average.requires_grad_(False)).train()
         self.steps = 0
 
     @torch.no_grad()
@@ -212,8 +217,10 @@ class EMA(Teacher):
     def step(self) -> None:
         self.steps += 1
         decay = min(1 - 1 / (self.steps + 1), self.decay)
-        for mean, new in zip(self.average.parameters(), self.source.parameters(), strict=True):
-            mean.lerp_(new.detach(), 1 - decay)
+        # The state of a model has its own shares of split parameters, also after it was run.
+        average, source = self.average.state_dict(), self.source.state_dict()
+        for name, _ in self.source.named_parameters():
+            average[name].lerp_(source[name], 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**self.average.state_dict(), "teacher.steps": torch.tensor(self.steps)}
@@ -271,9 +278,11 @@ class PastWeights(Teacher):
     kept instead and run in eval mode. In the first epoch the loss is plain cross entropy.
     """
 
-    def __init__(self, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
+    def __init__(
+        self, task: Task, model: nn.Module, accelerator: Accelerator, parallel: DataParallel
+    ) -> None:
         self.task, self.source, self.accelerator = task, model, accelerator
-        self.past = copy.deepcopy(model).eval().requires_grad_(False)
+        self.past = parallel.place(copy.deepcopy(model).requires_grad_(False)).eval()
         self.steps = 0
 
     @torch.no_grad()
@@ -441,6 +450,7 @@ def held_label(
     task: Task,
     model: nn.Module,
     accelerator: Accelerator,
+    parallel: DataParallel,
     *,
     outer_steps: Annotated[int, Field(ge=1)] = 1,
     refresh: Literal["step", "epoch"] = "step",
@@ -459,12 +469,14 @@ def held_label(
                 "method.outer_steps: with refresh=epoch the label is held for the whole epoch; "
                 "leave outer_steps at 1"
             )
-        return EpochStart(task, model, accelerator)
+        return EpochStart(task, model, accelerator, parallel)
     return Teacher() if outer_steps == 1 else HeldOutputs(task, accelerator, outer_steps)
 
 
-def past_self(task: Task, model: nn.Module, accelerator: Accelerator) -> Teacher:
+def past_self(
+    task: Task, model: nn.Module, accelerator: Accelerator, parallel: DataParallel
+) -> Teacher:
     """The predictions of the previous epoch: a table, or the weights for many targets (PS-KD)."""
     if "one_target_per_sample" in task.provides:
         return PastPredictions(task, accelerator)
-    return PastWeights(task, model, accelerator)
+    return PastWeights(task, model, accelerator, parallel)

@@ -15,6 +15,9 @@ A run may be continued by another number of processes: the samples and their ord
 and the loss curve does up to rounding. The bits are those of an uninterrupted run only if the
 number stays the same.
 
+How the model is spread over the processes, whole on each or split, is the business of
+:mod:`labo.lab.run.sharding`.
+
 Ctrl-C and SIGTERM let the step under way finish, save a checkpoint and end the run.
 """
 
@@ -57,6 +60,7 @@ from .run.interrupt import Interruptions
 from .run.lock import held
 from .run.progress import Display
 from .run.seeds import mix
+from .run.sharding import spread
 from .run.trackers import installed_trackers, start_trackers
 from .tasks import Batch, Task, find_task, load_model
 
@@ -179,6 +183,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, run: RunDirectory, *, accept_data: bool = False) -> None:
         self.recipe, self.run, self.accept_data = recipe, run, accept_data
         self.accelerator = _accelerator(recipe, run)
+        self.parallel = spread(recipe.train.parallel, self.accelerator)
         self.task = find_task(recipe.task)(recipe)
         if not accept_data:
             run.check_data(self.task.fingerprint)
@@ -192,19 +197,20 @@ class Trainer:
         self.module = self.task.build_model()
         if recipe.train.sync_batchnorm and self.accelerator.num_processes > 1:
             self.module = synchronize_batchnorm(self.module, self.accelerator.device)
-        self.module.to(self.accelerator.device)
         facts = {
             "num_classes": self.task.num_classes,
             "epochs": -(-self.total // steps),
             "task": self.task,
             "model": self.module,
             "accelerator": self.accelerator,
+            "parallel": self.parallel,
             "seed": recipe.seed,
         }
         method = METHODS[recipe.method["name"]]
         self.loss, self.teacher = method.build(recipe.method, facts)
         self.loss.to(self.accelerator.device)
-        self.model, self.optimizer = self.accelerator.prepare(
+        self.parallel.place(self.module)
+        self.model, self.optimizer = self.parallel.prepare(
             self.module, build_optimizer(recipe.optim, self.module, self.loss)
         )
         self.notes = list(self._notes())
@@ -323,6 +329,7 @@ class Trainer:
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''}" if device == "cpu" else ""
         several = f", {accelerator.num_processes} processes"
+        several += " with a share of the model each" if recipe.train.parallel == "fsdp" else ""
         precision = {"no": "float32"}.get(recipe.train.precision, recipe.train.precision)
         yield (
             f"device     {device}{threads}{several if accelerator.num_processes > 1 else ''}, "
@@ -341,6 +348,7 @@ class Trainer:
         """What the user should know before the run begins."""
         yield from self.task.notes
         yield from self.teacher.notes
+        yield from self.parallel.notes
         several = self.accelerator.num_processes > 1
         if several and has_batchnorm(self.module) and not self.recipe.train.sync_batchnorm:
             yield (
@@ -408,20 +416,20 @@ class Trainer:
             batch = batch.to(accelerator.device)
             last = number == len(batches)
             with (
-                nullcontext() if last else accelerator.no_sync(self.model),
+                nullcontext() if last else self.parallel.accumulating(self.model),
                 nothing_counted(ignored),
             ):
                 with accelerator.autocast():
                     outputs, further = self.teacher.run(self.task, self.model, batch)
                 further = (*further, *self.teacher(batch, outputs))
                 loss = self.task.loss(self.loss, outputs, batch, further) / count
-                # Data parallelism takes the mean of the gradients; their sum is wanted.
+                # The processes take the mean of their gradients; the sum is wanted.
                 accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
             seen.append((batch.index, self.task.sums(outputs, batch)))
         for parameter in self.loss.parameters():  # not part of the data-parallel model
             parameter.grad = accelerator.reduce(parameter.grad, "mean")
-        norm = accelerator.clip_grad_norm_(self._parameters(), recipe.optim.clip_norm or math.inf)
+        norm = self.parallel.clip(self._parameters(), recipe.optim.clip_norm or math.inf)
         asked = torch.full_like(total, float(self.interruptions.requested))
         value, asked_to_stop = accelerator.reduce(torch.stack([total, asked]), "sum").tolist()
         self._check_finite(value, float(norm), seen, index)
@@ -556,12 +564,15 @@ class Trainer:
         last = known[max(0, len(known) - train.keep_last) :]
         best = ranked(known, self.task.higher_is_better[train.select])[: train.keep_best]
         state.kept = [one for one in known if one in last or one in best]
-        if model in state.kept and self.accelerator.is_main_process:
-            self.run.keep_model(model.step, self.module.state_dict())
+        if model in state.kept:
+            weights = self.parallel.whole(self.module.state_dict())
+            if self.accelerator.is_main_process:
+                self.run.keep_model(model.step, weights)
 
     def _select(self, weights: dict[str, Tensor]) -> None:
+        whole = self.parallel.whole(weights)
         if self.accelerator.is_main_process:
-            self.run.select(*self.task.model_files(self.module, weights))
+            self.run.select(*self.task.model_files(self.module, whole))
         self.accelerator.wait_for_everyone()
 
     def _add_to_average(self) -> None:
@@ -580,30 +591,32 @@ class Trainer:
             name: self.accelerator.gather(tensor.to(self.accelerator.device).unsqueeze(0))
             for name, tensor in self.loss.state_dict().items()
         }
-        teacher = self.teacher.state_dict()
+        state = self.state.model_dump() | {"processes": self.accelerator.num_processes}
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler.state_dict()
+        tensors = {
+            "model": self.module.state_dict(),
+            "optimizer": _flat(self.optimizer.state_dict()["state"]),
+            "loss": loss,
+            "teacher": self.teacher.state_dict(),
+            "average": self.average,
+            "ema": self.ema,
+        }
+        folder, digest = self.run.checkpoints, self.recipe.digest()
+        self.saved = checkpoint.save(
+            folder, self.state.step, state, tensors, digest, self.accelerator
+        )
         if self.accelerator.is_main_process:
-            state = self.state.model_dump() | {"processes": self.accelerator.num_processes}
-            if self.accelerator.scaler is not None:
-                state["scaler"] = self.accelerator.scaler.state_dict()
-            tensors = {
-                "model": self.module.state_dict(),
-                "optimizer": _flat(self.optimizer.state_dict()["state"]),
-                "loss": loss,
-                "teacher": teacher,
-                "average": self.average,
-                "ema": self.ema,
-            }
-            folder, digest = self.run.checkpoints, self.recipe.digest()
-            self.saved = checkpoint.save(folder, self.state.step, state, tensors, digest)
             # After the checkpoint: a run that goes on from the one before still has its models.
-            self.run.list_kept([model.model_dump() for model in self.state.kept])
+            self._list_kept()
         self.saved_step = self.state.step
         self.accelerator.wait_for_everyone()
 
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one."""
         folder, digest = self.run.checkpoints, self.recipe.digest()
-        found = checkpoint.latest(folder, digest, SavedState, self.display.say)
+        say = self.display.say
+        found = checkpoint.latest(folder, digest, SavedState, say, self.accelerator)
         if found is not None:
             self._take_up(found)
             self.saved, self.saved_step = found.path, self.state.step
@@ -619,8 +632,12 @@ class Trainer:
         if self.accelerator.is_main_process:
             checkpoint.tidy(self.run.checkpoints)
             self.run.forget_after(self.state.step, self.display.say)
+            self._list_kept()  # the run may have been killed just after it saved the checkpoint
         self.display.advance(self.state.step)
         start_trackers(self.accelerator, self.recipe, self.run.path, self.state.step)
+
+    def _list_kept(self) -> None:
+        self.run.list_kept([model.model_dump() for model in self.state.kept])
 
     def _repair_best(self) -> None:
         if self.accelerator.is_main_process:
@@ -629,12 +646,26 @@ class Trainer:
     def _take_up(self, found: checkpoint.Checkpoint) -> None:
         saved: SavedState = found.state
         try:
-            self._load(saved, found.tensors)
+            self._load(saved, found.groups(self._like()))
         except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise LabError(
                 f"{found.path} does not fit the model of the recipe; remove it to continue from "
                 "the checkpoint before it"
             ) from error
+
+    def _like(self) -> checkpoint.Like:
+        """For a tensor of a checkpoint one that is split over the processes as it is to be."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        weights = self.module.state_dict()
+        known = {"model": weights, "average": weights, "ema": weights}
+        known["teacher"] = self.teacher.state_dict()
+
+        def like(group: str, name: str) -> Tensor | None:
+            if group == "optimizer":  # named by the number of the parameter
+                return parameters[int(name.partition(".")[0])]
+            return known.get(group, {}).get(name)
+
+        return like
 
     def _load(self, saved: SavedState, tensors: dict[str, dict[str, Tensor]]) -> None:
         if self.accelerator.scaler is not None:
@@ -678,7 +709,7 @@ class Trainer:
         """Score the selected model; on the test split this is the first and only time."""
         if self.average:
             self._select(self.average)
-        model = load_model(self.run).to(self.accelerator.device)
+        model = self.parallel.place(load_model(self.run))
         found = {
             split: self.task.evaluate(model, split, self.accelerator)
             for split in (("valid", "test") if test else ("valid",))
@@ -762,7 +793,7 @@ def _selected_weights(run: RunDirectory, recipe: Recipe) -> tuple[int, dict[str,
         if found.state.step == step:
             averaged = run.finished and recipe.train.average_last
             own = "model" if recipe.train.ema is None else "ema"
-            return step, found.tensors["average" if averaged else own]
+            return step, found.group("average" if averaged else own)
     return step or 0, None
 
 

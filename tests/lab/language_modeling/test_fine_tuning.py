@@ -20,8 +20,8 @@ from labo.lab.language_modeling.model import causal_config, fresh_model
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.task import LanguageModelingTask
-from labo.lab.language_modeling.tokenizers import pretrained_tokenizer
 from labo.lab.recipes import load_recipe
+from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
 from tiny_language import SENTENCES, learned_tokenizer
 
 SETTINGS = ["data.block=64", "train.batch_tokens=128", "train.accumulate=1", "train.precision=no"]

@@ -19,9 +19,10 @@ from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.options import Tokenization, checked
 from labo.lab.language_modeling.prepare import prepare, prepare_documents
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
-from labo.lab.language_modeling.tokenizers import encode, pretrained_tokenizer
+from labo.lab.language_modeling.tokenizers import encode
 from labo.lab.run.files import sealed, sha256
 from labo.lab.text import arrow
+from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
 from tiny_language import CHAT, SENTENCES, learned_tokenizer, write_rows
 
 

@@ -10,8 +10,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lab_runs import IMAGE_METHODS, Kill, log_of, outcome, settings_of, train
+from labo.lab.run.checksums import MANIFEST
+from labo.lab.run.directory import KEPT, RunDirectory
 from labo.lab.run.files import sha256
 
 # make soak: so many killed runs of every method in one and in two processes, instead of a sample.
@@ -91,6 +95,21 @@ def stopped(tmp_path):
     assert train(out, RUN, kill=("step", 14)) == {-signal.SIGKILL}
     assert len(list((out / "checkpoints").iterdir())) == 2
     return out
+
+
+def test_a_run_killed_before_it_listed_the_kept_models(whole, tmp_path):
+    """After its last checkpoint: the list is that of the evaluation before."""
+    out = shutil.copytree(whole, tmp_path / "run")
+    (out / "results.json").unlink()
+    before = RunDirectory(out)
+    before.keep_model(9, {"weight": torch.ones(1)})
+    before.list_kept([{"step": 9, "score": 0.5, "nll": 1.0}])
+    for path in (whole / "kept").glob("*.safetensors"):
+        before.keep_model(int(path.stem.removeprefix("step-")), load_file(path))
+    assert train(out, RUN) == {0}, log_of(out).read_text()
+    assert outcome(out) == outcome(whole)
+    for name in (KEPT, MANIFEST):
+        assert (out / "kept" / name).read_text() == (whole / "kept" / name).read_text()
 
 
 def truncate(newest: Path) -> None:

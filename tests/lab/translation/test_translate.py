@@ -241,8 +241,9 @@ def test_the_pair_sets_the_tag_of_the_source(tmp_path):
     assert str(folder.pair("de")) == str(folder.pair("de-en")) == "de-en"
     tokenizer, _ = folder.tokenizers()
     translator = Translator(tmp_path, pair="fr-en")
-    assert translator.tag == [tokenizer.convert_tokens_to_ids("<fr>")] != [3]
-    source = [*translator.tag, *tokenizer.encode("one")]
+    tag = tokenizer.convert_tokens_to_ids("<fr>")
+    assert tag != 3
+    source = [tag, *tokenizer.encode("one")]
     ((expected,),) = decode(translator.model, [source], Decode())
     (found,) = translator.nbest(["one"], 1)[0]
     assert found.probabilities == pytest.approx(expected.probabilities)

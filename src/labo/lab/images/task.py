@@ -24,7 +24,7 @@ from ..errors import RequestError
 from ..methods import METHODS
 from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze
 from ..run import files as atomic
-from ..run.distributed import gather_rows
+from ..run.distributed import gather_rows, in_step
 from ..run.progress import notice, track
 from ..run.seeds import mix, permutation, uniforms
 from ..tasks import Batch, Evaluation, Task
@@ -239,6 +239,7 @@ class ImageTask(Task):
     Recipe = ImageRecipe
     higher_is_better: ClassVar = {"accuracy": True, "nll": False}
     provides: ClassVar = frozenset({"one_target_per_sample", "peers", "class_table"})
+    shardable: ClassVar = True
     method_defaults: ClassVar = {
         # The smallest tau of the paper's grid {5, 10, 20, 40}. With the batch mean of the KL the
         # size of its gradient hardly depends on it.
@@ -525,11 +526,14 @@ class ImageTask(Task):
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
         model.eval()
-        for index in mine.split(_EVALUATED_AT_ONCE) if len(mine) else ():
-            inputs = self._plain_views(chosen, index).to(accelerator.device)
+        for first in in_step(len(every), accelerator.num_processes, _EVALUATED_AT_ONCE):
+            index = mine[first : first + _EVALUATED_AT_ONCE]
+            shown = index if len(index) else every[:1]
+            inputs = self._plain_views(chosen, shown).to(accelerator.device)
             with accelerator.autocast():
                 found: Tensor = model(inputs)
-            yield found.float(), chosen.labels[index]
+            if len(index):
+                yield found.float(), chosen.labels[index]
 
     def fold_temperature(self, model: nn.Module, temperature: float) -> None:
         if isinstance(model, VisionTransformer):

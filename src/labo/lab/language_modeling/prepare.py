@@ -29,6 +29,7 @@ from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
 from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.pretrained_tokenizer import pretrained_tokenizer
 from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
 from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
 from .prepared import IGNORED, TASK, PreparedDocuments, schema
@@ -37,7 +38,6 @@ from .tokenizers import (
     chat_renderer,
     encode,
     learn_tokenizer,
-    pretrained_tokenizer,
 )
 
 if TYPE_CHECKING:

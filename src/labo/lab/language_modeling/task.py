@@ -33,10 +33,12 @@ from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
 from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
+from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.batching import batches_by_length
 from ..text.head import Head
+from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
 from .model import (
@@ -51,7 +53,6 @@ from .model import (
 from .packing import Packing, pack
 from .prepared import IGNORED, DocumentSplit, PreparedDocuments
 from .teacher import stored_rows
-from .tokenizers import pretrained_tokenizer, vocabulary_digest
 
 _EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
@@ -216,6 +217,7 @@ class LanguageModelingTask(TokenTask):
         "token_accuracy": True,
     }
     provides: ClassVar = frozenset({"inner_states", "stored_teacher"})
+    shardable: ClassVar = True
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -390,9 +392,6 @@ class LanguageModelingTask(TokenTask):
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
         return head.at(self.learned(batch))
 
-    def learned(self, batch: Batch) -> Tensor:
-        return batch.target != IGNORED
-
     def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
         stored, documents = StoredTeacher(folder), self._train.documents
         vocabulary = vocabulary_digest(self.data.tokenizer)
@@ -449,12 +448,14 @@ class LanguageModelingTask(TokenTask):
         model.eval()
         mine = list(blocks[accelerator.process_index :: accelerator.num_processes])
         at_once = max(1, _EVALUATED_TOKENS // self.recipe.data.block)
-        for first in range(0, len(mine), at_once):
+        for first in in_step(len(blocks), accelerator.num_processes, at_once):
             part = mine[first : first + at_once]
-            batch = self._batch(split, torch.tensor(part), 0).to(accelerator.device)
+            shown = torch.tensor(part or list(blocks[:1]))
+            batch = self._batch(split, shown, 0).to(accelerator.device)
             with accelerator.autocast():
                 head = self.outputs(model, batch)
-            yield part, batch, head  # outside of autocast: statistics are in float32
+            if part:
+                yield part, batch, head  # outside of autocast: statistics are in float32
 
     @torch.no_grad()
     def _measure(

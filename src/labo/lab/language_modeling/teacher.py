@@ -23,11 +23,11 @@ from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json
 from ..text.forced import blocks
+from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
 from .model import LanguageModel, check_head, load_causal
 from .packing import cut
 from .prepared import IGNORED, TASK, DocumentSplit, PreparedDocuments
-from .tokenizers import pretrained_tokenizer, vocabulary_digest
 
 __all__ = ["store", "stored_rows"]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError, RequestError
-from ..text.batching import text_digest
+from ..errors import DataError
 from ..text.subwords import (
     SPECIAL_TOKENS,
     Merges,
@@ -27,8 +24,6 @@ __all__ = [
     "chat_renderer",
     "encode",
     "learn_tokenizer",
-    "pretrained_tokenizer",
-    "vocabulary_digest",
 ]
 
 # What a chat looks like to a learned tokenizer, which has no template of its own.
@@ -38,31 +33,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-
-
-def pretrained_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a Hugging Face folder on this machine. No code of the folder is run.
-
-    Raises:
-        RequestError: there is none, it is not a fast one, or it has no token that ends a text.
-    """
-    from transformers import AutoTokenizer
-
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise RequestError(f"{folder}: no such folder; a tokenizer is a folder on this machine")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # of many kinds, from several libraries
-        reason = str(error).partition("\n")[0]
-        raise RequestError(f"{folder}: holds no tokenizer that can be loaded ({reason})") from error
-    if not tokenizer.is_fast:
-        raise RequestError(f"{folder}: its tokenizer has no tokenizer.json (a fast tokenizer)")
-    if tokenizer.eos_token_id is None:
-        raise RequestError(f"{folder}: its tokenizer has no token that ends a text (eos_token)")
-    return tokenizer
 
 
 def learn_tokenizer(
@@ -146,8 +116,3 @@ def _ids(
     raw.no_padding()
     raw.encode_special_tokens = not special
     return [found.ids for found in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-
-def vocabulary_digest(tokenizer: Any) -> str:
-    """A name for the tokens of a tokenizer and their ids."""
-    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))

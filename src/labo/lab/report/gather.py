@@ -166,7 +166,8 @@ def _titles(members: Sequence[Member]) -> list[str]:
     for member in members:
         model = _section(member, "model")
         name, hashed = _data_name(member), member.signature.get("data", "unfinished")
-        named = f"{name}, {model.get('preset') or model.get('name')}"
+        folder = Path(str(model.get("pretrained"))).name
+        named = f"{name}, {model.get('preset') or model.get('name') or folder}"
         names.append((name, named, f"{named}, {hashed}"))
     for candidates in zip(*names, strict=True):
         if len(set(candidates)) == len(candidates):

@@ -40,6 +40,16 @@ def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
+def in_step(count: int, processes: int, size: int) -> range:
+    """Where the batches of a process begin if ``count`` samples are shared out evenly.
+
+    The processes get as many batches, though their shares may differ by one sample. A process whose
+    share has ended runs the model on any sample and drops the result: a model that is split over
+    the processes needs all of them in every pass.
+    """
+    return range(0, -(-count // processes), size)
+
+
 # What gloo, NCCL and the store say when another process is gone.
 _GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|connection.*(closed|lost)|NCCL", re.I)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -14,6 +13,8 @@ from ..run.seeds import permutation
 from ..tasks import Batch, Task
 from .batching import token_draws
 from .head import Head, head_loss
+
+IGNORED = -100  # the target of a token that is given, not learned
 
 
 class TokenTask(Task):
@@ -39,9 +40,9 @@ class TokenTask(Task):
     def global_batch(self, epoch: int, position: int) -> Tensor:
         return self._batches[self._order(epoch)[position]]
 
-    @abstractmethod
     def learned(self, batch: Batch) -> Tensor:
         """(N, T) bool: the targets that the outputs are for."""
+        return batch.target != IGNORED
 
     def tokens(self, batch: Batch) -> Tensor:
         """(tokens,) the targets that the outputs are for."""

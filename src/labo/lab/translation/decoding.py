@@ -2,7 +2,9 @@
 
 The search follows fairseq, which the paper used. A sentence is done when ``beam`` hypotheses have
 ended. The score of a hypothesis is its log-probability divided by its length to the power of
-``length_penalty``; the length counts the closing ``</s>``. An output has at least ``min_length``
+``length_penalty``; the length counts the closing ``</s>``, and the token that is forced before a
+translation if the model has one (the language of mBART-50, M2M100 and NLLB, ``<s>`` of BART). This
+is the ``length_penalty`` of ``generate``. An output has at least ``min_length``
 tokens before ``</s>``: fairseq's default of 1 forbids an empty output. CTranslate2 searches in the
 same way, but gives the probability of forbidden tokens to the others, so that scores differ a
 little.
@@ -35,8 +37,8 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
-    MarianConfig,
-    MarianMTModel,
+    PretrainedConfig,
+    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -44,7 +46,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..config import Section, explain
 from ..errors import RequestError
-from .model import BOS, EOS, PAD
+from .model import positions_of
 
 # Logits stored at the same time when hypotheses are scored: 128 MB of float32.
 _SCORED_LOGITS = 2**25
@@ -122,33 +124,45 @@ class Hypothesis:
         return len(self.probabilities) > len(self.ids)
 
 
-def longest_output(source_length: int, options: Decode, positions: int) -> int:
+def longest_output(
+    source_length: int, options: Decode, positions: int, start_length: int = 1
+) -> int:
     """The largest number of tokens of a translation, including ``</s>``.
 
     Args:
         source_length: tokens of the source, including ``</s>``.
         options: ``max_ratio`` and ``max_extra``.
-        positions: positions of the model; the start token takes one.
+        positions: positions of the model.
+        start_length: tokens that are given before a translation, each of which takes one.
 
     Example:
         >>> longest_output(10, Decode(), 1024), longest_output(1000, Decode(), 1024)
         (35, 1023)
     """
-    return min(int(options.max_ratio * source_length) + options.max_extra, positions - 1)
+    longest = int(options.max_ratio * source_length) + options.max_extra
+    return min(longest, positions - start_length)
 
 
 def generation_config(
-    options: Decode, model: MarianConfig, *, nbest: int = 1, max_length: int | None = None
+    options: Decode,
+    model: PretrainedConfig,
+    *,
+    start: Sequence[int] | None = None,
+    nbest: int = 1,
+    max_length: int | None = None,
 ) -> GenerationConfig:
     """The options of ``generate``, for :func:`decode` and for the folder of a saved model.
 
     Args:
         options: beam, length penalty and shortest output.
-        model: its positions.
+        model: its positions and special tokens.
+        start: the start token, and perhaps one that is forced to follow it. Default: the start
+            token of the model.
         nbest: hypotheses per sentence.
-        max_length: start token and output together; by default the positions of the model. In a
-            saved file it cannot depend on the source, so that only ``</s>`` ends a sentence.
+        max_length: start and output together; by default the positions of the model. In a saved
+            file it cannot depend on the source, so that only ``</s>`` ends a sentence.
     """
+    first, *forced = start or (model.decoder_start_token_id,)
     # A beam of 1 has no use for the first two; unset, they would come from the model's own config.
     wide = options.beam > 1
     return GenerationConfig(
@@ -157,21 +171,28 @@ def generation_config(
         length_penalty=options.length_penalty if wide else 1.0,
         early_stopping=wide,
         do_sample=False,
-        min_length=1 + options.min_length,  # the start token counts
-        max_length=max_length or model.max_position_embeddings,
-        decoder_start_token_id=EOS,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        suppress_tokens=[BOS, PAD],
+        min_length=1 + len(forced) + options.min_length,  # they count
+        max_length=max_length or positions_of(model),
+        decoder_start_token_id=first,
+        forced_bos_token_id=forced[0] if forced else None,
+        bos_token_id=model.bos_token_id,
+        eos_token_id=model.eos_token_id,
+        pad_token_id=model.pad_token_id,
+        # What is forced must not be suppressed: then nothing would be left.
+        suppress_tokens=[
+            token
+            for token in (model.bos_token_id, model.pad_token_id)
+            if token not in (None, model.eos_token_id, *forced)
+        ],
     )
 
 
 def decode(
-    model: MarianMTModel,
+    model: PreTrainedModel,
     sources: Sequence[Sequence[int]],
     options: Decode,
     *,
+    start: Sequence[int] | None = None,
     nbest: int = 1,
     temperature: float = 1.0,
     advance: Callable[[int], object] | None = None,
@@ -179,9 +200,10 @@ def decode(
     """Translate token ids, on the device of the model and in eval mode.
 
     Args:
-        model: a Marian encoder-decoder.
-        sources: one sequence of token ids per sentence, ``</s>`` last.
+        model: an encoder-decoder.
+        sources: one sequence of token ids per sentence, as the encoder takes them.
         options: the search.
+        start: what is given before each translation, see :func:`generation_config`.
         nbest: hypotheses to return per sentence, at most ``options.beam``.
         temperature: the probabilities of the tokens are those of softmax(logits / temperature).
             Search and scores are not changed by it.
@@ -192,7 +214,8 @@ def decode(
     """
     if not 1 <= nbest <= options.beam:
         raise RequestError(f"nbest must be 1 to {options.beam}, the beam size; got {nbest}")
-    positions = model.config.max_position_embeddings
+    start = tuple(start or (model.config.decoder_start_token_id,))
+    positions = positions_of(model.config)
     for index, source in enumerate(sources):
         if not 1 <= len(source) <= positions:
             raise RequestError(
@@ -205,7 +228,7 @@ def decode(
         with torch.inference_mode():
             for batch in batches([len(source) for source in sources], options):
                 translated = _decode_batch(
-                    model, [sources[i] for i in batch], options, nbest, temperature
+                    model, [sources[i] for i in batch], options, start, nbest, temperature
                 )
                 for i, hypotheses in zip(batch, translated, strict=True):
                     found[i] = hypotheses
@@ -235,14 +258,18 @@ def batches(lengths: Sequence[int], options: Decode) -> Iterator[list[int]]:
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
-    """Ends each sentence of a batch at its own longest output."""
+    """Ends each sentence of a batch at its own longest output.
+
+    Args:
+        lengths: (N,) of the longest outputs, with what is given before them.
+    """
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        rows, length = input_ids.shape  # the beams of a sentence are adjacent; with start token
-        return (length > self.lengths).repeat_interleave(rows // len(self.lengths))
+        rows, length = input_ids.shape  # the beams of a sentence are adjacent
+        return (length >= self.lengths).repeat_interleave(rows // len(self.lengths))
 
 
 class _BeamCache(EncoderDecoderCache):  # type: ignore[misc]
@@ -253,19 +280,24 @@ class _BeamCache(EncoderDecoderCache):  # type: ignore[misc]
 
 
 def _decode_batch(
-    model: MarianMTModel,
+    model: PreTrainedModel,
     sources: Sequence[Sequence[int]],
     options: Decode,
+    start: tuple[int, ...],
     nbest: int,
     temperature: float,
 ) -> list[list[Hypothesis]]:
-    config, device = model.config, model.device
-    longest = [
-        longest_output(len(source), options, config.max_position_embeddings) for source in sources
-    ]
-    width = max(map(len, sources))
+    config, device, given = model.config, model.device, len(start)
+    longest = torch.tensor(
+        [
+            given + longest_output(len(source), options, positions_of(config), given)
+            for source in sources
+        ],
+        device=device,
+    )
+    pad, width = config.pad_token_id, max(map(len, sources))
     input_ids = torch.tensor(
-        [[*source, *[PAD] * (width - len(source))] for source in sources],
+        [[*source, *[pad] * (width - len(source))] for source in sources],
         device=device,
     )
     lengths = torch.tensor([len(source) for source in sources], device=device)
@@ -275,17 +307,18 @@ def _decode_batch(
         encoder_outputs=_encoder_outputs(encoded),
         attention_mask=mask,
         generation_config=generation_config(
-            options, config, nbest=nbest, max_length=max(longest) + 1
+            options, config, start=start, nbest=nbest, max_length=int(longest.max())
         ),
-        stopping_criteria=StoppingCriteriaList(
-            [_LongestOutputs(torch.tensor(longest, device=device))]
-        ),
-        past_key_values=_BeamCache(DynamicCache(config=config), DynamicCache(config=config)),
+        stopping_criteria=StoppingCriteriaList([_LongestOutputs(longest)]),
+        past_key_values=_BeamCache(DynamicCache(), DynamicCache()),
     )
-    log_p = _log_probabilities(model, encoded, mask, sequences, nbest, (1.0, temperature))
+    log_p = _log_probabilities(model, encoded, mask, sequences, given, nbest, (1.0, temperature))
+    tokens = config.eos_token_id, config.pad_token_id
     hypotheses = [
-        _hypothesis(ids, found, tempered, options.length_penalty)
-        for ids, (found, tempered) in zip(sequences[:, 1:].tolist(), log_p.tolist(), strict=True)
+        _hypothesis(ids, found, tempered, options.length_penalty, tokens, given - 1)
+        for ids, (found, tempered) in zip(
+            sequences[:, given:].tolist(), log_p.tolist(), strict=True
+        )
     ]
     return [hypotheses[i : i + nbest] for i in range(0, len(hypotheses), nbest)]
 
@@ -296,28 +329,34 @@ def _encoder_outputs(states: Tensor) -> BaseModelOutput:
 
 
 def _log_probabilities(
-    model: MarianMTModel,
+    model: PreTrainedModel,
     encoded: Tensor,
     mask: Tensor,
     sequences: Tensor,
+    given: int,
     nbest: int,
     temperatures: Sequence[float],
 ) -> Tensor:
-    """Log-probability of each token of the sequences (rows, 1 + T), in one pass.
+    """Log-probability of each token of the sequences (rows, given + T), in one pass.
 
     Returns:
         (rows, temperatures, T).
     """
-    given, tokens = sequences[:, :-1], sequences[:, 1:].unsqueeze(-1)
-    rows = max(1, _SCORED_LOGITS // (given.shape[1] * model.lm_head.out_features))
+    prefixes, tokens = sequences[:, :-1], sequences[:, given:].unsqueeze(-1)
+    types = len(model.get_output_embeddings().weight)
+    rows = max(1, _SCORED_LOGITS // (prefixes.shape[1] * types))
     blocks = []
     for index in torch.arange(len(sequences), device=sequences.device).split(rows):
-        logits = model(
-            encoder_outputs=_encoder_outputs(encoded[index // nbest]),
-            attention_mask=mask[index // nbest],
-            decoder_input_ids=given[index],
-            use_cache=False,
-        ).logits.float()
+        logits = (
+            model(
+                encoder_outputs=_encoder_outputs(encoded[index // nbest]),
+                attention_mask=mask[index // nbest],
+                decoder_input_ids=prefixes[index],
+                use_cache=False,
+            )
+            .logits[:, given - 1 :]
+            .float()
+        )
         found = {}
         for t in {*temperatures}:
             scaled = logits if t == 1 else logits / t
@@ -327,16 +366,29 @@ def _log_probabilities(
 
 
 def _hypothesis(
-    ids: list[int], log_p: list[float], tempered: list[float], length_penalty: float
+    ids: list[int],
+    log_p: list[float],
+    tempered: list[float],
+    length_penalty: float,
+    tokens: tuple[int, int],
+    forced: int,
 ) -> Hypothesis:
-    """A row of ``generate``, without what follows its end."""
-    if EOS in ids:
-        end = ids.index(EOS)
+    """A row of ``generate``, without what is given before it and what follows its end.
+
+    Args:
+        ids, log_p, tempered: the row, with the log-probability of each token.
+        length_penalty: see :class:`Decode`.
+        tokens: those that end a sentence and fill up a row.
+        forced: how many tokens were forced before it.
+    """
+    eos, pad = tokens
+    if eos in ids:
+        end = ids.index(eos)
         length = end + 1
     else:  # at the length limit; padded if another sentence of the batch is longer
-        length = end = ids.index(PAD) if PAD in ids else len(ids)
+        length = end = ids.index(pad) if pad in ids else len(ids)
     return Hypothesis(
         ids=tuple(ids[:end]),
-        score=sum(log_p[:length]) / length**length_penalty,
+        score=sum(log_p[:length]) / (length + forced) ** length_penalty,
         probabilities=tuple(map(math.exp, tempered[:length])),
     )

@@ -86,7 +86,12 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
     if out.exists():
         raise RequestError(f"{out} exists: choose another --out")
     folder = ModelFolder.find(run)
-    model, tokenizers = folder.load(), folder.tokenizers()
+    if folder.pretrained:
+        raise RequestError(
+            f"{folder.path} started from a pre-trained model; CTranslate2 has a converter for "
+            f"those: ct2-transformers-converter --model {folder.path} --output_dir {out}"
+        )
+    model, tokenizers = folder.load().plain(), folder.tokenizers()
     unfinished = atomic.temporary(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +119,7 @@ def _add_text(folder: ModelFolder, out: Path) -> None:
     if target is not source:
         target.save_pretrained(out / "target_tokenizer")
     facts: dict[str, Any] = {
-        "pairs": [vars(pair) for pair in folder.pairs],
+        "pairs": [pair.entry() for pair in folder.pairs],
         "text": folder.text.model_dump(mode="json"),
         "decode": folder.decode.model_dump(mode="json"),
         "temperature": folder.temperature,

@@ -10,15 +10,17 @@ the logits of a batch. A saved model is a plain Marian model, which ``AutoModelF
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MarianConfig, MarianMTModel
+from transformers import MarianConfig, MarianMTModel, PretrainedConfig
 from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._names import Registry
@@ -40,6 +42,15 @@ MODEL_PRESETS = Registry(
         "base": {"width": 512, "ffn": 2048, "heads": 8, "layers": 6},
     },
 )
+
+
+_POSITIONS = 1024  # of a model whose positions are relative, so that it has no limit
+
+
+def positions_of(config: PretrainedConfig) -> int:
+    """The longest sequence that a model takes, in tokens."""
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return int(next(filter(None, found), _POSITIONS))
 
 
 def marian_config(
@@ -176,6 +187,11 @@ class TranslationModel(nn.Module):
                 head = self.fixnorm and name == "lm_head.weight"
                 plain[name] = _unit(tensor) if embeds or head else tensor
         return plain
+
+    def plain_config(self) -> dict[str, Any]:
+        """The config with which plain transformers loads the model."""
+        config: dict[str, Any] = json.loads(self.marian.config.to_json_string(use_diff=False))
+        return config | {"architectures": ["MarianMTModel"]}
 
     @torch.no_grad()
     def fold_temperature(self, temperature: float) -> None:

@@ -68,6 +68,7 @@ def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
 
 
 MAX_TYPES = 10_000_000
+_SUBWORDS = ("vocabulary", "merges", "codes", "sentencepiece", "tokenizer")  # one of them
 
 
 class Processing(Section):
@@ -148,6 +149,15 @@ class Processing(Section):
         description="SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
         "spm_train makes one.",
     )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Use the tokenizer of this Hugging Face folder, for model.pretrained.",
+    )
+    prefix: str = Field(
+        default="",
+        description="With --tokenizer: text before each source sentence, such as 'translate German "
+        "to English: ' for T5. {source} and {target} stand for the languages.",
+    )
     share: Literal["all", "merges", "nothing"] = Field(
         default="all",
         description="What the two languages share: all (one vocabulary, the default), merges (one "
@@ -156,16 +166,20 @@ class Processing(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Processing:
-        names = ("vocabulary", "merges", "codes", "sentencepiece")
-        sizes = [name for name in names if getattr(self, name) is not None]
+        sizes = [name for name in _SUBWORDS if getattr(self, name) is not None]
         if len(sizes) > 1:
             raise ValueError(f"{' and '.join(sizes)} exclude each other")
         if self.codes is not None and not self.text.spaced:
             raise ValueError("codes split tokens: they need moses, or text that is tokenized")
         if self.codes is not None and self.share == "nothing":
             raise ValueError("codes are for both sides: share can be all or merges")
-        if self.sentencepiece is not None and self.share != "all":
-            raise ValueError("sentencepiece is for both sides: share must be all")
+        for name in ("sentencepiece", "tokenizer"):
+            if getattr(self, name) is not None and self.share != "all":
+                raise ValueError(f"{name} is for both sides: share must be all")
+        if self.tokenizer is not None and self.text.spaced:
+            raise ValueError("tokenizer takes running text, without moses or tokenized")
+        if self.prefix and self.tokenizer is None:
+            raise ValueError("prefix: only with tokenizer")
         if self.training_text.spaced != self.text.spaced:
             raise ValueError("train_text and text must both be in tokens, or neither")
         if unknown := set(self.drop) - set(DROPPED):
@@ -339,7 +353,7 @@ def choose(
     values = dict(PREPARE_PRESETS[preset]) if preset else {}
     given = {name: value for name, value in settings.items() if value is not None}
     text = {name: value for name, value in text.items() if value is not None}
-    if given.keys() & {"vocabulary", "merges", "codes", "sentencepiece"}:
+    if given.keys() & set(_SUBWORDS):
         values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
     if given.get("valid") and "holdout" not in given:
         values.pop("holdout", None)

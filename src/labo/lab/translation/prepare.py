@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
 from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from ..text.subwords import (
     SPECIAL_TOKENS,
@@ -45,6 +46,7 @@ from ..text.subwords import (
     restrict,
 )
 from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
+from .framing import PairTokens, folder_tokenizers, frame_pairs
 from .guard import (
     Keys,
     Markup,
@@ -70,7 +72,6 @@ __all__ = ["prepare", "prepare_pairs", "summarize"]
 _CHUNK = 5_000  # pairs worked on at a time
 _SAMPLE = 10_000  # pairs of a file that are looked at for marks of earlier processing
 _MANY = 200_000  # pairs for which it pays to start processes
-_UNKNOWN = SPECIAL_TOKENS.index("<unk>")
 _LOOKS: dict[Markup, str] = {
     "tokenized": "tokenized already",
     "subwords": "split into subwords already",
@@ -229,11 +230,15 @@ def prepare_pairs(
         read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
     if processing.sentencepiece is not None:
         read_sentencepiece(Path(processing.sentencepiece).expanduser())
+    given = None
+    if processing.tokenizer is not None:
+        given = folder_tokenizers(processing.tokenizer)
+        pairs = frame_pairs(pairs, processing.tokenizer, *given, processing.prefix)
     try:
         with building(out, force) as folder, ProgressBars() as bars:
-            work = _Work(folder, list(pairs), processing, bars, list(notes))
+            work = _Work(folder, list(pairs), processing, bars, list(notes), given)
             work.clean(splits, sizes or {}, workers)
-            work.write_splits(*work.learn_subwords())
+            work.write_splits(*(given or work.learn_subwords()))
             work.write_manifest(inputs)
     except OSError as error:
         raise LabError(f"cannot write {out}: {error.strerror or error}") from error
@@ -249,6 +254,7 @@ class _Work:
     processing: Processing
     bars: ProgressBars
     notes: list[str]
+    given: tuple[Any, Any] | None = None  # tokenizers of a pre-trained model
     read: Counter[str] = field(default_factory=Counter)
     cleaned: Counter[str] = field(default_factory=Counter)
     sizes: Counter[str] = field(default_factory=Counter)
@@ -498,17 +504,25 @@ class _Work:
             self._refuse_empty(split, self.sizes[split])
             self._spill(split).unlink()
             self.tokens[split] = {side: int(c.sum()) for side, c in counts.items()}
-            self.unknown[split] = {side: int(c[_UNKNOWN]) for side, c in counts.items()}
+            unknown = {"source": source.unk_token_id, "target": target.unk_token_id}
+            self.unknown[split] = {
+                side: 0 if unknown[side] is None else int(c[unknown[side]])
+                for side, c in counts.items()
+            }
             if split == "train":
                 frequencies = {side: c.tolist() for side, c in counts.items()}
                 write_text(self.folder / "frequencies.json", json.dumps(frequencies) + "\n")
-        save_tokenizer(source, self.folder / "tokenizer")
-        if target is not source:
-            save_tokenizer(target, self.folder / "target_tokenizer")
+        named = {"tokenizer": source, "target_tokenizer": target}
+        for name, tokenizer in named.items():
+            if name == "tokenizer" or target is not source:
+                if self.given is None:
+                    save_tokenizer(tokenizer, self.folder / name)
+                else:
+                    tokenizer.save_pretrained(self.folder / name)
         self.vocabulary = {
             "kind": "joint" if target is source else "separate",
-            "source": len(source),
-            "target": len(target),
+            "source": vocabulary_size(source),
+            "target": vocabulary_size(target),
         }
 
     def _write_split(
@@ -520,10 +534,10 @@ class _Work:
         limits = (0, 0.0)
         if split == "train" or held_out:
             limits = options.max_pieces, options.max_piece_ratio
-        starts = [source.convert_tokens_to_ids([p.tag]) if p.tag else [] for p in self.pairs]
+        tokens = [PairTokens(pair, source, target) for pair in self.pairs]
         counts = {
-            "source": np.zeros(len(source), dtype=np.int64),
-            "target": np.zeros(len(target), dtype=np.int64),
+            "source": np.zeros(vocabulary_size(source), dtype=np.int64),
+            "target": np.zeros(vocabulary_size(target), dtype=np.int64),
         }
         with (
             ArrowFile(self.folder / f"{split}.arrow", schema(split)) as file,
@@ -532,19 +546,16 @@ class _Work:
             for batch in read_batches(self._spill(split), _CHUNK):
                 ids: dict[str, list[list[int]]] = {"source": [], "target": []}
                 wanted = []
-                for pair, one, other in zip(
-                    batch["pair"].to_pylist(),
-                    encode(source, batch["source"].to_pylist()),
-                    encode(target, batch["target"].to_pylist()),
-                    strict=True,
-                ):
-                    lengths = len(one) - 1, len(other) - 1  # without the end mark
+                encoded = _encoded(batch, tokens)
+                for pair in batch["pair"].to_pylist():
+                    one, other = next(encoded[pair])
+                    lengths = len(one) - tokens[pair].around, len(other) - 1  # the text alone
                     reason = _objection(lengths, *limits)
                     wanted.append(reason is None)
                     if reason:
                         self.dropped[split][reason] += 1
                     else:
-                        ids["source"].append(starts[pair] + one)
+                        ids["source"].append(one)
                         ids["target"].append(other)
                 for side, count in counts.items():
                     flat = np.fromiter(chain.from_iterable(ids[side]), dtype=np.int64)
@@ -560,7 +571,7 @@ class _Work:
     def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
         """Write what the folder holds; this is the last file."""
         manifest = {
-            "pairs": [asdict(pair) for pair in self.pairs],
+            "pairs": [pair.entry() for pair in self.pairs],
             "text": self.processing.text.model_dump(),
             "processing": self._processing(),
             "vocabulary": self.vocabulary,
@@ -589,7 +600,26 @@ class _Work:
             if (name := getattr(self.processing, option)) is not None:
                 path = Path(name).expanduser()
                 document[option] = {"file": path.name, "sha256": sha256(path)}
+        if self.processing.tokenizer is not None and self.given is not None:
+            folder = Path(self.processing.tokenizer).expanduser()
+            document["tokenizer"] = {
+                "folder": folder.name,
+                "vocabulary": vocabulary_digest(self.given[0]),
+            }
         return document
+
+
+def _encoded(
+    batch: pa.RecordBatch, tokens: Sequence[PairTokens]
+) -> list[Iterator[tuple[list[int], list[int]]]]:
+    """The ids of both sides of the sentence pairs of each direction, in their order."""
+    found: list[Iterator[tuple[list[int], list[int]]]] = []
+    for number, direction in enumerate(tokens):
+        mine = batch.filter(pa.array(batch["pair"].to_numpy() == number))
+        sources = direction.sources(mine["source"].to_pylist())
+        targets = direction.targets(mine["target"].to_pylist())
+        found.append(zip(sources, targets, strict=True))
+    return found
 
 
 def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | None:
@@ -606,8 +636,13 @@ def _text_schema(split: str) -> pa.Schema:
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
 
 
-def summarize(prepared: Prepared) -> None:
-    """Print how many pairs were kept, where they are, and the command that trains on them."""
+def summarize(prepared: Prepared, tokenizer: str | None = None) -> None:
+    """Print how many pairs were kept, where they are, and the command that trains on them.
+
+    Args:
+        prepared: the data.
+        tokenizer: the folder of the pre-trained model that they are for.
+    """
     manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
     table = Table("split", "read", "dropped", "kept", "source tokens", "target tokens", box=None)
     table.add_column("unknown", no_wrap=True)
@@ -634,9 +669,13 @@ def summarize(prepared: Prepared) -> None:
     for line in _observations(manifest):
         console.print(line, markup=False)
     console.print(f"{prepared.path} is ready; to train on it:", markup=False)
-    embeddings = "" if vocabulary["kind"] == "joint" else " model.embeddings=decoder"
+    recipe, further = "translation", ""
+    if tokenizer is not None:
+        recipe, further = "translation-sft", f" model.pretrained={shlex.quote(tokenizer)}"
+    elif vocabulary["kind"] == "separate":
+        further = " model.embeddings=decoder"
     console.print(
-        f"labo train translation data.path={shlex.quote(str(prepared.path))}{embeddings}",
+        f"labo train {recipe} data.path={shlex.quote(str(prepared.path))}{further}",
         markup=False,
     )
 

@@ -23,21 +23,21 @@ from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
 from ..text.arrow import flat_lists, read_table
 from ..text.folder import MANIFEST, SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
+from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_size
 from .text import TextOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Pair", "Prepared", "TextSplit", "read_split", "schema"]
+__all__ = ["Frame", "Pair", "PairEntry", "Prepared", "TextSplit", "read_split", "schema"]
 
 Side = Literal["source", "target"]
 
 _ALWAYS_THERE = (
     *(f"{split}.arrow" for split in SPLITS),
     "frequencies.json",
-    "tokenizer/tokenizer.json",
 )
-_TARGET = "target_tokenizer/tokenizer.json"
+_SOURCE, _TARGET = "tokenizer/tokenizer.json", "target_tokenizer/tokenizer.json"
 
 
 def schema(split: str) -> pa.Schema:
@@ -47,16 +47,46 @@ def schema(split: str) -> pa.Schema:
     return pa.schema(ids if split == "train" else ids + texts)
 
 
+class Frame(Document):
+    """What is put around the sentences of a pre-trained model, see :func:`frame_pairs`.
+
+    Attributes:
+        prefix: text before each source.
+        before: ids before a source, such as that of its language.
+        after: ids after a source: </s>, and what follows it.
+        target_before: ids between the start token of the decoder and a target.
+        target_after: ids after </s> of a target. mBART has the target language there.
+    """
+
+    prefix: str
+    before: list[NonNegativeInt]
+    after: list[NonNegativeInt]
+    target_before: list[NonNegativeInt]
+    target_after: list[NonNegativeInt]
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A direction of translation; the tag, if any, is the first token of each source."""
+    """A direction of translation.
+
+    Attributes:
+        source, target: the languages.
+        tag: the first token of each source, if any.
+        frame: for the tokenizer of a pre-trained model. None: sources and targets end with </s>.
+    """
 
     source: str
     target: str
     tag: str | None = None
+    frame: Frame | None = None
 
     def __str__(self) -> str:
         return f"{self.source}-{self.target}"
+
+    def entry(self) -> dict[str, Any]:
+        """As JSON."""
+        known = {"source": self.source, "target": self.target, "tag": self.tag}
+        return known if self.frame is None else known | {"frame": self.frame.model_dump()}
 
 
 class _Vocabulary(Document):
@@ -65,16 +95,22 @@ class _Vocabulary(Document):
     target: int = Field(ge=1)
 
 
-class _PairEntry(Document):
+class PairEntry(Document):
+    """A :class:`Pair` in a JSON file."""
+
     source: str
     target: str
     tag: str | None = None
+    frame: Frame | None = None
+
+    def pair(self) -> Pair:
+        return Pair(self.source, self.target, self.tag, self.frame)
 
 
 class _PairManifest(FolderManifest):
     """What ``prepared.json`` must hold; it says more."""
 
-    pairs: list[_PairEntry] = Field(min_length=1)
+    pairs: list[PairEntry] = Field(min_length=1)
     text: TextOptions
     vocabulary: _Vocabulary
     sizes: dict[str, NonNegativeInt]
@@ -166,6 +202,7 @@ class Prepared:
         fingerprint: 64 hex digits, the same for the same content.
         pairs: the directions of translation.
         text: what was done to the text, and has to be done to text that is translated.
+        pretrained: whether the tokenizers are those of a pre-trained model.
 
     Raises:
         DataError: it is no prepared folder, or an unfinished or damaged one.
@@ -175,24 +212,46 @@ class Prepared:
         self.path = Path(path).expanduser()
         checked = read_manifest(self.path, _PairManifest, "labo prepare", _ALWAYS_THERE)
         self._vocabulary = checked.vocabulary
-        if self._vocabulary.kind == "separate" and _TARGET not in checked.sha256:
-            raise DataError(f"{self.path / MANIFEST}: sha256 has no {_TARGET}")
         self.manifest: dict[str, Any] = checked.model_dump()
         self.fingerprint = checked.content_fingerprint
-        self.pairs = [Pair(pair.source, pair.target, pair.tag) for pair in checked.pairs]
+        self.pairs = [entry.pair() for entry in checked.pairs]
+        self.pretrained = any(pair.frame for pair in self.pairs)
         self.text = checked.text
+        needed = [] if self.pretrained else [_SOURCE]
+        needed += [_TARGET] if self._vocabulary.kind == "separate" else []
+        for name in needed:
+            if name not in checked.sha256:
+                raise DataError(f"{self.path / MANIFEST}: sha256 has no {name}")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the source, or of both sides."""
-        return load_tokenizer(self.path / "tokenizer", self._vocabulary.source)
+        return self._load("tokenizer", self._vocabulary.source)
 
     @cached_property
     def target_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the target; the same object as ``tokenizer`` for a joint vocabulary."""
         if self._vocabulary.kind == "joint":
             return self.tokenizer
-        return load_tokenizer(self.path / "target_tokenizer", self._vocabulary.target)
+        return self._load("target_tokenizer", self._vocabulary.target)
+
+    def _load(self, name: str, size: int) -> PreTrainedTokenizerFast:
+        if not self.pretrained:
+            return load_tokenizer(self.path / name, size)
+        tokenizer = pretrained_tokenizer(self.path / name, fast=False)
+        if (found := vocabulary_size(tokenizer)) != size:
+            raise DataError(f"{self.path / name}: {found} types, but {MANIFEST} says {size}")
+        return tokenizer
+
+    @property
+    def pad(self) -> int:
+        """The id that fills up rows."""
+        return int(self.tokenizer.pad_token_id)
+
+    @property
+    def end(self) -> int:
+        """The id that ends a target."""
+        return int(self.target_tokenizer.eos_token_id)
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""

@@ -20,9 +20,7 @@ from ..text.batching import rounded
 from ..text.forced import mean_metrics, token_statistics
 from ..text.head import Head
 from ..text.lines import read_lines
-from ..text.subwords import encode
 from . import bleu
-from .model import EOS, PAD, TranslationModel
 from .translate import Translator
 
 __all__ = ["PairScore", "evaluate_files", "score_files", "score_pairs"]
@@ -78,15 +76,16 @@ def score_pairs(
     Raises:
         RequestError: a sentence is longer than the model.
     """
-    pipeline, positions = translator.pipeline, translator.model.config.max_position_embeddings
-    given = encode(translator.tokenizer, [pipeline.source(line) for line in sources])
-    wanted = encode(translator.target_tokenizer, [pipeline.target(line) for line in targets])
-    pairs = [([*translator.tag, *s], t) for s, t in zip(given, wanted, strict=True)]
+    pipeline, positions = translator.pipeline, translator.positions
+    given = translator.tokens.sources([pipeline.source(line) for line in sources])
+    wanted = translator.tokens.targets([pipeline.target(line) for line in targets])
+    pairs = list(zip(given, wanted, strict=True))
+    limits = {"source": positions, "target": positions - len(translator.start) + 1}
     for number, pair in enumerate(pairs, first_line):
-        for side, ids in zip(("source", "target"), pair, strict=True):
-            if len(ids) > positions:
+        for (side, limit), ids in zip(limits.items(), pair, strict=True):
+            if len(ids) > limit:
                 raise RequestError(
-                    f"line {number}: the {side} has {len(ids)} tokens, the model takes {positions}"
+                    f"line {number}: the {side} has {len(ids)} tokens, the model takes {limit}"
                 )
     order = sorted(range(len(pairs)), key=lambda i: max(map(len, pairs[i])))
     found: dict[int, PairScore] = {}
@@ -109,15 +108,18 @@ def _batches(
 
 
 def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[PairScore]:
-    device = translator.model.device
-    source = _padded([s for s, _ in pairs]).to(device)
-    target = _padded([t for _, t in pairs]).to(device)
-    start = torch.full((len(pairs), 1), EOS, device=device)
+    model, given = translator.model, len(translator.start)
+    pad, device = model.config.pad_token_id, model.device
+    source = _padded([s for s, _ in pairs], pad).to(device)
+    target = _padded([t for _, t in pairs], pad).to(device)
+    start = torch.tensor([translator.start] * len(pairs), device=device)
     prefix = torch.cat([start, target[:, :-1]], 1)
-    real = target != PAD
-    head: Head = TranslationModel(translator.model)(source, source != PAD, prefix)
-    bias = translator.model.final_logits_bias.squeeze(0)
-    head = head._replace(states=head.states[real], bias=bias)
+    real = target != pad
+    head: Head = translator.network(source, source != pad, prefix)
+    bias = head.bias
+    if hasattr(model, "final_logits_bias"):  # a model of our own leaves out this constant
+        bias = model.final_logits_bias.squeeze(0)
+    head = head._replace(states=head.states[:, given - 1 :][real], bias=bias)
     temperature = translator.temperature
     statistics = token_statistics(head, target[real], temperature)
     lengths = real.sum(-1).tolist()
@@ -134,9 +136,9 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     ]
 
 
-def _padded(rows: Sequence[list[int]]) -> torch.Tensor:
+def _padded(rows: Sequence[list[int]], pad: int) -> torch.Tensor:
     width = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
+    return torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
 
 
 # ------------------------------------------------------------------ files

@@ -26,6 +26,7 @@ from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
 from ..methods import METHODS
+from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze
 from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
@@ -33,24 +34,34 @@ from ..text import forced
 from ..text.batching import batches_by_length, in_order, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head
-from ..text.task import TokenTask
+from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from ..text.task import IGNORED, TokenTask
 from . import bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
+from .finetuning import (
+    AnyTranslator,
+    FolderTranslator,
+    check_tokens,
+    load_translator,
+    start_tokens,
+    target_types,
+    translation_config,
+)
+from .framing import folder_tokenizers
 from .model import (
     EOS,
     MODEL_PRESETS,
     NUM_SPECIAL,
-    PAD,
     TranslationModel,
     fresh_translator,
-    load_marian,
     marian_config,
+    positions_of,
 )
 from .options import MAX_TYPES
 from .prepared import Prepared, Side, TextSplit
 from .text import Pipeline
+from .translate import ModelFolder
 
-_IGNORED = -100
 _EXPLORED = 5  # examples saved with all their logits
 
 
@@ -100,16 +111,29 @@ class TextData(config.Section):
 
 
 class TextModel(config.Section):
-    """The Transformer: a preset, and what differs from it."""
+    """The Transformer: a preset and what differs from it, or a pre-trained model."""
 
-    preset: str = Field(
+    preset: str | None = Field(
+        None,
         description="The dimensions (width/ffn, heads, layers): "
         + ", ".join(
             f"{name} ({p['width']}/{p['ffn']}, {p['heads']}, {p['layers']}+{p['layers']})"
             for name, p in MODEL_PRESETS.items()
         )
-        + "."
+        + ".",
     )
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with an encoder-decoder to start from, such as Marian, "
+        "T5, BART, mBART, M2M100 or NLLB. Only safetensors are read. All other keys but `freeze` "
+        "and `lora` are for presets.",
+    )
+    freeze: config.Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `model.encoder`; `*` "
+        "matches anything.",
+    )
+    lora: Lora | None = Field(None, description="With `pretrained`: train low-rank adapters only.")
     width: int | None = Field(
         None, ge=2, description="Width of embeddings and layers. null: as in the preset."
     )
@@ -142,13 +166,26 @@ class TextModel(config.Section):
 
     @field_validator("preset")
     @classmethod
-    def _known(cls, preset: str) -> str:
-        if preset not in MODEL_PRESETS:
+    def _known(cls, preset: str | None) -> str | None:
+        if preset is not None and preset not in MODEL_PRESETS:
             raise ValueError(unknown_name("preset", preset, MODEL_PRESETS))
         return preset
 
     @model_validator(mode="after")
     def _consistent(self) -> TextModel:
+        if (self.preset is None) == (self.pretrained is None):
+            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
+        if self.pretrained is not None:
+            start = {"preset", "pretrained", "freeze", "lora"}
+            defaults = {n: f.default for n, f in TextModel.model_fields.items() if n not in start}
+            if given := [n for n, default in defaults.items() if getattr(self, n) != default]:
+                raise ValueError(
+                    f"{', '.join(given)}: a pretrained model has its own "
+                    "(model={pretrained: FOLDER} leaves out what the recipe says)"
+                )
+            return self
+        if self.lora is not None:
+            raise ValueError("lora: adapters are for a pretrained model")
         width, heads = self.dimensions()["width"], self.dimensions()["heads"]
         if width % heads or width % 2:
             raise ValueError(f"width {width} must be even and divisible by heads {heads}")
@@ -157,7 +194,8 @@ class TextModel(config.Section):
         return self
 
     def dimensions(self) -> dict[str, int]:
-        preset = MODEL_PRESETS[self.preset]
+        """Those of the preset, with what differs from it."""
+        preset = MODEL_PRESETS[str(self.preset)]
         layers = {"encoder_layers": preset["layers"], "decoder_layers": preset["layers"]}
         values = {name: preset[name] for name in ("width", "ffn", "heads")} | layers
         return {name: getattr(self, name) or value for name, value in values.items()}
@@ -216,7 +254,7 @@ class Sentences:
     Attributes:
         source: (N, S) token ids.
         mask: (N, S), False where the source is padding; None if there is no padding.
-        prefix: (N, T), </s> followed by the target without its last token.
+        prefix: (N, T), the start tokens followed by the target without its last token.
     """
 
     source: Tensor
@@ -250,9 +288,19 @@ class TranslationTask(TokenTask):
         self.recipe = recipe
         self.data = _load(recipe.data)
         self.fingerprint = f"{recipe.data.name}@{self.data.fingerprint[:12]}"
-        self.vocabularies = len(self.data.tokenizer), len(self.data.target_tokenizer)
+        tokenizers = self.data.tokenizer, self.data.target_tokenizer
+        self.vocabularies = vocabulary_size(tokenizers[0]), vocabulary_size(tokenizers[1])
         self.num_classes = self.vocabularies[1]
-        if recipe.model.embeddings == "shared" and not self._joint:
+        self._positions = recipe.model.positions
+        self._starts = torch.full((len(self.data.pairs), 1), EOS)  # (directions, given tokens)
+        if recipe.model.pretrained is not None:
+            self._take_up(recipe.model.pretrained)
+        elif self.data.pretrained:
+            raise RequestError(
+                f"{self.data.path} was prepared with the tokenizer of a pre-trained model: set "
+                "model.pretrained to its folder"
+            )
+        elif recipe.model.embeddings == "shared" and not self._joint:
             raise RequestError(
                 "model.embeddings: shared needs one vocabulary, but this data has two; set it to "
                 "decoder or separate"
@@ -265,7 +313,9 @@ class TranslationTask(TokenTask):
         self.set_batches(batches)
         self.size = len(self._train)
         warning = METHODS[recipe.method["name"]].from_scratch
-        self.notes = left_out if warning is None else [*left_out, warning]
+        if warning is not None and recipe.model.pretrained is None:
+            left_out = [*left_out, warning]
+        self.notes = left_out
         self._dropout: dict[Side, BpeDropout] = {}
         if recipe.data.bpe_dropout:
             self._dropout = {
@@ -282,7 +332,45 @@ class TranslationTask(TokenTask):
 
     # ------------------------------------------------------------------ the model
 
-    def build_model(self) -> TranslationModel:
+    def _take_up(self, folder: str) -> None:
+        """Take the special tokens and sizes of a pre-trained model; refuse what does not fit."""
+        settings = translation_config(folder)
+        tokenizers = self.data.tokenizer, self.data.target_tokenizer
+        theirs = list(map(vocabulary_digest, folder_tokenizers(folder)))
+        fits = theirs == list(map(vocabulary_digest, tokenizers))
+        # Subwords that `labo prepare` learned are those of its own models.
+        if not fits or not (self.data.pretrained or hasattr(settings, "labo")):
+            raise RequestError(
+                f"{self.data.path} was not prepared with the tokenizer of {folder}: "
+                f"`labo prepare ... --tokenizer {folder}` does that"
+            )
+        check_tokens(folder, settings, self.data.target_tokenizer)
+        for name in ("switchout_source", "switchout_target", "bpe_dropout"):
+            if self.data.pretrained and getattr(self.recipe.data, name):
+                raise RequestError(
+                    f"data.{name}: only for subwords that `labo prepare` learned, not for those of "
+                    "a pre-trained model"
+                )
+        self.num_classes = target_types(settings)
+        self.fingerprint += f"~{folder_digest(folder)}"
+        self._positions = positions_of(settings)
+        self._starts = torch.tensor([start_tokens(settings, pair) for pair in self.data.pairs])
+
+    def build_model(self) -> AnyTranslator:
+        options = self.recipe.model
+        if options.pretrained is None:
+            fresh = self._fresh_model()
+            if options.freeze:
+                freeze(fresh.marian, options.freeze)
+            return fresh
+        model = load_translator(options.pretrained)
+        if options.freeze:
+            freeze(model.network, options.freeze)
+        if options.lora is not None:
+            add_lora(model.network, options.lora, [model.head_name], train_heads=False)
+        return model
+
+    def _fresh_model(self) -> TranslationModel:
         model, options = self.recipe.model, ("dropout", "attention_dropout", "activation_dropout")
         marian = marian_config(
             self.vocabularies,
@@ -294,16 +382,19 @@ class TranslationTask(TokenTask):
         return fresh_translator(marian, fixnorm=model.fixnorm)
 
     @staticmethod
-    def load_model(folder: Path) -> TranslationModel:
-        return TranslationModel(load_marian(folder))
+    def load_model(folder: Path) -> AnyTranslator:
+        return ModelFolder.find(folder).load()
 
     def facts(self) -> dict[str, Any]:
         """The facts that are saved with the model, besides its dimensions."""
+        target = self.data.target_tokenizer
         return {
             "task": self.recipe.task,
             "num_classes": self.num_classes,
-            "vocabulary": text_digest(self.data.target_tokenizer.backend_tokenizer.to_str()),
-            "pairs": self.data.manifest["pairs"],
+            "vocabulary": vocabulary_digest(target)
+            if self.data.pretrained
+            else text_digest(target.backend_tokenizer.to_str()),
+            "pairs": [pair.entry() for pair in self.data.pairs],
             "text": self.data.manifest["text"],
             "decode": self.recipe.decode.model_dump(mode="json"),
         }
@@ -311,18 +402,25 @@ class TranslationTask(TokenTask):
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
-        assert isinstance(model, TranslationModel)
-        marian = json.loads(model.marian.config.to_json_string(use_diff=False))
-        marian |= {"architectures": ["MarianMTModel"], "labo": self.facts()}
-        generation = generation_config(self.recipe.decode, model.marian.config)
-        texts: dict[str, str | bytes] = {
-            "config.json": json.dumps(marian, indent=2) + "\n",
+        assert isinstance(model, AnyTranslator)
+        options = self.recipe.model
+        settings = model.plain_config() | {"labo": self.facts()}
+        # With several target languages a caller of generate names the one that is wanted.
+        start = self._starts[0] if len(self._starts.unique(dim=0)) == 1 else self._starts[0, :1]
+        generation = generation_config(
+            self.recipe.decode, model.plain().config, start=start.tolist()
+        )
+        files: dict[str, str | bytes] = {
+            "config.json": json.dumps(settings, indent=2) + "\n",
             "generation_config.json": generation.to_json_string(),
         }
+        if isinstance(model, FolderTranslator):
+            apart = model.network_weights(weights)
+            files |= adapter_files(model.network, apart, options.lora, options.pretrained)
         for folder, prefix in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/")):
             for path in sorted((self.data.path / folder).glob("*")):
-                texts[prefix + path.name] = path.read_text(encoding="utf-8")
-        return model.plain_weights(weights), texts
+                files[prefix + path.name] = path.read_bytes()
+        return model.plain_weights(weights), files
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states for the target tokens of a batch, without padding, and the output layer."""
@@ -330,17 +428,15 @@ class TranslationTask(TokenTask):
         head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
         return head.at(self.learned(batch))
 
-    def learned(self, batch: Batch) -> Tensor:
-        real: Tensor = batch.inputs.prefix != PAD
-        return real
-
     # ------------------------------------------------------------------ training batches
 
     def _make_batches(self) -> tuple[list[Tensor], list[str]]:
         """The sentences of each batch, the same in every epoch, and notes for the user."""
         limit = self.recipe.train.batch_tokens
-        longest = torch.maximum(_lengths(self._train, "source"), _lengths(self._train, "target"))
-        fits = longest <= min(limit, self.recipe.model.positions)
+        given = self._starts.shape[1] - 1  # tokens before a target, besides the start token
+        lengths = _lengths(self._train, "source"), _lengths(self._train, "target") + given
+        longest = torch.maximum(*lengths)
+        fits = longest <= min(limit, self._positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
         batches = batches_by_length(longest, fits, limit, self.recipe.seed)
@@ -361,7 +457,7 @@ class TranslationTask(TokenTask):
         usual = getattr(self._train, side)(sample).tolist()
         draws = Random(mix(self.recipe.seed, f"bpe dropout of {side}", epoch, sample))
         found = self._dropout[side](usual, draws)
-        return found if len(found) <= self.recipe.model.positions else usual
+        return found if len(found) <= self._positions else usual
 
     def _batch(self, split: TextSplit, index: Tensor, epoch: int, *, training: bool) -> Batch:
         sides = {}
@@ -369,9 +465,9 @@ class TranslationTask(TokenTask):
         for name, size in zip(names, self.vocabularies, strict=True):
             if training and self._dropout:
                 rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
-                ids = _padded_rows(rows)
+                ids = _padded_rows(rows, self.data.pad)
             else:
-                ids = _padded(split, name, index)
+                ids = _padded(split, name, index, self.data.pad)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
             if training and temperature:
                 draws = uniforms(
@@ -379,16 +475,15 @@ class TranslationTask(TokenTask):
                 )
                 ids = switchout(ids, draws, temperature, self._first_type, size)
             sides[name] = ids
-        source, target = sides["source"], sides["target"]
-        mask = source != PAD
-        start = torch.full((len(index), 1), EOS)
-        sentences = Sentences(
-            source,
-            None if bool(mask.all()) else mask,
-            # Positions after the end of a target are padding, so no loss is computed there.
-            torch.cat([start, target[:, :-1]], 1).masked_fill(target == PAD, PAD),
-        )
-        return Batch(sentences, target.masked_fill(target == PAD, _IGNORED), index, epoch)
+        source, target, pad = sides["source"], sides["target"], self.data.pad
+        mask = source != pad
+        start = self._starts[torch.from_numpy(split.pair[index.numpy()]).long()]
+        given = torch.full_like(start[:, 1:], IGNORED)
+        labels = torch.cat([given, target.masked_fill(target == pad, IGNORED)], 1)
+        prefix = torch.cat([start, target[:, :-1]], 1)
+        prefix[:, start.shape[1] :].masked_fill_(target[:, 1:] == pad, pad)
+        sentences = Sentences(source, None if bool(mask.all()) else mask, prefix)
+        return Batch(sentences, labels, index, epoch)
 
     @property
     def _first_type(self) -> int:
@@ -407,10 +502,19 @@ class TranslationTask(TokenTask):
             )
         source, target = (self.data.frequencies(side) > 0 for side in ("source", "target"))
         groups = torch.ones(self.num_classes, dtype=torch.int64)
-        groups[torch.from_numpy(target & ~source)] = 0
-        groups[torch.from_numpy(source & ~target)] = 2
-        groups[: self._first_type] = 1
+        groups[np.flatnonzero(target & ~source)] = 0
+        groups[np.flatnonzero(source & ~target)] = 2
+        groups[self._special] = 1
         return groups
+
+    @property
+    def _special(self) -> list[int]:
+        """The ids of special tokens and tags."""
+        if not self.data.pretrained:
+            return [*range(self._first_type)]
+        frames = [pair.frame for pair in self.data.pairs if pair.frame is not None]
+        around = [i for frame in frames for i in (*frame.before, *frame.after)]
+        return sorted({*self.data.tokenizer.all_special_ids, *around})
 
     # ------------------------------------------------------------------ scores
 
@@ -493,13 +597,17 @@ class TranslationTask(TokenTask):
     def _decode(
         self, model: nn.Module, split: TextSplit, accelerator: Accelerator, options: Decode
     ) -> list[Hypothesis]:
-        assert isinstance(model, TranslationModel)
-        mine = self._shares(split, accelerator)
-        sources = [split.source(i).tolist() for i in mine]
+        assert isinstance(model, AnyTranslator)
+        mine, plain = self._shares(split, accelerator), model.plain()
+        starts = [tuple(self._starts[pair].tolist()) for pair in split.pair]
+        best: list[tuple[int, Hypothesis]] = []
         with track(f"decoding, beam {options.beam}", len(mine)) as advance:
-            found = decode(model.plain(), sources, options, advance=advance)
-        best = [hypotheses[0] for hypotheses in found]
-        return in_order(gather_object(list(zip(mine, best, strict=True))))
+            for start in dict.fromkeys(starts):  # one search for all that start alike
+                part = [i for i in mine if starts[i] == start]
+                sources = [split.source(i).tolist() for i in part]
+                found = decode(plain, sources, options, start=start, advance=advance)
+                best += zip(part, (hypotheses[0] for hypotheses in found), strict=True)
+        return in_order(gather_object(best))
 
     @torch.no_grad()
     def _heads(
@@ -530,7 +638,7 @@ class TranslationTask(TokenTask):
         with track("scoring references", share) as advance:
             for part, batch, head in self._heads(model, split, accelerator):
                 stats = forced.token_statistics(head, self.tokens(batch), temperature)
-                lengths = (batch.target != _IGNORED).sum(-1).tolist()
+                lengths = (batch.target != IGNORED).sum(-1).tolist()
                 columns = {name: column.split(lengths) for name, column in stats.items()}
                 for position, index in enumerate(part):
                     row = {name: tokens[position].cpu() for name, tokens in columns.items()}
@@ -546,7 +654,7 @@ class TranslationTask(TokenTask):
             yield from forced.blocks(head, self.tokens(batch))
 
     def fold_temperature(self, model: nn.Module, temperature: float) -> None:
-        assert isinstance(model, TranslationModel)
+        assert isinstance(model, AnyTranslator)
         model.fold_temperature(temperature)
 
     def _records(
@@ -563,10 +671,10 @@ class TranslationTask(TokenTask):
         if self._joint:  # counts of the joint dictionary, as in the source of the paper
             counts = counts + self.data.frequencies("target")
         names = self.data.tokenizer.convert_ids_to_tokens
-        target_names = self.data.target_tokenizer.convert_ids_to_tokens
+        special = set(self._special)
         for index, (hypothesis, text) in enumerate(zip(hypotheses, texts, strict=True)):
             pair = self.data.pairs[int(split.pair[index])]
-            source = [int(i) for i in split.source(index) if i >= self._first_type]
+            source = [int(i) for i in split.source(index) if int(i) not in special]
             reference = split.target(index).tolist()
             ended = len(hypothesis.probabilities) > len(hypothesis.ids)
             record: dict[str, Any] = {
@@ -576,18 +684,24 @@ class TranslationTask(TokenTask):
                 "reference": split.target_text(index),
                 "hypothesis": text,
                 "source_tokens": names(source),
-                "tokens": target_names([*hypothesis.ids, *([EOS] if ended else [])]),
+                "tokens": self._names([*hypothesis.ids, *([self.data.end] if ended else [])]),
                 "probabilities": rounded(hypothesis.probabilities),
                 "score": hypothesis.score,
                 "frequency": float(counts[source].mean()) if source else 0.0,
                 "forced": forced.forced_record(
-                    target_names(reference), references[index], temperature
+                    self._names(reference), references[index], temperature
                 ),
                 "reference_length": len(reference),
             }
             if by_beam:
                 record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
             yield record
+
+    def _names(self, ids: Sequence[int]) -> list[str]:
+        """Target tokens. An output layer may have more rows than the tokenizer has types."""
+        types, tokens = self.vocabularies[1], self.data.target_tokenizer
+        known: list[str] = tokens.convert_ids_to_tokens([i if i < types else 0 for i in ids])
+        return [t if i < types else f"unused {i}" for i, t in zip(ids, known, strict=True)]
 
     @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
@@ -598,7 +712,7 @@ class TranslationTask(TokenTask):
         model.eval()
         head = self.outputs(model, batch)
         rivals = forced.rival_probabilities(head, self.tokens(batch))
-        lengths = (batch.target != _IGNORED).sum(-1)
+        lengths = (batch.target != IGNORED).sum(-1)
         sentences = torch.arange(len(index), device=lengths.device).repeat_interleave(lengths)
         tokens = self.data.target_tokenizer
         examples: list[dict[str, Any]] = []
@@ -623,7 +737,7 @@ class TranslationTask(TokenTask):
                 }
             )
         return {
-            "classes": tokens.convert_ids_to_tokens(list(range(self.num_classes))),
+            "classes": self._names(range(self.num_classes)),
             "examples": examples,
         }
 
@@ -648,21 +762,21 @@ def _lengths(split: TextSplit, side: Side) -> Tensor:
     return torch.from_numpy(split.lengths(side))
 
 
-def _padded(split: TextSplit, side: str, index: Tensor) -> Tensor:
+def _padded(split: TextSplit, side: str, index: Tensor, pad: int) -> Tensor:
     """(N, longest) token ids, padded on the right."""
     values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
     first = offsets[index.numpy()]
     lengths = offsets[index.numpy() + 1] - first
     columns = np.arange(lengths.max())
     real = columns < lengths[:, None]
-    ids = np.full(real.shape, PAD, dtype=np.int64)
+    ids = np.full(real.shape, pad, dtype=np.int64)
     ids[real] = values[(first[:, None] + columns)[real]]
     return torch.from_numpy(ids)
 
 
-def _padded_rows(rows: Sequence[Sequence[int]]) -> Tensor:
+def _padded_rows(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     """(N, longest) token ids, padded on the right."""
-    ids = torch.full((len(rows), max(map(len, rows))), PAD)
+    ids = torch.full((len(rows), max(map(len, rows))), pad)
     for row, values in zip(ids, rows, strict=True):
         row[: len(values)] = torch.tensor(values)
     return ids

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 from pydantic import Field, ValidationError
-from transformers import MarianMTModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ..config import explain
 from ..errors import RequestError
@@ -23,10 +23,12 @@ from ..run.calibration import divisor_of
 from ..run.files import Document, checked, read_json
 from ..tasks import find_model
 from ..text.stdio import Answer, Notice, answer_lines
-from ..text.subwords import encode, panics_refused
+from ..text.subwords import panics_refused
 from .decoding import Decode, Hypothesis, decode
-from .model import BOS, EOS, PAD, load_marian
-from .prepared import Pair
+from .finetuning import AnyTranslator, load_saved, start_tokens
+from .framing import PairTokens, folder_tokenizers
+from .model import BOS, EOS, PAD, positions_of
+from .prepared import Pair, PairEntry
 from .text import Pipeline, TextOptions
 
 _LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
@@ -52,16 +54,10 @@ class Translation:
 _NOTHING = Translation("", 0.0, (), ())
 
 
-class _PairFacts(Document):
-    source: str
-    target: str
-    tag: str | None = None
-
-
 class _Facts(Document):
     """What ``config.json`` of a translation model has under "labo"."""
 
-    pairs: list[_PairFacts] = Field(min_length=1)
+    pairs: list[PairEntry] = Field(min_length=1)
     text: TextOptions
     decode: Decode
 
@@ -120,18 +116,25 @@ class ModelFolder:
         known = checked(facts, _Facts, folder / "config.json", "labo.")
         return cls(
             folder,
-            tuple(Pair(pair.source, pair.target, pair.tag) for pair in known.pairs),
+            tuple(entry.pair() for entry in known.pairs),
             known.text,
             known.decode,
             divisor_of(folder),
         )
 
-    def load(self) -> MarianMTModel:
+    @property
+    def pretrained(self) -> bool:
+        """Whether the model started from a pre-trained one, whose tokenizer it has."""
+        return self.pairs[0].frame is not None
+
+    def load(self) -> AnyTranslator:
         """The model, on the CPU and in evaluation mode."""
-        return load_marian(self.path)
+        return load_saved(self.path, self.pairs[0])
 
     def tokenizers(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
         """The tokenizers of source and target; the same object for a joint vocabulary."""
+        if self.pretrained:
+            return folder_tokenizers(self.path)
         sizes = read_json(self.path / "config.json", _Sizes)
         source = _load_tokenizer(self.path, sizes.vocab_size)
         target = self.path / "target_tokenizer"
@@ -181,17 +184,14 @@ class Translator:
         self.temperature = folder.temperature
         self.notice = notice
         self.pipeline = Pipeline(folder.text, chosen.source, chosen.target)
-        self.model = folder.load()
+        self.network = folder.load()
+        self.model = self.network.plain()
         self.tokenizer, self.target_tokenizer = folder.tokenizers()
-        self.tag = [self._tag_id(chosen.tag)] if chosen.tag else []
+        self.tokens = PairTokens(chosen, self.tokenizer, self.target_tokenizer)
+        self.start = start_tokens(self.model.config, chosen)
+        self.positions = positions_of(self.model.config)
         if torch.accelerator.is_available():
-            self.model.to(torch.accelerator.current_accelerator())
-
-    def _tag_id(self, tag: str) -> int:
-        vocabulary = self.tokenizer.get_vocab()
-        if tag not in vocabulary:
-            raise RequestError(f"the tokenizer has no tag {tag}")
-        return int(vocabulary[tag])
+            self.network.to(torch.accelerator.current_accelerator())
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """The best translation of each line; that of an empty line is empty."""
@@ -217,9 +217,9 @@ class Translator:
         texts = [self.pipeline.source(line) for line in cut]
         wanted = [index for index, text in enumerate(texts) if text]
         sources = [
-            self._within_positions([*self.tag, *ids], first_line + index)
+            self._within_positions(ids, first_line + index)
             for index, ids in zip(
-                wanted, encode(self.tokenizer, [texts[i] for i in wanted]), strict=True
+                wanted, self.tokens.sources([texts[i] for i in wanted]), strict=True
             )
         ]
         found = [[_NOTHING] * number for _ in lines]
@@ -229,6 +229,7 @@ class Translator:
             self.model,
             sources,
             self.options,
+            start=self.start,
             nbest=number,
             temperature=self.temperature,
             advance=advance,
@@ -247,13 +248,13 @@ class Translator:
         return line[:_LONGEST_LINE]
 
     def _within_positions(self, ids: list[int], line: int) -> list[int]:
-        positions = self.model.config.max_position_embeddings
+        positions = self.positions
         if len(ids) <= positions:
             return ids
         self.notice(
             f"line {line} has {len(ids)} tokens, the model takes {positions}: the rest is left out"
         )
-        return [*ids[: positions - 1], ids[-1]]
+        return self.tokens.cut(ids, positions)
 
     def _translation(self, hypothesis: Hypothesis) -> Translation:
         tokenizer = self.target_tokenizer
