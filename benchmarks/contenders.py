@@ -188,7 +188,7 @@ def by_sums(classes: int) -> dict[str, nn.Module]:
         formula = cast(Any, build(classes)).spec()
         plan = FORMULAS[formula.name].plan(formula.parameters, weighted=False)
         names.setdefault(plan._replace(tau=1.0, margin=0.0), []).append(name)
-    return {", ".join(same): ROWWISE[same[0]](classes) for same in names.values()}
+    return {" / ".join(same): ROWWISE[same[0]](classes) for same in names.values()}
 
 
 def linear_rowwise_losses(rows: int, width: int, classes: int) -> dict[str, Work]:

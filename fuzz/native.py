@@ -211,6 +211,7 @@ def _random_loss(chance: Random, *, formulas: bool = False) -> _Loss:
             _Loss("FocalLoss", {"gamma": chance.choice((0.5, 2.0))}),
             _Loss("ConfidencePenaltyLoss", {"beta": alpha}),
             _Loss("MaxSuppressionLoss", {"lam": alpha}),
+            _Loss("LogitNormLoss", {"tau": tau}),
             _Loss("MarginSmoothingLoss", {"lam": alpha, "margin": tau}),
             _Loss("TFRegLoss", {"alpha": alpha}),
             _Loss("LabelSmoothingLoss", {"alpha": alpha, "convention": "fairseq"}),
