@@ -193,7 +193,9 @@ def test_the_loss_is_that_of_all_logits(pretrained, method):
     small = task(pretrained, f"method={method}")
     model, batch = small.build_model(), small.batch(small.global_batch(0, 0), 0)
     facts = {"num_classes": small.num_classes, "epochs": 2, "task": small, "model": model}
-    loss, teacher = METHODS[method].build(small.recipe.method, facts | {"accelerator": None})
+    loss, teacher = METHODS[method].build(
+        small.recipe.method, facts | {"accelerator": None, "parallel": None}
+    )
     outputs, further = teacher.run(small, model, batch)
     value = small.loss(loss, outputs, batch, further)
     inputs, learned = batch.inputs, batch.target != -100

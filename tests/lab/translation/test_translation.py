@@ -129,7 +129,7 @@ def test_the_loss_is_that_of_all_logits(method, fixnorm, cache):
     torch.manual_seed(0)
     model = small.build_model()
     facts = {"num_classes": small.num_classes, "epochs": 2, "task": small, "model": model}
-    facts["accelerator"] = None
+    facts |= {"accelerator": None, "parallel": None}
     loss, _ = METHODS[method].build(small.recipe.method, facts)
     batch = small.batch(small.global_batch(0, 0), 0)
     value = small.loss(loss, small.outputs(model, batch), batch, ())
