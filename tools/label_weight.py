@@ -9,7 +9,7 @@ A 784-512-512-10 network learns 5,000 images of Fashion-MNIST with SGD, momentum
 norm of the gradient, the integral of learning rate times label weight over the steps, and scores.
 
 ``results/budget.csv`` has a row per run: method, number of epochs, learning rate, seed, scores of
-the last model. docs/why.md shows both.
+the last model. docs/why.md shows both. Runs that are in the files are not repeated.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _labo(*, rho: float = 0.5, tau: float = 1.25, rescale: bool = False) -> Sett
     loss = labo.LABOLoss(tau=tau, rho=rho)
 
     def weight(logits: Tensor) -> float:
-        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        log_p = logits.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
         return float(rho * entropy.mean() / math.log(logits.shape[-1]))
 
     def rescaled(logits: Tensor, target: Tensor) -> Tensor:
@@ -141,14 +142,29 @@ def _scores(model: nn.Module, data: Mapping[str, Data], split: str) -> dict[str,
     return {f"{split}_accuracy": float(accuracy), f"{split}_nll": float(nll)}
 
 
-def _write(name: str, rows: Iterable[Mapping[str, object]]) -> None:
-    with (RESULTS / name).open("w", encoding="utf-8", newline="", buffering=1) as file:
-        writer = None
-        for row in rows:
-            if writer is None:
-                writer = csv.DictWriter(file, row, lineterminator="\n")
+def _write(
+    name: str, runs: Iterable[tuple[Setting, int]], data: Mapping[str, Data], every_epoch: bool
+) -> None:
+    """Add the runs that a file does not have yet, each with all of its rows at once."""
+    path = RESULTS / name
+    done = set()
+    if path.is_file():
+        with path.open(encoding="utf-8", newline="") as lines:
+            done = {tuple(row[key] for key in _RUN) for row in csv.DictReader(lines)}
+    with path.open("a", encoding="utf-8", newline="") as file:
+        for (setting, epochs), seed in product(runs, range(SEEDS)):
+            run = (setting.method, epochs, f"{setting.lr:g}", f"{setting.warmup:g}", seed)
+            if tuple(map(str, run)) in done:
+                continue
+            rows = list(train(setting, seed, epochs, data, every_epoch))
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            if file.tell() == 0:
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerows(rows)
+            file.flush()
+
+
+_RUN = ("method", "epochs", "lr", "warmup", "seed")
 
 
 def main() -> None:
@@ -162,19 +178,8 @@ def main() -> None:
         return (split.images / 255 - source.mean[0]) / source.std[0], split.labels
 
     splits = {name: scaled(getattr(source, name)) for name in ("train", "valid", "test")}
-    seeds = range(SEEDS)
-    _write(
-        "label-weight.csv",
-        (row for s, seed in product(curves(), seeds) for row in train(s, seed, 40, splits, True)),
-    )
-    _write(
-        "budget.csv",
-        (
-            row
-            for (s, epochs), seed in product(budgets(), seeds)
-            for row in train(s, seed, epochs, splits, False)
-        ),
-    )
+    _write("label-weight.csv", ((setting, 40) for setting in curves()), splits, True)
+    _write("budget.csv", budgets(), splits, False)
 
 
 if __name__ == "__main__":

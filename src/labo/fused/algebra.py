@@ -65,7 +65,6 @@ import torch
 from torch import Tensor
 
 from .._rows import times, wide
-from .pages import on_large_pages
 from .spread import DEVIATION, NORM, spread
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
@@ -561,7 +560,7 @@ def rows(
     if coefficients is None:
         return values, None
     if out is None:
-        out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     grad: Tensor = backend.gradient(*fixed, coefficients, out)
     return values, grad
 

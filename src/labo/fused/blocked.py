@@ -42,7 +42,6 @@ from .algebra import (
     Passes,
     R,
 )
-from .pages import on_large_pages
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
 # Bytes of one buffer of a block, of which three or four are in use at a time. On two cores with
@@ -66,7 +65,7 @@ def rows(
     dtype = wide(logits.dtype)
     values = torch.empty(count, dtype=dtype, device=logits.device)
     if factor is not None and out is None:
-        out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     grad = None if factor is None else out
     if weight is not None:
         weight = weight.detach().to(dtype)

@@ -27,7 +27,6 @@ from .adapted import LowRankWeight, adapted_loss
 from .algebra import autograd_enabled
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .pages import on_large_pages
 from .quantized import QuantizedWeight, as_weight, product_dtype
 from .spec import Spec, as_formula, with_z_loss
 
@@ -303,7 +302,6 @@ class _TaughtRows:
         if self.buffer is None or len(self.buffer) < rows:  # the first chunk is the largest
             shape = (rows, len(self.teacher.weight))
             self.buffer = self.teacher.input.new_empty(shape, dtype=self.teacher.dtype)
-            on_large_pages(self.buffer)
         return self.loss._replace(source=self.teacher.logits(part, out=self.buffer[:rows]))
 
 
@@ -336,11 +334,10 @@ def _run(
     if needs[1]:  # written by the first chunk; the others add to it
         make = torch.empty_like if count else torch.zeros_like
         d_weight = make(head.weight, dtype=accurate, memory_format=torch.contiguous_format)
-        on_large_pages(d_weight)
     d_bias = head.input.new_zeros(classes, dtype=accurate) if needs[2] else None
     chunks = _chunks(count, most)
     longest = max((part.stop - part.start for part in chunks), default=0)
-    buffer = on_large_pages(head.input.new_empty(longest, classes, dtype=head.dtype))
+    buffer = head.input.new_empty(longest, classes, dtype=head.dtype)
     slopes = None if head.softcap is None or factor is None else torch.empty_like(buffer)
     for part in chunks:
         length = part.stop - part.start

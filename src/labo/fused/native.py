@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .._checks import out_of_range
 from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Passes
-from .pages import on_large_pages
 from .spec import LABO_ADAPTIVE, RowSpec
 
 # With fewer logits per thread another thread costs more time than it saves.
@@ -278,7 +277,6 @@ def rows(
     if factor is not None:
         if out is None:
             grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            on_large_pages(grad)
             g = grad.data_ptr()
         else:
             grad = out

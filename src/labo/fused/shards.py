@@ -42,7 +42,6 @@ from .algebra import (
     masses_of,
     u_of,
 )
-from .pages import on_large_pages
 from .spec import Spec, as_formula
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ class ShardedRows:
     ) -> Tensor:
         """The gradient of sum_i factor_i value_i for the columns of this process."""
         if out is None:
-            out = on_large_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         start, width = statistics.start, logits.shape[1]
         fixed = (self.plan, self._local(self.weight, start, width), _IGNORED)
         source, coefficients = self._local(self.class_row, start, width), statistics.scaled(factor)
