@@ -112,7 +112,7 @@ def train(
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             norms.append(float(nn.utils.get_total_norm(gradients)))
             weights.append(setting.weight(logits.detach()))
-            integral += schedule.get_last_lr()[0] * weights[-1]
+            integral += float(schedule.get_last_lr()[0]) * weights[-1]
             optimizer.step()
             schedule.step()
             step += 1
