@@ -168,6 +168,7 @@ def _calibration(run: Run) -> dict[str, float]:
     found = {
         "ece": before and before["ece"],
         "ece_after": after and after["ece"],
+        "aurc": before and (before.get("selective") or {}).get("aurc"),
         "temperature": (split.get("temperature") or {}).get("value"),
     }
     return {f"analysis_{name}": value for name, value in found.items() if value is not None}
@@ -244,6 +245,8 @@ def _analysis(record: Record) -> dict[str, Any] | None:
         return None
     first, second = find_report(record["task"]).views
     views = {first: {"ece": float(record["analysis_ece"])}}
+    if "analysis_aurc" in record:
+        views[first]["aurc"] = float(record["analysis_aurc"])
     if "analysis_ece_after" in record:
         views[second] = {"ece": float(record["analysis_ece_after"])}
     return {"splits": {"test": {"fingerprint": record["data"], "views": views}}}
@@ -295,7 +298,10 @@ def table(name: str) -> str:
     group = study(name)
     headline = group.kind.headline
     references = [v for v in group.group.references if v.name == "ls"] or group.group.references
-    analysed = [Column("ece_after", "ECE after T %", scale=100, better=-1)]
+    analysed = [
+        Column("ece_after", "ECE after T %", scale=100, better=-1),
+        Column("aurc", "AURC %", scale=100, better=-1),
+    ]
     timed = len({record.get("conditions") for record in read(RESULTS / f"{name}.csv")}) == 1
     rows = []
     for variant in _ranked(group):
@@ -307,6 +313,7 @@ def table(name: str) -> str:
             found = group.group.difference(variant, reference)
             cells |= {} if found is None else difference_cells(found)
         cells["ece_after"] = variant.cell(_ece_after(group))
+        cells["aurc"] = variant.cell(_aurc(group))
         if timed:
             cells["time"] = Cell(mean_cell(group.group.step_times(variant)).value)
         rows.append(Row(variant.label, cells))
@@ -325,6 +332,17 @@ def _ece_after(group: ReportGroup) -> Any:
 
     def value(member: Member) -> float | None:
         found: float | None = (member.split("test") or {}).get("views", {}).get(way, {}).get("ece")
+        return found
+
+    return value
+
+
+def _aurc(group: ReportGroup) -> Any:
+    """The area under the risk-coverage curve, before the temperature."""
+    way = find_report(group.task).views[0]
+
+    def value(member: Member) -> float | None:
+        found: float | None = (member.split("test") or {}).get("views", {}).get(way, {}).get("aurc")
         return found
 
     return value
