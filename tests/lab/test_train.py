@@ -24,6 +24,7 @@ from labo.lab.images.sources import ImageDataset, ImageSplit
 from labo.lab.optim import learning_rate
 from labo.lab.recipes import load_recipe
 from labo.lab.run import progress
+from labo.lab.run.directory import RunDirectory
 from labo.lab.run.progress import Display, track
 from labo.lab.train import Trainer, TrainingState
 from labo.lab.train import train as train_recipe
@@ -407,3 +408,12 @@ def test_every_recipe_for_text_takes_real_steps(name, tmp_path, monkeypatch):
     assert math.isfinite(results["test"]["nll"])
     assert {"bleu", "bleu_fr_en"} <= results["test"].keys()
     shutil.rmtree(tmp_path / "run")
+
+
+def test_a_signature_does_not_say_where_the_teacher_is(tmp_path):
+    recipe = load_recipe("digits", ["method=kd", f"method.teacher={tmp_path / 'base-s0'}"])
+    run = RunDirectory(tmp_path / "run")
+    run.start(recipe, "digits")
+    signature = run.signature(recipe, data="digits", steps=1, processes=[1])
+    assert "teacher=base-s0|" in signature
+    assert str(tmp_path) not in signature

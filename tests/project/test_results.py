@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,11 @@ def test_the_page_agrees_with_the_committed_results(results):
         assert text == results.page(text), "run: make results"
         for file, content in results.figures(text).items():
             assert file.read_text(encoding="utf-8") == content, "run: make results"
+
+
+def test_the_committed_results_name_no_place_on_a_machine(results):
+    for file in results.RESULTS.glob("*.csv"):
+        assert not re.search(r"[=,:\s]/\w", file.read_text(encoding="utf-8")), file
 
 
 @pytest.fixture

@@ -193,13 +193,17 @@ class RunDirectory:
             processes: how many there were, and how many after each change of their number.
         """
         begun = self.begun_with()
+        method = dict(recipe.method)
+        for name in {"teacher", "stored"} & method.keys():
+            # Where a folder is on this machine is no part of the experiment.
+            method[name] = method[name] and Path(method[name]).name
         parts = {
             "labo": begun.get("labo"),
             "git": begun.get("git"),
             "torch": begun.get("torch"),
             "task": recipe.task,
             "data": begun.get(DATA) or data,
-            "method": ",".join(f"{key}={value}" for key, value in recipe.method.items()),
+            "method": ",".join(f"{key}={value}" for key, value in method.items()),
             "seed": recipe.seed,
             "steps": steps,
             "processes": ">".join(map(str, processes)),
