@@ -107,10 +107,8 @@ class ChunkRows:
         loss = self.for_chunk(part)
         if self.statistics is None:
             return loss.rows(logits, target, factor, out)
-        if isinstance(loss, RowLoss):
-            together = loss.measured_rows(logits, target, factor, out, self.statistics[part])
-            if together is not None:
-                return together
+        if isinstance(loss, RowLoss) and loss.measures(logits):
+            return loss.rows(logits, target, factor, out, self.statistics[part])
         found = self._statistics(self.statistics, logits, part)
         if not self.extras.z_loss:
             return loss.rows(logits, target, factor, out)

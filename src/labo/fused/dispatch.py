@@ -198,13 +198,20 @@ class RowLoss(NamedTuple):
         target: Tensor,
         factor: float | Tensor | None = None,
         out: Tensor | None = None,
+        statistics: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Values and gradients; the contract is in :mod:`labo.fused.spec`."""
+        """Values and gradients; the contract is in :mod:`labo.fused.spec`.
+
+        A loss that :meth:`measures` also fills ``statistics``, (N, 5), with those of
+        :mod:`labo.fused.metrics`.
+        """
         rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
         if isinstance(self.spec, FormulaSpec):
             rows = partial(algebra.rows, self._module(logits), source=self.source)
         elif self.backend == "native":
             rows = native.rows if logits.is_cpu else _triton_rows
+        if statistics is not None:
+            rows = partial(rows, statistics=statistics)
         return rows(
             logits,
             target,
@@ -215,33 +222,10 @@ class RowLoss(NamedTuple):
             out=out,
         )
 
-    def measured_rows(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        factor: float | Tensor | None,
-        out: Tensor,
-        statistics: Tensor,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """As :meth:`rows`, and the statistics of :mod:`labo.fused.metrics` in the same pass.
-
-        None if the backend does not have them.
-        """
-        spec = self.spec
-        if self.backend != "native" or not logits.is_cpu or not isinstance(spec, RowSpec):
-            return None
-        if not native.measures(spec):
-            return None
-        return native.rows(
-            logits,
-            target,
-            spec,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            factor=factor,
-            out=out,
-            statistics=statistics,
-        )
+    def measures(self, logits: Tensor) -> bool:
+        """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
+        fast = self.backend == "native" and logits.is_cpu
+        return fast and isinstance(self.spec, RowSpec) and native.measures(self.spec)
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
