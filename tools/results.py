@@ -302,6 +302,7 @@ def table(name: str) -> str:
         Column("ece_after", "ECE after T %", scale=100, better=-1),
         Column("aurc", "AURC %", scale=100, better=-1),
     ]
+    before, after = find_report(group.task).views
     timed = len({record.get("conditions") for record in read(RESULTS / f"{name}.csv")}) == 1
     rows = []
     for variant in _ranked(group):
@@ -312,8 +313,8 @@ def table(name: str) -> str:
         for reference in references:
             found = group.group.difference(variant, reference)
             cells |= {} if found is None else difference_cells(found)
-        cells["ece_after"] = variant.cell(_ece_after(group))
-        cells["aurc"] = variant.cell(_aurc(group))
+        cells["ece_after"] = variant.cell(_analysed(after, "ece"))
+        cells["aurc"] = variant.cell(_analysed(before, "aurc"))
         if timed:
             cells["time"] = Cell(mean_cell(group.group.step_times(variant)).value)
         rows.append(Row(variant.label, cells))
@@ -327,22 +328,12 @@ def _test(metric: str) -> Any:
     return lambda member: member.metric("test", metric)
 
 
-def _ece_after(group: ReportGroup) -> Any:
-    way = find_report(group.task).views[1]
+def _analysed(view: str, name: str) -> Any:
+    """A number of the analysis of the test split, before or after the temperature."""
 
     def value(member: Member) -> float | None:
-        found: float | None = (member.split("test") or {}).get("views", {}).get(way, {}).get("ece")
-        return found
-
-    return value
-
-
-def _aurc(group: ReportGroup) -> Any:
-    """The area under the risk-coverage curve, before the temperature."""
-    way = find_report(group.task).views[0]
-
-    def value(member: Member) -> float | None:
-        found: float | None = (member.split("test") or {}).get("views", {}).get(way, {}).get("aurc")
+        views = (member.split("test") or {}).get("views", {})
+        found: float | None = views.get(view, {}).get(name)
         return found
 
     return value

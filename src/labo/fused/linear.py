@@ -30,10 +30,8 @@ from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominat
 from .quantized import QuantizedWeight, as_weight, product_dtype
 from .spec import Spec, as_formula, with_z_loss
 
-# About how many buffers of the size of a chunk of logits autograd keeps at a time. With more memory
-# than the others its chunks are still smaller; the matrix products of very small ones are slow.
+# About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
-_BUDGET, _AUTOGRAD_BUDGET = 64 << 20, 192 << 20
 
 
 class RowwiseLoss(Protocol):
@@ -85,12 +83,11 @@ class LinearLossOptions:
     Attributes:
         batch_chunk_size: the largest number of rows of a chunk; None derives it from the budget.
         memory_budget: bytes for the logits of one chunk and what is computed from them. Each chunk
-            reads and writes the whole gradient of the weight, so few large chunks are faster. None
-            is 64 MiB, and 192 MiB for a loss that is differentiated by autograd.
+            reads and writes the whole gradient of the weight, so few large chunks are faster.
     """
 
     batch_chunk_size: int | None = None
-    memory_budget: int | None = None
+    memory_budget: int = 64 << 20
 
     def __post_init__(self) -> None:
         for name in ("batch_chunk_size", "memory_budget"):
@@ -98,11 +95,11 @@ class LinearLossOptions:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value!r}")
 
-    def most_rows(self, bytes_per_row: int, usual_budget: int = _BUDGET) -> int:
+    def most_rows(self, bytes_per_row: int) -> int:
         """The largest number of rows of a chunk."""
         if self.batch_chunk_size is not None:
             return self.batch_chunk_size
-        return max(1, (self.memory_budget or usual_budget) // bytes_per_row)
+        return max(1, self.memory_budget // bytes_per_row)
 
 
 def _chunks(rows: int, most: int) -> list[slice]:
@@ -583,13 +580,11 @@ def linear_loss(
     if weights is not None:
         total = _weighted_total(weights, labels, active.ignore_index, active.weight)
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
-    autograd = isinstance(rows, _AutogradLoss)
-    copies = _AUTOGRAD_COPIES if autograd else 1
+    copies = _AUTOGRAD_COPIES if isinstance(rows, _AutogradLoss) else 1
     copies += isinstance(rows, _TaughtRows)
     copies += (softcap is not None) + (extras.z_loss != 0)
     row_bytes = classes * head.dtype.itemsize * copies
-    budget = _AUTOGRAD_BUDGET if autograd else _BUDGET
-    most = (options or LinearLossOptions()).most_rows(row_bytes, budget)
+    most = (options or LinearLossOptions()).most_rows(row_bytes)
     found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
         if torch.compiler.is_compiling():
