@@ -117,7 +117,7 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     real = target != pad
     head: Head = translator.network(source, source != pad, prefix)
     bias = head.bias
-    if hasattr(model, "final_logits_bias"):  # a model of our own leaves out this constant
+    if bias is None and hasattr(model, "final_logits_bias"):  # our own models leave out a constant
         bias = model.final_logits_bias.squeeze(0)
     head = head._replace(states=head.states[:, given - 1 :][real], bias=bias)
     temperature = translator.temperature
