@@ -24,6 +24,7 @@ PARAMETERS = {
     ("resnext29", 10): 34_426_698,
     ("resnet50", 1000): 25_557_032,
     ("resnet152", 1000): 60_192_808,
+    ("cifar-fast", 10): 1_972_490,
 }
 
 
@@ -46,6 +47,8 @@ def test_published_number_of_parameters(name, num_classes):
         ("resnext29", 3, 8),
         ("resnet50", 3, 32),
         ("resnet152", 3, 32),
+        ("cifar-fast", 3, 32),
+        ("cifar-fast", 1, 28),
     ],
 )
 def test_images_to_logits_with_gradients_everywhere(name, channels, size):
@@ -142,6 +145,30 @@ def _one_thread():
 
 
 @pytest.mark.usefixtures("_one_thread")
+def test_patches_are_decorrelated_and_normalized():
+    """Of random images with the correlations of natural ones (a random walk along each axis)."""
+    torch.manual_seed(0)
+    steps = torch.randn(64, 3, 33, 33)
+    images = steps.cumsum(2).cumsum(3).sum(1, keepdim=True) + 0.1 * steps
+    model = convnets.DecorrelatedPatches(3)
+    found = model(images)
+    assert found.shape == (64, 24, 32, 32)
+    assert torch.equal(found[:, 12:], -found[:, :12])
+    flat = found[:, :12].transpose(0, 1).flatten(1)
+    torch.testing.assert_close(torch.cov(flat).diagonal(), torch.ones(12), rtol=1e-3, atol=1e-3)
+    pixels = torch.stack([images[:, :, y : y + 32, x : x + 32] for y in (0, 1) for x in (0, 1)])
+    raw = torch.corrcoef(pixels.permute(0, 2, 1, 3, 4).flatten(0, 1).flatten(1))
+    assert raw.abs().min() > 0.9
+    assert (torch.corrcoef(flat) - torch.eye(12)).abs().max() < 0.2
+
+
+def test_the_blocks_of_cifar_fast_start_as_the_identity():
+    block = convnets.cifar_fast(10).get_submodule("block3")
+    image = torch.randn(1, 256, 7, 7)
+    torch.testing.assert_close(block[0](image), image)
+    torch.testing.assert_close(block[4](image), image)
+
+
 def test_small_convnet_learns_the_digits():
     data = load_images("digits")
     model = CONVNETS["small"](10, 1)

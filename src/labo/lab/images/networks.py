@@ -1,4 +1,4 @@
-"""Image classifiers: the networks of the paper's CIFAR and ImageNet tables, and a small one.
+"""Image classifiers: the networks of the paper's CIFAR and ImageNet tables, and three small ones.
 
 ``CONVNETS`` lists them. Each entry is a function of ``(num_classes, in_channels)`` that returns a
 plain ``nn.Module`` from images (N, in_channels, H, W) to logits (N, num_classes).
@@ -11,6 +11,7 @@ same names.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from ..._names import Registry
 
 __all__ = [
     "CONVNETS",
+    "cifar_fast",
     "cifar_mobilenet_v2",
     "cifar_resnet18",
     "cifar_resnext29",
@@ -267,11 +269,81 @@ def fashion_mlp(num_classes: int, in_channels: int = 1) -> nn.Module:
     )
 
 
+def _cosines(size: int) -> Tensor:
+    """The orthonormal cosine basis (DCT-II), (size, size), one vector per row."""
+    place, order = torch.arange(size) + 0.5, torch.arange(size)
+    basis = torch.cos(math.pi / size * order[:, None] * place)
+    return basis / basis.norm(dim=1, keepdim=True)
+
+
+class DecorrelatedPatches(nn.Module):
+    """The 2x2 patches of an image, decorrelated and normalized, with both signs.
+
+    (N, C, H, W) to (N, 8 C, H - 1, W - 1). The principal components of small patches of natural
+    images are close to cosines, in space and over the colors. So the cosine basis and batch norm do
+    what whitening by the components of a data set does, and need no data. (On CIFAR-10 the largest
+    correlation of two coefficients is 0.14.)
+    """
+
+    filters: Tensor
+
+    def __init__(self, in_channels: int) -> None:
+        super().__init__()
+        colors, pixels = _cosines(in_channels), _cosines(2)
+        basis = torch.einsum("ac,by,dx->abdcyx", colors, pixels, pixels)
+        self.register_buffer("filters", basis.reshape(-1, in_channels, 2, 2), persistent=False)
+        self.norm = nn.BatchNorm2d(4 * in_channels, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Channels last, here and so in all layers that follow: a quarter less time on a CPU.
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = self.norm(nn.functional.conv2d(x, self.filters))
+        return torch.cat([y, -y], dim=1)
+
+
+def _pooled_block(inputs: int, outputs: int) -> nn.Module:
+    """Two 3x3 convolutions that start as the identity, and a max-pool after the first."""
+    first, second = _conv(inputs, outputs, 3), _conv(outputs, outputs, 3)
+    for convolution in (first, second):
+        nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
+    return nn.Sequential(
+        first,
+        nn.MaxPool2d(2),
+        nn.BatchNorm2d(outputs),
+        nn.GELU(),
+        second,
+        nn.BatchNorm2d(outputs),
+        nn.GELU(),
+    )
+
+
+def cifar_fast(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """Six 3x3 convolutions for 32x32 images, made to train fast. 1,972,490 parameters for K = 10.
+
+    The network of airbench94 (Jordan 2024, arXiv 2404.00498), with :class:`DecorrelatedPatches`
+    for its whitening and without the scale of its logits. A tenth of the multiplications of
+    ResNet18.
+    """
+    return _sequential(
+        {
+            "patches": DecorrelatedPatches(in_channels),
+            "gelu": nn.GELU(),
+            "block1": _pooled_block(8 * in_channels, 64),
+            "block2": _pooled_block(64, 256),
+            "block3": _pooled_block(256, 256),
+            "maxpool": nn.AdaptiveMaxPool2d(1),
+            "flatten": nn.Flatten(),
+            "fc": nn.Linear(256, num_classes),
+        }
+    )
+
+
 CONVNETS = Registry(
     "model",
     {
         "small": small_convnet,
         "mlp": fashion_mlp,
+        "cifar-fast": cifar_fast,
         "resnet18": cifar_resnet18,
         "mobilenet-v2": cifar_mobilenet_v2,
         "resnext29": cifar_resnext29,
