@@ -3,13 +3,14 @@
     python tools/label_weight.py FOLDER       # the idx files of Fashion-MNIST; half an hour, 1 core
 
 A 784-512-512-10 network learns 5,000 images of Fashion-MNIST with SGD, momentum 0.9, weight decay
-5e-4, batches of 128 and a cosine schedule, as in the recipe ``fashion-mnist-5k``. Two files:
+5e-4, batches of 128 and a cosine schedule, as in the recipe ``fashion-mnist-5k``. Three files:
 
 ``results/label-weight.csv`` has a row per epoch of 40: the mean label weight (1 - alpha), the mean
 norm of the gradient, the integral of learning rate times label weight over the steps, and scores.
 
 ``results/budget.csv`` has a row per run: method, number of epochs, learning rate, seed, scores of
-the last model. docs/why.md shows both. Runs that are in the files are not repeated.
+the last model. ``results/budget-adam.csv`` has the same for AdamW. docs/why.md shows them all.
+Runs that are in the files are not repeated.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from labo.lab.images.splits import ImageSplit
 RESULTS = Path(__file__).parents[1] / "results"
 BATCH, SEEDS = 128, 3
 BUDGETS, RATES = (1, 3, 10, 30), (0.05, 0.1, 0.2, 0.4, 0.8)
+ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
 Data = tuple[Tensor, Tensor]  # (N, 1, 28, 28) float32 and (N,) int64
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -41,7 +43,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """A loss, the weight that it leaves to the label, a learning rate, and a warm-up.
+    """A loss, the weight that it leaves to the label, a learning rate, a warm-up, an optimizer.
 
     ``warmup`` is the share of the steps that use label smoothing before the loss itself.
     """
@@ -51,6 +53,7 @@ class Setting:
     weight: Callable[[Tensor], float]
     lr: float = 0.1
     warmup: float = 0.0
+    adam: bool = False
 
 
 def _labo(*, rho: float = 0.5, tau: float = 1.25, rescale: bool = False) -> Setting:
@@ -91,13 +94,25 @@ def budgets() -> Iterator[tuple[Setting, int]]:
         yield replace(LABO, lr=0.4, warmup=warmup), epochs
 
 
+def adam_rates() -> Iterator[tuple[Setting, int]]:
+    """What results/budget-adam.csv has."""
+    for method, lr in product((BASE, LS, LABO, LABO_RHO, RESCALED), ADAM_RATES):
+        yield replace(method, lr=lr, adam=True), BUDGETS[-1]
+
+
+def _optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+    if setting.adam:
+        return torch.optim.AdamW(model.parameters(), setting.lr, weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), setting.lr, momentum=0.9, weight_decay=5e-4)
+
+
 def train(
     setting: Setting, seed: int, epochs: int, data: Mapping[str, Data], every_epoch: bool
 ) -> Iterator[dict[str, object]]:
     """Train, and yield a row per epoch or one at the end."""
     torch.manual_seed(seed)
     model = fashion_mlp(10)
-    optimizer = torch.optim.SGD(model.parameters(), setting.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = _optimizer(setting, model)
     images, target = data["train"]
     steps = epochs * -(-len(target) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -180,6 +195,7 @@ def main() -> None:
     splits = {name: scaled(getattr(source, name)) for name in ("train", "valid", "test")}
     _write("label-weight.csv", ((setting, 40) for setting in curves()), splits, True)
     _write("budget.csv", budgets(), splits, False)
+    _write("budget-adam.csv", adam_rates(), splits, False)
 
 
 if __name__ == "__main__":

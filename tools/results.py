@@ -227,7 +227,8 @@ def _member(record: Record) -> Member:
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = value
-    recipe["method"].pop("teacher", None)  # its hyper-parameters are not known here
+    if (teacher := recipe["method"].pop("teacher", None)) is not None:
+        recipe["teacher"] = teacher  # its method; a path in method.teacher would be looked up
     results: dict[str, Any] = {"signature": record["signature"], "steps": int(record["steps"])}
     results["seconds"] = float(record["seconds"])
     for key, value in record.items():
