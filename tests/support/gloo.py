@@ -1,9 +1,12 @@
-"""Processes that are joined by gloo, for tests: started once, then given one function at a time."""
+"""Processes that are joined by gloo, for tests: started once and given one function at a time, or
+started for one function in the environment of torchrun."""
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
+import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -93,3 +96,26 @@ class Processes:
         for worker in self.workers:
             worker.kill()
             worker.join()
+
+
+def launch(size: int, function: Callable[..., None], *args: Any) -> None:
+    """``function(rank, *args)`` in new processes, with what torchrun tells them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_launched, (size, port, function, args), nprocs=size)
+
+
+def _launched(
+    rank: int, size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
+    torch.set_num_threads(1)
+    function(rank, *args)
+    dist.destroy_process_group()

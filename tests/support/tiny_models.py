@@ -7,6 +7,8 @@ import transformers
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from labo.integrations import huggingface as hf
+
 V = 61
 RATE = 0.5
 SIZES = {
@@ -161,3 +163,13 @@ def arguments(out, kind=TrainingArguments, **settings):
 
 def kind_of_arguments(model):
     return Seq2SeqTrainingArguments if is_seq2seq(model) else TrainingArguments
+
+
+def make_trainer(way, model, loss, args, data=None, teacher=None, **settings):
+    """A Trainer that gets the loss in one of the two ways."""
+    settings = {"data_collator": collate, "train_dataset": data or [], **settings}
+    cls = transformers.Seq2SeqTrainer if is_seq2seq(model) else transformers.Trainer
+    if way == "regularized":
+        return hf.regularize(cls(model=model, args=args, **settings), loss, teacher=teacher)
+    callbacks = [hf.RegularizationCallback(loss)]
+    return cls(model=hf.fuse_head(model, loss), args=args, callbacks=callbacks, **settings)

@@ -435,27 +435,55 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-def test_a_sharded_output_layer(mesh):
-    model, batch = build("Llama", tied=False), collate(examples(2))
+def test_an_output_layer_that_is_sharded_before_it_is_fused(mesh):
+    model = build("Llama", tied=False)
     torch.distributed.fsdp.fully_shard(model.lm_head, mesh=mesh)
-    with pytest.raises(ValueError, match=r"is sharded \(a DTensor\).*root group of FSDP"):
+    with pytest.raises(ValueError, match=r"is sharded \(a DTensor\).*before FSDP shards it"):
         hf.fuse_head(model, labo.LABOLoss())
-    later = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
-    torch.distributed.fsdp.fully_shard(later.lm_head, mesh=mesh)
-    torch.distributed.fsdp.fully_shard(later, mesh=mesh)
-    with pytest.raises(ValueError, match=r"is sharded \(a DTensor\)"):
-        later(**batch)
-    in_the_root = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
-    torch.distributed.fsdp.fully_shard(in_the_root, mesh=mesh)
-    expected = by_hand(build("Llama", tied=False), batch, labo.LABOLoss())
-    torch.testing.assert_close(in_the_root(**batch).loss, expected)
+
+
+@pytest.mark.parametrize("group", ["root", "own", "with the last norm"])
+def test_an_output_layer_in_any_group_of_fsdp2(group, mesh):
+    """Two steps and an evaluation; the weight is sharded again after each use."""
+    model = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss(), eval_logits=True)
+    batch, plain = collate(examples(2)), build("Llama", tied=False)
+    if group != "root":
+        grouped = [model.lm_head] if group == "own" else [model.model.norm, model.lm_head]
+        torch.distributed.fsdp.fully_shard(grouped, mesh=mesh, reshard_after_forward=True)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    steps = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    for _ in range(2):
+        value, expected = model(**batch).loss, by_hand(plain, batch, labo.LABOLoss())
+        torch.testing.assert_close(value, expected)
+        for step, loss in zip(steps, (value, expected), strict=True):
+            step.zero_grad()
+            loss.backward()
+            step.step()
+    ours = [parameter.full_tensor() for parameter in model.parameters()]
+    assert_same(ours, plain.parameters())
+    with torch.no_grad():
+        outputs, expected = model(**batch), plain(**batch)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+
+
+def test_a_weight_that_is_there_for_the_call_only():
+    """As under ZeRO-3, where a parameter is empty between its uses."""
+    model = build("Llama", tied=False)
+    batch, expected = collate(examples(2)), by_hand(model, collate(examples(2)), labo.LABOLoss())
+    hf.fuse_head(model, labo.LABOLoss())
+    head, whole = model.lm_head, model.lm_head.weight.data
+    head.weight.data = torch.empty(0)
+    head.register_forward_pre_hook(lambda *_: setattr(head.weight, "data", whole))
+    head.register_forward_hook(lambda *_: setattr(head.weight, "data", torch.empty(0)))
+    torch.testing.assert_close(model(**batch).loss, expected)
 
 
 def test_a_weight_that_is_elsewhere():
-    """As under ZeRO-3, where a parameter is empty between its uses."""
     model = hf.fuse_head(build("Llama", tied=False), labo.LABOLoss())
-    model.lm_head.register_forward_hook(
-        lambda *_: setattr(model.lm_head.weight, "data", torch.empty(0))
+    head = model.lm_head
+    head.register_forward_hook(
+        lambda *_: setattr(head.weight, "data", torch.empty(0)), prepend=True
     )
     with pytest.raises(ValueError, match=r"is sharded \(shape \(0,\)\)"):
         model(**collate(examples(2)))

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
 import re
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +24,7 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainingArguments
 from transformers.utils.import_utils import ACCELERATE_MIN_VERSION
 
 import labo
+from gloo import launch
 from labo.integrations import huggingface as hf
 from scripts import ROOT, load_example
 from tiny_models import (
@@ -39,6 +38,7 @@ from tiny_models import (
     gradients,
     is_seq2seq,
     kind_of_arguments,
+    make_trainer,
     stepped,
     targets_and_logits,
     trained,
@@ -47,16 +47,6 @@ from tiny_sft import conversations, make
 
 WAYS = ["regularized", "fused"]
 each_way = pytest.mark.parametrize("way", WAYS)
-
-
-def make_trainer(way, model, loss, args, data=None, teacher=None, **settings):
-    """A Trainer that gets the loss in one of the two ways."""
-    settings = {"data_collator": collate, "train_dataset": data or [], **settings}
-    cls = transformers.Seq2SeqTrainer if is_seq2seq(model) else transformers.Trainer
-    if way == "regularized":
-        return hf.regularize(cls(model=model, args=args, **settings), loss, teacher=teacher)
-    callbacks = [hf.RegularizationCallback(loss)]
-    return cls(model=hf.fuse_head(model, loss), args=args, callbacks=callbacks, **settings)
 
 
 @each_way
@@ -614,28 +604,16 @@ CASES = [
 ]
 
 
-def as_one_of_two(rank: int, port: int, out: str) -> None:
+def as_one_of_two(rank: int, out: str) -> None:
     """One of two processes: three steps of each case."""
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-    }
-    torch.set_num_threads(1)
     for index, (way, family) in enumerate(CASES):
         model = three_steps(way, family, out, batch_size=2)
         torch.save(model.state_dict(), f"{out}/{index}-{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_two_processes_are_one(tmp_path):
     """Three accumulated steps on uneven numbers of targets, in two processes and in one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(as_one_of_two, (port, str(tmp_path)), nprocs=2)
+    launch(2, as_one_of_two, str(tmp_path))
     for index, (way, family) in enumerate(CASES):
         one = three_steps(way, family, tmp_path, batch_size=4).state_dict()
         for rank in range(2):

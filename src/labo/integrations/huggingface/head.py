@@ -34,6 +34,7 @@ from .models import (
     OutputLayer,
     added_loss,
     find_head,
+    in_fsdp_group,
     is_dtensor,
     output_layer,
     shifted,
@@ -44,6 +45,7 @@ from .models import (
 )
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_Found = TypeVar("_Found")
 
 
 def fuse_head(
@@ -147,11 +149,8 @@ def unfuse_head(model: _Model) -> _Model:
     if not is_fused(base):
         raise ValueError("the model is not fused")
     for module in base.modules():
-        taps = [key for key, hook in module._forward_pre_hooks.items() if hook is _tap]
-        for key in taps:
-            del module._forward_pre_hooks[key]
-        if taps:
-            del module._labo_open, module._labo_hidden
+        if _is_tapped(module):
+            _remove_tap(module)
     base.loss_type = base._labo.loss_type
     del base._labo
     for name in ("forward", "_labo_expected"):
@@ -294,25 +293,30 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     as_dict = inputs.pop("return_dict", None)
     inputs["return_dict"] = True
     inputs.setdefault("use_cache", False)
-    training, head, logits = torch.is_grad_enabled(), find_head(model), None
-    outputs, hidden = run_body(forward, head, inputs)
-    layer = output_layer(model, head)
-    if training:
-        if items is not None and not torch.compiler.is_compiling():
-            _warn_without_callback(fused.loss)
+    training, head = torch.is_grad_enabled(), find_head(model)
+    if training and items is not None and not torch.compiler.is_compiling():
+        _warn_without_callback(fused.loss)
+
+    def in_training(hidden: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        layer = output_layer(model, head)
         mark_used(fused.loss)
         loss = active(fused.loss)
         extras = {"token_weight": token_weight, "z_loss": fused.z_loss}
         if fused.teacher is not None and isinstance(loss, DISTILLATION):  # not in a warm-up
             extras["teacher_logits"] = _teacher_head(fused.teacher, inputs, layer.weight.device)
         mean = _mean(fused, layer, hidden, target, loss, **extras)
-        value = share(mean, target, items, getattr(loss, "weight", None), token_weight)
-        added = added_loss(model, outputs)
-        if added is not None:
-            value = value + share(added.to(value.device), target, items)
-    else:
+        return share(mean, target, items, getattr(loss, "weight", None), token_weight), None
+
+    def in_evaluation(hidden: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
+        layer = output_layer(model, head)
         value = share(_mean(fused, layer, hidden, target, CrossEntropyLoss()), target, items)
-        logits = _eval_logits(fused, layer, hidden, outputs.logits.dtype)
+        return value, _eval_logits(fused, layer, hidden, row.dtype)
+
+    outputs, found = run_body(forward, head, inputs, in_training if training else in_evaluation)
+    value, logits = with_row(found[0], head, outputs), found[1]
+    added = added_loss(model, outputs) if training else None
+    if added is not None:
+        value = value + share(added.to(value.device), target, items)
     outputs = type(outputs)(**{**outputs, "loss": value, "logits": logits})
     as_dict = model.config.return_dict if as_dict is None else as_dict
     return outputs if as_dict else outputs.to_tuple()
@@ -342,8 +346,9 @@ def _teacher_head(teacher: nn.Module, inputs: dict[str, Any], device: torch.devi
     base = unwrapped(teacher.to(device))
     head = find_head(base)
     inputs = {name: value for name, value in inputs.items() if name != "output_router_logits"}
-    _, hidden = run_body(base, head, inputs)
-    return output_layer(base, head).as_teacher(hidden)
+    return run_body(
+        base, head, inputs, lambda hidden, _: output_layer(base, head).as_teacher(hidden)
+    )[1]
 
 
 def _eval_logits(
@@ -450,31 +455,41 @@ def _remedy(function: Any) -> str:
 # ------------------------------------------------------------------ the body of the model
 
 
-def run_body(forward: Callable[..., Any], head: Any, inputs: dict[str, Any]) -> tuple[Any, Tensor]:
-    """The forward pass of a model without its logits: its outputs and the hidden states (..., D).
+def run_body(
+    forward: Callable[..., Any],
+    head: Any,
+    inputs: dict[str, Any],
+    end: Callable[[Tensor, Tensor], _Found],
+) -> tuple[Any, _Found]:
+    """The forward pass of a model with another end than its logits.
 
     The output layer is called with a single row, so whatever the model does with its logits is done
-    on one row.
+    on one row. ``end`` is called inside of that call: FSDP and ZeRO-3 gather the weight before it
+    and may free it after it, whatever group the layer is in.
+
+    Args:
+        forward: of the model.
+        head: its output layer.
+        inputs: of ``forward``.
+        end: gets the hidden states (..., D) and the single row of logits.
+
+    Returns:
+        The outputs of ``forward``, and what ``end`` returns.
     """
-    if _tap not in head._forward_pre_hooks.values():  # PEFT or resizing installed a new layer
+    if not _is_tapped(head):  # PEFT or resizing installed a new layer
         _add_tap(head)
-    head._labo_open = True
+    head._labo_end = end
     try:
         outputs = forward(**inputs)
-        hidden = head._labo_hidden
+        found = head._labo_found
     finally:
-        head._labo_open, head._labo_hidden = False, None
-    if hidden is None:
+        head._labo_end = head._labo_hidden = head._labo_found = None
+    if found is None:
         raise ValueError(
             "the forward pass of the model does not call its output layer. Was the class patched "
             "after fuse_head, by Liger for example?"
         )
-    if is_dtensor(hidden):
-        raise ValueError(
-            "the hidden states are a DTensor, of which each process holds a part: let the last "
-            "layer of the model return whole tensors, or use regularize(trainer, loss)"
-        )
-    return outputs, hidden
+    return outputs, found[0]
 
 
 def _tap(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
@@ -482,16 +497,55 @@ def _tap(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
 
     They are kept in the layer, so a replica of the model (DataParallel) keeps its own.
     """
-    if not head._labo_open:
+    if head._labo_end is None:
         return None
     (hidden,) = args
+    if is_dtensor(hidden):
+        raise ValueError(
+            "the hidden states are a DTensor, of which each process holds a part: let the last "
+            "layer of the model return whole tensors, or use regularize(trainer, loss)"
+        )
     head._labo_hidden = hidden
     return (hidden[:1, :1],)
 
 
+def _call_end(head: Any, _: tuple[Tensor, ...], row: Tensor) -> Tensor | None:
+    """Forward hook of the output layer: what :func:`run_body` does in the place of the logits."""
+    if head._labo_end is None:
+        return None
+    head._labo_found = (head._labo_end(head._labo_hidden, row),)
+    if not (in_fsdp_group(head) and torch.is_grad_enabled()):
+        return None
+    # FSDP2 gathers the weights of a group again when the gradient of its output arrives: the output
+    # has to be part of the loss, see with_row(). Without the graph of the weight, whose gradient of
+    # this row would be as large as the weight.
+    return row.detach() + 0 * head._labo_hidden[:1, :1, :1]
+
+
+def with_row(value: Tensor, head: nn.Module, outputs: Any) -> Tensor:
+    """A loss of :func:`run_body`; FSDP2 gets it with the row of logits in its graph."""
+    if not (in_fsdp_group(head) and torch.is_grad_enabled()):
+        return value
+    row: Tensor = outputs.logits
+    everything = torch.ones_like(row, dtype=torch.bool)  # 0 times the row may be NaN
+    return value + row.masked_fill(everything, 0.0).sum().to(value)
+
+
 def _add_tap(head: Any) -> None:
-    head._labo_open, head._labo_hidden = False, None
+    head._labo_end = head._labo_hidden = head._labo_found = None
     head.register_forward_pre_hook(_tap)
+    head.register_forward_hook(_call_end, prepend=True)  # before FSDP frees the weight
+
+
+def _is_tapped(module: nn.Module) -> bool:
+    return _tap in module._forward_pre_hooks.values()
+
+
+def _remove_tap(head: Any) -> None:
+    for hooks, ours in ((head._forward_pre_hooks, _tap), (head._forward_hooks, _call_end)):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+    del head._labo_end, head._labo_hidden, head._labo_found
 
 
 # ------------------------------------------------------------------ the comparison

@@ -215,7 +215,7 @@ def find_head(model: Any) -> nn.Linear:
     """The output layer of a model.
 
     Raises:
-        ValueError: it is missing, adapted, quantized, sharded or not linear.
+        ValueError: it is missing, adapted, quantized or not linear.
     """
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the layer
@@ -235,8 +235,8 @@ def find_head(model: Any) -> nn.Linear:
             "modules_to_save, or use regularize(trainer, loss), which works on the logits"
         )
     weight = getattr(head, "weight", None)
-    if is_dtensor(weight):
-        raise _sharded(name, "a DTensor")
+    if is_dtensor(weight) and _own_type(head) is nn.Linear:
+        return head  # output_layer() refuses it unless FSDP gathers it for the forward pass
     if _is_quantized(head, weight) and type(head) is nn.Linear and _by_rows(weight):
         return head  # linear_loss dequantizes it
     if _is_quantized(head, weight):
@@ -246,12 +246,23 @@ def find_head(model: Any) -> nn.Linear:
             "modules_to_not_convert in the quantization config), use regularize(trainer, loss), "
             "which works on the logits, or give linear_loss a labo.QuantizedWeight"
         )
-    if type(head) is not nn.Linear:
+    if _own_type(head) is not nn.Linear:
         raise ValueError(
             f"the output layer of {name} is {kind} and not torch.nn.Linear, so it may do more than "
             "multiply by its weight. Use regularize(trainer, loss), which works on the logits"
         )
     return head
+
+
+def in_fsdp_group(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` (FSDP2) was called with this module."""
+    return type(module).__bases__[0].__name__ == "FSDPModule"
+
+
+def _own_type(module: nn.Module) -> type:
+    """The class of a module, without what FSDP2 puts before it."""
+    kind = type(module)
+    return kind.__bases__[1] if in_fsdp_group(module) else kind
 
 
 def _is_quantized(head: nn.Module, weight: Any) -> bool:
@@ -272,9 +283,8 @@ def _by_rows(weight: Any) -> bool:
 def _sharded(name: str, how: str) -> ValueError:
     return ValueError(
         f"the output layer of {name} is sharded ({how}), and fuse_head needs the whole weight in "
-        "each process. Fuse the model before it is distributed, and keep the layer in the root "
-        "group of FSDP and out of the tensor-parallel plan. Or use regularize(trainer, loss), "
-        "which works on the logits"
+        "each process. Fuse the model before FSDP shards it, and keep the layer out of the "
+        "tensor-parallel plan. Or use regularize(trainer, loss), which works on the logits"
     )
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from .head import check_equal, run_body
+from ...fused.metrics import LossMetrics
+from .head import check_equal, run_body, with_row
 from .losses import IGNORED, active, check_rowwise, mark_used, share
 from .models import find_head, output_layer, shifted, unwrapped
 
@@ -91,17 +92,22 @@ def _answer(
         if labels is None:
             raise ValueError('the batch has no "labels", so there is no loss to compute')
         shift_labels = shifted(labels)
-    head = find_head(model)
-    outputs, hidden = run_body(body, head, {**inputs, "return_dict": True})
-    layer = output_layer(model, head)
-    device = layer.weight.device
-    mask = (shift_labels != IGNORED).to(device)
-    rows, target = hidden.to(device)[mask], shift_labels.to(device)[mask]
+    head, rows = find_head(model), shift_labels != IGNORED
     mark_used(loss)
     current = active(loss)
-    mean, found = layer.loss_and_metrics(rows, target, current, measure="rows")
+
+    def end(hidden: Tensor, _: Tensor) -> tuple[Tensor, LossMetrics | None, Tensor]:
+        layer = output_layer(model, head)
+        mask = rows.to(layer.weight.device)
+        target = shift_labels.to(mask.device)[mask]
+        mean, found = layer.loss_and_metrics(
+            hidden.to(mask.device)[mask], target, current, measure="rows"
+        )
+        return share(mean, target, 1, getattr(current, "weight", None)), found, mask
+
+    outputs, (total, found, mask) = run_body(body, head, {**inputs, "return_dict": True}, end)
     assert found is not None
-    total = share(mean, target, 1, getattr(current, "weight", None))
+    total = with_row(total, head, outputs)
     return TokenOutput(
         # SFTTrainer uses the sum only: each token gets an equal part of it
         log_probs=-total / mask.sum().clamp(min=1) * mask,
