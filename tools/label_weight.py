@@ -96,7 +96,7 @@ def budgets() -> Iterator[tuple[Setting, int]]:
 
 def adam_rates() -> Iterator[tuple[Setting, int]]:
     """What results/budget-adam.csv has."""
-    for method, lr in product((BASE, LS, LABO, LABO_RHO, RESCALED), ADAM_RATES):
+    for method, lr in product((BASE, LS, LABO), ADAM_RATES):
         yield replace(method, lr=lr, adam=True), BUDGETS[-1]
 
 

@@ -5,7 +5,8 @@
 
 ``results/NAME.csv`` has one row per run. ``--add`` takes the folder of a comparison, or any folder
 of run directories, and adds its runs that are scored on the test split. With ``--selection`` it
-adds all finished runs to ``results/NAME-selection.csv``, with their validation scores.
+adds all finished runs to ``results/NAME-selection.csv``, with their validation scores. Runs in
+``results/NAME-cost.csv`` are those that the times of the table of NAME are taken from.
 
 Without arguments it rebuilds everything between markers in docs/results.md and docs/why.md::
 
@@ -304,7 +305,7 @@ def table(name: str) -> str:
         Column("aurc", "AURC %", scale=100, better=-1),
     ]
     before, after = find_report(group.task).views
-    timed = len({record.get("conditions") for record in read(RESULTS / f"{name}.csv")}) == 1
+    times = _times(name)
     rows = []
     for variant in _ranked(group):
         cells = {
@@ -316,13 +317,24 @@ def table(name: str) -> str:
             cells |= {} if found is None else difference_cells(found)
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
         cells["aurc"] = variant.cell(_analysed(before, "aurc"))
-        if timed:
-            cells["time"] = Cell(mean_cell(group.group.step_times(variant)).value)
+        cells["time"] = Cell(times.get(variant.name))
         rows.append(Row(variant.label, cells))
     columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
     columns += [c for r in references for c in difference_columns(headline, r.name)]
     columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
     return _markdown(Table(name, filled(columns, rows), rows))
+
+
+def _times(name: str) -> dict[str, float]:
+    """Method -> seconds per step relative to base, of a study or of short runs for that purpose."""
+    other = RESULTS / f"{name}-cost.csv"
+    timed = f"{name}-cost" if other.is_file() else name
+    conditions = {record.get("conditions") for record in read(RESULTS / f"{timed}.csv")}
+    if len(conditions) > 1 or None in conditions:
+        return {}
+    group = study(timed).group
+    means = {v.name: mean_cell(group.step_times(v)).value for v in group.variants}
+    return {method: value for method, value in means.items() if value is not None}
 
 
 def _test(metric: str) -> Any:
