@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
+from .._rows import wide
 from . import blocked, native
 from .algebra import (
     BEYOND_MARGIN,
@@ -39,6 +40,7 @@ from .algebra import (
     Passes,
     R,
     differentiate,
+    entries_of,
     masses_of,
     u_of,
 )
@@ -78,6 +80,8 @@ def check_formula(spec: FormulaSpec) -> None:
     obstacle = obstacles.get(formula.masses)
     if formula.spread is not None:
         obstacle = "the norm or standard deviation of the whole row"
+    if formula.stored:
+        obstacle = "stored classes of a teacher"
     if obstacle:
         raise ValueError(
             f"logits that are split over processes do not go with a loss that needs {obstacle}: "
@@ -275,7 +279,8 @@ class ShardedRows:
         found = _shifted(dict(zip(SUMS, sums.unbind(1), strict=True)), here, maximum, plan)
         found["u_y"] = torch.zeros_like(maximum)
         if width:
-            u_y = u_of(logits, column.clamp(0, width - 1), maximum)
+            z_y = entries_of(logits, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
+            u_y = u_of(z_y, maximum, torch.finfo(wide(logits.dtype)))
             found["u_y"] = torch.where((column >= 0) & (column < width), u_y, found["u_y"])
         total = torch.stack([*found.values()], 1)
         all_reduce(total, self.group)
@@ -289,8 +294,9 @@ class ShardedRows:
             all_reduce(first, self.group, "MIN")
             found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
         w_y = 1.0 if self.weight is None else self.weight[y].double()
-        values, coefficients = differentiate(self.spec, plan, found, w_y, y, classes, 1.0)
-        assert coefficients is not None
+        values, slopes = differentiate(self.spec, plan, found, w_y, y, classes, 1.0)
+        assert slopes is not None
+        coefficients = slopes.coefficients
         if plan.asked & TOP:
             coefficients[:, COEFFICIENTS.index("top_at")] -= start
         values = values.masked_fill(~valid, 0.0)

@@ -228,6 +228,16 @@ def decoupled_distillation(
     return formula(alpha, beta, tau, hard_weight, factor, z_loss=z_loss)
 
 
+def topk_distillation(alpha: float, tail: str, tau: float, z_loss: float = 0.0) -> Spec:
+    if tail == "labo":
+        return algebra.stored_and_tempered(alpha, tau, z_loss=z_loss)
+    if tail == "uniform":
+        return algebra.stored_and_uniform(alpha, z_loss=z_loss)
+    if tail == "bucket":
+        return algebra.stored_and_bucket(alpha, z_loss=z_loss)
+    return algebra.stored_alone(alpha, tail == "renormalize", z_loss=z_loss)
+
+
 def cs_kd(lam: float, tau: float, z_loss: float = 0.0) -> Spec:
     return algebra.peer_distillation(lam, tau, z_loss=z_loss)
 
