@@ -980,9 +980,8 @@ def sharded_linear_loss(
     labels = target.reshape(-1).long()
     weight = shards.replicated("weight", member.weight)
     row = shards.class_row(member, spec, head.weight, 0, shard.group)
-    rows = shards.ShardedRows(
-        spec, labels, weight, member.ignore_index, shard.group, row, keep=late
-    )
+    keep = late and torch.is_grad_enabled()
+    rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, row, keep)
     total = rows.divisor()
     weights = _check_token_weight(shards.replicated("token_weight", token_weight), input)
     if weights is not None:
