@@ -11,7 +11,8 @@ and :mod:`labo.fused.kernels`. Each has one function for them; all other losses 
 - ``logits``: (N, K); ``target``: (N,) int64, checked before; ``weight``: (K,) class weights.
 - ``factor``: None for values only. For the gradient too: the number, or the (N,) numbers, that it
   is multiplied with before it is rounded to the dtype of the logits.
-- ``out``: where the gradient is written, (N, K) of the dtype of the logits. May be ``logits``.
+- ``out``: where the gradient is written, (N, K) of the dtype of the logits. May be ``logits``. A
+  buffer that is given may be overwritten also if there is no gradient.
 - ``values``: (N,), at least float32. The value and the gradient of an ignored row are 0, whatever
   its logits are.
 
