@@ -1178,6 +1178,7 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
             const vec z = load(s.logits, at, bf16);
+            PREFETCH(element(s.next, at, bf16));
             const vec u = finite(z - top);
             const vec e = exp_of(u, row->over_one);
             vec gradient = b->asked & UE ? e * mul_add(u, from_ue, from_e) : e * from_e;
