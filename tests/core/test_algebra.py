@@ -262,7 +262,7 @@ def test_ties_of_the_maximum():
             torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["cp", "logitnorm", "dkd-standardized"])
+@pytest.mark.parametrize("name", ["cp", "logitnorm", "dkd-standardized", "topk-labo"])
 def test_rows_do_not_depend_on_their_neighbours_or_threads(name):
     logits, target = torch.randn(64, 9000), torch.randint(100, 9000, (64,))
     case = next(case for case in CASES if case.name == name)
