@@ -153,11 +153,29 @@ def naive_dkd(
     return F.cross_entropy(logits, target) + tau**2 * (of_target + beta * of_others)
 
 
+def naive_stored(logits: Tensor, target: Tensor, stored: Tensor, log_t: Tensor) -> Tensor:
+    """Distillation from stored classes, the others as one, alpha = 0.5."""
+    log_p = logits.log_softmax(-1)
+    log_rest = log_p.scatter(1, stored, -math.inf).logsumexp(-1)
+    t = log_t.exp()
+    mass = 1 - t.sum(-1)
+    soft = (t * (log_t - log_p.gather(1, stored))).sum(-1) + mass * (mass.log() - log_rest)
+    return 0.5 * F.nll_loss(log_p, target) + 0.5 * soft.mean()
+
+
+def _stored_classes(rows: int, classes: int) -> tuple[Tensor, Tensor]:
+    """64 classes of each row and their log-probabilities; a tenth of the mass is elsewhere."""
+    k = min(64, classes)
+    stored = (torch.randint(classes, (rows, 1)) + torch.arange(k)) % classes
+    return stored, torch.randn(rows, k).log_softmax(-1) - 0.1
+
+
 def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
     """Losses with teacher logits, and the same losses in plain PyTorch."""
     torch.manual_seed(0)
     logits = torch.randn(rows, classes, requires_grad=True)
     teacher, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+    stored, top = _stored_classes(rows, classes), labo.TopKDistillationLoss()
     losses: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "KD": labo.DistillationLoss(),
         "plain KD": naive_kd,
@@ -169,6 +187,8 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
         "plain PS-KD": naive_ps_kd,
         "DKD": labo.DecoupledDistillationLoss(warmup_epochs=0),
         "plain DKD": naive_dkd,
+        "64 stored classes": lambda logits, target, _: top(logits, target, *stored),
+        "plain 64 stored classes": lambda logits, target, _: naive_stored(logits, target, *stored),
     }
 
     def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -279,9 +299,7 @@ def distillation(
     x, weight, target = _linear_inputs(rows, width, classes)
     with torch.no_grad():
         hidden, head = torch.randn(rows, 2 * width), torch.randn(classes, 2 * width) * 0.02
-        k = min(64, classes)
-        stored = (torch.randint(classes, (rows, 1)) + torch.arange(k)) % classes
-        log_p = torch.randn(rows, k).log_softmax(-1) - 0.1  # a tenth of the mass is elsewhere
+        stored = _stored_classes(rows, classes)
 
     def eager() -> Tensor:
         with torch.no_grad():
@@ -297,7 +315,7 @@ def distillation(
             x, weight, target, dense, teacher_logits=(hidden, head)
         ),
         "labo.linear_loss top-64": lambda: labo.linear_loss(
-            x, weight, target, top, teacher_logits=(stored, log_p)
+            x, weight, target, top, teacher_logits=stored
         ),
         "torch linear + KD": eager,
     }

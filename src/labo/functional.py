@@ -36,6 +36,7 @@ from torch import Tensor
 from . import _checks, smoothing
 from ._checks import check_hyper
 from ._rows import Rows, entropy, log_sum, row_sum, shifted, spread, teacher_rows, times, zero_log
+from ._stored import completed, divergence, log_or_0, renormalized, stored_rows
 from .fused import dispatch, spec
 
 __all__ = [
@@ -1732,6 +1733,9 @@ def topk_distillation_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
     dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
 ) -> Tensor:
     r"""Distillation from the stored k largest probabilities of a teacher.
 
@@ -1764,6 +1768,8 @@ def topk_distillation_loss(
         tail: "bucket", "uniform", "labo", "drop" or "renormalize".
         tau: temperature of the tail "labo".
         weight, ignore_index, reduction, dim: as for every loss here.
+        z_loss: lambda of a :func:`z_loss` that is added to the loss.
+        impl, inplace: see the module.
 
     Returns:
         The reduced loss, or (...) for ``reduction="none"``.
@@ -1775,26 +1781,24 @@ def topk_distillation_loss(
         >>> topk_distillation_loss(logits, target, stored.indices, stored.values)
         tensor(0.2630)
     """
-    check_hyper(alpha=alpha, tail=tail, tau=tau)
-    rows = Rows(logits, target, weight, ignore_index, reduction, dim)
-    teacher = _Stored(rows, indices, log_probabilities)
+    check_hyper(alpha=alpha, tail=tail, tau=tau, reduction=reduction, impl=impl, z_loss=z_loss)
+    shared = (weight, ignore_index, reduction, dim)
+    known = spec.topk_distillation(alpha, tail, tau, z_loss)
+    stored = (indices, log_probabilities)
+    fused = dispatch.row_loss(logits, target, known, *shared, impl, inplace, stored=stored)
+    if fused is not None:
+        return fused
+    rows = Rows(logits, target, *shared, z_loss=z_loss)
+    teacher = _Stored(rows, *stored)
     log_p = rows.log_probabilities()
-    if tail == "renormalize":
-        total = zero_log(log_sum(teacher.log_t)).unsqueeze(-1)
-        soft = teacher.divergence(teacher.log_t - total, log_p)
-    else:
-        soft = teacher.divergence(teacher.log_t, log_p)
+    log_t = renormalized(teacher.log_t) if tail == "renormalize" else teacher.log_t
+    soft = divergence(log_t, log_p.gather(-1, teacher.index))
     if tail in ("bucket", "uniform", "labo"):
         soft = soft + teacher.mass * (
-            _log_or_0(teacher.mass) + _tail(rows, teacher, log_p, tail, tau)
+            log_or_0(teacher.mass) + _tail(rows, teacher, log_p, tail, tau)
         )
     hard = rows.nll(log_p)
     return rows.reduce(times(1 - alpha, hard) + rows.weigh(alpha * soft))
-
-
-def _log_or_0(x: Tensor) -> Tensor:
-    """log x, and 0 for x = 0."""
-    return torch.where(x > 0, x, 1.0).log()
 
 
 def _tail(rows: Rows, teacher: _Stored, log_p: Tensor, tail: str, tau: float) -> Tensor:
@@ -1824,73 +1828,18 @@ class _Stored:
     """
 
     def __init__(self, rows: Rows, indices: Tensor, log_probabilities: Tensor) -> None:
-        size, k = rows.num_classes, _check_stored(rows, indices, log_probabilities)
-        index = indices.reshape(-1, k).long()
-        log_t = log_probabilities.detach().reshape(-1, k)
-        if rows.valid is not None:
-            index = index.masked_fill(~rows.valid.unsqueeze(-1), -1)
-        padding = index < 0
-        log_t = log_t.masked_fill(padding, -math.inf)
-        _check_stored_values(index, log_t, size)
+        size = rows.num_classes
+        fixed = (rows.logits, rows.shape, size, rows.valid)
+        index, log_t = stored_rows(indices, log_probabilities, *fixed)
         # Padding is written to a column that is then left out.
-        column = index.masked_fill(padding, size)
+        column = index.masked_fill(index < 0, size)
         stored = column.new_zeros(len(column), size + 1, dtype=torch.bool)
         stored = stored.scatter(-1, column, True)[:, :size]
         self.index = index.clamp(min=0)
         self.others = ~stored & (rows.logits != -math.inf)
-        log_t = log_t.to(rows.logits.dtype)
-        mass = -torch.expm1(log_sum(log_t).clamp(max=0.0))
-        mass = mass.masked_fill(~self.others.any(-1), 0.0)
         masked = rows.logits.detach().gather(-1, self.index) == -math.inf
-        log_t = log_t.masked_fill(masked, -math.inf)
-        # What remains sums to 1 again; this also takes away the rounding of the stored numbers.
-        total = log_sum(log_t).exp() + mass
-        self.mass = mass / total.masked_fill(total == 0, 1.0)
-        self.log_t = log_t - _log_or_0(total).unsqueeze(-1)
-
-    def divergence(self, log_t: Tensor, log_p: Tensor) -> Tensor:
-        """sum_S t_j log(t_j / p_j), (M,), with 0 log 0 = 0."""
-        t = log_t.exp()
-        log_p = log_p.gather(-1, self.index).masked_fill(t == 0, 0.0)
-        return row_sum(t * (zero_log(log_t) - log_p))
-
-
-def _check_stored(rows: Rows, indices: Tensor, log_probabilities: Tensor) -> int:
-    """Refuse tensors that are not stored classes and their log-probabilities; return k."""
-    given = (indices, log_probabilities)
-    if not all(isinstance(x, Tensor) for x in given):
-        raise _checks.TeacherError("this loss needs indices and log_probabilities of a teacher")
-    whole = (
-        not (indices.is_floating_point() or indices.is_complex()) and indices.dtype != torch.bool
-    )
-    if not whole or not log_probabilities.is_floating_point():
-        raise _checks.TeacherError(
-            "indices must be integers and log_probabilities floating point, got "
-            f"{indices.dtype} and {log_probabilities.dtype}"
-        )
-    shape = indices.shape
-    if shape[:-1] != rows.shape or shape != log_probabilities.shape or shape[-1:].numel() == 0:
-        raise _checks.TeacherError(
-            f"indices and log_probabilities must have shape {(*rows.shape, 'k')}, "
-            f"got {tuple(shape)} and {tuple(log_probabilities.shape)}"
-        )
-    _checks.check_devices(rows.logits, indices=indices, log_probabilities=log_probabilities)
-    return shape[-1]
-
-
-def _check_stored_values(index: Tensor, log_t: Tensor, num_classes: int) -> None:
-    """Refuse classes that do not exist or occur twice, and probabilities that exceed 1."""
-
-    def refuse(fine: Tensor, message: str) -> None:
-        _checks.ensure(fine, lambda: _checks.TeacherError(message), message)
-
-    refuse(index < num_classes, f"an entry of indices is not below the {num_classes} classes")
-    ordered = index.sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    refuse(~twice, "a row of indices has a class twice")
-    total = row_sum(log_t.exp())
-    fine = ~(total > 1 + _checks.tolerance(log_t.dtype))
-    refuse(fine, "a row of log_probabilities has a sum of probabilities above 1")
+        alone = ~self.others.any(-1)
+        self.log_t, self.mass = completed(log_t.to(rows.logits.dtype), masked, alone)
 
 
 # ------------------------------------------------------------------ with a table of classes

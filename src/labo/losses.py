@@ -820,6 +820,7 @@ class TopKDistillationLoss(_Loss):
     """
 
     function = staticmethod(F.topk_distillation_loss)
+    spec_of = staticmethod(spec.topk_distillation)
     teacher_argument = "indices"
     teacher_is_stored = True
 
@@ -833,8 +834,13 @@ class TopKDistillationLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         dim: int = -1,
+        z_loss: float = 0.0,
+        impl: str = "auto",
+        inplace: bool = False,
     ) -> None:
-        super().__init__(weight, ignore_index, reduction, dim, alpha=alpha, tail=tail, tau=tau)
+        hyper = {"alpha": alpha, "tail": tail, "tau": tau}
+        fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
+        super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
     def forward(
         self,

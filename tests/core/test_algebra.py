@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import labo
@@ -68,12 +70,12 @@ def test_values_and_gradients(case, impl, dtype):
     logits, target = hard_rows(dtype=dtype)
     extra = case.extra(logits.nan_to_num().clamp(-50, 50))
     weight = torch.linspace(0, 2, logits.shape[1])
-    for given in (None, weight):
+    for used in (None, weight):
         exact, exact_slope = both(
-            case, logits.double(), target, extra, impl="reference", weight=given
+            case, logits.double(), target, extra, impl="reference", weight=used
         )
-        naive, naive_slope = both(case, logits, target, extra, impl="reference", weight=given)
-        value, slope = both(case, logits, target, extra, impl=impl, weight=given)
+        naive, naive_slope = both(case, logits, target, extra, impl="reference", weight=used)
+        value, slope = both(case, logits, target, extra, impl=impl, weight=used)
         scale = exact.abs().clamp(min=1)
         assert ((value - exact).abs() / scale <= (naive - exact).abs() / scale + 4e-6).all()
         size = exact_slope.abs().amax(1, keepdim=True).clamp(min=1)
@@ -175,6 +177,79 @@ def test_decoupled_distillation_of_sure_rows():
             torch.testing.assert_close(slope, exact_slope, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tail", ["bucket", "uniform", "labo", "drop", "renormalize"])
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    classes=st.integers(1, 40),
+    share=st.floats(0, 1),
+    scale=st.sampled_from([1.0, 30.0, 1000.0]),
+    sure=st.booleans(),
+    z_loss=st.sampled_from([0.0, 1e-3]),
+)
+def test_stored_classes(tail, seed, classes, share, scale, sure, z_loss):
+    """Any number of stored classes, up to all; targets, masks and padding anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    rows, k = 6, max(1, round(share * classes))
+    logits = scale * (uniform(rows, classes) - 0.5)
+    order = uniform(rows, classes).argsort(1)
+    indices, log_t = order[:, :k], uniform(rows, classes).log_softmax(1)[:, :k]
+    target = torch.randint(classes, (rows,), generator=generator)
+    if sure:  # the stored classes have almost all of the mass
+        log_t = log_t.log_softmax(1) - 1e-6
+        logits.scatter_add_(1, indices, torch.full(indices.shape, 60.0))
+    masked = uniform(rows, classes) < 0.2
+    masked.scatter_(1, target.unsqueeze(1), False)
+    logits.masked_fill_(masked, -math.inf)
+    indices = indices.masked_fill(uniform(rows, k) < 0.2, -1)
+    target[0], logits[0], indices[0] = -100, math.nan, classes + 5
+    weight = torch.linspace(0.5, 2, classes) if seed % 2 else None
+    case = LossCase("topk", F.topk_distillation_loss, {"tail": tail, "z_loss": z_loss})
+    arguments = (target, (indices, log_t))
+    before = logits.clone()
+    exact, exact_slope = both(case, logits.double(), *arguments, impl="reference", weight=weight)
+    naive, naive_slope = both(case, logits, *arguments, impl="reference", weight=weight)
+    for impl in BACKENDS:
+        value, slope = both(case, logits, *arguments, impl=impl, weight=weight)
+        error, usual = ((x - exact).abs() / exact.abs().clamp(min=1) for x in (value, naive))
+        assert (error <= usual + 1e-6).all()
+        error, usual = ((x - exact_slope).abs() for x in (slope, naive_slope))
+        assert (error <= usual + 2e-6).all()
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+
+
+def test_stored_classes_that_have_almost_all_of_the_mass():
+    """The mass of the others, 2e-21, keeps its digits in the value and in the gradient."""
+    logits, target = torch.zeros(1, 50), torch.tensor([0])
+    logits[0, :4] = 50.0
+    indices, log_t = torch.arange(4).unsqueeze(0), torch.full((1, 4), 0.2).log()
+    case = LossCase("topk", F.topk_distillation_loss, {"alpha": 1.0, "tail": "bucket"})
+    exact, exact_slope = both(case, logits.double(), target, (indices, log_t), impl="reference")
+    for impl in BACKENDS:
+        value, slope = both(case, logits, target, (indices, log_t), impl=impl)
+        torch.testing.assert_close(value, exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(slope, exact_slope, rtol=1e-6, atol=0)
+        assert slope[0, 4:].count_nonzero() == 46
+
+
+def test_other_classes_far_below_the_stored_ones():
+    """The lowest finite number as a mask: the stored classes keep their differences."""
+    logits, target = torch.full((1, 50), torch.finfo(torch.float32).min), torch.tensor([1])
+    logits[0, :4] = torch.tensor([1.0, 2.0, 0.5, 0.0])
+    indices, log_t = torch.arange(4).unsqueeze(0), torch.full((1, 4), 0.25).log()
+    case = LossCase("topk", F.topk_distillation_loss, {"tail": "renormalize"})
+    masked = logits[:, :4].double()
+    exact, exact_slope = both(case, masked, target, (indices, log_t), impl="reference")
+    for impl in BACKENDS:
+        value, slope = both(case, logits, target, (indices, log_t), impl=impl)
+        torch.testing.assert_close(value, exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(slope[:, :4], exact_slope, rtol=1e-6, atol=1e-7)
+
+
 def test_ties_of_the_maximum():
     """The first of several largest logits gets the gradient of the maximum, as in the reference."""
     logits, target = torch.zeros(2, 2000), torch.tensor([3, 0])
@@ -187,7 +262,7 @@ def test_ties_of_the_maximum():
             torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["cp", "logitnorm", "dkd-standardized"])
+@pytest.mark.parametrize("name", ["cp", "logitnorm", "dkd-standardized", "topk-labo"])
 def test_rows_do_not_depend_on_their_neighbours_or_threads(name):
     logits, target = torch.randn(64, 9000), torch.randint(100, 9000, (64,))
     case = next(case for case in CASES if case.name == name)

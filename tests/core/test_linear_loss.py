@@ -208,11 +208,12 @@ def test_no_tensor_of_the_size_of_the_logits(name, reduction):
 @pytest.mark.parametrize("tail", ["bucket", "labo"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_stored_teacher(tail, reduction, compiled):
-    x, weight, bias, target = problem()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
+def test_stored_teacher(tail, reduction, compiled, dtype):
+    x, weight, bias, target = problem(dtype)
     stored = teacher("kd").log_softmax(-1).topk(3)
     loss = labo.TopKDistillationLoss(tail=tail, reduction=reduction)
-    upstream = None if reduction == "mean" else torch.linspace(0, 2, N, dtype=torch.float64)
+    upstream = None if reduction == "mean" else torch.linspace(0, 2, N, dtype=dtype)
     expected = gradients(
         lambda x, w, b: loss(torch.nn.functional.linear(x, w, b), target, *stored[::-1]),
         x,
@@ -232,14 +233,51 @@ def test_stored_teacher(tail, reduction, compiled):
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stored_teacher_with_every_option(dtype):
+    """Token weights, class weights, a cap, a z-loss and metrics, in every dtype, fused."""
+    x, weight, bias, target = problem(dtype)
+    stored = teacher("kd").log_softmax(-1).topk(3)[::-1]
+    token_weight = torch.linspace(0, 2, N)
+
+    def call(x, w, b):
+        loss = labo.TopKDistillationLoss(weight=torch.linspace(0.5, 2, V).to(x.dtype))
+        return labo.linear_loss(
+            x,
+            w,
+            target,
+            loss,
+            linear_bias=b,
+            softcap=3.0,
+            teacher_logits=stored,
+            token_weight=token_weight,
+            z_loss=1e-2,
+            return_metrics=True,
+            options=SMALL,
+        )
+
+    scale = torch.tensor(1024.0)  # a loss scale, with which float16 does not underflow
+    wide = (x.double(), weight.double(), bias.double())
+    exact = gradients(lambda *t: call(*t)[0], *wide, upstream=scale.double())
+    result = gradients(lambda *t: call(*t)[0], x, weight, bias, upstream=scale)
+    for ours, truth in zip(result, exact, strict=True):
+        error = (ours.double() - truth).abs().max()
+        assert error <= 8 * torch.finfo(dtype).eps * truth.abs().max()
+    found, expected = (call(*t)[1] for t in ((x, weight, bias), wide))
+    assert found.targets == N - 1
+    for ours, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=8 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 def test_stored_teacher_refused():
     x, weight, _, target = problem()
     loss, stored = labo.TopKDistillationLoss(), torch.zeros(N, 2)
     for given, sentence in (
         (None, "needs indices and log_probabilities"),
         (stored, "must be the pair"),
-        ((stored, stored), "indices, integers, and log_probabilities must have shape"),
+        ((stored, stored), "indices must be integers"),
         ((stored[1:].long(), stored[1:]), r"must have shape \(13, 'k'\)"),
+        ((stored.long(), stored - 1), "has a class twice"),
     ):
         with pytest.raises(ValueError, match=sentence):
             labo.linear_loss(x, weight, target, loss, teacher_logits=given)

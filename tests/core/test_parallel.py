@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 import labo
 from gloo import Processes, World
 from labo.fused import blocked, kernels, native, shards
-from labo.fused.algebra import FORMULAS, SUMS, differentiate, masses_of, u_of
+from labo.fused.algebra import FORMULAS, SUMS, differentiate, entries_of, masses_of, u_of
 from labo.fused.spec import as_formula
 
 # Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
@@ -253,6 +253,24 @@ def test_two_collectives_forward_and_none_backward(processes, size):
         assert sum(backward.values()) == 0
 
 
+def test_no_coefficients_where_no_gradient_is_asked_for(monkeypatch):
+    factors = []
+
+    def recorded(spec, plan, found, w_y, y, classes, factor):
+        factors.append(factor)
+        return differentiate(spec, plan, found, w_y, y, classes, factor)
+
+    monkeypatch.setattr(shards, "differentiate", recorded)
+    logits, target = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 1, -100])
+    hidden, loss = torch.randn(3, 4), labo.LABOLoss(reduction="none")
+    with torch.no_grad():
+        labo.parallel.logits_loss(logits, target, loss)
+        labo.parallel.linear_loss(hidden, torch.randn(8, 4), target, loss)
+    assert factors == [None, None]
+    labo.parallel.logits_loss(logits, target, loss).sum().backward()
+    assert factors[2:] == [1.0]
+
+
 def underflow_case(world: World) -> None:
     """Known wrong elsewhere: the K of the shard in the smoothing, the log of a softmax of 0."""
     logits = torch.zeros(1, 8)
@@ -373,6 +391,8 @@ def refused_case(world: World) -> None:
         labo.parallel.logits_loss(mine, target, labo.LABOLoss(alpha_grad=True), group=world.group)
     with pytest.raises(ValueError, match="a loss that needs teacher logits"):
         labo.parallel.logits_loss(mine, target, labo.DistillationLoss(), group=world.group)
+    with pytest.raises(ValueError, match="a loss that needs stored classes of a teacher"):
+        labo.parallel.logits_loss(mine, target, labo.TopKDistillationLoss(), group=world.group)
     with pytest.raises(ValueError, match="class-index target must have shape"):
         labo.parallel.logits_loss(mine, target[:2], labo.LABOLoss(), group=world.group)
     with pytest.raises(ValueError, match="brings its own processes"):
@@ -420,11 +440,12 @@ def shards_of(
     y = target.masked_fill(~valid, 0)
     found = {name: torch.zeros_like(maximum) for name in SUMS} | {"top": maximum}
     found |= {name: first[name] + second[name] for name in first}
-    found["u_y"] = u_of(logits, y, maximum)
+    z_y = entries_of(logits, y.unsqueeze(1)).squeeze(1)
+    found["u_y"] = u_of(z_y, maximum, torch.finfo(torch.float32))
     found |= masses_of(plan, y, found["u_y"], None, maximum)
     w_y = 1.0 if weight is None else weight[y].double()
-    values, coefficients = differentiate(spec, plan, found, w_y, y, logits.shape[1], 1.0)
-    coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
+    values, slopes = differentiate(spec, plan, found, w_y, y, logits.shape[1], 1.0)
+    coefficients = slopes.coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
     grads = []
     for part, w, start in zip(parts, weights, starts, strict=True):
         column = (target - start).masked_fill(~valid, -100)

@@ -39,6 +39,15 @@ w u q            w_j q_j
 
 The backend writes the gradient, times a factor, in a second pass.
 
+A formula may also ask for *stored* classes: k classes of each row, whose numbers log t_j come from
+a teacher. They are in no sum, so that what is summed over the other classes keeps its digits when
+the stored ones have almost all of the mass. The formula gets their u, (N, k), one by one, and the
+derivatives for these are their entries of the gradient. No backend knows about them: both passes
+read logits in which the stored classes are masked (in the buffer of the gradient, never in the
+logits of the caller), and their entries are added to the 0 that is the gradient of a masked class.
+The maximum of the sums is then that of the other classes, while u_y, u_stored and ``top`` have the
+maximum of all classes; ``gap``, 0 or less, is the difference.
+
 Some losses divide the logits of a row by their norm or standard deviation s. In the sums that is a
 temperature tau s of the row, and another one for a teacher (:class:`RowTau`). The sums of u r and
 u q give the derivative for tau s, and the gradient gets a term that is linear in the logits.
@@ -64,7 +73,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._rows import times, wide
+from .._rows import log_sum, times, wide
+from .._stored import completed, divergence, log_or_0, renormalized
 from .spread import DEVIATION, NORM, spread
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
@@ -128,9 +138,12 @@ class RowSums:
         u_y, v_y, q_y, w_y: u, the teacher's v, q and the class weight of the target. u_y and v_y
             are -inf if it is masked. w_y is 1.0 without class weights.
         u_top: 0, with the gradient of the largest logit.
+        u_stored, log_t: u and the teacher's log-probabilities of the stored classes, (N, k); -inf
+            for padding, and u_stored also for masked classes.
+        gap: with stored classes, the maximum of the others minus that of all classes.
         tau, source_tau: the temperatures of r and of a teacher: numbers, or those of each row.
         classes: K, a tensor without dimensions.
-        log_e: the log of the sum of e over all classes, also if the target is not in the sums.
+        log_e: the log of the sum of e over all classes, also those that are not in the sums.
     """
 
     top: Tensor
@@ -147,6 +160,9 @@ class RowSums:
     v_y: Tensor
     q_y: Tensor
     u_top: Tensor
+    u_stored: Tensor
+    log_t: Tensor
+    gap: Tensor
 
     tau: float | Tensor
     source_tau: float | Tensor
@@ -166,7 +182,13 @@ class RowSums:
         if not isinstance(classes, Tensor):
             classes = self.e.new_full((), classes)
         self.classes = classes.to(self.e.dtype)
-        self.log_e = torch.logaddexp(log_or_none(self.e), self.u_y) if others else self.e.log()
+        if "u_stored" in found:
+            rest = log_or_none(self.e) + self.gap
+            self.log_e = log_sum(torch.cat([rest.unsqueeze(1), self.u_stored], 1))
+        elif others:
+            self.log_e = torch.logaddexp(log_or_none(self.e), self.u_y)
+        else:
+            self.log_e = self.e.log()
 
     def log_p_y(self) -> Tensor:
         if self.others:  # exact also where p_y is almost 1
@@ -219,6 +241,7 @@ class Formula:
         weighted: str,
         masses: int,
         spread: str | None,
+        stored: bool,
     ) -> None:
         self.function = function
         self.name = function.__name__
@@ -226,7 +249,7 @@ class Formula:
         self.asked, self.weighted = (
             sum(_NAMES[name] for name in names.split()) for names in (asked, weighted)
         )
-        self.masses, self.spread = masses, spread
+        self.masses, self.spread, self.stored = masses, spread, stored
 
     def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
         return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
@@ -250,6 +273,7 @@ def formula(
     *,
     weighted: str | None = None,
     spread: str | None = None,
+    stored: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Formula]:
     """Register a formula.
 
@@ -262,10 +286,12 @@ def formula(
         weighted: the same as ``asked`` if there are class weights, also "wqu" (with it wq).
         spread: what the logits are divided by in r and in the masses of a teacher, if anything:
             ``NORM`` or ``DEVIATION``.
+        stored: whether it takes stored classes, which are then in no sum.
     """
 
     def register(function: Callable[..., Tensor]) -> Formula:
-        made = Formula(function, asked, asked if weighted is None else weighted, masses, spread)
+        with_weights = asked if weighted is None else weighted
+        made = Formula(function, asked, with_weights, masses, spread, stored)
         FORMULAS[made.name] = made
         return made
 
@@ -526,6 +552,54 @@ def past_prediction(row: RowSums, alpha: float) -> Tensor:
     return times(1 - alpha, row.nll()) + times(alpha, row.cross_entropy() / row.q)
 
 
+@formula(stored=True)
+def stored_alone(row: RowSums, alpha: float, renormalize: float) -> Tensor:
+    log_t, _ = _stored_label(row)
+    return _from_stored(row, alpha, renormalized(log_t) if renormalize else log_t)
+
+
+@formula(stored=True)
+def stored_and_bucket(row: RowSums, alpha: float) -> Tensor:
+    """All other classes as one."""
+    log_share = log_or_0(row.e) + row.gap - row.log_e
+    return _from_stored(row, alpha, *_stored_label(row), -log_share)
+
+
+@formula("qu", UNIFORM, stored=True)
+def stored_and_uniform(row: RowSums, alpha: float) -> Tensor:
+    count = row.q.clamp(min=1)
+    tail = row.log_e - (row.gap + row.qu / count) - count.log()
+    return _from_stored(row, alpha, *_stored_label(row), tail)
+
+
+@formula("qu", TEMPERED, stored=True)
+def stored_and_tempered(row: RowSums, alpha: float, tau: float) -> Tensor:
+    """The others have softmax(z / tau), held constant."""
+    total = row.q.masked_fill(row.q == 0, 1.0)
+    negative_entropy = row.qu.detach() / total / tau - total.log()
+    tail = negative_entropy + row.log_e - (row.gap + row.qu / total)
+    return _from_stored(row, alpha, *_stored_label(row), tail)
+
+
+def _stored_label(row: RowSums) -> tuple[Tensor, Tensor]:
+    """The label: log t of the stored classes, (N, k), and the mass of the others, (N,)."""
+    return completed(row.log_t, row.u_stored == -math.inf, row.e == 0)
+
+
+def _from_stored(
+    row: RowSums,
+    alpha: float,
+    log_t: Tensor,
+    mass: Tensor | None = None,
+    tail: Tensor | None = None,
+) -> Tensor:
+    """``tail`` is the KL divergence of the other classes' distribution from their p."""
+    soft = divergence(log_t, row.u_stored - row.log_e.unsqueeze(1))
+    if mass is not None and tail is not None:
+        soft = soft + mass * (log_or_0(mass) + tail)
+    return times(1 - alpha, row.nll()) + row.weigh(alpha * soft)
+
+
 # ------------------------------------------------------------------ from sums to rows
 
 
@@ -540,10 +614,14 @@ def rows(
     factor: float | Tensor | None = None,
     out: Tensor | None = None,
     source: Tensor | None = None,
+    stored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Values and gradients of rows by a backend; the contract is in :mod:`labo.fused.spec`.
 
-    ``source`` is what the masses come from, see the module; None if they come from the logits.
+    Args:
+        source: what the masses come from, see the module; None if they come from the logits. With
+            stored classes: their log-probabilities, (N, k).
+        stored: (N, k) stored classes, -1 for padding.
     """
     formula = FORMULAS[spec.name]
     plan = formula.plan(spec.parameters, weight is not None)
@@ -554,54 +632,96 @@ def rows(
         plan = plan._replace(row_tau=RowTau(*sizes, own.center, plan.tau * own.slope))
     if weight is not None:
         weight = weight.detach().to(wide(logits.dtype))
-    fixed = (logits, target, plan, weight, ignore_index, source)
-    values, coefficients = _evaluate(spec, backend.sums(*fixed), *fixed, factor)
-    values = values.to(wide(logits.dtype))
-    if coefficients is None:
-        return values, None
-    if out is None:
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    grad: Tensor = backend.gradient(*fixed, coefficients, out)
-    return values, grad
-
-
-def _evaluate(
-    spec: FormulaSpec,
-    sums: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None,
-    factor: float | Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Values, and the coefficients of the gradient of sum_i factor_i value_i."""
-    # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
-    found = dict(zip(SUMS, sums.T.contiguous().unbind(), strict=True))
     ignored = target == ignore_index
     # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
     some_ignored = not logits.is_cpu or bool(ignored.any())
     y = target.masked_fill(ignored, 0) if some_ignored else target
+    z_y = entries_of(logits, y.unsqueeze(1)).squeeze(1)
+    z_stored = log_t = None
+    if stored is not None and source is not None:
+        z_stored, log_t, source = entries_of(logits, stored), source.double(), None
+        logits = out = _without_stored(logits, stored, out)
+    fixed = (logits, target, plan, weight, ignore_index, source)
+    limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
+    found = _found(plan, backend.sums(*fixed), z_y, limits)
+    if z_stored is not None and log_t is not None:
+        found |= {"log_t": log_t, **_found_apart(found, z_y, z_stored, limits)}
+    found |= masses_of(plan, y, found.get("sums_u_y", found["u_y"]), source, found["source_top"])
+    w_y = 1.0 if weight is None else weight[y].double()
+    values, slopes = differentiate(spec, plan, found, w_y, y, logits.shape[1], factor, stored)
+    values = values.masked_fill(ignored, 0.0) if some_ignored else values
+    values = values.to(wide(logits.dtype))
+    if slopes is None:
+        return values, None
+    if some_ignored:
+        slopes = Slopes(*(x.masked_fill(ignored.unsqueeze(1), 0.0) for x in slopes))
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad: Tensor = backend.gradient(*fixed, slopes.coefficients, out)
+    if stored is not None:
+        _add_entries(grad, stored, slopes.entries)
+    return values, grad
+
+
+class Slopes(NamedTuple):
+    """The gradient of a formula: the coefficients, and the entries of the stored classes."""
+
+    coefficients: Tensor  # (N, 12)
+    entries: Tensor  # (N, k)
+
+
+def entries_of(logits: Tensor, index: Tensor) -> Tensor:
+    """Some logits of each row, float64, from (N, k) indices; -inf for a negative index."""
+    z = logits.gather(1, index.clamp(min=0)).double()
+    return z.masked_fill(index < 0, -math.inf)
+
+
+def _without_stored(logits: Tensor, index: Tensor, out: Tensor | None) -> Tensor:
+    """The logits with the stored classes masked, in the buffer of the gradient."""
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if out is not logits:
+        out.copy_(logits)
+    return _add_entries(out, index, torch.full(index.shape, -math.inf, device=index.device))
+
+
+def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
+    """Add ``entries`` to the rows, in place, at the (N, k) indices that are not negative."""
+    entries = entries.masked_fill(index < 0, 0.0).to(rows.dtype)
+    return rows.scatter_add_(1, index.clamp(min=0), entries)
+
+
+def _found(plan: Passes, sums: Tensor, z_y: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
+    """The sums by name, and u_y."""
+    # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
+    found = dict(zip(SUMS, sums.T.contiguous().unbind(), strict=True))
     if plan.asked & OTHERS:  # without other classes any finite maximum serves
         for name in ("top", "source_top"):
             found[name] = found[name].masked_fill(found[name] == -math.inf, 0.0)
-    found["u_y"] = u_y = u_of(logits, y, found["top"], finite=plan.row_tau is None)
-    found |= masses_of(plan, y, u_y, source, found["source_top"])
-    w_y = 1.0 if weight is None else weight[y].double()
-    values, coefficients = differentiate(spec, plan, found, w_y, y, logits.shape[1], factor)
-    if some_ignored:
-        values = values.masked_fill(ignored, 0.0)
-        if coefficients is not None:
-            coefficients = coefficients.masked_fill(ignored.unsqueeze(1), 0.0)
-    return values, coefficients
+    return found | {"u_y": u_of(z_y, found["top"], limits)}
 
 
-def u_of(logits: Tensor, y: Tensor, top: Tensor, finite: bool = True) -> Tensor:
-    """u of the target, (N,) float64: -inf if it is masked, else ``finite`` in the computation."""
-    z_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double()
-    lowest = torch.finfo(wide(logits.dtype) if finite else z_y.dtype).min
-    return (z_y - top).clamp(min=lowest).masked_fill(z_y == -math.inf, -math.inf)
+def _found_apart(
+    found: dict[str, Tensor], z_y: Tensor, z_stored: Tensor, limits: torch.finfo
+) -> dict[str, Tensor]:
+    """With stored classes: what has the maximum of all classes, and what has that of the sums."""
+    here = found["top"]
+    top = torch.maximum(here, z_stored.amax(1))
+    top = top.masked_fill(top == -math.inf, 0.0)
+    here = torch.where(here == -math.inf, top, here)  # without other classes any number serves
+    return {
+        "top": top,
+        "u_y": u_of(z_y, top, limits),
+        "u_stored": u_of(z_stored, top.unsqueeze(1), limits),
+        "gap": u_of(here, top, limits),
+        "sums_top": here,
+        "sums_u_y": u_of(z_y, here, limits),
+    }
+
+
+def u_of(z: Tensor, top: Tensor, limits: torch.finfo) -> Tensor:
+    """u of single logits, float64: -inf if one is masked, else within the limits."""
+    return torch.where(z.isinf(), z, (z - top).clamp(limits.min, limits.max))
 
 
 def masses_of(
@@ -625,7 +745,7 @@ def masses_of(
 
 
 # What a formula is differentiated for.
-_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top", "tau")
+_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top", "tau", "u_stored")
 
 
 def differentiate(
@@ -636,16 +756,18 @@ def differentiate(
     y: Tensor,
     classes: int | Tensor,
     factor: float | Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The values of a formula, (N,), and the coefficients of its gradient times factor, (N, 10).
+    stored: Tensor | None = None,
+) -> tuple[Tensor, Slopes | None]:
+    """The values of a formula, (N,), and the slopes of sum_i factor_i value_i.
 
     Args:
         spec, plan: of the formula.
-        found: the sums, and u_y, q_y and v_y.
+        found: the sums, u_y, q_y and v_y, and u_stored and log_t with stored classes.
         w_y: the class weights of the targets, or 1.0.
         y: the targets.
         classes: K.
         factor: None for values only.
+        stored: (N, k) stored classes.
     """
     zero = torch.zeros_like(found["e"])
     found = found | {"u_top": zero}
@@ -671,7 +793,15 @@ def differentiate(
         leaves = [found[name] for name in variables]
         grads = torch.autograd.grad(values, leaves, upstream, allow_unused=True)
     slopes = {name: x for name, x in zip(variables, grads, strict=True) if x is not None}
-    return values.detach(), _coefficients(plan, found, slopes, w_y, y)
+    coefficients = _coefficients(plan, found, slopes, w_y, y)
+    if stored is None:
+        return values.detach(), Slopes(coefficients, zero.new_empty(len(zero), 0))
+    # A target that is stored has no entry among the coefficients. It is in no sum.
+    targets = stored == y.unsqueeze(1)
+    at_target = coefficients[:, COEFFICIENTS.index("at_target")]
+    at_target.masked_fill_(targets.any(1), 0.0)
+    of_y = slopes.get("u_y", zero).unsqueeze(1)
+    return values.detach(), Slopes(coefficients, slopes["u_stored"] + of_y * targets)
 
 
 def _coefficients(
@@ -682,9 +812,11 @@ def _coefficients(
     y: Tensor,
 ) -> Tensor:
     """The coefficients of the gradient from the derivatives for the sums."""
-    u_y = found["u_y"].detach()
+    u_y, top = (found.get(f"sums_{name}", found[name]).detach() for name in ("u_y", "top"))
     zero = torch.zeros_like(u_y)
-    e, ue, r, qu, qd, wqu, of_y, of_top, of_tau = (slopes.get(name, zero) for name in _VARIABLES)
+    e, ue, r, qu, qd, wqu, of_y, of_top, of_tau = (
+        slopes.get(name, zero) for name in _VARIABLES[:-1]
+    )
     tau = plan.tau if plan.row_tau is None else plan.row_tau.tau
     from_e, from_ue, from_r, from_q = e + ue, ue, r / tau, qu - qd / tau
     from_one, from_u = zero, zero
@@ -692,7 +824,7 @@ def _coefficients(
     if plan.row_tau is not None:
         of_tau = of_tau + (qd * found["qu"].detach() - r * found["ur"]) / tau**2
         from_u = of_tau * plan.row_tau.slope
-        from_one = from_u * (found["top"] - plan.row_tau.center)
+        from_one = from_u * (top - plan.row_tau.center)
         linear = from_one + from_u * u_y
         at_target = at_target + linear.masked_fill(u_y == -math.inf, 0.0)
     if not plan.asked & OTHERS:
@@ -709,7 +841,7 @@ def _coefficients(
         at_top = from_e + from_r + of_top + (0.0 if plan.masses == BEYOND_MARGIN else from_q)
     return torch.stack(
         [
-            *(found["top"], found["source_top"], from_e, from_ue, from_r, from_q),
+            *(top, found["source_top"], from_e, from_ue, from_r, from_q),
             *(wqu, from_one, from_u, at_target, top_at, at_top),
         ],
         1,

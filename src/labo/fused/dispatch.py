@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._rows import row_sum, wide
+from .._stored import stored_rows
 from . import algebra, blocked, native, shards
 from .algebra import FormulaSpec
 from .spec import RowSpec, Spec, as_formula
@@ -138,13 +139,16 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     return "reference" if plain and not inplace else "blocked"
 
 
-ROW_LOSS_SCHEMA = "Tensor? class_weight, Tensor? source, int ignore_index, str backend, str loss"
+ROW_LOSS_SCHEMA = (
+    "Tensor? class_weight, Tensor? source, Tensor? stored, int ignore_index, str backend, str loss"
+)
 
 
 class RowLoss(NamedTuple):
     """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target.
 
-    ``source`` is what the masses of a formula come from, see :mod:`labo.fused.algebra`.
+    ``source`` is what the masses of a formula come from, see :mod:`labo.fused.algebra`. With stored
+    classes it has their log-probabilities, (N, k), and ``stored`` has the classes, -1 for none.
     """
 
     weight: Tensor | None
@@ -152,12 +156,14 @@ class RowLoss(NamedTuple):
     backend: str
     spec: Spec
     source: Tensor | None = None
+    stored: Tensor | None = None
 
     @classmethod
     def unpack(
         cls,
         weight: Tensor | None,
         source: Tensor | None,
+        stored: Tensor | None,
         ignore_index: int,
         backend: str,
         described: str,
@@ -168,7 +174,8 @@ class RowLoss(NamedTuple):
         if name.isdecimal():
             return cls(weight, ignore_index, backend, RowSpec(int(name), *parameters), source)
         *own, z_loss = parameters
-        return cls(weight, ignore_index, backend, FormulaSpec(name, tuple(own), z_loss), source)
+        spec = FormulaSpec(name, tuple(own), z_loss)
+        return cls(weight, ignore_index, backend, spec, source, stored)
 
     def pack(self) -> tuple[Any, ...]:
         """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them.
@@ -182,13 +189,15 @@ class RowLoss(NamedTuple):
             name, numbers = f"{spec.mode}", [*spec[1:]]
         # float, because torch.compile may have made a variable of a number
         described = " ".join([name, *[f"{float(x)!r}" for x in numbers]])
-        return (self.weight, self.source, self.ignore_index, self.backend, described)
+        return (self.weight, self.source, self.stored, self.ignore_index, self.backend, described)
 
     def for_chunk(self, part: slice) -> RowLoss:
-        """The loss for some of the rows: with their teacher logits, if there is a teacher."""
+        """The loss for some of the rows: with what a teacher gives for them, if there is one."""
         spec, source = self.spec, self.source
         if source is None or not isinstance(spec, FormulaSpec):
             return self
+        if self.stored is not None:
+            return self._replace(source=source[part], stored=self.stored[part])
         by_row = algebra.FORMULAS[spec.name].masses == algebra.FROM_TEACHER
         return self._replace(source=source[part]) if by_row else self
 
@@ -207,7 +216,8 @@ class RowLoss(NamedTuple):
         """
         rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
         if isinstance(self.spec, FormulaSpec):
-            rows = partial(algebra.rows, self._module(logits), source=self.source)
+            backend = self._module(logits)
+            rows = partial(algebra.rows, backend, source=self.source, stored=self.stored)
         elif self.backend == "native":
             rows = native.rows if logits.is_cpu else _triton_rows
         if statistics is not None:
@@ -354,7 +364,8 @@ class _GradientLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
         # Saved, so that autograd notices if they are changed before the backward pass.
-        ctx.save_for_backward(logits, call.target, call.loss.weight, call.loss.source)
+        loss = call.loss
+        ctx.save_for_backward(logits, call.target, loss.weight, loss.source, loss.stored)
         ctx.call = call
         return call.loss.rows(logits, call.target)[0]
 
@@ -364,7 +375,7 @@ class _GradientLater(torch.autograd.Function):
         call = ctx.call
         if call is None:
             raise RuntimeError(_SECOND_BACKWARD)
-        logits, target, _, _ = ctx.saved_tensors
+        logits, target, *_ = ctx.saved_tensors
         if call.inplace:
             ctx.call = None  # the logits are gone
         return call.loss.rows(logits, target, upstream, logits if call.inplace else None)[1], None
@@ -400,6 +411,7 @@ def row_loss(
     *,
     reference_only: str = "this option of the loss",
     source: Callable[[], Tensor] | None = None,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
     """The loss by a fused backend, or None if the reference has to compute it.
 
@@ -408,6 +420,7 @@ def row_loss(
     Args:
         spec: the loss; None if only the reference has it, because of ``reference_only``.
         source: checks and returns what the masses of a formula come from.
+        stored: stored classes and their log-probabilities, (..., k), not yet checked.
     """
     only = reference_only if spec is None else None
     backend = choose(impl, logits, target, weight, inplace, only)
@@ -433,6 +446,10 @@ def row_loss(
     total = denominator(logits.dtype, labels, classes, ignore_index, weight)
     divisor = total if reduction == "mean" else 1.0
     loss = RowLoss(weight, ignore_index, backend, spec, None if source is None else source())
+    if stored is not None:
+        valid = labels != ignore_index
+        index, log_t = stored_rows(*stored, logits, target.shape, classes, valid)
+        loss = loss._replace(source=log_t, stored=index)
     with_grad = logits.requires_grad and torch.is_grad_enabled()
     late = logits.dtype in LATE_GRADIENT
     if inplace:
@@ -528,11 +545,12 @@ def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
 
 
 def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, target, ctx.with_grad, weight, source, *ctx.loss = inputs
+    logits, target, ctx.with_grad, *given = inputs
+    tensors, ctx.loss = given[:3], given[3:]
     if ctx.with_grad:
         ctx.save_for_backward(output[1])
     else:
-        ctx.save_for_backward(logits, target, weight, source)
+        ctx.save_for_backward(logits, target, *tensors)
 
 
 def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -540,9 +558,9 @@ def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None
         (grad,) = ctx.saved_tensors
         grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
     else:
-        logits, target, weight, source = ctx.saved_tensors
-        grad = rows_backward_op(logits, target, upstream, weight, source, *ctx.loss)
-    return (grad, None, None, None, None, *(None for _ in ctx.loss))
+        logits, target, *tensors = ctx.saved_tensors
+        grad = rows_backward_op(logits, target, upstream, *tensors, *ctx.loss)
+    return (grad, None, None, *(None,) * 3, *(None for _ in ctx.loss))
 
 
 rows_op.register_autograd(_rows_gradient, setup_context=_save_for_rows)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import _checks
 from .._rows import wide
+from .._stored import stored_rows
 from . import metrics, shards
 from .adapted import LowRankWeight, adapted_loss
 from .algebra import autograd_enabled
@@ -32,6 +33,8 @@ from .spec import Spec, as_formula, with_z_loss
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
+# About how many bytes a formula takes for each stored class of a row.
+_STORED_BYTES = 80
 
 
 class RowwiseLoss(Protocol):
@@ -563,7 +566,7 @@ def linear_loss(
     if isinstance(linear_weight, LowRankWeight):
         adapter, linear_weight = linear_weight, linear_weight.base
     head, labels = _check(input, linear_weight, linear_bias, softcap, target, active)
-    teacher = _check_teacher(teacher_logits, active, input.shape[:-1], len(head.weight))
+    teacher = _check_teacher(teacher_logits, active, labels, input.shape[:-1], len(head.weight))
     teacher_softcap = None
     if teacher and isinstance(teacher_logits, TeacherHead):
         teacher_softcap = teacher_logits.softcap
@@ -584,6 +587,8 @@ def linear_loss(
     copies += isinstance(rows, _TaughtRows)
     copies += (softcap is not None) + (extras.z_loss != 0)
     row_bytes = classes * head.dtype.itemsize * copies
+    if isinstance(rows, RowLoss) and rows.stored is not None:
+        row_bytes += rows.stored.shape[1] * _STORED_BYTES
     most = (options or LinearLossOptions()).most_rows(row_bytes)
     found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
@@ -840,15 +845,24 @@ _TEACHER_LAYER = ("the teacher's hidden states", "weight", "bias")
 def _check_teacher(
     teacher: Teacher,
     loss: RowwiseLoss,
+    target: Tensor,
     rows: torch.Size,
     classes: int,
 ) -> tuple[Tensor, ...]:
-    """The teacher's logits, (N, V), or its output layer, with the rows of the input; or ()."""
+    """The teacher's logits, (N, V), or its output layer, with the rows of the input; or ().
+
+    For a loss with stored classes: these and their log-probabilities, (N, k).
+    """
     loss.check_teacher(teacher is not None)
     if teacher is None:
         return ()
     if loss.teacher_is_stored:
-        return _check_stored(teacher, rows)
+        if isinstance(teacher, Tensor) or len(teacher) != 2:
+            raise _checks.TeacherError(
+                "teacher_logits must be the pair (indices, log_probabilities)"
+            )
+        valid = None if target.is_floating_point() else target != loss.ignore_index
+        return stored_rows(*teacher, target, rows, classes, valid)
     want = f"for input of shape {(*rows, 'D')} and {classes} classes"
     if isinstance(teacher, Tensor):
         if teacher.shape != (*rows, classes):
@@ -875,20 +889,6 @@ def _check_teacher(
     return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
 
 
-def _check_stored(teacher: Any, rows: torch.Size) -> tuple[Tensor, Tensor]:
-    """Stored classes and their log-probabilities, (N, k). The loss checks their values."""
-    if isinstance(teacher, Tensor) or len(teacher) != 2:
-        raise _checks.TeacherError("teacher_logits must be the pair (indices, log_probabilities)")
-    indices, log_probabilities = (x.detach() for x in teacher)
-    shape = indices.shape
-    if shape[:-1] != rows or shape != log_probabilities.shape or indices.is_floating_point():
-        raise _checks.TeacherError(
-            f"indices, integers, and log_probabilities must have shape {(*rows, 'k')}, got "
-            f"{indices.dtype} of shape {tuple(shape)} and {tuple(log_probabilities.shape)}"
-        )
-    return indices.reshape(-1, shape[-1]), log_probabilities.reshape(-1, shape[-1])
-
-
 def _choose(
     loss: RowwiseLoss,
     head: _Head,
@@ -899,8 +899,9 @@ def _choose(
     z_loss: float,
 ) -> RowLoss | _AutogradLoss | _TaughtRows:
     """The loss on the backend that serves the call."""
-    layer = teacher if len(teacher) > 1 and teacher[0].is_floating_point() else ()
-    fits = not target.is_floating_point() and (len(teacher) < 2 or bool(layer))
+    stored = bool(teacher) and loss.teacher_is_stored
+    layer = teacher if len(teacher) > 1 and not stored else ()
+    fits = not target.is_floating_point()
     if layer and torch.compiler.is_compiling():  # an operator has no such argument
         fits = False
     spec = loss.spec(teacher=bool(teacher)) if fits else None
@@ -914,6 +915,9 @@ def _choose(
         bias = layer[2] if len(layer) > 2 else None
         taught = RowLoss(loss.weight, loss.ignore_index, backend, spec)
         return _TaughtRows(taught, _Head(layer[0], layer[1], bias, teacher_softcap))
+    if stored:
+        index, log_t = teacher
+        return RowLoss(loss.weight, loss.ignore_index, backend, spec, log_t, index)
     source = teacher[0] if teacher else loss.class_row(len(head.weight))
     if source is not None:
         source = source.to(head.input.device)
@@ -976,9 +980,8 @@ def sharded_linear_loss(
     labels = target.reshape(-1).long()
     weight = shards.replicated("weight", member.weight)
     row = shards.class_row(member, spec, head.weight, 0, shard.group)
-    rows = shards.ShardedRows(
-        spec, labels, weight, member.ignore_index, shard.group, row, keep=late
-    )
+    keep = late and torch.is_grad_enabled()
+    rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, row, keep)
     total = rows.divisor()
     weights = _check_token_weight(shards.replicated("token_weight", token_weight), input)
     if weights is not None:

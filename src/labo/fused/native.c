@@ -35,17 +35,22 @@
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__GNUC__)
 #define EXPORT __attribute__((visibility("default")))
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define PREFETCH(address) __builtin_prefetch(address, 0, 2) /* to the L2 cache */
 #elif defined(_MSC_VER)
 #define EXPORT __declspec(dllexport)
 #define ALWAYS_INLINE static __forceinline
 #else
 #define EXPORT
 #define ALWAYS_INLINE static inline
+#endif
+#ifndef PREFETCH
+#define PREFETCH(address) ((void)(address))
 #endif
 
 /* Not on Windows, where GCC does not align the stack for vectors of this size. */
@@ -159,6 +164,7 @@ typedef struct {
     const float *weight;
     void *grad;
     float *kept_e, *kept_q; /* from the sums to the gradient, or NULL to compute them again */
+    const void *next, *next_source; /* the same span of the next row, to prefetch it */
     int64_t classes;
 } span;
 
@@ -169,6 +175,8 @@ static span after(span s, int64_t at, int64_t size, int64_t source_size)
     s.source = s.source ? (const char *)s.source + at * source_size : NULL;
     s.weight = s.weight ? s.weight + at : NULL;
     s.grad = s.grad ? (char *)s.grad + at * size : NULL;
+    s.next = (const char *)s.next + at * size;
+    s.next_source = s.source ? (const char *)s.next_source + at * source_size : NULL;
     s.classes -= at;
     return s;
 }
@@ -200,10 +208,11 @@ typedef struct {
 } variant;
 
 /*
- * Up to this many classes, a multiple of all LANES, the gradient finds the exponentials that the
- * sums have computed. In longer rows, to store and load them takes as long as to compute them.
+ * Up to this many classes the gradient finds the exponentials that the sums have computed: with the
+ * logits they take 768 KiB, which fit the L2 cache of a server. In place, where the time does not go
+ * into writing to memory, this saves a quarter of the time of LABO.
  */
-enum { KEPT = 4096 };
+enum { KEPT = 65536, CACHE_LINE = 64 };
 
 /*
  * The error of a float sum grows with its length: after this many vectors the sums of a row are
@@ -230,6 +239,11 @@ static uint16_t bf16_from_float(float x)
     if (isnan(x))
         return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+ALWAYS_INLINE const char *element(const void *row, int64_t at, bool bf16)
+{
+    return (const char *)row + at * (bf16 ? (int64_t)sizeof(uint16_t) : (int64_t)sizeof(float));
 }
 
 ALWAYS_INLINE float get(const void *row, int64_t at, bool bf16)
@@ -842,6 +856,7 @@ INLINE vec_sums sum_stretch(vec_sums sums, const row_view *row, span s, int64_t 
     const rate over_one = row->over_one, over_tau = row->over_tau;
     for (; at < end; at += LANES) {
         const vec z = load(s.logits, at, v.bf16);
+        PREFETCH(element(s.next, at, v.bf16));
         /* Finite for a masked class too, so that 0 * u is 0. */
         const vec u = finite(z - top);
         const vec e = exp_of(u, over_one);
@@ -962,8 +977,7 @@ TARGET static void run_batch(const batch *b, bool bf16)
 {
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
-    const bool keep = b->grad && b->classes <= KEPT;
-    float kept_e[KEPT], kept_q[KEPT], tail_weight[LANES] = {0};
+    float tail_weight[LANES] = {0};
     vec_buffer tail_logits, tail_grad;
     for (int k = 0; k < LANES; k++)
         put(&tail_logits, k, -INFINITY, bf16);
@@ -973,10 +987,16 @@ TARGET static void run_batch(const batch *b, bool bf16)
     row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau)};
     row.parts[0] = (span){.weight = b->weight, .classes = whole};
     row.parts[1] = (span){.logits = &tail_logits, .weight = tail_weight, .grad = &tail_grad,
-                          .classes = rest ? LANES : 0};
-    for (int part = 0; keep && part < 2; part++) {
-        row.parts[part].kept_e = kept_e + part * whole;
-        row.parts[part].kept_q = kept_q + part * whole;
+                          .next = &tail_logits, .classes = rest ? LANES : 0};
+    char *kept = NULL;
+    if (b->grad && b->classes <= KEPT)
+        kept = malloc(2 * (size_t)(whole + LANES) * sizeof(float) + CACHE_LINE);
+    if (kept) { /* else the exponentials are computed again */
+        float *e = (float *)(kept + CACHE_LINE - (uintptr_t)kept % CACHE_LINE);
+        for (int part = 0; part < 2; part++) {
+            row.parts[part].kept_e = e + part * whole;
+            row.parts[part].kept_q = e + whole + LANES + part * whole;
+        }
     }
 
     for (int64_t i = 0; i < b->rows; i++) {
@@ -993,6 +1013,7 @@ TARGET static void run_batch(const batch *b, bool bf16)
         }
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
+        row.parts[0].next = logits + (i + 1 < b->rows ? b->stride * size : 0);
         row.parts[0].grad = grad;
         row.top = row_max(&row, bf16);
         const row_result result = bf16 ? choose_mode(b, i, &row, true)
@@ -1003,6 +1024,7 @@ TARGET static void run_batch(const batch *b, bool bf16)
             put(grad, y, result.at_target, bf16);
         }
     }
+    free(kept);
 }
 
 /* ---- formulas ---- */
@@ -1086,6 +1108,7 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
     const int asked = b->asked;
     for (; at < end; at += LANES) {
         const vec z = load(s.logits, at, bf16);
+        PREFETCH(element(s.next, at, bf16));
         const vec u = finite(z - top);
         const vec e = exp_of(u, row->over_one);
         sums.e += e;
@@ -1101,6 +1124,8 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
         }
         if (b->masses == NO_MASSES)
             continue;
+        if (b->masses == FROM_TEACHER)
+            PREFETCH(element(s.next_source, at, b->source_bf16));
         const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
         const vec q = masses_at(b, row, s, at, z, u, v);
         sums.q += q;
@@ -1153,6 +1178,7 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
             const vec z = load(s.logits, at, bf16);
+            PREFETCH(element(s.next, at, bf16));
             const vec u = finite(z - top);
             const vec e = exp_of(u, row->over_one);
             vec gradient = b->asked & UE ? e * mul_add(u, from_ue, from_e) : e * from_e;
@@ -1204,12 +1230,14 @@ TARGET static void run_formula(const batch *b, bool bf16)
     set_tau(&row, b->tau, b->tau);
     row.parts[0].weight = b->weight;
     row.parts[1] = (span){.logits = &tail_logits, .source = &tail_source, .weight = tail_weight,
-                          .grad = &tail_grad, .classes = rest ? LANES : 0};
+                          .grad = &tail_grad, .next = &tail_logits, .next_source = &tail_source,
+                          .classes = rest ? LANES : 0};
 
     for (int64_t i = 0; i < b->rows; i++) {
         const int64_t y = b->target[i];
         const char *logits = (const char *)b->logits + i * b->stride * size;
         char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
+        const bool more = i + 1 < b->rows;
         const bool here = y >= 0 && y < b->classes; /* else ignored, or among other columns */
         if (y == b->ignore_index || (b->masses == FROM_TABLE && !here)) {
             if (b->sums)
@@ -1220,6 +1248,7 @@ TARGET static void run_formula(const batch *b, bool bf16)
         }
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
+        row.parts[0].next = logits + (more ? b->stride * size : 0);
         row.parts[0].grad = grad;
         row.parts[0].classes = whole;
         if (b->source) {
@@ -1227,6 +1256,7 @@ TARGET static void run_formula(const batch *b, bool bf16)
             const char *source = (const char *)b->source + at * b->source_stride * source_size;
             memcpy(&tail_source, source + whole * source_size, (size_t)(rest * source_size));
             row.parts[0].source = source;
+            row.parts[0].next_source = source + (more ? b->source_stride * source_size : 0);
         }
         row.parts[2].classes = row.parts[3].classes = 0;
         if (b->row_tau)

@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
+from .._rows import wide
 from . import blocked, native
 from .algebra import (
     BEYOND_MARGIN,
@@ -39,6 +40,7 @@ from .algebra import (
     Passes,
     R,
     differentiate,
+    entries_of,
     masses_of,
     u_of,
 )
@@ -78,6 +80,8 @@ def check_formula(spec: FormulaSpec) -> None:
     obstacle = obstacles.get(formula.masses)
     if formula.spread is not None:
         obstacle = "the norm or standard deviation of the whole row"
+    if formula.stored:
+        obstacle = "stored classes of a teacher"
     if obstacle:
         raise ValueError(
             f"logits that are split over processes do not go with a loss that needs {obstacle}: "
@@ -163,12 +167,14 @@ class _Statistics(NamedTuple):
     """What value and gradient of every row follow from; float64, the same on all processes."""
 
     values: Tensor  # (N,)
-    coefficients: Tensor  # (N, 12), see labo.fused.algebra; top_at counts columns of this process
+    # (N, 12), see labo.fused.algebra; top_at counts columns of this process. None for values only.
+    coefficients: Tensor | None
     column: Tensor  # the target as a column of this process; out of range if it is elsewhere
     start: Tensor  # the first column of this process
 
     def scaled(self, factor: float | Tensor) -> Tensor:
         """The coefficients of the gradient of sum_i factor_i value_i."""
+        assert self.coefficients is not None
         per_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
         fixed = [COEFFICIENTS.index(name) for name in ("top", "source_top", "top_at")]
         scaled = self.coefficients * per_row
@@ -226,7 +232,8 @@ class ShardedRows:
         if self.kept is not None and part.start in self.kept:
             statistics = self.kept[part.start]
         else:
-            statistics = self.statistics(logits, part)
+            with_gradient = factor is not None or self.kept is not None
+            statistics = self.statistics(logits, part, with_gradient)
             if self.kept is not None:
                 self.kept[part.start] = statistics
         values = statistics.values.to(torch.promote_types(logits.dtype, torch.float32))
@@ -250,7 +257,7 @@ class ShardedRows:
         )
         return grad
 
-    def statistics(self, logits: Tensor, part: slice) -> _Statistics:
+    def statistics(self, logits: Tensor, part: slice, with_gradient: bool) -> _Statistics:
         """Local sums and two all-reduces, or three if the first largest logit is needed."""
         plan, target, width = self.plan, self.target[part], logits.shape[1]
         valid = target != self.ignore_index
@@ -275,7 +282,8 @@ class ShardedRows:
         found = _shifted(dict(zip(SUMS, sums.unbind(1), strict=True)), here, maximum, plan)
         found["u_y"] = torch.zeros_like(maximum)
         if width:
-            u_y = u_of(logits, column.clamp(0, width - 1), maximum)
+            z_y = entries_of(logits, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
+            u_y = u_of(z_y, maximum, torch.finfo(wide(logits.dtype)))
             found["u_y"] = torch.where((column >= 0) & (column < width), u_y, found["u_y"])
         total = torch.stack([*found.values()], 1)
         all_reduce(total, self.group)
@@ -289,12 +297,14 @@ class ShardedRows:
             all_reduce(first, self.group, "MIN")
             found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
         w_y = 1.0 if self.weight is None else self.weight[y].double()
-        values, coefficients = differentiate(self.spec, plan, found, w_y, y, classes, 1.0)
-        assert coefficients is not None
-        if plan.asked & TOP:
-            coefficients[:, COEFFICIENTS.index("top_at")] -= start
-        values = values.masked_fill(~valid, 0.0)
-        coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
+        factor = 1.0 if with_gradient else None
+        values, slopes = differentiate(self.spec, plan, found, w_y, y, classes, factor)
+        values, coefficients = values.masked_fill(~valid, 0.0), None
+        if slopes is not None:
+            coefficients = slopes.coefficients
+            if plan.asked & TOP:
+                coefficients[:, COEFFICIENTS.index("top_at")] -= start
+            coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
         return _Statistics(values, coefficients, column, start)
 
     def _check(self, target: Tensor, classes: Tensor) -> None:
@@ -392,12 +402,9 @@ class _ShardedLoss(torch.autograd.Function):
     ) -> Tensor:
         logits = _waited(logits)
         ctx.rows, ctx.divisor = rows, divisor
-        ctx.statistics = statistics = rows.statistics(logits, slice(0, len(logits)))
+        ctx.statistics = rows.statistics(logits, slice(0, len(logits)), with_gradient=True)
         ctx.save_for_backward(logits)
-        values = statistics.values
-        if reduction != "none":
-            values = values.sum() / divisor
-        return values.to(torch.promote_types(logits.dtype, torch.float32))
+        return _reduced(ctx.statistics.values, logits, divisor, reduction)
 
     @staticmethod
     @once_differentiable
@@ -405,6 +412,13 @@ class _ShardedLoss(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         factor = upstream.double() / ctx.divisor
         return ctx.rows.gradient(logits, ctx.statistics, factor, None), None, None, None
+
+
+def _reduced(values: Tensor, logits: Tensor, divisor: float | Tensor, reduction: str) -> Tensor:
+    """Values (N,) to the result, in at least float32."""
+    if reduction != "none":
+        values = values.sum() / divisor
+    return values.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
@@ -437,7 +451,13 @@ def row_loss(
     labels, class_row = target.reshape(-1).long(), replicated("class_row", class_row)
     rows = ShardedRows(spec, labels, weight, ignore_index, group, class_row)
     divisor = rows.divisor() if reduction == "mean" else 1.0
-    value: Tensor = _ShardedLoss.apply(flat, rows, divisor, reduction)
+    value: Tensor
+    if flat.requires_grad and torch.is_grad_enabled():
+        value = _ShardedLoss.apply(flat, rows, divisor, reduction)
+    else:
+        flat = _waited(flat)
+        found = rows.statistics(flat, slice(0, len(flat)), with_gradient=False)
+        value = _reduced(found.values, flat, divisor, reduction)
     return value.reshape(target.shape) if reduction == "none" else value
 
 

@@ -11,7 +11,8 @@ and :mod:`labo.fused.kernels`. Each has one function for them; all other losses 
 - ``logits``: (N, K); ``target``: (N,) int64, checked before; ``weight``: (K,) class weights.
 - ``factor``: None for values only. For the gradient too: the number, or the (N,) numbers, that it
   is multiplied with before it is rounded to the dtype of the logits.
-- ``out``: where the gradient is written, (N, K) of the dtype of the logits. May be ``logits``.
+- ``out``: where the gradient is written, (N, K) of the dtype of the logits. May be ``logits``. A
+  buffer that is given may be overwritten also if there is no gradient.
 - ``values``: (N,), at least float32. The value and the gradient of an ignored row are 0, whatever
   its logits are.
 
@@ -226,6 +227,16 @@ def decoupled_distillation(
     standardized = algebra.standardized_decoupled_distillation
     formula = standardized if standardize else algebra.decoupled_distillation
     return formula(alpha, beta, tau, hard_weight, factor, z_loss=z_loss)
+
+
+def topk_distillation(alpha: float, tail: str, tau: float, z_loss: float = 0.0) -> Spec:
+    if tail == "labo":
+        return algebra.stored_and_tempered(alpha, tau, z_loss=z_loss)
+    if tail == "uniform":
+        return algebra.stored_and_uniform(alpha, z_loss=z_loss)
+    if tail == "bucket":
+        return algebra.stored_and_bucket(alpha, z_loss=z_loss)
+    return algebra.stored_alone(alpha, tail == "renormalize", z_loss=z_loss)
 
 
 def cs_kd(lam: float, tau: float, z_loss: float = 0.0) -> Spec:
