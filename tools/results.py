@@ -326,13 +326,10 @@ def table(name: str) -> str:
 
 
 def _times(name: str) -> dict[str, float]:
-    """Method -> seconds per step relative to base, of a study or of short runs for that purpose."""
-    other = RESULTS / f"{name}-cost.csv"
-    timed = f"{name}-cost" if other.is_file() else name
-    conditions = {record.get("conditions") for record in read(RESULTS / f"{timed}.csv")}
-    if len(conditions) > 1 or None in conditions:
+    """Method -> seconds per step relative to base, of runs that were made to measure them."""
+    if not (RESULTS / f"{name}-cost.csv").is_file():
         return {}
-    group = study(timed).group
+    group = study(f"{name}-cost").group
     means = {v.name: mean_cell(group.step_times(v)).value for v in group.variants}
     return {method: value for method, value in means.items() if value is not None}
 
