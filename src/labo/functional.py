@@ -169,6 +169,7 @@ def labo_loss(
     tau: float = 1.25,
     alpha: float | str = "adaptive",
     rho: float = 0.5,
+    multiplier: float = 1.0,
     alpha_grad: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -203,6 +204,9 @@ def labo_loss(
             value leads to.
         alpha: "adaptive", or a number in [0, 1].
         rho: how much entropy lowers adaptive alpha.
+        multiplier: factor of the loss; ours, not the paper's. With SGD, LABO learns slowly at the
+            learning rate of cross entropy, because it keeps a part of the label only;
+            1 / :func:`labo.smoothing.stationary_label_weight` makes up for that.
         alpha_grad: keep adaptive alpha in the graph, to study it.
         weight, ignore_index, reduction, dim: as for every loss here. With class weights the
             smoothing distribution is still that of Theorem 1, held constant.
@@ -223,9 +227,10 @@ def labo_loss(
         Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
         Optimization.
     """
-    check_hyper(tau=tau, alpha=alpha, rho=rho, reduction=reduction, impl=impl, z_loss=z_loss)
+    check_hyper(tau=tau, alpha=alpha, rho=rho, multiplier=multiplier)
+    check_hyper(reduction=reduction, impl=impl, z_loss=z_loss)
     shared = (weight, ignore_index, reduction, dim)
-    known = spec.labo(tau, alpha, rho, alpha_grad, z_loss)
+    known = spec.labo(tau, alpha, rho, multiplier, alpha_grad, z_loss)
     fused = dispatch.row_loss(
         logits, target, known, *shared, impl, inplace, reference_only="alpha_grad=True"
     )
@@ -239,9 +244,9 @@ def labo_loss(
     else:
         strength = alpha
     if weight is None:
-        return rows.reduce(_labo_closed_form(rows, tau, strength))
+        return rows.reduce(multiplier * _labo_closed_form(rows, tau, strength))
     p_star = smoothing.tempered(rows.shifted.detach(), tau)
-    return rows.reduce(_objective(rows, p_star, strength, strength * tau))
+    return rows.reduce(multiplier * _objective(rows, p_star, strength, strength * tau))
 
 
 def _labo_closed_form(rows: Rows, tau: float, alpha: float | Tensor) -> Tensor:
@@ -2111,6 +2116,7 @@ def held_labo_loss(
     tau: float = 1.25,
     alpha: float | str = "adaptive",
     rho: float = 0.5,
+    multiplier: float = 1.0,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -2134,7 +2140,7 @@ def held_labo_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         held_logits: as ``logits``: the logits at the start of the outer loop; held constant.
-        tau, alpha, rho: as for :func:`labo_loss`.
+        tau, alpha, rho, multiplier: as for :func:`labo_loss`.
         weight, ignore_index, reduction, dim: as for every loss here.
         impl, inplace: see the module; used without ``held_logits``.
 
@@ -2159,6 +2165,7 @@ def held_labo_loss(
             tau=tau,
             alpha=alpha,
             rho=rho,
+            multiplier=multiplier,
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -2166,11 +2173,12 @@ def held_labo_loss(
             impl=impl,
             inplace=inplace,
         )
-    check_hyper(tau=tau, alpha=alpha, rho=rho, impl=impl)
+    check_hyper(tau=tau, alpha=alpha, rho=rho, multiplier=multiplier, impl=impl)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
     held = rows.teacher("held_logits", held_logits)
     strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
-    return rows.reduce(_objective(rows, smoothing.tempered(held, tau), strength, strength * tau))
+    value = _objective(rows, smoothing.tempered(held, tau), strength, strength * tau)
+    return rows.reduce(multiplier * value)
 
 
 # ------------------------------------------------------------------ with a learned confidence

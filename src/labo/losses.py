@@ -221,6 +221,7 @@ class LABOLoss(_Loss):
     tau: float
     alpha: float | str
     rho: float
+    multiplier: float
     alpha_grad: bool
 
     def __init__(
@@ -229,6 +230,7 @@ class LABOLoss(_Loss):
         tau: float = 1.25,
         alpha: float | str = "adaptive",
         rho: float = 0.5,
+        multiplier: float = 1.0,
         alpha_grad: bool = False,
         weight: Tensor | None = None,
         ignore_index: int = -100,
@@ -238,7 +240,8 @@ class LABOLoss(_Loss):
         impl: str = "auto",
         inplace: bool = False,
     ) -> None:
-        hyper = {"tau": tau, "alpha": alpha, "rho": rho, "alpha_grad": alpha_grad}
+        hyper = {"tau": tau, "alpha": alpha, "rho": rho, "multiplier": multiplier}
+        hyper["alpha_grad"] = alpha_grad
         fast = {"z_loss": z_loss, "impl": impl, "inplace": inplace}
         super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
@@ -1282,6 +1285,7 @@ class HeldLABOLoss(_Loss):
     tau: float
     alpha: float | str
     rho: float
+    multiplier: float
 
     def __init__(
         self,
@@ -1289,6 +1293,7 @@ class HeldLABOLoss(_Loss):
         tau: float = 1.25,
         alpha: float | str = "adaptive",
         rho: float = 0.5,
+        multiplier: float = 1.0,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
@@ -1296,12 +1301,12 @@ class HeldLABOLoss(_Loss):
         impl: str = "auto",
         inplace: bool = False,
     ) -> None:
-        hyper = {"tau": tau, "alpha": alpha, "rho": rho}
+        hyper = {"tau": tau, "alpha": alpha, "rho": rho, "multiplier": multiplier}
         fast = {"impl": impl, "inplace": inplace}
         super().__init__(weight, ignore_index, reduction, dim, **hyper, **fast)
 
     def spec(self, teacher: bool = True) -> Spec | None:
-        return None if teacher else spec.labo(self.tau, self.alpha, self.rho)
+        return None if teacher else spec.labo(self.tau, self.alpha, self.rho, self.multiplier)
 
 
 class ConNetLoss(_Loss):

@@ -24,6 +24,7 @@ __all__ = [
     "others",
     "smoothed_target",
     "stationary_confidence",
+    "stationary_label_weight",
     "tau_for_confidence",
     "tempered",
     "uniform",
@@ -332,6 +333,37 @@ def stationary_confidence(
         middle = (low + high) / 2
         low, high = (middle, high) if pull(middle) > 0 else (low, middle)
     return math.exp(_log_sigmoid((low + high) / 2))
+
+
+def stationary_label_weight(
+    num_classes: int, *, tau: float = 1.25, alpha: float | str = "adaptive", rho: float = 0.5
+) -> float:
+    r"""The share 1 - alpha of the label that LABO keeps at the :func:`stationary_confidence`.
+
+    The gradient of LABO is about that share of the gradient of cross entropy. With SGD the learning
+    rate of cross entropy is then too small: divide it by this number, or multiply the loss.
+
+    Args:
+        num_classes: K.
+        tau: temperature; ``math.inf`` is conventional label smoothing.
+        alpha: "adaptive", or a number in [0, 1].
+        rho: for adaptive alpha.
+
+    Returns:
+        :math:`\rho H(p) / \log K` for adaptive alpha, else 1 - alpha. It is 0 for adaptive alpha
+        if the confidence is not limited (tau <= 1).
+
+    Example:
+        >>> round(stationary_label_weight(10, tau=1.25), 3)
+        0.295
+        >>> import labo
+        >>> loss = labo.LABOLoss(tau=1.25, multiplier=1 / stationary_label_weight(10, tau=1.25))
+    """
+    p = stationary_confidence(num_classes, tau=tau, alpha=alpha, rho=rho)
+    if isinstance(alpha, str) and p == 1:
+        return 0.0
+    log_odds = math.inf if p == 1 else math.log(p) - math.log1p(-p)
+    return 1 - _alpha_at(log_odds, num_classes, alpha, rho)
 
 
 def tau_for_confidence(

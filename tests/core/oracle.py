@@ -61,20 +61,22 @@ def label_smoothing(z, y, w, *, alpha=0.1, convention="torch", padding_idx=None)
     return smoothed(z, y, w, real(allowed) / allowed.sum(), real(alpha))
 
 
-def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, alpha_grad=False):
+def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1, alpha_grad=False):
     k = len(z)
     if alpha == "adaptive":
         alpha = 1 - real(rho) * entropy(softmax(z)) / np.log(real(k))
     p = softmax(z / real(tau))
-    return smoothed(z, y, w, p, real(alpha)) + w[y] * real(alpha) * real(tau) * kl(p, 1 / real(k))
+    divergence = w[y] * real(alpha) * real(tau) * kl(p, 1 / real(k))
+    return real(multiplier) * (smoothed(z, y, w, p, real(alpha)) + divergence)
 
 
-def held_labo(z, y, w, held, *, tau=1.25, alpha="adaptive", rho=0.5):
+def held_labo(z, y, w, held, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1):
     k = real(len(z))
     if alpha == "adaptive":
         alpha = 1 - real(rho) * entropy(softmax(held)) / np.log(k)
     p = softmax(held / real(tau))
-    return smoothed(z, y, w, p, real(alpha)) + w[y] * real(alpha) * real(tau) * kl(p, 1 / k)
+    divergence = w[y] * real(alpha) * real(tau) * kl(p, 1 / k)
+    return real(multiplier) * (smoothed(z, y, w, p, real(alpha)) + divergence)
 
 
 def confidence_penalty(z, y, w, *, beta=0.1, threshold=None):

@@ -196,6 +196,7 @@ def test_gradient_of_losses_with_detached_parts(case):
     kl = (p * (p / other).log()).sum(-1, keepdim=True)
     expected = {
         "labo": labo_slope,
+        "labo-multiplied": 3.5 * labo_slope,
         "rdrop-labo": (labo_slope + p * ((p / other).log() - kl) + p - other) / 2,
         "fl-detached": (1 - p_y) * (p - onehot),
         "afl": (1 + 0.5 * p_y) * (p - onehot),

@@ -106,6 +106,24 @@ def test_nothing_holds_the_model_back():
     assert smoothing.tau_for_confidence(1.0, 10) == 1.0
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1.01, 20), st.integers(2, 10_000), st.floats(0.05, 1))
+def test_stationary_label_weight_is_that_of_the_prediction(tau, k, rho):
+    p = smoothing.stationary_confidence(k, tau=tau, rho=rho)
+    prediction = torch.full((k,), (1 - p) / (k - 1), dtype=torch.float64)
+    prediction[0] = p
+    kept = 1 - smoothing.adaptive_alpha(prediction.log(), rho)
+    value = smoothing.stationary_label_weight(k, tau=tau, rho=rho)
+    assert value == pytest.approx(float(kept), rel=1e-6)
+
+
+def test_stationary_label_weight_at_its_limits():
+    assert smoothing.stationary_label_weight(10, alpha=0.3) == pytest.approx(0.7)
+    assert smoothing.stationary_label_weight(10, alpha=0.0) == 1.0
+    assert smoothing.stationary_label_weight(10, tau=1.0) == 0.0
+    assert smoothing.stationary_label_weight(1) == 0.0
+
+
 def test_infinite_tau_is_label_smoothing():
     value = smoothing.stationary_confidence(10, tau=math.inf, alpha=0.1)
     assert value == pytest.approx(1 - 0.1 + 0.1 / 10)

@@ -14,6 +14,7 @@ from lab_runs import IMAGE_METHODS, log_of, losses, settings_of, train
 from labo import LOSSES
 from labo.lab.methods import METHODS
 from labo.lab.teachers import Frozen, SecondPass, Teacher, has_dropout, held_label
+from labo.smoothing import stationary_label_weight
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to change numbers
@@ -82,3 +83,11 @@ def test_r_drop_needs_dropout(tmp_path):
 def test_a_method_explains_itself(method):
     assert method.summary
     assert method.reference
+
+
+def test_rescaled_labo_is_divided_by_the_label_that_it_keeps():
+    build = METHODS["labo"].loss
+    kept = stationary_label_weight(10, tau=1.25)
+    assert build(10, tau=1.25, rescale=True).active.multiplier == pytest.approx(1 / kept)
+    with pytest.raises(ValueError, match="rescale needs tau above 1"):
+        build(10, tau=1.0, rescale=True)

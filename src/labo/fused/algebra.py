@@ -399,14 +399,15 @@ def label_smoothing(row: RowSums, alpha: float) -> Tensor:
 
 
 @formula("r", TEMPERED, weighted="qu wqu")
-def labo(row: RowSums, alpha: float, tau: float) -> Tensor:
-    return _labo(row, alpha, tau)
+def labo(row: RowSums, alpha: float, tau: float, multiplier: float) -> Tensor:
+    return multiplier * _labo(row, alpha, tau)
 
 
 @formula("ue r", TEMPERED, weighted="ue qu wqu")
-def labo_adaptive(row: RowSums, rho: float, tau: float) -> Tensor:
+def labo_adaptive(row: RowSums, rho: float, tau: float, multiplier: float) -> Tensor:
     largest = row.classes.log().masked_fill(row.classes <= 1, 1.0)
-    return _labo(row, 1 - rho * row.entropy().detach().clamp(min=0) / largest, tau)
+    alpha = 1 - rho * row.entropy().detach().clamp(min=0) / largest
+    return multiplier * _labo(row, alpha, tau)
 
 
 def _labo(row: RowSums, alpha: float | Tensor, tau: float) -> Tensor:

@@ -222,7 +222,10 @@ class RowLoss(NamedTuple):
             rows = native.rows if logits.is_cpu else _triton_rows
         if statistics is not None:
             rows = partial(rows, statistics=statistics)
-        return rows(
+        multiplier = self.spec.multiplier if isinstance(self.spec, RowSpec) else 1.0
+        if multiplier != 1 and factor is not None:
+            factor = factor * multiplier
+        values, grad = rows(
             logits,
             target,
             self.spec,
@@ -231,6 +234,7 @@ class RowLoss(NamedTuple):
             factor=factor,
             out=out,
         )
+        return values if multiplier == 1 else values * multiplier, grad
 
     def measures(self, logits: Tensor) -> bool:
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""

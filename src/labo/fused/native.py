@@ -306,7 +306,7 @@ def rows(
             y + start * 8,
             ignore_index,
             w,
-            *spec,
+            *spec[:4],
             scale,
             None if f is None else f + start * 4,
             v + start * 4,

@@ -48,13 +48,15 @@ CROSS_ENTROPY, LABEL_SMOOTHING, LABO, LABO_ADAPTIVE = range(4)
 class RowSpec(NamedTuple):
     """One of the three losses with kernels of their own.
 
-    The modes have the same numbers in ``native.c`` and the kernels.
+    The modes have the same numbers in ``native.c`` and the kernels. Value and gradient are those of
+    the loss times ``multiplier``, which is left to :class:`labo.fused.dispatch.RowLoss`.
     """
 
     mode: int
     alpha: float = 0.0
     tau: float = 1.0
     rho: float = 0.0
+    multiplier: float = 1.0
 
 
 Spec = RowSpec | FormulaSpec
@@ -74,8 +76,8 @@ def as_formula(spec: Spec) -> FormulaSpec:
     if spec.mode == LABEL_SMOOTHING:
         return algebra.label_smoothing(spec.alpha)
     if spec.mode == LABO:
-        return algebra.labo(spec.alpha, spec.tau)
-    return algebra.labo_adaptive(spec.rho, spec.tau)
+        return algebra.labo(spec.alpha, spec.tau, spec.multiplier)
+    return algebra.labo_adaptive(spec.rho, spec.tau, spec.multiplier)
 
 
 def with_z_loss(spec: Spec, z_loss: float) -> Spec:
@@ -101,13 +103,20 @@ def label_smoothing(
 
 
 def labo(
-    tau: float, alpha: float | str, rho: float, alpha_grad: bool = False, z_loss: float = 0.0
+    tau: float,
+    alpha: float | str,
+    rho: float,
+    multiplier: float = 1.0,
+    alpha_grad: bool = False,
+    z_loss: float = 0.0,
 ) -> Spec | None:
     if alpha_grad:
         return None
     if isinstance(alpha, str):
-        return with_z_loss(RowSpec(LABO_ADAPTIVE, tau=tau, rho=rho), z_loss)
-    return with_z_loss(RowSpec(LABO, alpha=alpha, tau=tau), z_loss)
+        spec = RowSpec(LABO_ADAPTIVE, tau=tau, rho=rho, multiplier=multiplier)
+    else:
+        spec = RowSpec(LABO, alpha=alpha, tau=tau, multiplier=multiplier)
+    return with_z_loss(spec, z_loss)
 
 
 def masked_label_smoothing(alpha: float, z_loss: float = 0.0) -> Spec:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pydantic import Field, ValidationError, create_model
 from torch import Tensor, nn
 
-from .. import losses
+from .. import losses, smoothing
 from .._checks import check_hyper
 from .._names import unknown_name
 from .config import RecipeError, Section, explain
@@ -151,10 +151,12 @@ def _call(builder: Callable[..., Any], hyper: Mapping[str, Any], facts: Mapping[
 
 
 def warmed_up_labo(
+    num_classes: int = 1,
     *,
     tau: float = 1.25,
     alpha: float | str = "adaptive",
     rho: float = 0.5,
+    rescale: bool = False,
     warmup_steps: Annotated[int, Field(ge=0)] = 0,
     warmup_alpha: Annotated[float, Field(ge=0, le=1)] = 0.1,
     reduction: str = "mean",
@@ -165,12 +167,21 @@ def warmed_up_labo(
         tau: temperature of the smoothing distribution; the paper searches {1.15, 1.25}.
         alpha: "adaptive", or a number in [0, 1].
         rho: how far the entropy of a prediction lowers adaptive alpha.
+        rescale: divide the loss by the share of the label that LABO keeps in the end, so that the
+            learning rate of cross entropy fits, also that of a warm-up. Ours, not the paper's.
         warmup_steps: T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. With
             several outer steps these are batches, not updates.
         warmup_alpha: alpha of label smoothing during the warm-up.
     """
     before = losses.LabelSmoothingLoss(alpha=warmup_alpha, reduction=reduction)
-    after = losses.HeldLABOLoss(tau=tau, alpha=alpha, rho=rho, reduction=reduction)
+    multiplier = 1.0
+    if rescale:
+        kept = smoothing.stationary_label_weight(num_classes, tau=tau, alpha=alpha, rho=rho)
+        if kept == 0:
+            raise ValueError("rescale needs tau above 1 and alpha below 1: no label is kept")
+        multiplier = 1 / kept
+    hyper: dict[str, Any] = {"tau": tau, "alpha": alpha, "rho": rho, "multiplier": multiplier}
+    after = losses.HeldLABOLoss(**hyper, reduction=reduction)
     return losses.Warmup(before, after, warmup_steps)
 
 
