@@ -52,7 +52,21 @@ class QuantizedWeight:
         size = max(1, _BLOCK_BYTES // (max(1, width) * dtype.itemsize))
         for first in range(0, classes, size):
             last = min(first + size, classes)
-            yield slice(first, last), self.rows(first, last).detach().to(dtype)
+            yield slice(first, last), self._checked(first, last).detach().to(dtype)
+
+    def _checked(self, first: int, last: int) -> Tensor:
+        """The rows that the function gives; a product of another shape would resize its output."""
+        block: Any = self.rows(first, last)
+        wanted = (last - first, self.shape[1])
+        found = type(block).__name__
+        if isinstance(block, Tensor):
+            if block.shape == wanted and block.is_floating_point():
+                return block
+            found = f"{block.dtype} of shape {tuple(block.shape)}"
+        raise ValueError(
+            f"rows({first}, {last}) of a QuantizedWeight of shape {tuple(self.shape)} must return "
+            f"a floating-point tensor of shape {wanted}, got {found}"
+        )
 
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """hidden W^T + bias, (N, V), written to ``out``."""
