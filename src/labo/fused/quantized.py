@@ -71,9 +71,10 @@ class QuantizedWeight:
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """hidden W^T + bias, (N, V), written to ``out``."""
         for part, block in self._blocks(hidden.dtype):
-            torch.mm(hidden, block.T, out=out[:, part])
-            if bias is not None:
-                out[:, part] += bias[part]
+            if bias is None:
+                torch.mm(hidden, block.T, out=out[:, part])
+            else:  # in one, so that half types are rounded once, as in a dense layer
+                torch.addmm(bias[part], hidden, block.T, out=out[:, part])
         return out
 
     def times(self, grad: Tensor, out: Tensor) -> Tensor:
