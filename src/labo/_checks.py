@@ -137,11 +137,11 @@ def local(name: str, x: Tensor) -> Tensor:
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
+        others = " (losses with fused backends and without a teacher take split logits)"
         raise ValueError(
             f"{name} must be a plain tensor or a replicated DTensor, got placements "
-            f"{tuple(x.placements)}: use {name}.full_tensor() "  # type: ignore[attr-defined]
-            "(losses with fused backends and without a teacher take logits that are split over "
-            "the classes)"
+            f"{tuple(x.placements)}: use {name}.full_tensor()"  # type: ignore[attr-defined]
+            f"{others if name == 'logits' else ''}"
         )
     plain: Tensor = x.to_local()  # type: ignore[attr-defined]
     return plain

@@ -693,6 +693,30 @@ def test_what_a_sharded_head_refuses(processes):
     processes.run(2, refused_head_case)
 
 
+def replicated_rows_case(world: World) -> None:
+    """What there is for each row may be a replicated DTensor, whatever the weight is."""
+    hidden, weight, _, target = head_example(24)
+    loss, token_weight = labo.LABOLoss(), torch.linspace(0.5, 2, target.numel()).view_as(target)
+    whole = [distribute_tensor(x, world.mesh, [Replicate()]) for x in (target, token_weight)]
+    wanted = labo.linear_loss(hidden, weight, target, loss, token_weight=token_weight)
+    close(labo.linear_loss(hidden, weight, whole[0], loss, token_weight=whole[1]), wanted)
+    close(labo.linear_loss(hidden, weight, target, loss, token_weight=whole[1]), wanted)
+    mine = world.share(weight, 0)
+    found = labo.parallel.linear_loss(
+        hidden, mine, whole[0], loss, token_weight=whole[1], group=world.group
+    )
+    close(found, wanted)
+    split = [distribute_tensor(x, world.mesh, [Shard(0)]) for x in (target, token_weight)]
+    with pytest.raises(ValueError, match=r"target must be .*use target.full_tensor\(\)$"):
+        labo.linear_loss(hidden, weight, split[0], loss)
+    with pytest.raises(ValueError, match=r"use token_weight.full_tensor\(\)$"):
+        labo.linear_loss(hidden, weight, target, loss, token_weight=split[1])
+
+
+def test_replicated_targets_and_token_weights(processes):
+    processes.run(2, replicated_rows_case)
+
+
 # ------------------------------------------------------------------ sharded parameters: FSDP
 
 

@@ -526,7 +526,7 @@ def linear_loss(
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
     extras = _check_extras(z_loss, return_metrics)
-    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
+    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias, target))):
         local = shards.local_head(input, linear_weight, linear_bias, target)
         if local.group is not None and (teacher_logits is not None or impl != "auto"):
             raise ValueError("a split linear_weight goes with neither a teacher nor impl=")
@@ -579,7 +579,7 @@ def linear_loss(
         total: float | Tensor = max(1, len(labels))
     else:
         total = denominator(head.input.dtype, labels, classes, active.ignore_index, active.weight)
-    weights = _check_token_weight(token_weight, input)
+    weights = _check_token_weight(token_weight, input, labels, active.ignore_index)
     if weights is not None:
         total = _weighted_total(weights, labels, active.ignore_index, active.weight)
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
@@ -616,10 +616,16 @@ def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> Extras:
     return Extras(float(z_loss), bool(return_metrics))
 
 
-def _check_token_weight(token_weight: Tensor | None, input: Tensor) -> Tensor | None:
-    """(N,), at least float32."""
+def _check_token_weight(
+    token_weight: Tensor | None, input: Tensor, target: Tensor, ignore_index: int
+) -> Tensor | None:
+    """(N,), at least float32; 0 for the rows that do not count, whatever is given for them."""
     if token_weight is None:
         return None
+    if not isinstance(token_weight, Tensor) or token_weight.is_complex():
+        kind = getattr(token_weight, "dtype", type(token_weight).__name__)
+        raise TypeError(f"token_weight must be a tensor of real numbers, one per row, got {kind}")
+    token_weight = _checks.local("token_weight", token_weight)
     if token_weight.shape != input.shape[:-1]:
         raise ValueError(
             f"token_weight must have shape {tuple(input.shape[:-1])}, one per row, got "
@@ -629,7 +635,8 @@ def _check_token_weight(token_weight: Tensor | None, input: Tensor) -> Tensor | 
         raise ValueError("linear_loss computes no gradient for token_weight: detach it")
     _checks.check_devices(input, token_weight=token_weight)
     dtype = torch.promote_types(wide(input.dtype), torch.float32)
-    return token_weight.reshape(-1).to(dtype)
+    weights = token_weight.reshape(-1).to(dtype)
+    return weights if target.is_floating_point() else weights.masked_fill(target == ignore_index, 0)
 
 
 def _weighted_total(
@@ -640,7 +647,8 @@ def _weighted_total(
     if not target.is_floating_point():
         valid = target != ignore_index
         if class_weight is not None:
-            counts = counts * class_weight.double()[target.masked_fill(~valid, 0)]
+            inside = target.clamp(0, len(class_weight) - 1)  # the range is checked elsewhere
+            counts = counts * class_weight.double()[inside]
         counts = counts.masked_fill(~valid, 0.0)
     total = counts.sum()
     total = total.masked_fill(total == 0, math.inf).to(token_weight.dtype)
@@ -983,7 +991,7 @@ def sharded_linear_loss(
     keep = late and torch.is_grad_enabled()
     rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, row, keep)
     total = rows.divisor()
-    weights = _check_token_weight(shards.replicated("token_weight", token_weight), input)
+    weights = _check_token_weight(token_weight, input, labels, member.ignore_index)
     if weights is not None:
         total = _weighted_total(weights, labels, member.ignore_index, weight)
     mean = Mean(total if reduction == "mean" else 1.0, weights)

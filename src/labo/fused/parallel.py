@@ -118,7 +118,7 @@ def linear_loss(
         raise ValueError("labo.parallel.linear_loss takes plain tensors; labo.linear_loss DTensors")
     widest = torch.tensor([len(linear_weight)], device=input.device)
     shards.all_reduce(widest, group, "MAX")
-    input = shards.SumGradient.apply(input, group)
+    input, target = shards.SumGradient.apply(input, group), shards.replicated("target", target)
     head = shards.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))
     return sharded_linear_loss(head, loss, softcap, options, token_weight, z_loss, return_metrics)
 
