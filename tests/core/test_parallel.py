@@ -679,6 +679,12 @@ def refused_head_case(world: World) -> None:
         labo.linear_loss(hidden, rows, target, loss, impl="native")
     with pytest.raises(ValueError, match="takes plain tensors"):
         labo.parallel.linear_loss(hidden, rows, target, loss)
+    low = {"base": weight, "a": torch.ones(2, 6).double(), "b": torch.ones(24, 2).double()}
+    for name, x in low.items():
+        for placement in (Shard(0), Replicate()):
+            split = low | {name: distribute_tensor(x, world.mesh, [placement])}
+            with pytest.raises(ValueError, match=rf"{name} of a LowRank.*gather_weight\({name}\)"):
+                labo.LowRankWeight(**split, scale=1.0)
     shards._SAME_ROWS.clear()
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):
         labo.linear_loss(hidden, rows, (target + world.rank).clamp(0, 23), loss)

@@ -28,7 +28,7 @@ from .adapted import LowRankWeight, adapted_loss
 from .algebra import autograd_enabled
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .quantized import QuantizedWeight, as_weight, product_dtype
+from .quantized import QuantizedWeight, as_weight, by_blocks, product_dtype
 from .spec import Spec, as_formula, with_z_loss
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
@@ -133,9 +133,8 @@ class _Head:
     def _blocks(self) -> QuantizedWeight | None:
         """The weight, if it is brought to the dtype of the products block by block."""
         weight = self.weight
-        if isinstance(weight, QuantizedWeight) or weight.dtype == self.dtype:
-            return weight if isinstance(weight, QuantizedWeight) else None
-        return QuantizedWeight(lambda first, last: weight[first:last], weight.shape)
+        dense = not isinstance(weight, QuantizedWeight) and weight.dtype == self.dtype
+        return None if dense else by_blocks(weight)
 
     def logits(self, part: slice, out: Tensor | None = None) -> Tensor:
         """(rows of the chunk, V)."""
@@ -526,6 +525,7 @@ def linear_loss(
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
     extras = _check_extras(z_loss, return_metrics)
+    check_linear_weight(linear_weight)
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias, target))):
         local = shards.local_head(input, linear_weight, linear_bias, target)
         if local.group is not None and (teacher_logits is not None or impl != "auto"):
@@ -546,7 +546,7 @@ def linear_loss(
     if active is not loss and active.teacher_argument is None:
         teacher_logits = None  # as in Warmup.forward
     adapter = None
-    linear_weight = as_weight(linear_weight)
+    linear_weight = as_weight("linear_weight", linear_weight)
     custom = isinstance(linear_weight, LowRankWeight | QuantizedWeight)
     if custom and torch.compiler.is_compiling():
         return _eagerly(
@@ -768,6 +768,12 @@ class LinearLoss(nn.Module):
         """The logits, (..., V), for evaluation and decoding."""
         result: Tensor = self.linear(input)
         return result if self.softcap is None else _cap(result, self.softcap)
+
+
+def check_linear_weight(weight: object) -> None:
+    if not isinstance(weight, LowRankWeight | QuantizedWeight):
+        instead = "pass linear.weight, and linear.bias as linear_bias"
+        _checks.check_tensor("linear_weight", weight, instead)
 
 
 def _check_softcap(softcap: float | None) -> None:

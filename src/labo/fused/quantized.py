@@ -47,7 +47,8 @@ class QuantizedWeight:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Some classes at a time, and their rows in ``dtype``."""
         classes, width = self.shape
         size = max(1, _BLOCK_BYTES // (max(1, width) * dtype.itemsize))
         for first in range(0, classes, size):
@@ -70,7 +71,7 @@ class QuantizedWeight:
 
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """hidden W^T + bias, (N, V), written to ``out``."""
-        for part, block in self._blocks(hidden.dtype):
+        for part, block in self.blocks(hidden.dtype):
             if bias is None:
                 torch.mm(hidden, block.T, out=out[:, part])
             else:  # in one, so that half types are rounded once, as in a dense layer
@@ -80,7 +81,7 @@ class QuantizedWeight:
     def times(self, grad: Tensor, out: Tensor) -> Tensor:
         """grad W, (N, D), written to ``out``; half types are summed in float32."""
         total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-        for part, block in self._blocks(grad.dtype):
+        for part, block in self.blocks(grad.dtype):
             if total.dtype == grad.dtype:
                 total.addmm_(grad[:, part], block)
             else:
@@ -107,15 +108,28 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def as_weight(weight: Any) -> Any:
-    """A quantized tensor as a :class:`QuantizedWeight`; anything else as it is."""
+def by_blocks(weight: Tensor | QuantizedWeight) -> QuantizedWeight:
+    """A weight that is brought to another dtype block by block."""
+    if isinstance(weight, QuantizedWeight):
+        return weight
+    return QuantizedWeight(lambda first, last: weight[first:last], (len(weight), weight.shape[1]))
+
+
+def as_weight(name: str, weight: Any, *, constant: bool = False) -> Any:
+    """A quantized tensor as a :class:`QuantizedWeight`; anything else as it is.
+
+    Args:
+        name: of the argument.
+        weight: any weight.
+        constant: whether nobody expects a gradient, as of a teacher.
+    """
     if not isinstance(weight, Tensor) or is_dtensor(weight):
         return weight
     if type(weight).dequantize is Tensor.dequantize:  # a plain tensor
         return weight
-    if weight.requires_grad:
+    if weight.requires_grad and not constant:
         raise ValueError(
-            f"linear_weight is quantized ({type(weight).__name__}), and linear_loss computes no "
+            f"{name} is quantized ({type(weight).__name__}), and linear_loss computes no "
             "gradient for it: freeze it with requires_grad_(False)"
         )
 
