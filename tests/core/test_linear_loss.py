@@ -7,11 +7,13 @@ import itertools
 
 import pytest
 import torch
+from eighths import Eighths
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
 from conftest import MODULES, gradient
-from labo.fused import linear
+from labo.fused import linear, quantized
 from labo.fused.dispatch import RowLoss
 from labo.fused.spec import RowSpec
 from probes import LargestTensor
@@ -740,6 +742,52 @@ def test_teacher_under_autocast():
         linear = torch.nn.functional.linear
         expected = loss(linear(x, weight), target, linear(hidden, matrix))
     torch.testing.assert_close(value, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "compiled"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["kd", "pskd"])
+def test_a_quantized_teacher(monkeypatch, name, reduction, impl):
+    """By blocks of classes, and equal to the dequantized one; whole nowhere."""
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 3 * 5 * 4)  # three classes
+    x, weight, target, _ = shaped_problem()
+    x, weight, hidden = x.float(), weight.float(), torch.randn(3, 4, 5)
+    tensor = Eighths(torch.randint(-20, 20, (V, 5), dtype=torch.int8))
+    dense, codes = tensor.dequantize(), tensor.codes
+    function = labo.QuantizedWeight(lambda a, b: codes[a:b] / 8, (V, 5))
+    loss, bias = build(name, reduction=reduction), torch.randn(V)
+    backend = "auto" if impl == "compiled" else impl
+
+    def step(x, given):
+        head = labo.TeacherHead(hidden, given, bias, 3.0)
+        return labo.linear_loss(
+            x, weight, target, loss, teacher_logits=head, impl=backend, options=SMALL
+        )
+
+    compiled = torch.compile(step, backend="aot_eager") if impl == "compiled" else step
+    results = []
+    for call, given in ((step, dense), (compiled, function), (step, tensor.requires_grad_())):
+        leaf = x.clone().requires_grad_()
+        value = call(leaf, given)
+        results.append((value.detach(), *torch.autograd.grad(value.sum(), leaf)))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_teachers_that_are_no_tensors():
+    x, weight, target, _ = shaped_problem()
+    hidden, matrix = torch.randn(3, 4, 5).double(), torch.randn(V, 5).double()
+    low = labo.LowRankWeight(matrix, torch.ones(1, 5).double(), torch.ones(V, 1).double(), 1.0)
+    for layer, sentence in (
+        ((hidden, nn.Linear(5, V)), "teacher_weight must be a tensor, got Linear: pass linear.wei"),
+        ((hidden, None), "teacher_weight must be a tensor, got NoneType"),
+        ((hidden, matrix, nn.Linear(5, V)), "teacher_bias must be a tensor, got Linear"),
+        ((nn.Linear(5, V), matrix), "teacher_hidden must be a tensor, got Linear"),
+        ((hidden, low), "teacher_weight cannot be a LowRankWeight: merge the adapter"),
+        (nn.Linear(5, V), "teacher_logits must be logits, or hidden states.*got Linear"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            labo.linear_loss(x, weight, target, labo.DistillationLoss(), teacher_logits=layer)
 
 
 def test_refuses_class_weights_that_require_a_gradient():

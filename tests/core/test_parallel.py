@@ -719,6 +719,36 @@ def replicated_rows_case(world: World) -> None:
         labo.linear_loss(hidden, weight, target, loss, token_weight=split[1])
 
 
+def teacher_case(world: World) -> None:
+    """Replicated DTensors of a teacher are taken, split ones are refused in one line."""
+    hidden, weight, bias, target = head_example(24)
+    layer = (hidden.sin(), weight.cos(), bias)
+    logits = nn.functional.linear(*layer)
+    loss, stored = labo.DistillationLoss(), labo.TopKDistillationLoss()
+    top = logits.log_softmax(-1).topk(3)
+
+    def value(loss, teacher):
+        return labo.linear_loss(hidden, weight, target, loss, teacher_logits=teacher)
+
+    def placed(x, placement):
+        return distribute_tensor(x, world.mesh, [placement])
+
+    wanted = value(loss, logits)
+    close(value(loss, placed(logits, Replicate())), wanted)
+    close(value(loss, tuple(placed(x, Replicate()) for x in layer)), wanted)
+    pair = (top.indices, top.values)
+    close(value(stored, tuple(placed(x, Replicate()) for x in pair)), value(stored, pair))
+    split = placed(layer[1], Shard(0))
+    with pytest.raises(ValueError, match=r"teacher_weight must be .*teacher_weight.full_tensor"):
+        value(loss, (layer[0], split))
+    with pytest.raises(ValueError, match=r"teacher_logits must be .*teacher_logits.full_tensor"):
+        value(loss, placed(logits, Shard(0)))
+
+
+def test_teachers_as_dtensors(processes):
+    processes.run(2, teacher_case)
+
+
 def test_replicated_targets_and_token_weights(processes):
     processes.run(2, replicated_rows_case)
 

@@ -175,18 +175,18 @@ class TeacherHead(NamedTuple):
 
     Attributes:
         hidden: (..., E) hidden states of the teacher.
-        weight: (V, E).
+        weight: (V, E); it may be quantized, see :class:`labo.QuantizedWeight`.
         bias: (V,), or None.
         softcap: as for :func:`linear_loss`.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None = None
     softcap: float | None = None
 
 
-Teacher = Tensor | tuple[Tensor, ...] | TeacherHead | None
+Teacher = Tensor | tuple[Tensor | QuantizedWeight, ...] | TeacherHead | None
 
 
 class _AutogradLoss(NamedTuple):
@@ -203,7 +203,7 @@ class _AutogradLoss(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-    teacher: tuple[Tensor, ...] = ()
+    teacher: tuple[Any, ...] = ()
     teacher_softcap: float | None = None
 
     @property
@@ -500,8 +500,8 @@ def linear_loss(
             ``DecoupledDistillationLoss``, ``CSKDLoss``, ``PSKDLoss``): those logits,
             (..., V), or hidden states (..., E), weight (V, E) and optionally bias (V,) of the
             teacher's output layer (a tuple or a :class:`labo.TeacherHead`), whose logits are then
-            computed by chunks too. For ``TopKDistillationLoss`` the pair (indices,
-            log_probabilities), each (..., k). Held constant.
+            computed by chunks too; that weight may be quantized. For ``TopKDistillationLoss`` the
+            pair (indices, log_probabilities), each (..., k). Held constant.
         token_weight: (...), a factor for the value of each row, held constant. The mean divides by
             the sum over the rows that count of the token weight times the class weight of the
             label; if that is 0, the mean is 0. A sum is not divided.
@@ -547,7 +547,8 @@ def linear_loss(
         teacher_logits = None  # as in Warmup.forward
     adapter = None
     linear_weight = as_weight("linear_weight", linear_weight)
-    custom = isinstance(linear_weight, LowRankWeight | QuantizedWeight)
+    both = (linear_weight, _teacher_weight(teacher_logits))
+    custom = any(isinstance(x, LowRankWeight | QuantizedWeight) for x in both)
     if custom and torch.compiler.is_compiling():
         return _eagerly(
             input,
@@ -857,12 +858,12 @@ _TEACHER_LAYER = ("the teacher's hidden states", "weight", "bias")
 
 
 def _check_teacher(
-    teacher: Teacher,
+    teacher: Any,
     loss: RowwiseLoss,
     target: Tensor,
     rows: torch.Size,
     classes: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """The teacher's logits, (N, V), or its output layer, with the rows of the input; or ().
 
     For a loss with stored classes: these and their log-probabilities, (N, k).
@@ -871,14 +872,17 @@ def _check_teacher(
     if teacher is None:
         return ()
     if loss.teacher_is_stored:
-        if isinstance(teacher, Tensor) or len(teacher) != 2:
+        if not isinstance(teacher, tuple | list) or len(teacher) != 2:
             raise _checks.TeacherError(
                 "teacher_logits must be the pair (indices, log_probabilities)"
             )
+        indices = _checks.local("indices", teacher[0])
+        log_t = _checks.local("log_probabilities", teacher[1])
         valid = None if target.is_floating_point() else target != loss.ignore_index
-        return stored_rows(*teacher, target, rows, classes, valid)
+        return stored_rows(indices, log_t, target, rows, classes, valid)
     want = f"for input of shape {(*rows, 'D')} and {classes} classes"
     if isinstance(teacher, Tensor):
+        teacher = _checks.local("teacher_logits", teacher)
         if teacher.shape != (*rows, classes):
             raise _checks.TeacherError(
                 f"teacher_logits must have shape {(*rows, classes)} {want}, "
@@ -887,12 +891,14 @@ def _check_teacher(
         return (teacher.detach().reshape(-1, classes),)
     if isinstance(teacher, TeacherHead):
         teacher = tuple(x for x in teacher[:3] if x is not None)
-    if not 2 <= len(teacher) <= 3:
+    several = isinstance(teacher, tuple | list)
+    if not several or not 2 <= len(teacher) <= 3:
+        found = f"{len(teacher)} tensors" if several else type(teacher).__name__
         raise _checks.TeacherError(
             "teacher_logits must be logits, or hidden states, weight and perhaps bias of the "
-            f"teacher's output layer, got {len(teacher)} tensors"
+            f"teacher's output layer, got {found}"
         )
-    hidden, weight, *bias = (x.detach() for x in teacher)
+    hidden, weight, *bias = _teacher_layer(teacher)
     if hidden.shape[:-1] != rows or len(weight) != classes:
         raise _checks.TeacherError(
             f"the teacher's hidden states must have shape {(*rows, 'E')} and its weight "
@@ -903,11 +909,35 @@ def _check_teacher(
     return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
 
 
+def _teacher_weight(teacher: Teacher) -> Any:
+    """The weight of a teacher's output layer, if that is given."""
+    if not isinstance(teacher, tuple | list) or len(teacher) < 2:
+        return None
+    return as_weight("teacher_weight", teacher[1], constant=True)
+
+
+def _teacher_layer(teacher: tuple[Any, ...]) -> list[Any]:
+    """Hidden states, weight and perhaps bias, as plain tensors without a graph."""
+    found = [teacher[0], _teacher_weight(teacher), *teacher[2:]]
+    for i, name in enumerate(("teacher_hidden", "teacher_weight", "teacher_bias")[: len(found)]):
+        x = found[i]
+        if isinstance(x, QuantizedWeight) and i == 1:
+            continue
+        if isinstance(x, LowRankWeight):
+            raise _checks.TeacherError(
+                f"{name} cannot be a LowRankWeight: merge the adapter into a plain tensor "
+                "(merge_and_unload() of PEFT)"
+            )
+        _checks.check_tensor(name, x, "pass linear.weight, and linear.bias after it")
+        found[i] = _checks.local(name, x).detach()
+    return found
+
+
 def _choose(
     loss: RowwiseLoss,
     head: _Head,
     target: Tensor,
-    teacher: tuple[Tensor, ...],
+    teacher: tuple[Any, ...],
     teacher_softcap: float | None,
     impl: str,
     z_loss: float,
