@@ -121,6 +121,45 @@ def test_ties_infinities_and_ignored_rows():
     )
 
 
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (labo.CrossEntropyLoss(), 0.0),
+        (labo.LabelSmoothingLoss(alpha=0.3), 0.3),
+        (labo.LABOLoss(alpha=0.2), 0.2),
+        (labo.MaskedLabelSmoothingLoss(torch.arange(V) > 2, alpha=0.3), 0.3),
+        (labo.WeightedLabelSmoothingLoss(torch.arange(V) % 3, alpha=0.3), 0.3),
+        (labo.GeneralizedEntropyLoss(alpha=0.5), 0.0),  # its order
+        (labo.TFRegLoss(alpha=0.1), 0.0),  # of distillation, as the next ones
+        (labo.DistillationLoss(alpha=0.9), 0.0),
+        (labo.DecoupledDistillationLoss(alpha=1.0), 0.0),
+        (labo.PSKDLoss(alpha=0.8, epochs=2), 0.0),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_alpha_is_the_weight_of_the_smoothing_distribution_or_0(loss, wanted):
+    x, weight, _, target = problem()
+    teacher = torch.randn(N, V).double() if loss.teacher_argument else None
+    _, found = labo.linear_loss(
+        x, weight, target, loss, teacher_logits=teacher, return_metrics=True
+    )
+    assert found.means()["alpha"] == pytest.approx(wanted)
+
+
+def test_alpha_of_losses_that_linear_loss_does_not_take():
+    logits, target = torch.randn(5, V).double(), torch.arange(5)
+    for loss, wanted in (
+        (labo.RDropLoss(), 0.0),
+        (labo.RDropLoss(label="smoothed"), 0.1),
+        (labo.KRLSLoss(V, alpha=0.5), 0.0),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), 0.0),
+    ):
+        assert metrics.loss_metrics(logits, target, loss).means()["alpha"] == pytest.approx(wanted)
+    adaptive = metrics.loss_metrics(logits, target, labo.LABOLoss())
+    found = metrics.loss_metrics(logits, target, labo.RDropLoss(label="labo"))
+    assert found.alpha == adaptive.alpha > 0
+
+
 def test_class_probabilities():
     x, weight, _, _ = problem()
     target = torch.rand(N, V, dtype=torch.float64).softmax(-1)
