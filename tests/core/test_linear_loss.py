@@ -648,6 +648,48 @@ def test_refuses(change, error, sentence, reduction):
         labo.linear_loss(**call)
 
 
+@pytest.mark.parametrize("function", [labo.linear_loss, labo.parallel.linear_loss])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"z_loss": "1e-4"}, "z_loss must be a number of at least 0, got '1e-4'"),
+        ({"z_loss": None}, "z_loss must be a number of at least 0, got None"),
+        ({"z_loss": True}, "z_loss must be a number of at least 0, got True"),
+        ({"softcap": "30"}, "softcap must be a number above 0 or None, got '30'"),
+        ({"softcap": True}, "softcap must be a number above 0 or None, got True"),
+        ({"options": 64}, r"options must be a LinearLossOptions, got 64.*batch_chunk_size=64\)"),
+        ({"loss": labo.LABOLoss}, r"loss must be a Module, got the class: write LABOLoss\("),
+        (
+            {"linear_weight": nn.Linear(D, V)},
+            "linear_weight must be a tensor, got Linear: pass linear.weight, and linear.bias as",
+        ),
+        ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType: pass linear.wei"),
+    ],
+)
+def test_arguments_of_the_wrong_type(function, change, sentence):
+    x, weight, _, target = problem(torch.float32)
+    call = {"input": x, "linear_weight": weight, "target": target, "loss": labo.LABOLoss()}
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        function(**call | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"loss": "labo"}, "takes a row-wise loss of labo, not str"),
+        ({"loss": labo.LABOLoss}, "got the class"),
+        ({"loss": nn.CrossEntropyLoss()}, "takes a row-wise loss of labo, not CrossEntropyLoss"),
+        ({"z_loss": "1"}, "z_loss must be"),
+        ({"softcap": "30"}, "softcap must be"),
+        ({"options": 64}, "options must be"),
+        ({"impl": "nativ"}, "did you mean 'native'"),
+    ],
+)
+def test_module_refuses_at_construction(change, sentence):
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        labo.LinearLoss(D, V, **{"loss": labo.LABOLoss()} | change)
+
+
 def test_options_refuse():
     with pytest.raises(ValueError, match="batch_chunk_size must be 1 or more"):
         labo.LinearLossOptions(batch_chunk_size=0)

@@ -535,14 +535,7 @@ def linear_loss(
                 local, loss, softcap, options, token_weight, z_loss, return_metrics
             )
         input, linear_weight, linear_bias, target = local[:4]
-    active: Any = loss
-    while hasattr(active, "active"):  # Warmup
-        active = active.active
-    if not getattr(active, "rowwise", False):
-        raise ValueError(
-            f"linear_loss takes a row-wise loss of labo, not {type(active).__name__}: its value "
-            "for a row must depend on that row alone"
-        )
+    active = _rowwise(loss)
     if active is not loss and active.teacher_argument is None:
         teacher_logits = None  # as in Warmup.forward
     adapter = None
@@ -590,7 +583,7 @@ def linear_loss(
     row_bytes = classes * head.dtype.itemsize * copies
     if isinstance(rows, RowLoss) and rows.stored is not None:
         row_bytes += rows.stored.shape[1] * _STORED_BYTES
-    most = (options or LinearLossOptions()).most_rows(row_bytes)
+    most = _check_options(options).most_rows(row_bytes)
     found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
         if torch.compiler.is_compiling():
@@ -606,11 +599,31 @@ def linear_loss(
     return _finish(value, found, active, labels, classes, input.shape[:-1], return_metrics)
 
 
+def _active(loss: Any) -> Any:
+    """The loss that computes: the current one of a warm-up."""
+    if isinstance(loss, type):
+        raise TypeError(f"loss must be a Module, got the class: write {loss.__name__}(...)")
+    while hasattr(loss, "active"):  # Warmup
+        loss = loss.active
+    return loss
+
+
+def _rowwise(loss: Any) -> Any:
+    """The loss that computes, if its value for a row depends on that row alone."""
+    active = _active(loss)
+    if not getattr(active, "rowwise", False):
+        raise ValueError(
+            f"linear_loss takes a row-wise loss of labo, not {type(active).__name__}: its value "
+            "for a row must depend on that row alone"
+        )
+    return active
+
+
 ReturnMetrics = Literal[False, True, "rows"]
 
 
 def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> Extras:
-    if not (math.isfinite(z_loss) and z_loss >= 0):
+    if not (_checks.is_number(z_loss) and math.isfinite(z_loss) and z_loss >= 0):
         raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
     if return_metrics not in (False, True, "rows"):
         raise ValueError(f'return_metrics must be False, True or "rows", got {return_metrics!r}')
@@ -715,6 +728,9 @@ class LinearLoss(nn.Module):
         super().__init__()
         _check_softcap(softcap)
         _check_extras(z_loss, False)
+        _checks.check_hyper(impl=impl)
+        _check_options(options)
+        _rowwise(loss)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.loss = loss
         self.softcap = softcap
@@ -771,6 +787,17 @@ class LinearLoss(nn.Module):
         return result if self.softcap is None else _cap(result, self.softcap)
 
 
+def _check_options(options: LinearLossOptions | None) -> LinearLossOptions:
+    if options is None:
+        return LinearLossOptions()
+    if not isinstance(options, LinearLossOptions):
+        raise TypeError(
+            f"options must be a LinearLossOptions, got {options!r}: for chunks of 64 rows write "
+            "LinearLossOptions(batch_chunk_size=64)"
+        )
+    return options
+
+
 def check_linear_weight(weight: object) -> None:
     if not isinstance(weight, LowRankWeight | QuantizedWeight):
         instead = "pass linear.weight, and linear.bias as linear_bias"
@@ -778,7 +805,7 @@ def check_linear_weight(weight: object) -> None:
 
 
 def _check_softcap(softcap: float | None) -> None:
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not (_checks.is_number(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a number above 0 or None, got {softcap!r}")
 
 
@@ -989,9 +1016,7 @@ def _eagerly(*args: Any, **options: Any) -> Any:
 
 def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, Spec]:
     """The loss that computes (the current one of a warm-up), if it works on parts of rows."""
-    active: Any = loss
-    while hasattr(active, "active"):  # Warmup
-        active = active.active
+    active = _active(loss)
     spec = active.spec(teacher=False) if getattr(active, "rowwise", False) else None
     if spec is None:
         raise ValueError(
@@ -1034,7 +1059,7 @@ def sharded_linear_loss(
     # The chunks must be the same on all processes, because each of them communicates.
     copies = 1 + (softcap is not None)
     row_bytes = max(1, shard.widest) * head.dtype.itemsize * copies
-    most = (options or LinearLossOptions()).most_rows(row_bytes)
+    most = _check_options(options).most_rows(row_bytes)
     with torch.autocast(input.device.type, enabled=False):
         chunked = _rows(rows, labels, extras)
         value = _eager(head, chunked, most, mean, reduction)
