@@ -91,7 +91,10 @@ class QuantizedWeight:
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it; otherwise products of it are emulated."""
+    """Whether this processor multiplies it itself: x86 with AVX512-BF16 or AMX, all others.
+
+    An x86 processor without them emulates the products. Other kinds are not looked at.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -100,8 +103,8 @@ def _multiplies_bfloat16() -> bool:
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which ``linear_loss`` multiplies: that of ``x``, except bfloat16 on some CPUs.
 
-    A processor without instructions for bfloat16 is several times slower with it than with float32,
-    which holds the same values and rounds less.
+    An x86 processor without instructions for bfloat16 is several times slower with it than with
+    float32, which holds the same values and rounds less.
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16():
         return torch.float32
