@@ -941,35 +941,48 @@ def test_gather_weight(processes, size):
     processes.run(size, explicit_gather_case)
 
 
-def fsdp1_case(world: World, tied: bool, original: bool) -> None:
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, a tied one under each of its names."""
+    found = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.detach().clone() for name, parameter in found}
+
+
+def fsdp1_case(world: World, tied: bool, original: bool, apart: bool) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    def wrapped(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module,
+            process_group=world.group,
+            use_orig_params=original,
+            device_id=torch.device("cpu"),
+        )
+
     tokens, target = batches(world.size)[world.rank]
-    model = FullyShardedDataParallel(
-        build(tied),
-        process_group=world.group,
-        use_orig_params=original,
-        device_id=torch.device("cpu"),
-    )
+    model = build(tied)
+    if apart:
+        model.head = wrapped(model.head)
+    model = wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
         model(tokens, target).backward()
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model):
-        found = [p.detach().clone() for p in model.parameters()]
+        found = named(model)
     one, data = build(tied), batches(world.size)
     two_steps(one, lambda: [one(*batch) / world.size for batch in data])
-    if original:
-        for a, b in zip(found, one.parameters(), strict=True):
-            close(a, b)
+    wanted = named(one)
+    assert found.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        close(found[name], parameter)
     with pytest.raises(ValueError, match="FullyShardedDataParallel"):
         labo.linear_loss(
             torch.randn(4, 6).double(), next(model.parameters()), target[0], labo.LABOLoss()
         )
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("how", ["tied", "one unit", "layer in a unit of its own"])
 @pytest.mark.parametrize("original", [True, False])
-def test_fsdp1(processes, tied, original):
-    processes.run(2, fsdp1_case, tied, original)
+def test_fsdp1(processes, how, original):
+    processes.run(2, fsdp1_case, how == "tied", original, how == "layer in a unit of its own")
