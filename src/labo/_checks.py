@@ -29,7 +29,7 @@ class TeacherError(TypeError, ValueError):
     """A loss called without the teacher logits it needs, or with teacher logits it cannot use."""
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -106,7 +106,7 @@ def check_hyper(**values: object) -> None:
                 raise ValueError(unknown_name(name, value, _CHOICES[name]))
         elif name in _RANGES:
             holds, wanted = _RANGES[name]
-            if not _is_number(value) or not holds(value):  # type: ignore[arg-type]
+            if not is_number(value) or not holds(value):  # type: ignore[arg-type]
                 also = f' or "{word}"' if word and isinstance(value, str) else ""
                 raise ValueError(f"{name} must be {wanted}{also}, got {value!r}")
 
@@ -137,14 +137,20 @@ def local(name: str, x: Tensor) -> Tensor:
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
+        others = " (losses with fused backends and without a teacher take split logits)"
         raise ValueError(
             f"{name} must be a plain tensor or a replicated DTensor, got placements "
-            f"{tuple(x.placements)}: use {name}.full_tensor() "  # type: ignore[attr-defined]
-            "(losses with fused backends and without a teacher take logits that are split over "
-            "the classes)"
+            f"{tuple(x.placements)}: use {name}.full_tensor()"  # type: ignore[attr-defined]
+            f"{others if name == 'logits' else ''}"
         )
     plain: Tensor = x.to_local()  # type: ignore[attr-defined]
     return plain
+
+
+def check_tensor(name: str, x: object, instead: str) -> None:
+    """Refuse what is not a tensor; ``instead`` says what to pass."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: {instead}")
 
 
 def can_read(tensor: Tensor) -> bool:

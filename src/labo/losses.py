@@ -82,6 +82,8 @@ class _Loss(nn.Module):
     teacher_optional = False
     # Whether the teacher is given as stored classes and their log-probabilities, not as logits.
     teacher_is_stored = False
+    # Whether ``alpha`` is the weight of a smoothing distribution in the label.
+    smooths = False
     _function_name: str
     _spec_arguments: tuple[str, ...]
 
@@ -154,6 +156,12 @@ class _Loss(nn.Module):
         chosen: dict[str, Any] = {name: arguments[name] for name in self._spec_arguments}
         return self.spec_of(**chosen)
 
+    @property
+    def smoothing_weight(self) -> float | str:
+        """The weight of the smoothing distribution: a number, "adaptive", or 0 without one."""
+        weight: float | str = self.alpha if self.smooths else 0.0  # type: ignore[assignment]
+        return weight
+
     def class_row(self, num_classes: int) -> Tensor | None:
         """The row of classes, (K,), that the formula of the loss takes, if it takes one."""
         return None
@@ -217,6 +225,7 @@ class LABOLoss(_Loss):
     """
 
     function = staticmethod(F.labo_loss)
+    smooths = True
     spec_of = staticmethod(spec.labo)
     tau: float
     alpha: float | str
@@ -258,6 +267,7 @@ class LabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.label_smoothing_loss)
+    smooths = True
     spec_of = staticmethod(spec.label_smoothing)
     alpha: float
     convention: str
@@ -922,6 +932,7 @@ class BetaSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.beta_smoothing_loss)
+    smooths = True
     teacher_argument = "ema_logits"
     rowwise = False
 
@@ -1022,6 +1033,7 @@ class MaskedLabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.masked_label_smoothing_loss)
+    smooths = True
     spec_of = staticmethod(spec.masked_label_smoothing)
     mask: Tensor
 
@@ -1057,6 +1069,7 @@ class WeightedLabelSmoothingLoss(_Loss):
     """
 
     function = staticmethod(F.weighted_label_smoothing_loss)
+    smooths = True
     spec_of = staticmethod(spec.weighted_label_smoothing)
     groups: Tensor
     shares: tuple[float, float, float]
@@ -1262,6 +1275,11 @@ class RDropLoss(_Loss):
         super().__init__(weight, ignore_index, reduction, dim, **hyper, **smoothing)
         F._strength_of(label, alpha)
 
+    @property
+    def smoothing_weight(self) -> float | str:
+        label, alpha = self.label, self.alpha
+        return 0.0 if label == "onehot" else F._strength_of(label, alpha)  # type: ignore[arg-type]
+
     def forward(self, logits: Tensor, target: Tensor, other_logits: Tensor | None = None) -> Tensor:
         return F.r_drop_loss(logits, target, other_logits, **self.arguments())
 
@@ -1280,6 +1298,7 @@ class HeldLABOLoss(_Loss):
     """
 
     function = staticmethod(F.held_labo_loss)
+    smooths = True
     teacher_argument = "held_logits"
     teacher_optional = True
     tau: float
@@ -1334,6 +1353,7 @@ class ConNetLoss(_Loss):
     """
 
     function = staticmethod(F.connet_loss)
+    smooths = True
     teacher_argument = "states"
     rowwise = False
     lam: float

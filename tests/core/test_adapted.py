@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eighths import Eighths
 from torch import Tensor, nn
 
 import labo
+from labo.fused import quantized
 from probes import LargestTensor
 
 ROWS, WIDTH, CLASSES, RANK, SCALE = 11, 6, 23, 3, 1.5
@@ -135,6 +137,71 @@ def test_neither_logits_nor_effective_weight_exist():
     assert a.grad.dtype == b.grad.dtype == torch.float32
 
 
+def eighths(classes: int = CLASSES, width: int = WIDTH) -> tuple[Eighths, labo.QuantizedWeight]:
+    """The same base twice: as a tensor like those of torchao, and as a function."""
+    base = Eighths(torch.randint(-20, 20, (classes, width), dtype=torch.int8))
+    codes = base.codes
+    return base, labo.QuantizedWeight(lambda a, b: codes[a:b].double() / 8, (classes, width))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_quantized_base(monkeypatch, dora, reduction, softcap):
+    """QLoRA: the adapter is trained as on the dequantized base, which is frozen."""
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 5 * WIDTH * 8)  # five classes
+    x, target, module = problem(), labels(), labo.LABOLoss(reduction=reduction)
+    if not dora:
+        x.pop("magnitude")
+    tensor, function = eighths()
+    x["base"] = tensor.dequantize().double()
+    wanted = value_and_gradients(dense, module, x, target, dora, softcap, frozen=("base",))
+    for base in (tensor, function):
+
+        def on_quantized(loss, leaves, *rest, base=base):
+            return adapted(loss, leaves | {"base": base}, *rest)
+
+        found = value_and_gradients(on_quantized, module, x, target, dora, softcap, ("base",))
+        assert found[1]["a"].abs().sum() > 0
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_quantized_base_is_never_whole(monkeypatch, dora):
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 50 * 300 * 4)
+    rows, width, classes = 64, 300, 400
+    hidden = torch.randn(rows, width, requires_grad=True)
+    a, b = torch.randn(2, width, requires_grad=True), torch.ones(classes, 2, requires_grad=True)
+    magnitude = torch.ones(classes, requires_grad=True) if dora else None
+    weight = labo.LowRankWeight(eighths(classes, width)[0], a, b, 2.0, magnitude)
+    options = labo.LinearLossOptions(batch_chunk_size=8)
+    with LargestTensor() as probe:
+        target = torch.randint(classes, (rows,))
+        labo.linear_loss(hidden, weight, target, labo.LABOLoss(), options=options).backward()
+    assert probe.largest <= rows * width < classes * width
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+def test_a_quantized_base_with_half_types(mode):
+    """Hidden states in bfloat16, adapter in float32, as in QLoRA."""
+    x, target = problem(torch.float32), labels()
+    base, _ = eighths()
+    half = {"input": x["input"].bfloat16(), "bias": x["bias"].bfloat16()}
+    given = x | (half if mode == "bfloat16" else {})
+    wide = {name: t.double() for name, t in given.items()} | {"base": base.dequantize().double()}
+    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, True, frozen=("base",))
+
+    def on_quantized(loss, leaves, *rest):
+        return adapted(loss, leaves | {"base": base}, *rest)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        found = value_and_gradients(
+            on_quantized, labo.LABOLoss(), given, target, True, frozen=("base",)
+        )
+    assert found[1]["a"].dtype == found[1]["magnitude"].dtype == torch.float32
+    same(found, wanted, tolerance=0.05)
+
+
 def test_half_types():
     x, target = problem(torch.bfloat16), labels()
     wide = {name: t.double() for name, t in x.items()}
@@ -204,11 +271,40 @@ def test_a_layer_of_peft(dora):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dropout", [nn.Identity(), nn.Dropout(0.0)])
+def test_dora_with_a_dropout_that_drops_nothing(dropout):
+    x, target, loss = problem(), labels(), labo.LABOLoss()
+    low = x["base"], x["a"], x["b"], SCALE, x["magnitude"]
+    found, wanted = (
+        labo.linear_loss(x["input"], labo.LowRankWeight(*low, dropout=given), target, loss)
+        for given in (dropout, None)
+    )
+    assert torch.equal(found, wanted)
+
+
 def test_what_is_refused():
     x, target, loss = problem(), labels(), labo.LABOLoss()
     good = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE)
     with pytest.raises(ValueError, match=r"a and b must have shapes \(r, 6\) and \(23, r\)"):
         labo.LowRankWeight(x["base"], x["a"].T, x["b"], SCALE)
+    for changed, error, sentence in (
+        ({"base": x["base"][0]}, ValueError, r"base must have shape \(V, D\), got \(6,\)"),
+        ({"base": nn.Linear(6, 23)}, TypeError, "base must be a tensor, got Linear: pass the wei"),
+        ({"base": eighths()[0].requires_grad_()}, ValueError, r"base is quantized.*freeze it"),
+        ({"a": torch.tensor(1.0)}, ValueError, r"a and b must have shapes .*got \(\) and"),
+        ({"b": torch.tensor(1.0)}, ValueError, r"a and b must have shapes .* and \(\)$"),
+        ({"a": nn.Linear(6, 3)}, TypeError, "a must be a tensor, got Linear: pass the weight"),
+        ({"b": nn.Linear(3, 23)}, TypeError, "b must be a tensor, got Linear: pass the weight"),
+        ({"b": None}, TypeError, "b must be a tensor, got NoneType"),
+        ({"magnitude": nn.Linear(1, 1)}, TypeError, "magnitude must be a tensor, got Linear"),
+        ({"scale": "2"}, TypeError, "scale must be a number, got str"),
+        ({"scale": {"default": 2.0}}, TypeError, r"got dict: PEFT has it in layer.scaling\["),
+    ):
+        arguments = {"base": x["base"], "a": x["a"], "b": x["b"], "scale": SCALE} | changed
+        with pytest.raises(error, match=sentence):
+            labo.LowRankWeight(**arguments)
+    with pytest.raises(ValueError, match=r"takes no LowRankWeight: gather"):
+        labo.parallel.linear_loss(x["input"], good, target, loss)
     with pytest.raises(ValueError, match="does not go with dropout"):
         labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, x["magnitude"], nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"must have shape \(V, D\)"):

@@ -7,11 +7,13 @@ import itertools
 
 import pytest
 import torch
+from eighths import Eighths
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
 from conftest import MODULES, gradient
-from labo.fused import linear
+from labo.fused import linear, quantized
 from labo.fused.dispatch import RowLoss
 from labo.fused.spec import RowSpec
 from probes import LargestTensor
@@ -646,6 +648,48 @@ def test_refuses(change, error, sentence, reduction):
         labo.linear_loss(**call)
 
 
+@pytest.mark.parametrize("function", [labo.linear_loss, labo.parallel.linear_loss])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"z_loss": "1e-4"}, "z_loss must be a number of at least 0, got '1e-4'"),
+        ({"z_loss": None}, "z_loss must be a number of at least 0, got None"),
+        ({"z_loss": True}, "z_loss must be a number of at least 0, got True"),
+        ({"softcap": "30"}, "softcap must be a number above 0 or None, got '30'"),
+        ({"softcap": True}, "softcap must be a number above 0 or None, got True"),
+        ({"options": 64}, r"options must be a LinearLossOptions, got 64.*batch_chunk_size=64\)"),
+        ({"loss": labo.LABOLoss}, r"loss must be a Module, got the class: write LABOLoss\("),
+        (
+            {"linear_weight": nn.Linear(D, V)},
+            "linear_weight must be a tensor, got Linear: pass linear.weight, and linear.bias as",
+        ),
+        ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType: pass linear.wei"),
+    ],
+)
+def test_arguments_of_the_wrong_type(function, change, sentence):
+    x, weight, _, target = problem(torch.float32)
+    call = {"input": x, "linear_weight": weight, "target": target, "loss": labo.LABOLoss()}
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        function(**call | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"loss": "labo"}, "takes a row-wise loss of labo, not str"),
+        ({"loss": labo.LABOLoss}, "got the class"),
+        ({"loss": nn.CrossEntropyLoss()}, "takes a row-wise loss of labo, not CrossEntropyLoss"),
+        ({"z_loss": "1"}, "z_loss must be"),
+        ({"softcap": "30"}, "softcap must be"),
+        ({"options": 64}, "options must be"),
+        ({"impl": "nativ"}, "did you mean 'native'"),
+    ],
+)
+def test_module_refuses_at_construction(change, sentence):
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        labo.LinearLoss(D, V, **{"loss": labo.LABOLoss()} | change)
+
+
 def test_options_refuse():
     with pytest.raises(ValueError, match="batch_chunk_size must be 1 or more"):
         labo.LinearLossOptions(batch_chunk_size=0)
@@ -740,6 +784,52 @@ def test_teacher_under_autocast():
         linear = torch.nn.functional.linear
         expected = loss(linear(x, weight), target, linear(hidden, matrix))
     torch.testing.assert_close(value, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "compiled"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["kd", "pskd"])
+def test_a_quantized_teacher(monkeypatch, name, reduction, impl):
+    """By blocks of classes, and equal to the dequantized one; whole nowhere."""
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 3 * 5 * 4)  # three classes
+    x, weight, target, _ = shaped_problem()
+    x, weight, hidden = x.float(), weight.float(), torch.randn(3, 4, 5)
+    tensor = Eighths(torch.randint(-20, 20, (V, 5), dtype=torch.int8))
+    dense, codes = tensor.dequantize(), tensor.codes
+    function = labo.QuantizedWeight(lambda a, b: codes[a:b] / 8, (V, 5))
+    loss, bias = build(name, reduction=reduction), torch.randn(V)
+    backend = "auto" if impl == "compiled" else impl
+
+    def step(x, given):
+        head = labo.TeacherHead(hidden, given, bias, 3.0)
+        return labo.linear_loss(
+            x, weight, target, loss, teacher_logits=head, impl=backend, options=SMALL
+        )
+
+    compiled = torch.compile(step, backend="aot_eager") if impl == "compiled" else step
+    results = []
+    for call, given in ((step, dense), (compiled, function), (step, tensor.requires_grad_())):
+        leaf = x.clone().requires_grad_()
+        value = call(leaf, given)
+        results.append((value.detach(), *torch.autograd.grad(value.sum(), leaf)))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_teachers_that_are_no_tensors():
+    x, weight, target, _ = shaped_problem()
+    hidden, matrix = torch.randn(3, 4, 5).double(), torch.randn(V, 5).double()
+    low = labo.LowRankWeight(matrix, torch.ones(1, 5).double(), torch.ones(V, 1).double(), 1.0)
+    for layer, sentence in (
+        ((hidden, nn.Linear(5, V)), "teacher_weight must be a tensor, got Linear: pass linear.wei"),
+        ((hidden, None), "teacher_weight must be a tensor, got NoneType"),
+        ((hidden, matrix, nn.Linear(5, V)), "teacher_bias must be a tensor, got Linear"),
+        ((nn.Linear(5, V), matrix), "teacher_hidden must be a tensor, got Linear"),
+        ((hidden, low), "teacher_weight cannot be a LowRankWeight: merge the adapter"),
+        (nn.Linear(5, V), "teacher_logits must be logits, or hidden states.*got Linear"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            labo.linear_loss(x, weight, target, labo.DistillationLoss(), teacher_logits=layer)
 
 
 def test_refuses_class_weights_that_require_a_gradient():

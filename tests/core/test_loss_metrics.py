@@ -121,6 +121,45 @@ def test_ties_infinities_and_ignored_rows():
     )
 
 
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (labo.CrossEntropyLoss(), 0.0),
+        (labo.LabelSmoothingLoss(alpha=0.3), 0.3),
+        (labo.LABOLoss(alpha=0.2), 0.2),
+        (labo.MaskedLabelSmoothingLoss(torch.arange(V) > 2, alpha=0.3), 0.3),
+        (labo.WeightedLabelSmoothingLoss(torch.arange(V) % 3, alpha=0.3), 0.3),
+        (labo.GeneralizedEntropyLoss(alpha=0.5), 0.0),  # its order
+        (labo.TFRegLoss(alpha=0.1), 0.0),  # of distillation, as the next ones
+        (labo.DistillationLoss(alpha=0.9), 0.0),
+        (labo.DecoupledDistillationLoss(alpha=1.0), 0.0),
+        (labo.PSKDLoss(alpha=0.8, epochs=2), 0.0),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_alpha_is_the_weight_of_the_smoothing_distribution_or_0(loss, wanted):
+    x, weight, _, target = problem()
+    teacher = torch.randn(N, V).double() if loss.teacher_argument else None
+    _, found = labo.linear_loss(
+        x, weight, target, loss, teacher_logits=teacher, return_metrics=True
+    )
+    assert found.means()["alpha"] == pytest.approx(wanted)
+
+
+def test_alpha_of_losses_that_linear_loss_does_not_take():
+    logits, target = torch.randn(5, V).double(), torch.arange(5)
+    for loss, wanted in (
+        (labo.RDropLoss(), 0.0),
+        (labo.RDropLoss(label="smoothed"), 0.1),
+        (labo.KRLSLoss(V, alpha=0.5), 0.0),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), 0.0),
+    ):
+        assert metrics.loss_metrics(logits, target, loss).means()["alpha"] == pytest.approx(wanted)
+    adaptive = metrics.loss_metrics(logits, target, labo.LABOLoss())
+    found = metrics.loss_metrics(logits, target, labo.RDropLoss(label="labo"))
+    assert found.alpha == adaptive.alpha > 0
+
+
 def test_class_probabilities():
     x, weight, _, _ = problem()
     target = torch.rand(N, V, dtype=torch.float64).softmax(-1)
@@ -188,6 +227,49 @@ def test_token_weight_and_z_loss(head, name, reduction):
     check(results[0][2], {k: v.detach() for k, v in results[1][2]._asdict().items()}, 1e-10)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["labo", "focal"])
+@pytest.mark.parametrize("head", ["plain", "adapted", "compiled"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_token_weights_of_ignored_rows_do_not_matter(head, name, reduction, weighted):
+    x, weight, _, target = problem(torch.float32)
+    target[-1] = -100
+    loss = type(LOSSES[name])(reduction=reduction, weight=torch.rand(V) if weighted else None)
+
+    def step(x, w, token_weight):
+        low = torch.ones(2, D), torch.ones(V, 2)
+        layer = labo.LowRankWeight(w, *low, scale=0.5) if head == "adapted" else w
+        return labo.linear_loss(
+            x, layer, target, loss, token_weight=token_weight, z_loss=0.1, options=SMALL
+        )
+
+    if head == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for anything in (1.0, math.nan, math.inf):
+        token_weight = torch.linspace(0.5, 2, N)
+        token_weight[target == -100] = anything
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        value = step(*leaves, token_weight)
+        results.append((value.detach(), *torch.autograd.grad(value.sum(), leaves)))
+        if reduction == "none":
+            assert value[[N // 3, -1]].tolist() == [0, 0]
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [([1.0] * N, "list"), (2.0, "float"), (torch.ones(N, dtype=torch.complex64), "complex64")],
+)
+def test_token_weights_that_are_no_tensor_of_real_numbers(wrong, found):
+    x, weight, _, target = problem()
+    for function in (labo.linear_loss, labo.parallel.linear_loss):
+        with pytest.raises(TypeError, match=f"token_weight must be a tensor .*got .*{found}"):
+            function(x, weight, target, labo.LABOLoss(), token_weight=wrong)
+
+
 def test_half_types_with_a_late_gradient():
     x, weight, _, target = problem(torch.float32)
     token_weight = torch.rand(N)
@@ -252,6 +334,7 @@ def test_refuses(change, sentence):
 def sharded_case(world: World) -> None:
     x, weight, bias, target = problem()
     token_weight = torch.linspace(0.5, 2, N, dtype=torch.float64)
+    token_weight[target == -100] = math.nan  # does not matter
     sizes = [2, V - 2]
     shard, shard_bias = (world.share(t, 0, sizes) for t in (weight, bias))
     for reduction in ("mean", "none"):

@@ -679,6 +679,12 @@ def refused_head_case(world: World) -> None:
         labo.linear_loss(hidden, rows, target, loss, impl="native")
     with pytest.raises(ValueError, match="takes plain tensors"):
         labo.parallel.linear_loss(hidden, rows, target, loss)
+    low = {"base": weight, "a": torch.ones(2, 6).double(), "b": torch.ones(24, 2).double()}
+    for name, x in low.items():
+        for placement in (Shard(0), Replicate()):
+            split = low | {name: distribute_tensor(x, world.mesh, [placement])}
+            with pytest.raises(ValueError, match=rf"{name} of a LowRank.*gather_weight\({name}\)"):
+                labo.LowRankWeight(**split, scale=1.0)
     shards._SAME_ROWS.clear()
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):
         labo.linear_loss(hidden, rows, (target + world.rank).clamp(0, 23), loss)
@@ -691,6 +697,60 @@ def refused_head_case(world: World) -> None:
 
 def test_what_a_sharded_head_refuses(processes):
     processes.run(2, refused_head_case)
+
+
+def replicated_rows_case(world: World) -> None:
+    """What there is for each row may be a replicated DTensor, whatever the weight is."""
+    hidden, weight, _, target = head_example(24)
+    loss, token_weight = labo.LABOLoss(), torch.linspace(0.5, 2, target.numel()).view_as(target)
+    whole = [distribute_tensor(x, world.mesh, [Replicate()]) for x in (target, token_weight)]
+    wanted = labo.linear_loss(hidden, weight, target, loss, token_weight=token_weight)
+    close(labo.linear_loss(hidden, weight, whole[0], loss, token_weight=whole[1]), wanted)
+    close(labo.linear_loss(hidden, weight, target, loss, token_weight=whole[1]), wanted)
+    mine = world.share(weight, 0)
+    found = labo.parallel.linear_loss(
+        hidden, mine, whole[0], loss, token_weight=whole[1], group=world.group
+    )
+    close(found, wanted)
+    split = [distribute_tensor(x, world.mesh, [Shard(0)]) for x in (target, token_weight)]
+    with pytest.raises(ValueError, match=r"target must be .*use target.full_tensor\(\)$"):
+        labo.linear_loss(hidden, weight, split[0], loss)
+    with pytest.raises(ValueError, match=r"use token_weight.full_tensor\(\)$"):
+        labo.linear_loss(hidden, weight, target, loss, token_weight=split[1])
+
+
+def teacher_case(world: World) -> None:
+    """Replicated DTensors of a teacher are taken, split ones are refused in one line."""
+    hidden, weight, bias, target = head_example(24)
+    layer = (hidden.sin(), weight.cos(), bias)
+    logits = nn.functional.linear(*layer)
+    loss, stored = labo.DistillationLoss(), labo.TopKDistillationLoss()
+    top = logits.log_softmax(-1).topk(3)
+
+    def value(loss, teacher):
+        return labo.linear_loss(hidden, weight, target, loss, teacher_logits=teacher)
+
+    def placed(x, placement):
+        return distribute_tensor(x, world.mesh, [placement])
+
+    wanted = value(loss, logits)
+    close(value(loss, placed(logits, Replicate())), wanted)
+    close(value(loss, tuple(placed(x, Replicate()) for x in layer)), wanted)
+    pair = (top.indices, top.values)
+    close(value(stored, tuple(placed(x, Replicate()) for x in pair)), value(stored, pair))
+    split = placed(layer[1], Shard(0))
+    with pytest.raises(ValueError, match=r"teacher_weight must be .*teacher_weight.full_tensor"):
+        value(loss, (layer[0], split))
+    with pytest.raises(ValueError, match=r"teacher_logits must be .*teacher_logits.full_tensor"):
+        value(loss, placed(logits, Shard(0)))
+
+
+def test_teachers_as_dtensors(processes):
+    processes.run(2, teacher_case)
+
+
+def test_replicated_targets_and_token_weights(processes):
+    processes.run(2, replicated_rows_case)
 
 
 # ------------------------------------------------------------------ sharded parameters: FSDP
@@ -881,35 +941,48 @@ def test_gather_weight(processes, size):
     processes.run(size, explicit_gather_case)
 
 
-def fsdp1_case(world: World, tied: bool, original: bool) -> None:
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, a tied one under each of its names."""
+    found = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.detach().clone() for name, parameter in found}
+
+
+def fsdp1_case(world: World, tied: bool, original: bool, apart: bool) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    def wrapped(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module,
+            process_group=world.group,
+            use_orig_params=original,
+            device_id=torch.device("cpu"),
+        )
+
     tokens, target = batches(world.size)[world.rank]
-    model = FullyShardedDataParallel(
-        build(tied),
-        process_group=world.group,
-        use_orig_params=original,
-        device_id=torch.device("cpu"),
-    )
+    model = build(tied)
+    if apart:
+        model.head = wrapped(model.head)
+    model = wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
         model(tokens, target).backward()
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model):
-        found = [p.detach().clone() for p in model.parameters()]
+        found = named(model)
     one, data = build(tied), batches(world.size)
     two_steps(one, lambda: [one(*batch) / world.size for batch in data])
-    if original:
-        for a, b in zip(found, one.parameters(), strict=True):
-            close(a, b)
+    wanted = named(one)
+    assert found.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        close(found[name], parameter)
     with pytest.raises(ValueError, match="FullyShardedDataParallel"):
         labo.linear_loss(
             torch.randn(4, 6).double(), next(model.parameters()), target[0], labo.LABOLoss()
         )
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("how", ["tied", "one unit", "layer in a unit of its own"])
 @pytest.mark.parametrize("original", [True, False])
-def test_fsdp1(processes, tied, original):
-    processes.run(2, fsdp1_case, tied, original)
+def test_fsdp1(processes, how, original):
+    processes.run(2, fsdp1_case, how == "tied", original, how == "layer in a unit of its own")

@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eighths import Eighths
 
 import labo
 from labo.fused import quantized
 from probes import LargestTensor
 
 N, D, V = 12, 8, 21
-
-
-class Eighths(torch.Tensor):
-    """Numbers in units of 1/8 as int8, with what a tensor of torchao has: slices, dequantize()."""
-
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor):
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-        made.codes = codes
-        return made
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.__getitem__:
-            return Eighths(args[0].codes[args[1]])
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise AssertionError(f"{function} on the quantized tensor")
-
-    def dequantize(self) -> torch.Tensor:
-        return self.codes.float() / 8
 
 
 @pytest.fixture
@@ -87,6 +65,24 @@ def test_a_weight_that_is_trained_is_refused(problem):
     x, weight, _, target = problem
     with pytest.raises(ValueError, match=r"linear_weight is quantized \(Eighths\).*freeze it"):
         labo.linear_loss(x, weight.requires_grad_(), target, labo.LABOLoss())
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (lambda w: lambda first, last: w, r"torch.float32 of shape \(21, 8\)"),
+        (lambda w: lambda first, last: w[:1], r"torch.float32 of shape \(1, 8\)"),
+        (lambda w: lambda first, last: w[first:last].T, r"torch.float32 of shape \(8, 5\)"),
+        (lambda w: lambda first, last: w[first:last].char(), "torch.int8 of shape"),
+        (lambda w: lambda first, last: w[first:last].tolist(), "list"),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_blocks_that_are_not_the_rows_are_refused(problem, rows, found, grad):
+    x, weight, bias, target = problem
+    wrong = labo.QuantizedWeight(rows(weight.dequantize()), (V, D))
+    with pytest.raises(ValueError, match=rf"rows\(0, 5\).*of shape \(5, 8\), got {found}"):
+        labo.linear_loss(x.requires_grad_(grad), wrong, target, labo.LABOLoss(), linear_bias=bias)
 
 
 @pytest.mark.parametrize("has_instructions", [True, False])

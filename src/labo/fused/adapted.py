@@ -6,12 +6,13 @@ r"""An output layer with a low-rank adapter (LoRA, DoRA), for :func:`labo.linear
     \qquad \text{(DoRA, the norm held constant)}
 
 The rows are processed in chunks. Neither the logits nor W + s B A ever exist as a whole; W stays in
-its dtype, and if it is frozen no gradient of its size is computed.
+its dtype, and if it is frozen no gradient of its size is computed. A quantized W is dequantized by
+blocks of classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .. import _checks
 from .chunks import Mean, Rows
-
-# Bytes of the rows of W + s B A of which norms are taken at a time.
-_NORM_BYTES = 16 << 20
+from .quantized import QuantizedWeight, as_weight, by_blocks
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class LowRankWeight:
     """The weight of an output layer with a low-rank adapter, as ``linear_weight`` of a fused head.
 
     Args:
-        base: (V, D), W. A quantized weight is dequantized by the caller, to the dtype of the
-            hidden states.
+        base: (V, D), W. It may be quantized, as the weight of :func:`labo.linear_loss` may be (a
+            tensor of torchao, a :class:`labo.QuantizedWeight`); it is frozen then.
         a: (r, D), A.
         b: (V, r), B.
         scale: s; lora_alpha / r in PEFT.
@@ -45,7 +45,7 @@ class LowRankWeight:
         tensor(1.2238)
     """
 
-    base: Tensor
+    base: Tensor | QuantizedWeight
     a: Tensor
     b: Tensor
     scale: float
@@ -53,12 +53,23 @@ class LowRankWeight:
     dropout: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        classes, width = self.base.shape
-        rank = len(self.a)
+        base: Any = as_weight("base", self.base)
+        object.__setattr__(self, "base", base)  # the class is frozen
+        for name in ("base", "a", "b", "magnitude"):
+            self._check_tensor(name, getattr(self, name))
+        if not _checks.is_number(self.scale):
+            raise TypeError(
+                f"scale must be a number, got {type(self.scale).__name__}: PEFT has it in "
+                "layer.scaling[adapter]"
+            )
+        if len(base.shape) != 2:
+            raise ValueError(f"base must have shape (V, D), got {tuple(base.shape)}")
+        classes, width = base.shape
+        rank = self.b.shape[-1] if self.b.dim() else 0
         if self.a.shape != (rank, width) or self.b.shape != (classes, rank):
             raise ValueError(
                 f"a and b must have shapes (r, {width}) and ({classes}, r) for a base of shape "
-                f"{tuple(self.base.shape)}, got {tuple(self.a.shape)} and {tuple(self.b.shape)}"
+                f"{tuple(base.shape)}, got {tuple(self.a.shape)} and {tuple(self.b.shape)}"
             )
         if self.magnitude is None:
             return
@@ -66,14 +77,28 @@ class LowRankWeight:
             raise ValueError(
                 f"magnitude must have shape ({classes},), got {tuple(self.magnitude.shape)}"
             )
-        if self.dropout is not None and getattr(self.dropout, "p", 1.0) != 0:
+        # PEFT has nn.Identity for a dropout of 0.
+        without = self.dropout is None or isinstance(self.dropout, nn.Identity)
+        if not without and getattr(self.dropout, "p", 1.0) != 0:
             raise ValueError("a magnitude (DoRA) does not go with dropout before the adapter")
+
+    @staticmethod
+    def _check_tensor(name: str, x: Any) -> None:
+        if isinstance(x, QuantizedWeight) or (x is None and name == "magnitude"):
+            return
+        _checks.check_tensor(name, x, "pass the weight of the layer")
+        if _checks.is_dtensor(x):
+            raise ValueError(
+                f"{name} of a LowRankWeight must be a plain tensor, got a DTensor: use "
+                f"labo.parallel.gather_weight({name}) if the processes hold different samples "
+                f"(FSDP2), {name}.full_tensor() if they hold the same"
+            )
 
     def __len__(self) -> int:
         return len(self.base)
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
     def low_rank(self, rows: Tensor) -> Tensor:
@@ -89,17 +114,10 @@ class LowRankWeight:
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        dtype = _wide(self.base)
+        b, dtype = self.b, _wide(self.b if isinstance(self.base, QuantizedWeight) else self.base)
         a, norms = self.a.to(dtype), []
-        for rows in zip(
-            *(
-                x.split(max(1, _NORM_BYTES // (4 * self.base.shape[1])))
-                for x in (self.base, self.b)
-            ),
-            strict=True,
-        ):
-            base, b = (x.to(dtype) for x in rows)
-            norms.append(torch.addmm(base, b, a, alpha=self.scale).norm(dim=1))
+        for part, rows in by_blocks(self.base).blocks(dtype):
+            norms.append(torch.addmm(rows, b[part].to(dtype), a, alpha=self.scale).norm(dim=1))
         return torch.cat(norms)
 
 
@@ -111,7 +129,7 @@ class _Tensors(NamedTuple):
     """What the logits are computed from, in one dtype; ``scale`` may be wider."""
 
     input: Tensor  # (N, D)
-    weight: Tensor  # (V, D)
+    weight: Tensor | QuantizedWeight  # (V, D)
     bias: Tensor | None  # (V,)
     low: Tensor  # (N, r)
     b: Tensor  # (V, r)
@@ -140,12 +158,11 @@ class _Chunks:
             values[part], grad = self.rows(logits, part, part_factor, logits)
             if grad is not None:
                 self._add(grads, part, grad if slope is None else grad.mul_(slope), raw)
-        dtypes = (None if x is None else x.dtype for x in tensors)
-        finished = (None if x is None else x.to(t) for x, t in zip(grads, dtypes, strict=True))
-        return values, list(finished)
+        both: Iterable[tuple[Tensor | None, Any]] = zip(grads, tensors, strict=True)
+        return values, [None if grad is None else grad.to(x.dtype) for grad, x in both]
 
-    def _start(self, x: Tensor | None, need: bool) -> Tensor | None:
-        if x is None or not need:
+    def _start(self, x: Tensor | QuantizedWeight | None, need: bool) -> Tensor | None:
+        if not isinstance(x, Tensor) or not need:
             return None
         # What is summed over chunks is summed in float32.
         by_rows = x is self.tensors.input or x is self.tensors.low
@@ -154,7 +171,11 @@ class _Chunks:
     def _forward(self, part: slice, with_raw: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The logits; what they were before scale, bias and cap; the slope of the cap."""
         input, weight, bias, low, b, scale = self.tensors
-        logits = torch.mm(input[part], weight.T, out=self.logits[: part.stop - part.start])
+        logits = self.logits[: part.stop - part.start]
+        if isinstance(weight, QuantizedWeight):
+            weight.logits(input[part], None, logits)
+        else:
+            torch.mm(input[part], weight.T, out=logits)
         logits.addmm_(low[part], b.T)
         raw = logits.clone() if with_raw else None
         if scale is not None:
@@ -179,7 +200,10 @@ class _Chunks:
         if scale is not None:
             grad.mul_(scale)
         if d_input is not None:
-            torch.mm(grad, weight, out=d_input[part])
+            if isinstance(weight, QuantizedWeight):
+                weight.times(grad, d_input[part])
+            else:
+                torch.mm(grad, weight, out=d_input[part])
         if d_low is not None:
             torch.mm(grad, b, out=d_low[part])
         if d_weight is not None:
@@ -203,7 +227,8 @@ class _AdaptedLoss(torch.autograd.Function):
         chunks = _Chunks(_Tensors(*tensors), softcap, rows, chunk)
         ctx.needs = needs = ctx.needs_input_grad[4:]
         if mean is None:
-            ctx.save_for_backward(*tensors)
+            ctx.quantized = tensors[1] if isinstance(tensors[1], QuantizedWeight) else None
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in tensors))
             ctx.again = (softcap, rows, chunk)
             return chunks.run(None, (False,) * 6)[0]
         values, ctx.grads = chunks.run(mean.factor(chunks.count) if any(needs) else None, needs)
@@ -213,7 +238,10 @@ class _AdaptedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if upstream.dim():
-            chunks = _Chunks(_Tensors(*ctx.saved_tensors), *ctx.again)
+            tensors = _Tensors(*ctx.saved_tensors)
+            if ctx.quantized is not None:
+                tensors = tensors._replace(weight=ctx.quantized)
+            chunks = _Chunks(tensors, *ctx.again)
             grads = chunks.run(upstream, ctx.needs)[1]
         else:
             grads = [None if x is None else (x * upstream).to(x.dtype) for x in ctx.grads]
@@ -223,7 +251,7 @@ class _AdaptedLoss(torch.autograd.Function):
 def adapted_loss(
     adapter: LowRankWeight,
     input: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     softcap: float | None,
     rows: Rows,

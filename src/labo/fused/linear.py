@@ -28,7 +28,7 @@ from .adapted import LowRankWeight, adapted_loss
 from .algebra import autograd_enabled
 from .chunks import ChunkRows, Extras, Mean
 from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .quantized import QuantizedWeight, as_weight, product_dtype
+from .quantized import QuantizedWeight, as_weight, by_blocks, product_dtype
 from .spec import Spec, as_formula, with_z_loss
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
@@ -133,9 +133,8 @@ class _Head:
     def _blocks(self) -> QuantizedWeight | None:
         """The weight, if it is brought to the dtype of the products block by block."""
         weight = self.weight
-        if isinstance(weight, QuantizedWeight) or weight.dtype == self.dtype:
-            return weight if isinstance(weight, QuantizedWeight) else None
-        return QuantizedWeight(lambda first, last: weight[first:last], weight.shape)
+        dense = not isinstance(weight, QuantizedWeight) and weight.dtype == self.dtype
+        return None if dense else by_blocks(weight)
 
     def logits(self, part: slice, out: Tensor | None = None) -> Tensor:
         """(rows of the chunk, V)."""
@@ -176,18 +175,18 @@ class TeacherHead(NamedTuple):
 
     Attributes:
         hidden: (..., E) hidden states of the teacher.
-        weight: (V, E).
+        weight: (V, E); it may be quantized, see :class:`labo.QuantizedWeight`.
         bias: (V,), or None.
         softcap: as for :func:`linear_loss`.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None = None
     softcap: float | None = None
 
 
-Teacher = Tensor | tuple[Tensor, ...] | TeacherHead | None
+Teacher = Tensor | tuple[Tensor | QuantizedWeight, ...] | TeacherHead | None
 
 
 class _AutogradLoss(NamedTuple):
@@ -204,7 +203,7 @@ class _AutogradLoss(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-    teacher: tuple[Tensor, ...] = ()
+    teacher: tuple[Any, ...] = ()
     teacher_softcap: float | None = None
 
     @property
@@ -501,8 +500,8 @@ def linear_loss(
             ``DecoupledDistillationLoss``, ``CSKDLoss``, ``PSKDLoss``): those logits,
             (..., V), or hidden states (..., E), weight (V, E) and optionally bias (V,) of the
             teacher's output layer (a tuple or a :class:`labo.TeacherHead`), whose logits are then
-            computed by chunks too. For ``TopKDistillationLoss`` the pair (indices,
-            log_probabilities), each (..., k). Held constant.
+            computed by chunks too; that weight may be quantized. For ``TopKDistillationLoss`` the
+            pair (indices, log_probabilities), each (..., k). Held constant.
         token_weight: (...), a factor for the value of each row, held constant. The mean divides by
             the sum over the rows that count of the token weight times the class weight of the
             label; if that is 0, the mean is 0. A sum is not divided.
@@ -526,7 +525,8 @@ def linear_loss(
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
     extras = _check_extras(z_loss, return_metrics)
-    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
+    check_linear_weight(linear_weight)
+    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias, target))):
         local = shards.local_head(input, linear_weight, linear_bias, target)
         if local.group is not None and (teacher_logits is not None or impl != "auto"):
             raise ValueError("a split linear_weight goes with neither a teacher nor impl=")
@@ -535,19 +535,13 @@ def linear_loss(
                 local, loss, softcap, options, token_weight, z_loss, return_metrics
             )
         input, linear_weight, linear_bias, target = local[:4]
-    active: Any = loss
-    while hasattr(active, "active"):  # Warmup
-        active = active.active
-    if not getattr(active, "rowwise", False):
-        raise ValueError(
-            f"linear_loss takes a row-wise loss of labo, not {type(active).__name__}: its value "
-            "for a row must depend on that row alone"
-        )
+    active = _rowwise(loss)
     if active is not loss and active.teacher_argument is None:
         teacher_logits = None  # as in Warmup.forward
     adapter = None
-    linear_weight = as_weight(linear_weight)
-    custom = isinstance(linear_weight, LowRankWeight | QuantizedWeight)
+    linear_weight = as_weight("linear_weight", linear_weight)
+    both = (linear_weight, _teacher_weight(teacher_logits))
+    custom = any(isinstance(x, LowRankWeight | QuantizedWeight) for x in both)
     if custom and torch.compiler.is_compiling():
         return _eagerly(
             input,
@@ -579,7 +573,7 @@ def linear_loss(
         total: float | Tensor = max(1, len(labels))
     else:
         total = denominator(head.input.dtype, labels, classes, active.ignore_index, active.weight)
-    weights = _check_token_weight(token_weight, input)
+    weights = _check_token_weight(token_weight, input, labels, active.ignore_index)
     if weights is not None:
         total = _weighted_total(weights, labels, active.ignore_index, active.weight)
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
@@ -589,7 +583,7 @@ def linear_loss(
     row_bytes = classes * head.dtype.itemsize * copies
     if isinstance(rows, RowLoss) and rows.stored is not None:
         row_bytes += rows.stored.shape[1] * _STORED_BYTES
-    most = (options or LinearLossOptions()).most_rows(row_bytes)
+    most = _check_options(options).most_rows(row_bytes)
     found: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
         if torch.compiler.is_compiling():
@@ -605,21 +599,47 @@ def linear_loss(
     return _finish(value, found, active, labels, classes, input.shape[:-1], return_metrics)
 
 
+def _active(loss: Any) -> Any:
+    """The loss that computes: the current one of a warm-up."""
+    if isinstance(loss, type):
+        raise TypeError(f"loss must be a Module, got the class: write {loss.__name__}(...)")
+    while hasattr(loss, "active"):  # Warmup
+        loss = loss.active
+    return loss
+
+
+def _rowwise(loss: Any) -> Any:
+    """The loss that computes, if its value for a row depends on that row alone."""
+    active = _active(loss)
+    if not getattr(active, "rowwise", False):
+        raise ValueError(
+            f"linear_loss takes a row-wise loss of labo, not {type(active).__name__}: its value "
+            "for a row must depend on that row alone"
+        )
+    return active
+
+
 ReturnMetrics = Literal[False, True, "rows"]
 
 
 def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> Extras:
-    if not (math.isfinite(z_loss) and z_loss >= 0):
+    if not (_checks.is_number(z_loss) and math.isfinite(z_loss) and z_loss >= 0):
         raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
     if return_metrics not in (False, True, "rows"):
         raise ValueError(f'return_metrics must be False, True or "rows", got {return_metrics!r}')
     return Extras(float(z_loss), bool(return_metrics))
 
 
-def _check_token_weight(token_weight: Tensor | None, input: Tensor) -> Tensor | None:
-    """(N,), at least float32."""
+def _check_token_weight(
+    token_weight: Tensor | None, input: Tensor, target: Tensor, ignore_index: int
+) -> Tensor | None:
+    """(N,), at least float32; 0 for the rows that do not count, whatever is given for them."""
     if token_weight is None:
         return None
+    if not isinstance(token_weight, Tensor) or token_weight.is_complex():
+        kind = getattr(token_weight, "dtype", type(token_weight).__name__)
+        raise TypeError(f"token_weight must be a tensor of real numbers, one per row, got {kind}")
+    token_weight = _checks.local("token_weight", token_weight)
     if token_weight.shape != input.shape[:-1]:
         raise ValueError(
             f"token_weight must have shape {tuple(input.shape[:-1])}, one per row, got "
@@ -629,7 +649,8 @@ def _check_token_weight(token_weight: Tensor | None, input: Tensor) -> Tensor | 
         raise ValueError("linear_loss computes no gradient for token_weight: detach it")
     _checks.check_devices(input, token_weight=token_weight)
     dtype = torch.promote_types(wide(input.dtype), torch.float32)
-    return token_weight.reshape(-1).to(dtype)
+    weights = token_weight.reshape(-1).to(dtype)
+    return weights if target.is_floating_point() else weights.masked_fill(target == ignore_index, 0)
 
 
 def _weighted_total(
@@ -640,7 +661,8 @@ def _weighted_total(
     if not target.is_floating_point():
         valid = target != ignore_index
         if class_weight is not None:
-            counts = counts * class_weight.double()[target.masked_fill(~valid, 0)]
+            inside = target.clamp(0, len(class_weight) - 1)  # the range is checked elsewhere
+            counts = counts * class_weight.double()[inside]
         counts = counts.masked_fill(~valid, 0.0)
     total = counts.sum()
     total = total.masked_fill(total == 0, math.inf).to(token_weight.dtype)
@@ -706,6 +728,9 @@ class LinearLoss(nn.Module):
         super().__init__()
         _check_softcap(softcap)
         _check_extras(z_loss, False)
+        _checks.check_hyper(impl=impl)
+        _check_options(options)
+        _rowwise(loss)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.loss = loss
         self.softcap = softcap
@@ -762,8 +787,25 @@ class LinearLoss(nn.Module):
         return result if self.softcap is None else _cap(result, self.softcap)
 
 
+def _check_options(options: LinearLossOptions | None) -> LinearLossOptions:
+    if options is None:
+        return LinearLossOptions()
+    if not isinstance(options, LinearLossOptions):
+        raise TypeError(
+            f"options must be a LinearLossOptions, got {options!r}: for chunks of 64 rows write "
+            "LinearLossOptions(batch_chunk_size=64)"
+        )
+    return options
+
+
+def check_linear_weight(weight: object) -> None:
+    if not isinstance(weight, LowRankWeight | QuantizedWeight):
+        instead = "pass linear.weight, and linear.bias as linear_bias"
+        _checks.check_tensor("linear_weight", weight, instead)
+
+
 def _check_softcap(softcap: float | None) -> None:
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not (_checks.is_number(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a number above 0 or None, got {softcap!r}")
 
 
@@ -843,12 +885,12 @@ _TEACHER_LAYER = ("the teacher's hidden states", "weight", "bias")
 
 
 def _check_teacher(
-    teacher: Teacher,
+    teacher: Any,
     loss: RowwiseLoss,
     target: Tensor,
     rows: torch.Size,
     classes: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """The teacher's logits, (N, V), or its output layer, with the rows of the input; or ().
 
     For a loss with stored classes: these and their log-probabilities, (N, k).
@@ -857,14 +899,17 @@ def _check_teacher(
     if teacher is None:
         return ()
     if loss.teacher_is_stored:
-        if isinstance(teacher, Tensor) or len(teacher) != 2:
+        if not isinstance(teacher, tuple | list) or len(teacher) != 2:
             raise _checks.TeacherError(
                 "teacher_logits must be the pair (indices, log_probabilities)"
             )
+        indices = _checks.local("indices", teacher[0])
+        log_t = _checks.local("log_probabilities", teacher[1])
         valid = None if target.is_floating_point() else target != loss.ignore_index
-        return stored_rows(*teacher, target, rows, classes, valid)
+        return stored_rows(indices, log_t, target, rows, classes, valid)
     want = f"for input of shape {(*rows, 'D')} and {classes} classes"
     if isinstance(teacher, Tensor):
+        teacher = _checks.local("teacher_logits", teacher)
         if teacher.shape != (*rows, classes):
             raise _checks.TeacherError(
                 f"teacher_logits must have shape {(*rows, classes)} {want}, "
@@ -873,12 +918,14 @@ def _check_teacher(
         return (teacher.detach().reshape(-1, classes),)
     if isinstance(teacher, TeacherHead):
         teacher = tuple(x for x in teacher[:3] if x is not None)
-    if not 2 <= len(teacher) <= 3:
+    several = isinstance(teacher, tuple | list)
+    if not several or not 2 <= len(teacher) <= 3:
+        found = f"{len(teacher)} tensors" if several else type(teacher).__name__
         raise _checks.TeacherError(
             "teacher_logits must be logits, or hidden states, weight and perhaps bias of the "
-            f"teacher's output layer, got {len(teacher)} tensors"
+            f"teacher's output layer, got {found}"
         )
-    hidden, weight, *bias = (x.detach() for x in teacher)
+    hidden, weight, *bias = _teacher_layer(teacher)
     if hidden.shape[:-1] != rows or len(weight) != classes:
         raise _checks.TeacherError(
             f"the teacher's hidden states must have shape {(*rows, 'E')} and its weight "
@@ -889,11 +936,35 @@ def _check_teacher(
     return (hidden, weight) if layer[2] is None else (hidden, weight, layer[2])
 
 
+def _teacher_weight(teacher: Teacher) -> Any:
+    """The weight of a teacher's output layer, if that is given."""
+    if not isinstance(teacher, tuple | list) or len(teacher) < 2:
+        return None
+    return as_weight("teacher_weight", teacher[1], constant=True)
+
+
+def _teacher_layer(teacher: tuple[Any, ...]) -> list[Any]:
+    """Hidden states, weight and perhaps bias, as plain tensors without a graph."""
+    found = [teacher[0], _teacher_weight(teacher), *teacher[2:]]
+    for i, name in enumerate(("teacher_hidden", "teacher_weight", "teacher_bias")[: len(found)]):
+        x = found[i]
+        if isinstance(x, QuantizedWeight) and i == 1:
+            continue
+        if isinstance(x, LowRankWeight):
+            raise _checks.TeacherError(
+                f"{name} cannot be a LowRankWeight: merge the adapter into a plain tensor "
+                "(merge_and_unload() of PEFT)"
+            )
+        _checks.check_tensor(name, x, "pass linear.weight, and linear.bias after it")
+        found[i] = _checks.local(name, x).detach()
+    return found
+
+
 def _choose(
     loss: RowwiseLoss,
     head: _Head,
     target: Tensor,
-    teacher: tuple[Tensor, ...],
+    teacher: tuple[Any, ...],
     teacher_softcap: float | None,
     impl: str,
     z_loss: float,
@@ -945,9 +1016,7 @@ def _eagerly(*args: Any, **options: Any) -> Any:
 
 def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, Spec]:
     """The loss that computes (the current one of a warm-up), if it works on parts of rows."""
-    active: Any = loss
-    while hasattr(active, "active"):  # Warmup
-        active = active.active
+    active = _active(loss)
     spec = active.spec(teacher=False) if getattr(active, "rowwise", False) else None
     if spec is None:
         raise ValueError(
@@ -983,14 +1052,14 @@ def sharded_linear_loss(
     keep = late and torch.is_grad_enabled()
     rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, row, keep)
     total = rows.divisor()
-    weights = _check_token_weight(shards.replicated("token_weight", token_weight), input)
+    weights = _check_token_weight(token_weight, input, labels, member.ignore_index)
     if weights is not None:
         total = _weighted_total(weights, labels, member.ignore_index, weight)
     mean = Mean(total if reduction == "mean" else 1.0, weights)
     # The chunks must be the same on all processes, because each of them communicates.
     copies = 1 + (softcap is not None)
     row_bytes = max(1, shard.widest) * head.dtype.itemsize * copies
-    most = (options or LinearLossOptions()).most_rows(row_bytes)
+    most = _check_options(options).most_rows(row_bytes)
     with torch.autocast(input.device.type, enabled=False):
         chunked = _rows(rows, labels, extras)
         value = _eager(head, chunked, most, mean, reduction)

@@ -140,16 +140,16 @@ def rows_of(statistics: Tensor, target: Tensor, loss: Any, classes: int) -> Loss
     Args:
         statistics: (N, 5), from :func:`row_statistics`.
         target: as given there.
-        loss: a loss Module; its ``alpha`` is "adaptive", a number, or missing.
+        loss: a loss Module; its ``smoothing_weight`` is "adaptive", a number, or missing.
         classes: K, of all processes.
     """
     nll, entropy, correct, maximum, log_e = statistics.unbind(1)
     counts = torch.ones_like(nll)
     if not target.is_floating_point():
         counts = (target != getattr(loss, "ignore_index", -100)).to(counts.dtype)
-    alpha, weight = getattr(loss, "alpha", None), torch.zeros_like(nll)
+    alpha = getattr(loss, "smoothing_weight", 0.0)
     if alpha == "adaptive":
         weight = counts - loss.rho * entropy / (math.log(classes) if classes > 1 else 1.0)
-    elif isinstance(alpha, int | float):
+    else:
         weight = counts * alpha
     return LossMetrics(counts, nll, entropy, correct, weight, (maximum + log_e).square())

@@ -30,7 +30,14 @@ from torch import Tensor, nn
 
 from .. import _checks
 from . import shards
-from .linear import LinearLossOptions, ReturnMetrics, loss_and_spec, sharded_linear_loss
+from .adapted import LowRankWeight
+from .linear import (
+    LinearLossOptions,
+    ReturnMetrics,
+    check_linear_weight,
+    loss_and_spec,
+    sharded_linear_loss,
+)
 
 __all__ = ["gather_weight", "linear_loss", "logits_loss"]
 
@@ -114,11 +121,17 @@ def linear_loss(
         >>> linear_loss(hidden, head, torch.tensor([0, 1, 1]), LABOLoss(tau=1.25))
         tensor(1.2238)
     """
+    check_linear_weight(linear_weight)
+    if isinstance(linear_weight, LowRankWeight):
+        raise ValueError(
+            "labo.parallel.linear_loss takes no LowRankWeight: gather its tensors from the "
+            "processes (full_tensor() of a DTensor) and call labo.linear_loss"
+        )
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
         raise ValueError("labo.parallel.linear_loss takes plain tensors; labo.linear_loss DTensors")
     widest = torch.tensor([len(linear_weight)], device=input.device)
     shards.all_reduce(widest, group, "MAX")
-    input = shards.SumGradient.apply(input, group)
+    input, target = shards.SumGradient.apply(input, group), shards.replicated("target", target)
     head = shards.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))
     return sharded_linear_loss(head, loss, softcap, options, token_weight, z_loss, return_metrics)
 

@@ -47,25 +47,41 @@ class QuantizedWeight:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Some classes at a time, and their rows in ``dtype``."""
         classes, width = self.shape
         size = max(1, _BLOCK_BYTES // (max(1, width) * dtype.itemsize))
         for first in range(0, classes, size):
             last = min(first + size, classes)
-            yield slice(first, last), self.rows(first, last).detach().to(dtype)
+            yield slice(first, last), self._checked(first, last).detach().to(dtype)
+
+    def _checked(self, first: int, last: int) -> Tensor:
+        """The rows that the function gives; a product of another shape would resize its output."""
+        block: Any = self.rows(first, last)
+        wanted = (last - first, self.shape[1])
+        found = type(block).__name__
+        if isinstance(block, Tensor):
+            if block.shape == wanted and block.is_floating_point():
+                return block
+            found = f"{block.dtype} of shape {tuple(block.shape)}"
+        raise ValueError(
+            f"rows({first}, {last}) of a QuantizedWeight of shape {tuple(self.shape)} must return "
+            f"a floating-point tensor of shape {wanted}, got {found}"
+        )
 
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """hidden W^T + bias, (N, V), written to ``out``."""
-        for part, block in self._blocks(hidden.dtype):
-            torch.mm(hidden, block.T, out=out[:, part])
-            if bias is not None:
-                out[:, part] += bias[part]
+        for part, block in self.blocks(hidden.dtype):
+            if bias is None:
+                torch.mm(hidden, block.T, out=out[:, part])
+            else:  # in one, so that half types are rounded once, as in a dense layer
+                torch.addmm(bias[part], hidden, block.T, out=out[:, part])
         return out
 
     def times(self, grad: Tensor, out: Tensor) -> Tensor:
         """grad W, (N, D), written to ``out``; half types are summed in float32."""
         total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-        for part, block in self._blocks(grad.dtype):
+        for part, block in self.blocks(grad.dtype):
             if total.dtype == grad.dtype:
                 total.addmm_(grad[:, part], block)
             else:
@@ -75,7 +91,10 @@ class QuantizedWeight:
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it; otherwise products of it are emulated."""
+    """Whether this processor multiplies it itself: x86 with AVX512-BF16 or AMX, all others.
+
+    An x86 processor without them emulates the products. Other kinds are not looked at.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -84,23 +103,36 @@ def _multiplies_bfloat16() -> bool:
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which ``linear_loss`` multiplies: that of ``x``, except bfloat16 on some CPUs.
 
-    A processor without instructions for bfloat16 is several times slower with it than with float32,
-    which holds the same values and rounds less.
+    An x86 processor without instructions for bfloat16 is several times slower with it than with
+    float32, which holds the same values and rounds less.
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _multiplies_bfloat16():
         return torch.float32
     return x.dtype
 
 
-def as_weight(weight: Any) -> Any:
-    """A quantized tensor as a :class:`QuantizedWeight`; anything else as it is."""
+def by_blocks(weight: Tensor | QuantizedWeight) -> QuantizedWeight:
+    """A weight that is brought to another dtype block by block."""
+    if isinstance(weight, QuantizedWeight):
+        return weight
+    return QuantizedWeight(lambda first, last: weight[first:last], (len(weight), weight.shape[1]))
+
+
+def as_weight(name: str, weight: Any, *, constant: bool = False) -> Any:
+    """A quantized tensor as a :class:`QuantizedWeight`; anything else as it is.
+
+    Args:
+        name: of the argument.
+        weight: any weight.
+        constant: whether nobody expects a gradient, as of a teacher.
+    """
     if not isinstance(weight, Tensor) or is_dtensor(weight):
         return weight
     if type(weight).dequantize is Tensor.dequantize:  # a plain tensor
         return weight
-    if weight.requires_grad:
+    if weight.requires_grad and not constant:
         raise ValueError(
-            f"linear_weight is quantized ({type(weight).__name__}), and linear_loss computes no "
+            f"{name} is quantized ({type(weight).__name__}), and linear_loss computes no "
             "gradient for it: freeze it with requires_grad_(False)"
         )
 
