@@ -213,6 +213,45 @@ def test_token_weights_come_with_the_batch(accumulate, tmp_path):
     assert trainer.train().training_loss == pytest.approx((total / targets).item(), rel=1e-5)
 
 
+def test_token_weights_that_cancel():
+    """Their sum is 0, and the weighted sum over the number of targets is not."""
+    plain, batch, loss = build("Llama"), collate(examples(3)), labo.LABOLoss(reduction="none")
+    valid = batch["labels"][:, 1:] != -100
+    weights = torch.zeros(batch["labels"].shape)
+    signs = weights[:, 1:][valid]
+    signs[: len(signs) // 2], signs[len(signs) // 2 :][: len(signs) // 2] = 1.0, -1.0
+    weights[:, 1:][valid] = signs
+    assert weights.sum() == 0
+    values = loss(plain(**batch).logits[:, :-1], batch["labels"][:, 1:])
+    expected = (values * weights[:, 1:]).sum() / 7
+    fused = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    value = fused(**batch, token_weight=weights, num_items_in_batch=7).loss
+    assert abs(value) > 0.01
+    torch.testing.assert_close(value, expected)
+    assert_same(gradients(fused, value), gradients(plain, expected), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("items", [None, 7])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_token_weight_without_a_target_does_not_matter(items, number):
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
+    weights = torch.rand(batch["labels"].shape)
+    expected = model(**batch, token_weight=weights, num_items_in_batch=items).loss
+    slopes = gradients(model, expected)
+    weights[batch["labels"] == -100] = number
+    weights[:, 0] = number  # nothing predicts the first label
+    value = model(**batch, token_weight=weights, num_items_in_batch=items).loss
+    torch.testing.assert_close(value, expected)
+    assert_same(gradients(model, value), slopes)
+
+
+def test_token_weights_are_checked():
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
+    for wrong, found in (([1.0, 2.0], "got list"), (torch.ones(3, 2), r"got shape \(3, 2\)")):
+        with pytest.raises(ValueError, match=f"token_weight must be a tensor.*{found}"):
+            model(**batch, token_weight=wrong)
+
+
 def test_z_loss():
     plain, batch = build("Gemma2"), collate(examples(4))
     model = hf.fuse_head(build("Gemma2"), labo.LABOLoss(), z_loss=0.1)

@@ -22,11 +22,14 @@ from .logits import LazyLogits
 from .losses import (
     DISTILLATION,
     FOLLOWED,
+    Summed,
     active,
     check_loss,
     check_rowwise,
     follows_training,
     mark_used,
+    over,
+    row_weights,
     share,
 )
 from .metrics import Collected
@@ -284,10 +287,10 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
             )
         return forward(**inputs)
     fused: _Fused = model._labo
-    if target is None:
-        target = shifted(labels) if fused.shift else labels
-        if token_weight is not None and fused.shift:
-            token_weight = nn.functional.pad(token_weight[..., 1:], (0, 1))
+    given = labels if target is None else target
+    target = shifted(labels) if target is None and fused.shift else given
+    if token_weight is not None:
+        token_weight = row_weights(token_weight, given, target)
     inputs = with_decoder_inputs(model, {**inputs, "labels": labels})
     inputs.pop("labels")
     as_dict = inputs.pop("return_dict", None)
@@ -304,12 +307,11 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
         extras = {"token_weight": token_weight, "z_loss": fused.z_loss}
         if fused.teacher is not None and isinstance(loss, DISTILLATION):  # not in a warm-up
             extras["teacher_logits"] = _teacher_head(fused.teacher, inputs, layer.weight.device)
-        mean = _mean(fused, layer, hidden, target, loss, **extras)
-        return share(mean, target, items, getattr(loss, "weight", None), token_weight), None
+        return _value(fused, layer, hidden, target, loss, items, **extras), None
 
     def in_evaluation(hidden: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
         layer = output_layer(model, head)
-        value = share(_mean(fused, layer, hidden, target, CrossEntropyLoss()), target, items)
+        value = _value(fused, layer, hidden, target, CrossEntropyLoss(), items)
         return value, _eval_logits(fused, layer, hidden, row.dtype)
 
     outputs, found = run_body(forward, head, inputs, in_training if training else in_evaluation)
@@ -322,22 +324,24 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     return outputs if as_dict else outputs.to_tuple()
 
 
-def _mean(
+def _value(
     fused: _Fused,
     layer: OutputLayer,
     hidden: Tensor,
     target: Tensor,
     loss: nn.Module,
+    items: Tensor | float | None,
     **extras: Any,
 ) -> Tensor:
-    """The mean of ``loss``, whose metrics are collected."""
+    """The mean of ``loss``, or its sum over the number of ``items``; its metrics are collected."""
     collected = fused.collected
-    mean, found = layer.loss_and_metrics(
-        hidden, target, loss, fused.options, measure=collected is not None, **extras
+    measured: Any = loss if items is None else Summed(loss)
+    value, found = layer.loss_and_metrics(
+        hidden, target, measured, fused.options, measure=collected is not None, **extras
     )
     if collected is not None and found is not None:
         collected.add(found, training=torch.is_grad_enabled())
-    return mean
+    return value if items is None else over(value, target, items)
 
 
 @torch.no_grad()

@@ -109,37 +109,79 @@ def check_rowwise(loss: nn.Module, function: str) -> None:
             )
 
 
+class Summed:
+    """A row-wise loss as ``linear_loss`` sees it, summed and not averaged over the targets.
+
+    A sum is right where a mean is not known: without targets, or with weights that cancel.
+    """
+
+    reduction = "sum"
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+
+def over(total: Tensor, target: Tensor, items: Tensor | float) -> Tensor:
+    """A sum over the targets of a micro-batch as a part of the mean over the whole batch.
+
+    Args:
+        total: the sum.
+        target: the targets of the micro-batch.
+        items: the number of targets in the whole batch. If it is 0, so is the sum.
+    """
+    if isinstance(items, Tensor):
+        items = items.to(total.device)
+        items = items.masked_fill(items == 0, 1)
+    items = items if isinstance(items, Tensor) else items or 1
+    if target.is_floating_point():  # the Trainer counts every entry of class probabilities
+        items = items / target.shape[-1]
+    return total / items
+
+
 def share(
-    mean: Tensor,
-    target: Tensor,
-    items: Tensor | int | None,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
+    mean: Tensor, target: Tensor, items: Tensor | float | None, weight: Tensor | None = None
 ) -> Tensor:
     """The contribution of a micro-batch's mean to the mean over the whole batch.
 
     Args:
-        mean: mean over the targets of the micro-batch, weighted by class if ``weight`` is given,
-            and by ``token_weight``.
+        mean: mean over the targets of the micro-batch, weighted by class if ``weight`` is given.
         target: the targets of the micro-batch, ``IGNORED`` where there is none.
         items: the number of targets in the whole batch, or None to return ``mean``.
         weight: (K,) class weights.
-        token_weight: weights of the shape of ``target``.
     """
     if items is None:
         return mean
-    if target.is_floating_point():  # the Trainer counts every entry of class probabilities
-        return mean * (target.numel() / items)
+    if target.is_floating_point():
+        return over(mean * target.shape[:-1].numel(), target, items)
     valid = target != IGNORED
     mass: Tensor = valid
     if weight is not None:
-        mass = weight[target.to(weight.device).masked_fill(~valid.to(weight.device), 0)]
-    if token_weight is not None:
-        mass = mass.to(token_weight.device) * token_weight
-    mass = mass.masked_fill(~valid.to(mass.device), 0).sum()
-    if isinstance(items, Tensor):
-        items = items.to(mean.device)
-    return mean * (mass.to(mean.device) / items)
+        valid = valid.to(weight.device)
+        mass = weight[target.to(weight.device).masked_fill(~valid, 0)].masked_fill(~valid, 0)
+    return over(mean * mass.sum().to(mean.device), target, items)
+
+
+def row_weights(token_weight: Any, labels: Tensor, target: Tensor) -> Tensor:
+    """The weights of the rows, 0 where there is no target.
+
+    Args:
+        token_weight: a number for each of the ``labels``.
+        labels: as the batch has them.
+        target: the labels, shifted or not.
+    """
+    if not isinstance(token_weight, Tensor) or token_weight.shape != labels.shape:
+        found = getattr(token_weight, "shape", None)
+        found = type(token_weight).__name__ if found is None else f"shape {tuple(found)}"
+        raise ValueError(
+            f"token_weight must be a tensor with the shape of the labels, {tuple(labels.shape)}, "
+            f"got {found}"
+        )
+    if target is not labels:
+        token_weight = nn.functional.pad(token_weight[..., 1:], (0, 1))
+    return token_weight.masked_fill((target == IGNORED).to(token_weight.device), 0)
 
 
 # An attribute and not a set: a compiled forward pass can assign it without a graph break.

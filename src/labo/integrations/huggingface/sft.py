@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from ...fused.metrics import LossMetrics
 from .head import check_equal, run_body, with_row
-from .losses import IGNORED, active, check_rowwise, mark_used, share
+from .losses import IGNORED, Summed, active, check_rowwise, mark_used
 from .models import find_head, output_layer, shifted, unwrapped
 
 
@@ -94,16 +94,16 @@ def _answer(
         shift_labels = shifted(labels)
     head, rows = find_head(model), shift_labels != IGNORED
     mark_used(loss)
-    current = active(loss)
+    summed: Any = Summed(active(loss))
 
     def end(hidden: Tensor, _: Tensor) -> tuple[Tensor, LossMetrics | None, Tensor]:
         layer = output_layer(model, head)
         mask = rows.to(layer.weight.device)
         target = shift_labels.to(mask.device)[mask]
-        mean, found = layer.loss_and_metrics(
-            hidden.to(mask.device)[mask], target, current, measure="rows"
+        total, found = layer.loss_and_metrics(
+            hidden.to(mask.device)[mask], target, summed, measure="rows"
         )
-        return share(mean, target, 1, getattr(current, "weight", None)), found, mask
+        return total, found, mask
 
     outputs, (total, found, mask) = run_body(body, head, {**inputs, "return_dict": True}, end)
     assert found is not None

@@ -13,7 +13,7 @@ from ...losses import CrossEntropyLoss, _Loss
 from . import sft
 from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused
-from .losses import DISTILLATION, active, check_loss, mark_used, share
+from .losses import DISTILLATION, IGNORED, active, check_loss, mark_used, share
 from .metrics import Collected, log_metrics
 from .models import added_loss, is_dtensor, shifted, shifts, unwrapped, with_decoder_inputs
 
@@ -204,12 +204,19 @@ class _LogitLoss:
         if not isinstance(loss, _Loss):  # the losses of labo are accurate in half precision
             flat = flat.float()
         mark_used(self.loss)
-        mean = loss(flat, target, *self._extra(loss, flat))
-        value = share(mean, target, num_items_in_batch, getattr(loss, "weight", None))
+        value = self._value(loss, flat, target, num_items_in_batch)
         added = added_loss(unwrapped(self.trainer.model), outputs, logits)
         if added is not None:
             value = value + share(added.to(value.device), target, num_items_in_batch)
         return value
+
+    def _value(
+        self, loss: nn.Module, logits: Tensor, target: Tensor, items: Tensor | int | None
+    ) -> Tensor:
+        extra = self._extra(loss, logits)
+        if not isinstance(loss, _Loss) and not (target != IGNORED).any():
+            return logits[:0].sum()  # the mean of torch's own losses is NaN then
+        return share(loss(logits, target, *extra), target, items, getattr(loss, "weight", None))
 
     def _extra(self, loss: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
         """What the loss takes besides logits and target."""
