@@ -16,7 +16,17 @@ import labo
 from labo.integrations import huggingface as hf
 from labo.integrations.huggingface.logits import LazyLogits
 from probes import LargestTensor
-from tiny_models import V, arguments, assert_same, build, by_hand, collate, examples, gradients
+from tiny_models import (
+    V,
+    arguments,
+    assert_same,
+    build,
+    by_hand,
+    collate,
+    examples,
+    gradients,
+    stepped,
+)
 
 CHUNKS = labo.LinearLossOptions(batch_chunk_size=16)
 NAMES = ("nll", "entropy", "mean_token_accuracy", "alpha", "z_squared")
@@ -178,39 +188,89 @@ def test_metrics_when_compiled():
 # ------------------------------------------------------------------ weights and z-loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_token_weights_come_with_the_batch(accumulate, tmp_path):
-    """sum of the weighted losses over the number of targets, in any number of micro-batches."""
-    rows, loss = examples(8), labo.LABOLoss()
-    for row in rows:
-        row["token_weight"] = torch.rand(len(row["labels"])).tolist()
+def with_columns(some):
+    """A collator that keeps what belongs to the labels."""
+    names = ("token_weight", "teacher_indices", "teacher_log_probabilities")
+    found = collate(some)
+    for name in names:
+        if name in some[0]:
+            rows = [torch.tensor(row[name]) for row in some]
+            found[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return found
 
-    def with_weights(some):
-        weights = [torch.tensor(row["token_weight"]) for row in some]
-        return {
-            **collate(some),
-            "token_weight": nn.utils.rnn.pad_sequence(weights, batch_first=True),
-        }
 
-    batch = with_weights(rows)
-    plain = build("Llama")
-    logits = plain(**collate(rows)).logits[:, :-1]
-    values = labo.LABOLoss(reduction="none")(logits, batch["labels"][:, 1:])
-    total = (values * batch["token_weight"][:, 1:]).sum()
-    targets = (batch["labels"][:, 1:] != -100).sum()
-    model = hf.fuse_head(build("Llama"), loss)
-    valid = batch["labels"][:, 1:] != -100
-    mean = total / batch["token_weight"][:, 1:][valid].sum()
-    torch.testing.assert_close(model(**batch).loss, mean)
+def a_step(way, model, loss, rows, out, accumulate):
+    """The loss of one step of a Trainer."""
+    if way == "fused":
+        hf.fuse_head(model, loss)
     trainer = trainer_of(
         model,
-        tmp_path,
+        out,
         max_steps=1,
         per_device_train_batch_size=8 // accumulate,
         gradient_accumulation_steps=accumulate,
     )
-    trainer.train_dataset, trainer.data_collator = datasets.Dataset.from_list(rows), with_weights
-    assert trainer.train().training_loss == pytest.approx((total / targets).item(), rel=1e-5)
+    trainer.train_dataset, trainer.data_collator = datasets.Dataset.from_list(rows), with_columns
+    hf.regularize(trainer, loss)
+    return trainer.train().training_loss
+
+
+@pytest.mark.parametrize("way", ["fused", "regularized"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_token_weights_come_with_the_batch(way, accumulate, tmp_path):
+    """sum of the weighted losses over the number of targets, in any number of micro-batches."""
+    rows, loss = examples(8), labo.LABOLoss(weight=torch.linspace(0.5, 2, V))
+    for row in rows:
+        row["token_weight"] = torch.rand(len(row["labels"])).tolist()
+    batch, plain = with_columns(rows), build("Llama")
+    target, weights = batch["labels"][:, 1:], batch["token_weight"][:, 1:]
+    values = labo.LABOLoss(weight=loss.weight, reduction="none")(
+        plain(**collate(rows)).logits[:, :-1], target
+    )
+    total, valid = (values * weights).sum(), target != -100
+    model = build("Llama")
+    if way == "fused":
+        mean = hf.fuse_head(model, loss)(**batch).loss
+        hf.unfuse_head(model)
+    else:
+        trainer = hf.regularize(trainer_of(build("Llama"), tmp_path), loss)
+        mean = trainer.compute_loss(trainer.model, batch)
+    torch.testing.assert_close(mean, total / (weights[valid] * loss.weight[target[valid]]).sum())
+    expected = total / valid.sum()
+    found = a_step(way, model, loss, rows, tmp_path, accumulate)
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    slopes = gradients(plain, expected)
+    assert_same(model.parameters(), stepped(plain, slopes), rtol=1e-4, atol=1e-5)
+
+
+def test_token_weights_and_another_loss(tmp_path):
+    trainer = hf.regularize(trainer_of(build("Llama"), tmp_path), nn.CrossEntropyLoss())
+    batch = collate(examples(2))
+    batch["token_weight"] = torch.ones(batch["labels"].shape)
+    with pytest.raises(ValueError, match="token_weight needs a row-wise loss of labo"):
+        trainer.compute_loss(trainer.model, batch)
+
+
+@pytest.mark.parametrize("way", ["fused", "regularized"])
+def test_a_stored_teacher_comes_with_the_batch(way, tmp_path):
+    """Its classes belong to the labels: they are shifted with them."""
+    rows, loss, plain = examples(8), labo.TopKDistillationLoss(), build("Llama")
+    for row in rows:
+        stored = torch.randn(len(row["labels"]), V).log_softmax(-1).topk(5)
+        row["teacher_indices"] = stored.indices.tolist()
+        row["teacher_log_probabilities"] = stored.values.tolist()
+    batch = with_columns(rows)
+    indices, log_p = (batch[f"teacher_{name}"] for name in ("indices", "log_probabilities"))
+    logits, target = plain(**collate(rows)).logits[:, :-1], batch["labels"][:, 1:]
+    valid = target != -100
+    expected = loss(logits[valid], target[valid], indices[:, 1:][valid], log_p[:, 1:][valid])
+    model = build("Llama")
+    found = a_step(way, model, loss, rows, tmp_path, 4)
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    slopes = gradients(plain, expected)
+    assert_same(model.parameters(), stepped(plain, slopes), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="teacher_indices must be a tensor in the batch"):
+        a_step(way, build("Llama"), labo.TopKDistillationLoss(), examples(8), tmp_path, 1)
 
 
 def test_token_weights_that_cancel():
@@ -247,7 +307,7 @@ def test_a_token_weight_without_a_target_does_not_matter(items, number):
 
 def test_token_weights_are_checked():
     model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
-    for wrong, found in (([1.0, 2.0], "got list"), (torch.ones(3, 2), r"got shape \(3, 2\)")):
+    for wrong, found in (([1.0, 2.0], r"got \[1.0"), (torch.ones(3, 2), r"got shape \(3, 2\)")):
         with pytest.raises(ValueError, match=f"token_weight must be a tensor.*{found}"):
             model(**batch, token_weight=wrong)
 

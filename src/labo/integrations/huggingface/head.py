@@ -22,6 +22,7 @@ from .logits import LazyLogits
 from .losses import (
     DISTILLATION,
     FOLLOWED,
+    Columns,
     Summed,
     active,
     check_loss,
@@ -29,7 +30,6 @@ from .losses import (
     follows_training,
     mark_used,
     over,
-    row_weights,
     share,
 )
 from .metrics import Collected
@@ -71,7 +71,8 @@ def fuse_head(
 
     ``model(..., token_weight=...)`` gives each label a weight, in the shape of the labels. The loss
     is the weighted sum over the sum of the weights, or over ``num_items_in_batch`` if that is
-    given, as a ``Trainer`` does. Evaluation takes no weights.
+    given, as a ``Trainer`` does. Evaluation takes no weights. :class:`labo.TopKDistillationLoss`
+    reads ``teacher_indices`` and ``teacher_log_probabilities``, k stored classes for each label.
 
     The fused loss is compared with the model's own on four tokens before the model is changed.
 
@@ -236,12 +237,15 @@ def _fused_class(cls: Any) -> Any:
         return _fused_forward(self, own, {**kwargs, **dict(zip(names, args, strict=False))})
 
     # The Trainer drops the columns of a data set that the forward pass does not name.
-    weight = inspect.Parameter("token_weight", inspect.Parameter.KEYWORD_ONLY, default=None)
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in Columns._fields
+    ]
     *others, last = signature.parameters.values()
     rest = [last] if last.kind is inspect.Parameter.VAR_KEYWORD else []
     others = others if rest else [*others, last]
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*others, weight, *rest]
+        parameters=[*others, *more, *rest]
     )
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
@@ -277,7 +281,7 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     items = inputs.pop("num_items_in_batch", None)
     labels = inputs.pop("labels", None)
     target = inputs.pop("shift_labels", None)
-    token_weight = inputs.pop("token_weight", None)
+    columns = Columns.taken_from(inputs)
     if labels is None and target is None:
         if items is not None:
             raise ValueError(
@@ -289,8 +293,6 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     fused: _Fused = model._labo
     given = labels if target is None else target
     target = shifted(labels) if target is None and fused.shift else given
-    if token_weight is not None:
-        token_weight = row_weights(token_weight, given, target)
     inputs = with_decoder_inputs(model, {**inputs, "labels": labels})
     inputs.pop("labels")
     as_dict = inputs.pop("return_dict", None)
@@ -304,10 +306,10 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
         layer = output_layer(model, head)
         mark_used(fused.loss)
         loss = active(fused.loss)
-        extras = {"token_weight": token_weight, "z_loss": fused.z_loss}
+        extras = columns.extras(loss, given, target, layer.weight.device)
         if fused.teacher is not None and isinstance(loss, DISTILLATION):  # not in a warm-up
             extras["teacher_logits"] = _teacher_head(fused.teacher, inputs, layer.weight.device)
-        return _value(fused, layer, hidden, target, loss, items, **extras), None
+        return _value(fused, layer, hidden, target, loss, items, z_loss=fused.z_loss, **extras), None
 
     def in_evaluation(hidden: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
         layer = output_layer(model, head)

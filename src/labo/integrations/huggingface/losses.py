@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from ...losses import (
@@ -164,24 +165,62 @@ def share(
     return over(mean * mass.sum().to(mean.device), target, items)
 
 
-def row_weights(token_weight: Any, labels: Tensor, target: Tensor) -> Tensor:
-    """The weights of the rows, 0 where there is no target.
+class Columns(NamedTuple):
+    """What a batch may have beside inputs and labels, aligned with the labels.
 
-    Args:
-        token_weight: a number for each of the ``labels``.
-        labels: as the batch has them.
-        target: the labels, shifted or not.
+    Attributes:
+        token_weight: (...), a factor for the loss of each label.
+        teacher_indices: (..., k), the stored classes of a teacher for each label.
+        teacher_log_probabilities: (..., k), of these classes.
     """
-    if not isinstance(token_weight, Tensor) or token_weight.shape != labels.shape:
-        found = getattr(token_weight, "shape", None)
-        found = type(token_weight).__name__ if found is None else f"shape {tuple(found)}"
-        raise ValueError(
-            f"token_weight must be a tensor with the shape of the labels, {tuple(labels.shape)}, "
-            f"got {found}"
-        )
-    if target is not labels:
-        token_weight = nn.functional.pad(token_weight[..., 1:], (0, 1))
-    return token_weight.masked_fill((target == IGNORED).to(token_weight.device), 0)
+
+    token_weight: Any = None
+    teacher_indices: Any = None
+    teacher_log_probabilities: Any = None
+
+    @classmethod
+    def taken_from(cls, inputs: dict[str, Any]) -> Columns:
+        """The columns, which are removed from the inputs."""
+        return cls(*(inputs.pop(name, None) for name in cls._fields))
+
+    def extras(
+        self, loss: nn.Module, labels: Tensor, target: Tensor, device: torch.device
+    ) -> dict[str, Any]:
+        """``token_weight`` and ``teacher_logits`` of ``linear_loss``, as far as ``loss`` has them.
+
+        Args:
+            loss: the loss of the current step.
+            labels: as the batch has them.
+            target: the labels, shifted or not. What belongs to a label is shifted with it.
+            device: of the result.
+        """
+        shape = labels.shape[:-1] if labels.is_floating_point() else labels.shape
+        found: dict[str, Any] = {}
+        if self.token_weight is not None:
+            weight = self._checked("token_weight", shape, 0)
+            if target is not labels:
+                weight = nn.functional.pad(weight[..., 1:], (0, 1))
+            if not target.is_floating_point():
+                weight = weight.masked_fill((target == IGNORED).to(weight.device), 0)
+            found["token_weight"] = weight.to(device)
+        if getattr(loss, "teacher_is_stored", False):
+            stored = [self._checked(name, shape, 1) for name in self._fields[1:]]
+            if target is not labels:
+                stored = [nn.functional.pad(x[..., 1:, :], (0, 0, 0, 1)) for x in stored]
+            found["teacher_logits"] = tuple(x.to(device) for x in stored)
+        return found
+
+    def _checked(self, name: str, shape: torch.Size, more: int) -> Tensor:
+        """A column, if it has the shape of the labels and ``more`` dimensions."""
+        value = getattr(self, name)
+        if not isinstance(value, Tensor) or value.shape[: value.dim() - more] != shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            wanted = "the shape of the labels" + (" and k classes" if more else "")
+            raise ValueError(
+                f"{name} must be a tensor in the batch with {wanted}, "
+                f"{(*shape, 'k') if more else tuple(shape)}, got {found[:80]}"
+            )
+        return value
 
 
 # An attribute and not a set: a compiled forward pass can assign it without a graph break.
