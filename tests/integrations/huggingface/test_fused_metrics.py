@@ -383,6 +383,38 @@ def test_teachers_that_are_refused(loss, teacher, sentence):
         hf.fuse_head(build("Llama"), loss, teacher=models[teacher]())
 
 
+def test_a_teacher_that_is_no_teacher_of_this_model(tmp_path):
+    loss, student = labo.DistillationLoss(), build("Llama")
+    for teacher in ("gpt2", nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="teacher must be a model of transformers, got"):
+            hf.fuse_head(student, loss, teacher=teacher)
+    bert = transformers.BertConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1
+    )
+    bert.num_attention_heads = 4
+    for teacher, sentence in (
+        (student, "shares parameters with the model"),
+        (build("T5"), "one of T5.*, the teacher, and Llama.* is an encoder-decoder"),
+        (transformers.BertForMaskedLM(bert), "predicts the label of a position"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            hf.fuse_head(student, loss, teacher=teacher)
+    for teacher, sentence in ((student, "shares parameters"), (build("T5"), "encoder-decoder")):
+        with pytest.raises(ValueError, match=sentence):
+            hf.regularize(trainer_of(student, tmp_path), loss, teacher=teacher)
+    with pytest.raises(TypeError, match="teacher must be a model, got 'gpt2'"):
+        hf.regularize(trainer_of(student, tmp_path), loss, teacher="gpt2")
+    assert all(parameter.requires_grad for parameter in student.parameters())
+
+
+@pytest.mark.parametrize("flag", [{"metrics": "rows"}, {"eval_logits": "no"}, {"metrics": 1}])
+def test_flags_are_flags(flag, tmp_path):
+    with pytest.raises(TypeError, match=f"{next(iter(flag))} must be True or False"):
+        hf.fuse_head(build("Llama"), labo.LABOLoss(), **flag)
+    with pytest.raises(TypeError, match="metrics must be True or False, got 'rows'"):
+        hf.regularize(trainer_of(build("Llama"), tmp_path), labo.LABOLoss(), metrics="rows")
+
+
 def test_regularize_refuses_what_a_fused_model_should_have_been_told(tmp_path):
     loss = labo.LABOLoss()
     trainer = trainer_of(hf.fuse_head(build("Llama"), loss), tmp_path)

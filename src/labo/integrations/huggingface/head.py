@@ -36,9 +36,12 @@ from .metrics import Collected
 from .models import (
     OutputLayer,
     added_loss,
+    check_flag,
+    check_pair,
     find_head,
     in_fsdp_group,
     is_dtensor,
+    is_sharded,
     output_layer,
     shifted,
     shifts,
@@ -112,13 +115,15 @@ def fuse_head(
             "fuse_head before that, or use regularize(trainer, loss): with TRL's SFTTrainer, or "
             "for a model on several devices (device_map)"
         )
+    check_flag("metrics", metrics)
+    check_flag("eval_logits", eval_logits)
     check_loss(loss, teacher=teacher is not None)
     check_rowwise(loss, "fuse_head")
     head = find_head(base)
     shift = shifts(base)
     check_equal(base, head, shift)
     if teacher is not None:
-        teacher = _check_teacher(teacher, head)
+        teacher = _check_teacher(teacher, base, head)
     if not (math.isfinite(z_loss) and z_loss >= 0):
         raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
     base._labo = _Fused(
@@ -206,9 +211,12 @@ class _Fused:
     collected: Collected | None
 
 
-def _check_teacher(teacher: nn.Module, head: nn.Linear) -> nn.Module:
+def _check_teacher(teacher: nn.Module, model: nn.Module, head: nn.Linear) -> nn.Module:
     """The teacher, frozen; refused if its output layer cannot be used by chunks."""
     base = unwrapped(teacher)
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"teacher must be a model of transformers, got {teacher!r:.80}")
+    check_pair(teacher, model)
     if is_fused(base):
         raise ValueError("the teacher is fused: call unfuse_head(teacher) first")
     its_head = find_head(base)
@@ -216,6 +224,11 @@ def _check_teacher(teacher: nn.Module, head: nn.Linear) -> nn.Module:
         raise ValueError(
             f"the teacher has {len(its_head.weight)} classes and the model {len(head.weight)}: "
             "both must have the same vocabulary"
+        )
+    if shifts(base) != shifts(model):
+        raise ValueError(
+            f"one of {type(base).__name__}, the teacher, and {type(model).__name__} predicts the "
+            "label of a position and the other one that of the next: both must do the same"
         )
     check_equal(base, its_head, shifts(base))
     return teacher.eval().requires_grad_(False)
@@ -309,7 +322,8 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
         extras = columns.extras(loss, given, target, layer.weight.device)
         if fused.teacher is not None and isinstance(loss, DISTILLATION):  # not in a warm-up
             extras["teacher_logits"] = _teacher_head(fused.teacher, inputs, layer.weight.device)
-        return _value(fused, layer, hidden, target, loss, items, z_loss=fused.z_loss, **extras), None
+        extras["z_loss"] = fused.z_loss
+        return _value(fused, layer, hidden, target, loss, items, **extras), None
 
     def in_evaluation(hidden: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
         layer = output_layer(model, head)
@@ -351,10 +365,18 @@ def _teacher_head(teacher: nn.Module, inputs: dict[str, Any], device: torch.devi
     """The teacher's hidden states and output layer."""
     base = unwrapped(teacher.to(device))
     head = find_head(base)
+    gathered = is_sharded(head.weight)
     inputs = {name: value for name, value in inputs.items() if name != "output_router_logits"}
-    return run_body(
-        base, head, inputs, lambda hidden, _: output_layer(base, head).as_teacher(hidden)
-    )[1]
+
+    def end(hidden: Tensor, _: Tensor) -> TeacherHead:
+        found = output_layer(base, head).as_teacher(hidden)
+        if not gathered:
+            return found
+        # FSDP and ZeRO-3 free the weight after this call, and the student's loss needs it later.
+        bias = None if found.bias is None else found.bias.clone()
+        return found._replace(weight=found.weight.clone(), bias=bias)
+
+    return run_body(base, head, inputs, end)[1]
 
 
 def _eval_logits(

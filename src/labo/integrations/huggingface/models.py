@@ -95,6 +95,32 @@ def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "decoder_input_ids": make(labels=inputs["labels"])}
 
 
+# ------------------------------------------------------------------ a teacher
+
+
+def check_pair(teacher: Any, model: nn.Module) -> None:
+    """Raise an error for a teacher that cannot be frozen, or cannot take the model's inputs."""
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f"teacher must be a model, got {teacher!r}")
+    learned = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in learned for parameter in teacher.parameters()):
+        raise ValueError(
+            "the teacher shares parameters with the model, and freezing it would freeze the model: "
+            "give a copy of it (copy.deepcopy)"
+        )
+    if is_encoder_decoder(unwrapped(teacher)) != is_encoder_decoder(unwrapped(model)):
+        raise ValueError(
+            f"one of {type(unwrapped(teacher)).__name__}, the teacher, and "
+            f"{type(unwrapped(model)).__name__} is an encoder-decoder and the other one is not: "
+            "both must take the same inputs"
+        )
+
+
+def check_flag(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 # ------------------------------------------------------------------ losses that a model adds
 
 
@@ -280,6 +306,11 @@ def _by_rows(weight: Any) -> bool:
     return own and weight.is_floating_point() and not weight.requires_grad
 
 
+def is_sharded(weight: Any) -> bool:
+    """Whether FSDP or ZeRO-3 has to gather this weight of an output layer."""
+    return is_dtensor(weight) or weight.dim() != 2 or weight.numel() == 0
+
+
 def _sharded(name: str, how: str) -> ValueError:
     return ValueError(
         f"the output layer of {name} is sharded ({how}), and fuse_head needs the whole weight in "
@@ -294,10 +325,9 @@ def output_layer(model: Any, head: nn.Linear) -> OutputLayer:
     Raises:
         ValueError: the weight is sharded.
     """
-    if is_dtensor(head.weight):
-        raise _sharded(type(model).__name__, "a DTensor")
-    if head.weight.dim() != 2 or head.weight.numel() == 0:  # ZeRO-3, FSDP1
-        raise _sharded(type(model).__name__, f"shape {tuple(head.weight.shape)}")
+    if is_sharded(head.weight):
+        shape = f"shape {tuple(head.weight.shape)}"  # ZeRO-3, FSDP1
+        raise _sharded(type(model).__name__, "a DTensor" if is_dtensor(head.weight) else shape)
     config = model.config.get_text_config(decoder=True)
     bias = head.bias
     added = getattr(model, "final_logits_bias", None)  # Marian, BART and similar models

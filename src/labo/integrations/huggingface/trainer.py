@@ -17,7 +17,16 @@ from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused
 from .losses import DISTILLATION, IGNORED, Columns, active, check_loss, mark_used, over, share
 from .metrics import Collected, log_metrics
-from .models import added_loss, is_dtensor, shifted, shifts, unwrapped, with_decoder_inputs
+from .models import (
+    added_loss,
+    check_flag,
+    check_pair,
+    is_dtensor,
+    shifted,
+    shifts,
+    unwrapped,
+    with_decoder_inputs,
+)
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
@@ -69,9 +78,13 @@ def regularize(
         raise TypeError(f"regularize needs a transformers.Trainer, got {type(trainer).__name__}")
     fused_teacher = getattr(fused_part(trainer.model), "teacher", None)
     check_loss(loss, teacher=teacher is not None or fused_teacher is not None)
+    check_flag("metrics", metrics)
+    check_flag("shift", shift)
     check_arguments(trainer.args)
     _check_trainer(trainer)
     model: Any = trainer.model
+    if teacher is not None:
+        check_pair(teacher, model)
     fused = fused_part(model)
     if fused is not None:
         _check_fused(trainer, fused, loss, teacher, shift, metrics)
