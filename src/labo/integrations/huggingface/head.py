@@ -211,7 +211,7 @@ class _Fused:
     collected: Collected | None
 
 
-def _check_teacher(teacher: nn.Module, model: nn.Module, head: nn.Linear) -> nn.Module:
+def _check_teacher(teacher: nn.Module, model: nn.Module, head: Any) -> nn.Module:
     """The teacher, frozen; refused if its output layer cannot be used by chunks."""
     base = unwrapped(teacher)
     if not isinstance(base, PreTrainedModel):
@@ -224,6 +224,10 @@ def _check_teacher(teacher: nn.Module, model: nn.Module, head: nn.Linear) -> nn.
         raise ValueError(
             f"the teacher has {len(its_head.weight)} classes and the model {len(head.weight)}: "
             "both must have the same vocabulary"
+        )
+    if output_layer(base, its_head).adapter is not None:
+        raise ValueError(
+            "the output layer of the teacher has an adapter: merge it (merge_and_unload)"
         )
     if shifts(base) != shifts(model):
         raise ValueError(
@@ -390,13 +394,17 @@ def _eval_logits(
     weight, device = layer.weight, layer.weight.device
     autocast = (device.type, torch.get_autocast_dtype(device.type))
     autocast_is_on = torch.is_autocast_enabled(device.type)
-    version = None if weight.is_inference() else weight._version
+
+    def versions() -> list[int]:
+        return [x._version for x in layer.weights if not x.is_inference()]
+
+    before = versions()
 
     def compute() -> Tensor:
         # ZeRO-3 and FSDP, after the forward pass; a quantized tensor is a wrapper
         freed = weight.numel() == 0
         freed |= type(weight.data) is Tensor and weight.untyped_storage().size() == 0
-        if freed or (version is not None and weight._version != version):
+        if freed or versions() != before:
             raise ValueError(
                 "the logits of a fused model are computed when they are used, and its output layer "
                 f"{'is sharded again' if freed else 'has changed'} by now: use "
@@ -583,7 +591,7 @@ _LARGE = 60.0
 
 
 @torch.no_grad()
-def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
+def check_equal(model: Any, head: Any, shift: bool) -> None:
     """Raise an error if the model's own loss on four tokens is not what the fused one would be."""
     name = type(model).__name__
     layer = output_layer(model, head)
@@ -597,11 +605,13 @@ def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
     seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        logits = nn.functional.linear(args[0], head.weight)
+        logits = nn.functional.linear(args[0], layer.weight)
         seen.append(args[0] * (_LARGE / logits.abs().max().clamp(min=1e-3)))
         return (seen[-1],)
 
     handle = head.register_forward_pre_hook(enlarge)
+    modes = [(module, module.training) for module in head.modules()]
+    head.eval()  # the dropout of an adapter would not be the same twice
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             outputs = model(
@@ -611,15 +621,18 @@ def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
                 use_cache=False,
                 return_dict=True,
             )
+        handle.remove()
+        own: Tensor = outputs.loss
+        target = shifted(tokens) if shift else tokens
+        ours = None
+        if len(seen) == 1 and seen[0].shape[:-1] == tokens.shape:
+            ours = layer.loss(seen[0], target, CrossEntropyLoss())
+            added = added_loss(model, outputs)
+            ours = ours if added is None else ours + added.to(ours)
     finally:
         handle.remove()
-    own: Tensor = outputs.loss
-    target = shifted(tokens) if shift else tokens
-    ours = None
-    if len(seen) == 1 and seen[0].shape[:-1] == tokens.shape:
-        ours = layer.loss(seen[0], target, CrossEntropyLoss())
-        added = added_loss(model, outputs)
-        ours = ours if added is None else ours + added.to(ours)
+        for module, mode in modes:
+            module.training = mode
     tolerance = 1e-3 if layer.weight.dtype in (torch.float32, torch.float64) else 3e-2
     if ours is None or not torch.isclose(ours.to(own), own, rtol=tolerance, atol=0.0):
         value = "unknown" if ours is None else f"{ours.item():.6g}"
