@@ -13,11 +13,20 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import fully_shard
 
 import labo
 from gloo import launch
 from labo.integrations import huggingface as hf
-from tiny_models import arguments, assert_same, build, examples, make_trainer
+from tiny_models import (
+    arguments,
+    assert_same,
+    build,
+    collate,
+    examples,
+    gradients,
+    make_trainer,
+)
 from tiny_sft import conversations, make
 
 # How the loss is attached, and whether embedding and output layer share their weight.
@@ -94,3 +103,37 @@ def test_two_sharded_processes_are_one(index, sharded, tmp_path):
     one = trainer.model.state_dict()
     assert state.keys() == one.keys()
     assert_same(state.values(), one.values(), rtol=1e-4, atol=1e-5)
+
+
+def distilled(out: str, shard: Any = None) -> Any:
+    """Value and gradients of a fused student, with a teacher that ``shard`` splits."""
+    teacher = build("Llama", tied=False, seed=7)
+    loss = labo.DistillationLoss()
+    student = hf.fuse_head(build("Llama", tied=False), loss, teacher=teacher)
+    if shard is not None:
+        shard(teacher)
+    for _ in range(2):  # the weights are gathered again in each step
+        value = student(**collate(examples(4))).loss
+    return [value.detach(), *gradients(student, value)]
+
+
+def with_a_sharded_teacher(rank: int, out: str) -> None:
+    torch.distributed.init_process_group("gloo")
+
+    def whole(teacher: Any) -> None:
+        fully_shard(teacher, reshard_after_forward=True)
+
+    def layers(teacher: Any) -> None:
+        fully_shard(teacher.lm_head, reshard_after_forward=True)
+        fully_shard(teacher)
+
+    for index, shard in enumerate((whole, layers, fully_shard)):
+        torch.save(distilled(out, shard), f"{out}/teacher-{index}-{rank}.pt")
+
+
+def test_a_teacher_that_is_sharded(tmp_path):
+    launch(2, with_a_sharded_teacher, str(tmp_path))
+    expected = distilled(str(tmp_path))
+    for index in range(3):
+        for rank in range(2):
+            assert_same(torch.load(tmp_path / f"teacher-{index}-{rank}.pt"), expected)

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 
 import accelerate
+import peft
 import pytest
 import torch
 import torch._dynamo.testing
@@ -529,10 +530,106 @@ def test_lora_models_are_fused(first, saved):
     assert not is_fused(hf.unfuse_head(fused))
 
 
-def test_an_adapted_output_layer_is_refused_not_ignored():
-    config = LoraConfig(r=4, target_modules=["lm_head"])
-    with pytest.raises(ValueError, match=r"is adapted \(peft's Linear\).*modules_to_save"):
-        hf.fuse_head(get_peft_model(build("Llama", tied=False), config), labo.LABOLoss())
-    later = get_peft_model(hf.fuse_head(build("Llama", tied=False), labo.LABOLoss()), config)
-    with pytest.raises(ValueError, match="is adapted"):
-        later(**collate(examples(2)))
+def with_head(model, **settings):
+    """Adapters on the output layer, too."""
+    torch.manual_seed(2)
+    config = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**(config | settings)))
+
+
+ADAPTERS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+
+
+@pytest.mark.parametrize("first", ["fuse", "adapt"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Cohere"])
+def test_an_adapted_output_layer(family, kind, first):
+    """The gradients of A, B and the magnitude are those of the PEFT model; so is evaluation."""
+    plain = with_head(build(family, tied=False), **ADAPTERS[kind])
+    if first == "adapt":
+        fused = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    else:
+        fused = with_head(
+            hf.fuse_head(build(family, tied=False), labo.LABOLoss()), **ADAPTERS[kind]
+        )
+    batch = collate(examples(3))
+    expected, value = by_hand(plain, batch, labo.LABOLoss()), fused(**batch).loss
+    torch.testing.assert_close(value, expected)
+    learning = [name for name, p in fused.named_parameters() if p.requires_grad]
+    assert sum("lm_head" in name for name in learning) == (3 if kind == "dora" else 2)
+    assert_same(gradients(fused, value), gradients(plain, expected), rtol=1e-3, atol=1e-5)
+    with torch.no_grad():
+        ours, theirs = fused(**batch), plain(**batch)
+        torch.testing.assert_close(ours.loss, theirs.loss)
+        torch.testing.assert_close(ours.logits + 0, theirs.logits)
+        ours = fused(**batch)
+        fused.get_base_model().lm_head.lora_B["default"].weight.mul_(2)
+        with pytest.raises(ValueError, match="has changed by now"):
+            ours.logits.sum()
+    assert not is_fused(hf.unfuse_head(fused))
+
+
+def test_an_adapted_output_layer_that_is_switched_off_or_merged():
+    fused = hf.fuse_head(with_head(build("Llama", tied=False)), labo.LABOLoss())
+    plain, batch = build("Llama", tied=False), collate(examples(3))
+    adapted_value, base = fused(**batch).loss, by_hand(plain, batch, labo.LABOLoss())
+    assert not torch.allclose(adapted_value, base)
+    with fused.disable_adapter():
+        torch.testing.assert_close(fused(**batch).loss, base)
+    torch.testing.assert_close(fused(**batch).loss, adapted_value)
+    fused.merge_adapter()
+    torch.testing.assert_close(fused(**batch).loss, adapted_value)
+    fused.unmerge_adapter()
+    torch.testing.assert_close(fused(**batch).loss, adapted_value)
+
+
+def test_the_dropout_of_an_adapted_output_layer():
+    """In training only, and not in the comparison on four tokens."""
+    settings = {"lora_dropout": 0.5, "target_modules": ["lm_head"]}
+    model = with_head(build("Llama", tied=False), **settings).train()
+    plain, batch = copy.deepcopy(model).eval(), collate(examples(8))
+    fused = hf.fuse_head(model, labo.LABOLoss())
+    assert model.get_base_model().lm_head.lora_dropout["default"].training
+    values = {fused(**batch).loss.item() for _ in range(3)}
+    assert len(values) == 3
+    expected = by_hand(plain, batch, labo.LABOLoss())
+    torch.testing.assert_close(fused.eval()(**batch).loss, expected)
+
+
+@pytest.mark.parametrize("group", ["root", "own"])
+def test_an_adapted_output_layer_under_fsdp2(group, mesh):
+    plain, batch = with_head(build("Llama", tied=False)), collate(examples(2))
+    model = hf.fuse_head(copy.deepcopy(plain), labo.LABOLoss())
+    if group == "own":
+        head = model.get_base_model().lm_head
+        torch.distributed.fsdp.fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    expected = by_hand(plain, batch, labo.LABOLoss())
+    for _ in range(2):
+        model.zero_grad()
+        value = model(**batch).loss
+        torch.testing.assert_close(value, expected)
+        value.backward()
+    ours = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
+    assert_same(ours, gradients(plain, expected))
+
+
+def test_adapted_output_layers_that_are_refused():
+    batch = collate(examples(2))
+    dropped = with_head(build("Llama", tied=False), use_dora=True, lora_dropout=0.1)
+    with pytest.raises(ValueError, match=r"does not know \(DoRA with dropout\).*modules_to_save"):
+        hf.fuse_head(dropped, labo.LABOLoss())
+    several = hf.fuse_head(with_head(build("Llama", tied=False)), labo.LABOLoss())
+    several.add_adapter("other", LoraConfig(r=2, target_modules=["lm_head"]))
+    several.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"has 2 active adapters \(default, other\)"):
+        several(**batch)
+    several.set_adapter("other")
+    several(**batch)
+    config = peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[])
+    other = get_peft_model(build("Llama", tied=False), config)
+    with pytest.raises(ValueError, match=r"is adapted \(peft's Linear\), and not by LoRA or DoRA"):
+        hf.fuse_head(other, labo.LABOLoss())
+    loss, teacher = labo.DistillationLoss(), with_head(build("Llama", tied=False, seed=3))
+    with pytest.raises(ValueError, match="the output layer of the teacher has an adapter"):
+        hf.fuse_head(build("Llama", tied=False), loss, teacher=teacher)

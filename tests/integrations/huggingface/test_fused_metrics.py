@@ -16,7 +16,17 @@ import labo
 from labo.integrations import huggingface as hf
 from labo.integrations.huggingface.logits import LazyLogits
 from probes import LargestTensor
-from tiny_models import V, arguments, assert_same, build, by_hand, collate, examples, gradients
+from tiny_models import (
+    V,
+    arguments,
+    assert_same,
+    build,
+    by_hand,
+    collate,
+    examples,
+    gradients,
+    stepped,
+)
 
 CHUNKS = labo.LinearLossOptions(batch_chunk_size=16)
 NAMES = ("nll", "entropy", "mean_token_accuracy", "alpha", "z_squared")
@@ -178,39 +188,128 @@ def test_metrics_when_compiled():
 # ------------------------------------------------------------------ weights and z-loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_token_weights_come_with_the_batch(accumulate, tmp_path):
-    """sum of the weighted losses over the number of targets, in any number of micro-batches."""
-    rows, loss = examples(8), labo.LABOLoss()
-    for row in rows:
-        row["token_weight"] = torch.rand(len(row["labels"])).tolist()
+def with_columns(some):
+    """A collator that keeps what belongs to the labels."""
+    names = ("token_weight", "teacher_indices", "teacher_log_probabilities")
+    found = collate(some)
+    for name in names:
+        if name in some[0]:
+            rows = [torch.tensor(row[name]) for row in some]
+            found[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return found
 
-    def with_weights(some):
-        weights = [torch.tensor(row["token_weight"]) for row in some]
-        return {
-            **collate(some),
-            "token_weight": nn.utils.rnn.pad_sequence(weights, batch_first=True),
-        }
 
-    batch = with_weights(rows)
-    plain = build("Llama")
-    logits = plain(**collate(rows)).logits[:, :-1]
-    values = labo.LABOLoss(reduction="none")(logits, batch["labels"][:, 1:])
-    total = (values * batch["token_weight"][:, 1:]).sum()
-    targets = (batch["labels"][:, 1:] != -100).sum()
-    model = hf.fuse_head(build("Llama"), loss)
-    valid = batch["labels"][:, 1:] != -100
-    mean = total / batch["token_weight"][:, 1:][valid].sum()
-    torch.testing.assert_close(model(**batch).loss, mean)
+def a_step(way, model, loss, rows, out, accumulate):
+    """The loss of one step of a Trainer."""
+    if way == "fused":
+        hf.fuse_head(model, loss)
     trainer = trainer_of(
         model,
-        tmp_path,
+        out,
         max_steps=1,
         per_device_train_batch_size=8 // accumulate,
         gradient_accumulation_steps=accumulate,
     )
-    trainer.train_dataset, trainer.data_collator = datasets.Dataset.from_list(rows), with_weights
-    assert trainer.train().training_loss == pytest.approx((total / targets).item(), rel=1e-5)
+    trainer.train_dataset, trainer.data_collator = datasets.Dataset.from_list(rows), with_columns
+    hf.regularize(trainer, loss)
+    return trainer.train().training_loss
+
+
+@pytest.mark.parametrize("way", ["fused", "regularized"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_token_weights_come_with_the_batch(way, accumulate, tmp_path):
+    """sum of the weighted losses over the number of targets, in any number of micro-batches."""
+    rows, loss = examples(8), labo.LABOLoss(weight=torch.linspace(0.5, 2, V))
+    for row in rows:
+        row["token_weight"] = torch.rand(len(row["labels"])).tolist()
+    batch, plain = with_columns(rows), build("Llama")
+    target, weights = batch["labels"][:, 1:], batch["token_weight"][:, 1:]
+    values = labo.LABOLoss(weight=loss.weight, reduction="none")(
+        plain(**collate(rows)).logits[:, :-1], target
+    )
+    total, valid = (values * weights).sum(), target != -100
+    model = build("Llama")
+    if way == "fused":
+        mean = hf.fuse_head(model, loss)(**batch).loss
+        hf.unfuse_head(model)
+    else:
+        trainer = hf.regularize(trainer_of(build("Llama"), tmp_path), loss)
+        mean = trainer.compute_loss(trainer.model, batch)
+    torch.testing.assert_close(mean, total / (weights[valid] * loss.weight[target[valid]]).sum())
+    expected = total / valid.sum()
+    found = a_step(way, model, loss, rows, tmp_path, accumulate)
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    slopes = gradients(plain, expected)
+    assert_same(model.parameters(), stepped(plain, slopes), rtol=1e-4, atol=1e-5)
+
+
+def test_token_weights_and_another_loss(tmp_path):
+    trainer = hf.regularize(trainer_of(build("Llama"), tmp_path), nn.CrossEntropyLoss())
+    batch = collate(examples(2))
+    batch["token_weight"] = torch.ones(batch["labels"].shape)
+    with pytest.raises(ValueError, match="token_weight needs a row-wise loss of labo"):
+        trainer.compute_loss(trainer.model, batch)
+
+
+@pytest.mark.parametrize("way", ["fused", "regularized"])
+def test_a_stored_teacher_comes_with_the_batch(way, tmp_path):
+    """Its classes belong to the labels: they are shifted with them."""
+    rows, loss, plain = examples(8), labo.TopKDistillationLoss(), build("Llama")
+    for row in rows:
+        stored = torch.randn(len(row["labels"]), V).log_softmax(-1).topk(5)
+        row["teacher_indices"] = stored.indices.tolist()
+        row["teacher_log_probabilities"] = stored.values.tolist()
+    batch = with_columns(rows)
+    indices, log_p = (batch[f"teacher_{name}"] for name in ("indices", "log_probabilities"))
+    logits, target = plain(**collate(rows)).logits[:, :-1], batch["labels"][:, 1:]
+    valid = target != -100
+    expected = loss(logits[valid], target[valid], indices[:, 1:][valid], log_p[:, 1:][valid])
+    model = build("Llama")
+    found = a_step(way, model, loss, rows, tmp_path, 4)
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    slopes = gradients(plain, expected)
+    assert_same(model.parameters(), stepped(plain, slopes), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="teacher_indices must be a tensor in the batch"):
+        a_step(way, build("Llama"), labo.TopKDistillationLoss(), examples(8), tmp_path, 1)
+
+
+def test_token_weights_that_cancel():
+    """Their sum is 0, and the weighted sum over the number of targets is not."""
+    plain, batch, loss = build("Llama"), collate(examples(3)), labo.LABOLoss(reduction="none")
+    valid = batch["labels"][:, 1:] != -100
+    weights = torch.zeros(batch["labels"].shape)
+    signs = weights[:, 1:][valid]
+    signs[: len(signs) // 2], signs[len(signs) // 2 :][: len(signs) // 2] = 1.0, -1.0
+    weights[:, 1:][valid] = signs
+    assert weights.sum() == 0
+    values = loss(plain(**batch).logits[:, :-1], batch["labels"][:, 1:])
+    expected = (values * weights[:, 1:]).sum() / 7
+    fused = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    value = fused(**batch, token_weight=weights, num_items_in_batch=7).loss
+    assert abs(value) > 0.01
+    torch.testing.assert_close(value, expected)
+    assert_same(gradients(fused, value), gradients(plain, expected), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("items", [None, 7])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_token_weight_without_a_target_does_not_matter(items, number):
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
+    weights = torch.rand(batch["labels"].shape)
+    expected = model(**batch, token_weight=weights, num_items_in_batch=items).loss
+    slopes = gradients(model, expected)
+    weights[batch["labels"] == -100] = number
+    weights[:, 0] = number  # nothing predicts the first label
+    value = model(**batch, token_weight=weights, num_items_in_batch=items).loss
+    torch.testing.assert_close(value, expected)
+    assert_same(gradients(model, value), slopes)
+
+
+def test_token_weights_are_checked():
+    model, batch = hf.fuse_head(build("Llama"), labo.LABOLoss()), collate(examples(3))
+    for wrong, found in (([1.0, 2.0], r"got \[1.0"), (torch.ones(3, 2), r"got shape \(3, 2\)")):
+        with pytest.raises(ValueError, match=f"token_weight must be a tensor.*{found}"):
+            model(**batch, token_weight=wrong)
 
 
 def test_z_loss():
@@ -282,6 +381,38 @@ def test_teachers_that_are_refused(loss, teacher, sentence):
     }
     with pytest.raises(ValueError, match=sentence):
         hf.fuse_head(build("Llama"), loss, teacher=models[teacher]())
+
+
+def test_a_teacher_that_is_no_teacher_of_this_model(tmp_path):
+    loss, student = labo.DistillationLoss(), build("Llama")
+    for teacher in ("gpt2", nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="teacher must be a model of transformers, got"):
+            hf.fuse_head(student, loss, teacher=teacher)
+    bert = transformers.BertConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1
+    )
+    bert.num_attention_heads = 4
+    for teacher, sentence in (
+        (student, "shares parameters with the model"),
+        (build("T5"), "one of T5.*, the teacher, and Llama.* is an encoder-decoder"),
+        (transformers.BertForMaskedLM(bert), "predicts the label of a position"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            hf.fuse_head(student, loss, teacher=teacher)
+    for teacher, sentence in ((student, "shares parameters"), (build("T5"), "encoder-decoder")):
+        with pytest.raises(ValueError, match=sentence):
+            hf.regularize(trainer_of(student, tmp_path), loss, teacher=teacher)
+    with pytest.raises(TypeError, match="teacher must be a model, got 'gpt2'"):
+        hf.regularize(trainer_of(student, tmp_path), loss, teacher="gpt2")
+    assert all(parameter.requires_grad for parameter in student.parameters())
+
+
+@pytest.mark.parametrize("flag", [{"metrics": "rows"}, {"eval_logits": "no"}, {"metrics": 1}])
+def test_flags_are_flags(flag, tmp_path):
+    with pytest.raises(TypeError, match=f"{next(iter(flag))} must be True or False"):
+        hf.fuse_head(build("Llama"), labo.LABOLoss(), **flag)
+    with pytest.raises(TypeError, match="metrics must be True or False, got 'rows'"):
+        hf.regularize(trainer_of(build("Llama"), tmp_path), labo.LABOLoss(), metrics="rows")
 
 
 def test_regularize_refuses_what_a_fused_model_should_have_been_told(tmp_path):

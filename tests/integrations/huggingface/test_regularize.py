@@ -70,6 +70,50 @@ def test_a_step_is_that_of_the_whole_batch(way, family, accumulate, tmp_path):
     assert not torch.allclose(next(model.parameters()), next(expected.parameters()))
 
 
+LOSSES = [("regularized", labo.LABOLoss), ("regularized", nn.CrossEntropyLoss)]
+
+
+@pytest.mark.parametrize(("way", "kind"), [*LOSSES, ("fused", labo.LABOLoss)])
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_a_step_without_targets_changes_nothing(way, kind, family, tmp_path):
+    """The router losses of a mixture of experts go with the targets, so they are 0, too."""
+    model, data = build(family, output_router_logits=family == "Mixtral"), examples(4)
+    for row in data:
+        row["labels"] = [-100] * len(row["labels"])
+    before = copy.deepcopy(model.state_dict())
+    args = arguments(tmp_path, max_steps=1, per_device_train_batch_size=2)
+    args.gradient_accumulation_steps = 2
+    found = make_trainer(way, model, kind(), args, data).train()
+    assert found.training_loss == 0
+    assert_same(model.state_dict().values(), before.values(), rtol=0, atol=0)
+    value = make_trainer(way, build(family), kind(), args).evaluate(data)["eval_loss"]
+    assert value == 0
+
+
+@pytest.mark.parametrize(("way", "kind"), [*LOSSES, ("fused", labo.LABOLoss)])
+def test_a_micro_batch_without_targets_adds_nothing(way, kind, tmp_path):
+    model, data = build("Llama"), examples(6)
+    for row in data[2:4]:
+        row["labels"] = [-100] * len(row["labels"])
+    expected = copy.deepcopy(model).train()
+    slopes = gradients(expected, by_hand(expected, collate(data), kind()))
+    args = arguments(tmp_path, max_steps=1, per_device_train_batch_size=2)
+    args.gradient_accumulation_steps = 3
+    make_trainer(way, model, kind(), args, data).train()
+    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("way", "kind"), [*LOSSES, ("fused", labo.LABOLoss)])
+@pytest.mark.parametrize("items", [None, 7, 0, torch.tensor(0), torch.tensor([0])])
+def test_no_targets_in_any_form(way, kind, items, tmp_path):
+    model, batch = build("Llama"), collate(examples(2))
+    trainer = make_trainer(way, model, kind(), arguments(tmp_path))
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    value = trainer.compute_loss(trainer.model, batch, num_items_in_batch=items)
+    assert not value.any()
+    assert all(g is None or not g.any() for g in gradients(model, value.sum()))
+
+
 @each_way
 @pytest.mark.parametrize(
     ("family", "generate"), [("GPT2", False), ("Marian", False), ("Marian", True)]

@@ -150,6 +150,32 @@ def test_class_weights(tmp_path):
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
 
 
+def test_what_belongs_to_the_labels(tmp_path):
+    """Weights and a stored teacher, from a collator that keeps them."""
+    weight = torch.linspace(0.5, 2, V)
+    loss = labo.TopKDistillationLoss(weight=weight)
+    trainer = hf.regularize(make(tmp_path, build("Llama")), loss)
+    batch, plain = whole_batch(trainer), build("Llama")
+    target = batch["labels"][:, 1:]
+    shape = batch["labels"].shape
+    stored, factors = torch.randn(*shape, V).log_softmax(-1).topk(5), torch.rand(shape)
+    rows = labo.TopKDistillationLoss(weight=weight, reduction="none")(
+        plain(**batch).logits[:, :-1], target, stored.indices[:, 1:], stored.values[:, 1:]
+    )
+    expected = (rows * factors[:, 1:]).sum() / (target != -100).sum()
+    columns = {"teacher_indices": stored.indices, "teacher_log_probabilities": stored.values}
+    value = trainer.compute_loss(trainer.model, {**batch, **columns, "token_weight": factors})
+    torch.testing.assert_close(value, expected)
+
+
+def test_weights_that_trl_drops_are_refused(tmp_path):
+    data = conversations(8)
+    data = data.add_column("token_weight", [[1.0]] * 8)
+    trainer = make(tmp_path, build("Llama"), data)
+    with pytest.raises(ValueError, match="the collator of TRL drops token_weight"):
+        hf.regularize(trainer, labo.LABOLoss())
+
+
 def test_a_warmup_and_its_checkpoint(tmp_path):
     def run(resume=None):
         loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=3)

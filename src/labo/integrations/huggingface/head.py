@@ -22,20 +22,26 @@ from .logits import LazyLogits
 from .losses import (
     DISTILLATION,
     FOLLOWED,
+    Columns,
+    Summed,
     active,
     check_loss,
     check_rowwise,
     follows_training,
     mark_used,
+    over,
     share,
 )
 from .metrics import Collected
 from .models import (
     OutputLayer,
     added_loss,
+    check_flag,
+    check_pair,
     find_head,
     in_fsdp_group,
     is_dtensor,
+    is_sharded,
     output_layer,
     shifted,
     shifts,
@@ -68,7 +74,8 @@ def fuse_head(
 
     ``model(..., token_weight=...)`` gives each label a weight, in the shape of the labels. The loss
     is the weighted sum over the sum of the weights, or over ``num_items_in_batch`` if that is
-    given, as a ``Trainer`` does. Evaluation takes no weights.
+    given, as a ``Trainer`` does. Evaluation takes no weights. :class:`labo.TopKDistillationLoss`
+    reads ``teacher_indices`` and ``teacher_log_probabilities``, k stored classes for each label.
 
     The fused loss is compared with the model's own on four tokens before the model is changed.
 
@@ -108,13 +115,15 @@ def fuse_head(
             "fuse_head before that, or use regularize(trainer, loss): with TRL's SFTTrainer, or "
             "for a model on several devices (device_map)"
         )
+    check_flag("metrics", metrics)
+    check_flag("eval_logits", eval_logits)
     check_loss(loss, teacher=teacher is not None)
     check_rowwise(loss, "fuse_head")
     head = find_head(base)
     shift = shifts(base)
     check_equal(base, head, shift)
     if teacher is not None:
-        teacher = _check_teacher(teacher, head)
+        teacher = _check_teacher(teacher, base, head)
     if not (math.isfinite(z_loss) and z_loss >= 0):
         raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
     base._labo = _Fused(
@@ -202,9 +211,12 @@ class _Fused:
     collected: Collected | None
 
 
-def _check_teacher(teacher: nn.Module, head: nn.Linear) -> nn.Module:
+def _check_teacher(teacher: nn.Module, model: nn.Module, head: Any) -> nn.Module:
     """The teacher, frozen; refused if its output layer cannot be used by chunks."""
     base = unwrapped(teacher)
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"teacher must be a model of transformers, got {teacher!r:.80}")
+    check_pair(teacher, model)
     if is_fused(base):
         raise ValueError("the teacher is fused: call unfuse_head(teacher) first")
     its_head = find_head(base)
@@ -212,6 +224,15 @@ def _check_teacher(teacher: nn.Module, head: nn.Linear) -> nn.Module:
         raise ValueError(
             f"the teacher has {len(its_head.weight)} classes and the model {len(head.weight)}: "
             "both must have the same vocabulary"
+        )
+    if output_layer(base, its_head).adapter is not None:
+        raise ValueError(
+            "the output layer of the teacher has an adapter: merge it (merge_and_unload)"
+        )
+    if shifts(base) != shifts(model):
+        raise ValueError(
+            f"one of {type(base).__name__}, the teacher, and {type(model).__name__} predicts the "
+            "label of a position and the other one that of the next: both must do the same"
         )
     check_equal(base, its_head, shifts(base))
     return teacher.eval().requires_grad_(False)
@@ -233,12 +254,15 @@ def _fused_class(cls: Any) -> Any:
         return _fused_forward(self, own, {**kwargs, **dict(zip(names, args, strict=False))})
 
     # The Trainer drops the columns of a data set that the forward pass does not name.
-    weight = inspect.Parameter("token_weight", inspect.Parameter.KEYWORD_ONLY, default=None)
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in Columns._fields
+    ]
     *others, last = signature.parameters.values()
     rest = [last] if last.kind is inspect.Parameter.VAR_KEYWORD else []
     others = others if rest else [*others, last]
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*others, weight, *rest]
+        parameters=[*others, *more, *rest]
     )
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
@@ -274,7 +298,7 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     items = inputs.pop("num_items_in_batch", None)
     labels = inputs.pop("labels", None)
     target = inputs.pop("shift_labels", None)
-    token_weight = inputs.pop("token_weight", None)
+    columns = Columns.taken_from(inputs)
     if labels is None and target is None:
         if items is not None:
             raise ValueError(
@@ -284,10 +308,8 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
             )
         return forward(**inputs)
     fused: _Fused = model._labo
-    if target is None:
-        target = shifted(labels) if fused.shift else labels
-        if token_weight is not None and fused.shift:
-            token_weight = nn.functional.pad(token_weight[..., 1:], (0, 1))
+    given = labels if target is None else target
+    target = shifted(labels) if target is None and fused.shift else given
     inputs = with_decoder_inputs(model, {**inputs, "labels": labels})
     inputs.pop("labels")
     as_dict = inputs.pop("return_dict", None)
@@ -301,15 +323,15 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
         layer = output_layer(model, head)
         mark_used(fused.loss)
         loss = active(fused.loss)
-        extras = {"token_weight": token_weight, "z_loss": fused.z_loss}
+        extras = columns.extras(loss, given, target, layer.weight.device)
         if fused.teacher is not None and isinstance(loss, DISTILLATION):  # not in a warm-up
             extras["teacher_logits"] = _teacher_head(fused.teacher, inputs, layer.weight.device)
-        mean = _mean(fused, layer, hidden, target, loss, **extras)
-        return share(mean, target, items, getattr(loss, "weight", None), token_weight), None
+        extras["z_loss"] = fused.z_loss
+        return _value(fused, layer, hidden, target, loss, items, **extras), None
 
     def in_evaluation(hidden: Tensor, row: Tensor) -> tuple[Tensor, Tensor | None]:
         layer = output_layer(model, head)
-        value = share(_mean(fused, layer, hidden, target, CrossEntropyLoss()), target, items)
+        value = _value(fused, layer, hidden, target, CrossEntropyLoss(), items)
         return value, _eval_logits(fused, layer, hidden, row.dtype)
 
     outputs, found = run_body(forward, head, inputs, in_training if training else in_evaluation)
@@ -322,22 +344,24 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     return outputs if as_dict else outputs.to_tuple()
 
 
-def _mean(
+def _value(
     fused: _Fused,
     layer: OutputLayer,
     hidden: Tensor,
     target: Tensor,
     loss: nn.Module,
+    items: Tensor | float | None,
     **extras: Any,
 ) -> Tensor:
-    """The mean of ``loss``, whose metrics are collected."""
+    """The mean of ``loss``, or its sum over the number of ``items``; its metrics are collected."""
     collected = fused.collected
-    mean, found = layer.loss_and_metrics(
-        hidden, target, loss, fused.options, measure=collected is not None, **extras
+    measured: Any = loss if items is None else Summed(loss)
+    value, found = layer.loss_and_metrics(
+        hidden, target, measured, fused.options, measure=collected is not None, **extras
     )
     if collected is not None and found is not None:
         collected.add(found, training=torch.is_grad_enabled())
-    return mean
+    return value if items is None else over(value, target, items)
 
 
 @torch.no_grad()
@@ -345,10 +369,18 @@ def _teacher_head(teacher: nn.Module, inputs: dict[str, Any], device: torch.devi
     """The teacher's hidden states and output layer."""
     base = unwrapped(teacher.to(device))
     head = find_head(base)
+    gathered = is_sharded(head.weight)
     inputs = {name: value for name, value in inputs.items() if name != "output_router_logits"}
-    return run_body(
-        base, head, inputs, lambda hidden, _: output_layer(base, head).as_teacher(hidden)
-    )[1]
+
+    def end(hidden: Tensor, _: Tensor) -> TeacherHead:
+        found = output_layer(base, head).as_teacher(hidden)
+        if not gathered:
+            return found
+        # FSDP and ZeRO-3 free the weight after this call, and the student's loss needs it later.
+        bias = None if found.bias is None else found.bias.clone()
+        return found._replace(weight=found.weight.clone(), bias=bias)
+
+    return run_body(base, head, inputs, end)[1]
 
 
 def _eval_logits(
@@ -362,13 +394,17 @@ def _eval_logits(
     weight, device = layer.weight, layer.weight.device
     autocast = (device.type, torch.get_autocast_dtype(device.type))
     autocast_is_on = torch.is_autocast_enabled(device.type)
-    version = None if weight.is_inference() else weight._version
+
+    def versions() -> list[int]:
+        return [x._version for x in layer.weights if not x.is_inference()]
+
+    before = versions()
 
     def compute() -> Tensor:
         # ZeRO-3 and FSDP, after the forward pass; a quantized tensor is a wrapper
         freed = weight.numel() == 0
         freed |= type(weight.data) is Tensor and weight.untyped_storage().size() == 0
-        if freed or (version is not None and weight._version != version):
+        if freed or versions() != before:
             raise ValueError(
                 "the logits of a fused model are computed when they are used, and its output layer "
                 f"{'is sharded again' if freed else 'has changed'} by now: use "
@@ -555,7 +591,7 @@ _LARGE = 60.0
 
 
 @torch.no_grad()
-def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
+def check_equal(model: Any, head: Any, shift: bool) -> None:
     """Raise an error if the model's own loss on four tokens is not what the fused one would be."""
     name = type(model).__name__
     layer = output_layer(model, head)
@@ -569,11 +605,13 @@ def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
     seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        logits = nn.functional.linear(args[0], head.weight)
+        logits = nn.functional.linear(args[0], layer.weight)
         seen.append(args[0] * (_LARGE / logits.abs().max().clamp(min=1e-3)))
         return (seen[-1],)
 
     handle = head.register_forward_pre_hook(enlarge)
+    modes = [(module, module.training) for module in head.modules()]
+    head.eval()  # the dropout of an adapter would not be the same twice
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             outputs = model(
@@ -583,15 +621,18 @@ def check_equal(model: Any, head: nn.Linear, shift: bool) -> None:
                 use_cache=False,
                 return_dict=True,
             )
+        handle.remove()
+        own: Tensor = outputs.loss
+        target = shifted(tokens) if shift else tokens
+        ours = None
+        if len(seen) == 1 and seen[0].shape[:-1] == tokens.shape:
+            ours = layer.loss(seen[0], target, CrossEntropyLoss())
+            added = added_loss(model, outputs)
+            ours = ours if added is None else ours + added.to(ours)
     finally:
         handle.remove()
-    own: Tensor = outputs.loss
-    target = shifted(tokens) if shift else tokens
-    ours = None
-    if len(seen) == 1 and seen[0].shape[:-1] == tokens.shape:
-        ours = layer.loss(seen[0], target, CrossEntropyLoss())
-        added = added_loss(model, outputs)
-        ours = ours if added is None else ours + added.to(ours)
+        for module, mode in modes:
+            module.training = mode
     tolerance = 1e-3 if layer.weight.dtype in (torch.float32, torch.float64) else 3e-2
     if ours is None or not torch.isclose(ours.to(own), own, rtol=tolerance, atol=0.0):
         value = "unknown" if ours is None else f"{ours.item():.6g}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from ...losses import (
@@ -109,37 +110,117 @@ def check_rowwise(loss: nn.Module, function: str) -> None:
             )
 
 
+class Summed:
+    """A row-wise loss as ``linear_loss`` sees it, summed and not averaged over the targets.
+
+    A sum is right where a mean is not known: without targets, or with weights that cancel.
+    """
+
+    reduction = "sum"
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+
+def over(total: Tensor, target: Tensor, items: Tensor | float) -> Tensor:
+    """A sum over the targets of a micro-batch as a part of the mean over the whole batch.
+
+    Args:
+        total: the sum.
+        target: the targets of the micro-batch.
+        items: the number of targets in the whole batch. If it is 0, so is the sum.
+    """
+    if isinstance(items, Tensor):
+        items = items.to(total.device)
+        items = items.masked_fill(items == 0, 1)
+    items = items if isinstance(items, Tensor) else items or 1
+    if target.is_floating_point():  # the Trainer counts every entry of class probabilities
+        items = items / target.shape[-1]
+    return total / items
+
+
 def share(
-    mean: Tensor,
-    target: Tensor,
-    items: Tensor | int | None,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
+    mean: Tensor, target: Tensor, items: Tensor | float | None, weight: Tensor | None = None
 ) -> Tensor:
     """The contribution of a micro-batch's mean to the mean over the whole batch.
 
     Args:
-        mean: mean over the targets of the micro-batch, weighted by class if ``weight`` is given,
-            and by ``token_weight``.
+        mean: mean over the targets of the micro-batch, weighted by class if ``weight`` is given.
         target: the targets of the micro-batch, ``IGNORED`` where there is none.
         items: the number of targets in the whole batch, or None to return ``mean``.
         weight: (K,) class weights.
-        token_weight: weights of the shape of ``target``.
     """
     if items is None:
         return mean
-    if target.is_floating_point():  # the Trainer counts every entry of class probabilities
-        return mean * (target.numel() / items)
+    if target.is_floating_point():
+        return over(mean * target.shape[:-1].numel(), target, items)
     valid = target != IGNORED
     mass: Tensor = valid
     if weight is not None:
-        mass = weight[target.to(weight.device).masked_fill(~valid.to(weight.device), 0)]
-    if token_weight is not None:
-        mass = mass.to(token_weight.device) * token_weight
-    mass = mass.masked_fill(~valid.to(mass.device), 0).sum()
-    if isinstance(items, Tensor):
-        items = items.to(mean.device)
-    return mean * (mass.to(mean.device) / items)
+        valid = valid.to(weight.device)
+        mass = weight[target.to(weight.device).masked_fill(~valid, 0)].masked_fill(~valid, 0)
+    return over(mean * mass.sum().to(mean.device), target, items)
+
+
+class Columns(NamedTuple):
+    """What a batch may have beside inputs and labels, aligned with the labels.
+
+    Attributes:
+        token_weight: (...), a factor for the loss of each label.
+        teacher_indices: (..., k), the stored classes of a teacher for each label.
+        teacher_log_probabilities: (..., k), of these classes.
+    """
+
+    token_weight: Any = None
+    teacher_indices: Any = None
+    teacher_log_probabilities: Any = None
+
+    @classmethod
+    def taken_from(cls, inputs: dict[str, Any]) -> Columns:
+        """The columns, which are removed from the inputs."""
+        return cls(*(inputs.pop(name, None) for name in cls._fields))
+
+    def extras(
+        self, loss: nn.Module, labels: Tensor, target: Tensor, device: torch.device
+    ) -> dict[str, Any]:
+        """``token_weight`` and ``teacher_logits`` of ``linear_loss``, as far as ``loss`` has them.
+
+        Args:
+            loss: the loss of the current step.
+            labels: as the batch has them.
+            target: the labels, shifted or not. What belongs to a label is shifted with it.
+            device: of the result.
+        """
+        shape = labels.shape[:-1] if labels.is_floating_point() else labels.shape
+        found: dict[str, Any] = {}
+        if self.token_weight is not None:
+            weight = self._checked("token_weight", shape, 0)
+            if target is not labels:
+                weight = nn.functional.pad(weight[..., 1:], (0, 1))
+            if not target.is_floating_point():
+                weight = weight.masked_fill((target == IGNORED).to(weight.device), 0)
+            found["token_weight"] = weight.to(device)
+        if getattr(loss, "teacher_is_stored", False):
+            stored = [self._checked(name, shape, 1) for name in self._fields[1:]]
+            if target is not labels:
+                stored = [nn.functional.pad(x[..., 1:, :], (0, 0, 0, 1)) for x in stored]
+            found["teacher_logits"] = tuple(x.to(device) for x in stored)
+        return found
+
+    def _checked(self, name: str, shape: torch.Size, more: int) -> Tensor:
+        """A column, if it has the shape of the labels and ``more`` dimensions."""
+        value = getattr(self, name)
+        if not isinstance(value, Tensor) or value.shape[: value.dim() - more] != shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            wanted = "the shape of the labels" + (" and k classes" if more else "")
+            raise ValueError(
+                f"{name} must be a tensor in the batch with {wanted}, "
+                f"{(*shape, 'k') if more else tuple(shape)}, got {found[:80]}"
+            )
+        return value
 
 
 # An attribute and not a set: a compiled forward pass can assign it without a graph break.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...fused.adapted import LowRankWeight
 from ...fused.linear import LinearLossOptions, TeacherHead, linear_loss
 from ...fused.metrics import LossMetrics
 from .losses import IGNORED
@@ -95,6 +96,32 @@ def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "decoder_input_ids": make(labels=inputs["labels"])}
 
 
+# ------------------------------------------------------------------ a teacher
+
+
+def check_pair(teacher: Any, model: nn.Module) -> None:
+    """Raise an error for a teacher that cannot be frozen, or cannot take the model's inputs."""
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f"teacher must be a model, got {teacher!r}")
+    learned = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in learned for parameter in teacher.parameters()):
+        raise ValueError(
+            "the teacher shares parameters with the model, and freezing it would freeze the model: "
+            "give a copy of it (copy.deepcopy)"
+        )
+    if is_encoder_decoder(unwrapped(teacher)) != is_encoder_decoder(unwrapped(model)):
+        raise ValueError(
+            f"one of {type(unwrapped(teacher)).__name__}, the teacher, and "
+            f"{type(unwrapped(model)).__name__} is an encoder-decoder and the other one is not: "
+            "both must take the same inputs"
+        )
+
+
+def check_flag(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 # ------------------------------------------------------------------ losses that a model adds
 
 
@@ -148,12 +175,21 @@ def _has_router_logits(config: Any, outputs: Any) -> bool:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """How a model computes logits from hidden states."""
+    """How a model computes logits from hidden states. An ``adapter`` has ``weight`` as its base."""
 
     weight: Tensor
     bias: Tensor | None
     scale: float
     softcap: float | None
+    adapter: LowRankWeight | None = None
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weight, and those of the adapter."""
+        if self.adapter is None:
+            return (self.weight,)
+        found = (self.weight, self.adapter.a, self.adapter.b, self.adapter.magnitude)
+        return tuple(x for x in found if x is not None)
 
     def loss(
         self,
@@ -186,7 +222,7 @@ class OutputLayer:
             hidden = hidden * self.scale
         result: Any = linear_loss(
             hidden,
-            self.weight,
+            self.adapter or self.weight,
             target,
             loss,
             linear_bias=self.bias,
@@ -207,15 +243,28 @@ class OutputLayer:
         hidden = hidden.to(self.weight.device)
         if self.scale != 1:
             hidden = hidden * self.scale
-        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.adapter is None:
+            logits = nn.functional.linear(hidden, self.weight, self.bias)
+        else:
+            low, b = self.adapter.low_rank(hidden), self.adapter.b.to(hidden.dtype)
+            logits = nn.functional.linear(hidden, self.weight) + nn.functional.linear(low, b)
+            by_class = self.adapter.class_scale()
+            logits = logits if by_class is None else logits * by_class.to(logits.dtype)
+            logits = logits if self.bias is None else logits + self.bias
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 
-def find_head(model: Any) -> nn.Linear:
-    """The output layer of a model.
+_ADAPTED = (
+    ". Leave it out of target_modules, train a full copy of it with modules_to_save, or use "
+    "regularize(trainer, loss), which works on the logits"
+)
+
+
+def find_head(model: Any) -> Any:
+    """The output layer of a model: an ``nn.Linear``, or PEFT's LoRA layer around one.
 
     Raises:
-        ValueError: it is missing, adapted, quantized or not linear.
+        ValueError: it is missing, quantized, not linear or adapted in another way.
     """
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):  # PEFT trains a copy of the layer
@@ -227,12 +276,16 @@ def find_head(model: Any) -> nn.Linear:
             f"{name} has no output layer (get_output_embeddings() is None), so there is nothing to "
             "fuse. Use regularize(trainer, loss), which works on the logits"
         )
+    if _own_type(head).__module__ == "peft.tuners.lora.layer" and hasattr(head, "lora_B"):
+        base = head.get_base_layer()
+        plain = is_dtensor(base.weight) or not _is_quantized(base, base.weight)
+        if type(base) is nn.Linear and plain:
+            return head  # output_layer() refuses what is sharded, or not LoRA or DoRA
     kind = f"{type(head).__module__.split('.')[0]}'s {type(head).__name__}"
     if any(cls.__module__.startswith("peft.") for cls in type(head).__mro__):
         raise ValueError(
-            f"the output layer of {name} is adapted ({kind}), so its weight is only a part of what "
-            "it computes. Leave it out of target_modules, train a full copy of it with "
-            "modules_to_save, or use regularize(trainer, loss), which works on the logits"
+            f"the output layer of {name} is adapted ({kind}), and not by LoRA or DoRA around "
+            f"torch.nn.Linear{_ADAPTED}"
         )
     weight = getattr(head, "weight", None)
     if is_dtensor(weight) and _own_type(head) is nn.Linear:
@@ -280,6 +333,11 @@ def _by_rows(weight: Any) -> bool:
     return own and weight.is_floating_point() and not weight.requires_grad
 
 
+def is_sharded(weight: Any) -> bool:
+    """Whether FSDP or ZeRO-3 has to gather this weight of an output layer."""
+    return is_dtensor(weight) or weight.dim() != 2 or weight.numel() == 0
+
+
 def _sharded(name: str, how: str) -> ValueError:
     return ValueError(
         f"the output layer of {name} is sharded ({how}), and fuse_head needs the whole weight in "
@@ -288,22 +346,55 @@ def _sharded(name: str, how: str) -> ValueError:
     )
 
 
-def output_layer(model: Any, head: nn.Linear) -> OutputLayer:
+def _adapter(name: str, head: Any) -> LowRankWeight | None:
+    """What PEFT adds to the output layer in a forward pass, or None."""
+    if not hasattr(head, "lora_B") or head.disable_adapters or head.merged:
+        return None
+    active = [each for each in head.active_adapters if each in head.lora_A]
+    if not active:
+        return None
+    if len(active) > 1:
+        raise ValueError(
+            f"the output layer of {name} has {len(active)} active adapters ({', '.join(active)}), "
+            f"and fuse_head takes one. Activate one of them (set_adapter){_ADAPTED}"
+        )
+    (key,) = active
+    a, b, dropout = head.lora_A[key], head.lora_B[key], head.lora_dropout[key]
+    variant = type(head.lora_variant.get(key)).__name__
+    dora = variant == "DoraLinearVariant"
+    dropout = None if isinstance(dropout, nn.Identity) else dropout
+    known = dora or variant == "NoneType"
+    if not known or b.bias is not None or (dora and dropout is not None):
+        how = variant if not known else "lora_bias" if b.bias is not None else "DoRA with dropout"
+        raise ValueError(
+            f"the output layer of {name} is adapted in a way that fuse_head does not know ({how})"
+            f"{_ADAPTED}"
+        )
+    magnitude = head.lora_magnitude_vector[key].weight if dora else None
+    tensors = (a.weight, b.weight, head.scaling[key], magnitude, dropout)
+    return LowRankWeight(head.get_base_layer().weight, *tensors)
+
+
+def output_layer(model: Any, head: Any) -> OutputLayer:
     """The output layer together with what some model families do to the logits.
 
     Raises:
-        ValueError: the weight is sharded.
+        ValueError: the weight is sharded, or adapted in another way than by LoRA or DoRA.
     """
-    if is_dtensor(head.weight):
-        raise _sharded(type(model).__name__, "a DTensor")
-    if head.weight.dim() != 2 or head.weight.numel() == 0:  # ZeRO-3, FSDP1
-        raise _sharded(type(model).__name__, f"shape {tuple(head.weight.shape)}")
+    name, adapted = type(model).__name__, hasattr(head, "lora_B")
+    layer = head.get_base_layer() if adapted else head
+    factors = [*head.lora_A.values(), *head.lora_B.values()] if adapted else []
+    for weight in (layer.weight, *(factor.weight for factor in factors)):
+        if is_sharded(weight):
+            shape = f"shape {tuple(weight.shape)}"  # ZeRO-3, FSDP1
+            raise _sharded(name, "a DTensor" if is_dtensor(weight) else shape)
     config = model.config.get_text_config(decoder=True)
-    bias = head.bias
+    bias, adapter = layer.bias, _adapter(name, head)
     added = getattr(model, "final_logits_bias", None)  # Marian, BART and similar models
     if added is not None:
-        added = added.reshape(-1).to(head.weight.dtype)
+        added = added.reshape(-1).to(layer.weight.dtype)
         bias = added if bias is None else bias + added
     scale = getattr(model, "logit_scale", 1.0)  # Cohere
     scale /= getattr(config, "logits_scaling", 1.0)  # Granite
-    return OutputLayer(head.weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return OutputLayer(layer.weight, bias, scale, softcap, adapter)

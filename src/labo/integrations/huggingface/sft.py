@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
 from ...fused.metrics import LossMetrics
 from .head import check_equal, run_body, with_row
-from .losses import IGNORED, active, check_rowwise, mark_used, share
+from .losses import IGNORED, Columns, Summed, active, check_rowwise, mark_used
 from .models import find_head, output_layer, shifted, unwrapped
 
 
@@ -56,6 +57,12 @@ def attach(trainer: Any, loss: nn.Module, *, shift: bool, teacher: nn.Module | N
         )
     if not shift:
         raise ValueError("SFTTrainer trains causal models only: leave shift out")
+    dropped = set(getattr(trainer.train_dataset, "column_names", None) or ()) & set(Columns._fields)
+    if dropped and type(trainer.data_collator).__module__.startswith("trl."):
+        raise ValueError(
+            f"the collator of TRL drops {', '.join(sorted(dropped))} of the data set: give "
+            "SFTTrainer a data_collator that keeps what the loss needs, or remove the column"
+        )
     model = unwrapped(trainer.model)
     if "forward" not in vars(model):
         raise ValueError("regularize needs the SFTTrainer of TRL 1.16 or newer")
@@ -88,22 +95,27 @@ def _answer(
     num_items_in_batch: Any = None,
     **inputs: Any,
 ) -> TokenOutput:
+    columns = Columns.taken_from(inputs)
+    given = labels if shift_labels is None else shift_labels
+    if given is None:
+        raise ValueError('the batch has no "labels", so there is no loss to compute')
     if shift_labels is None:
-        if labels is None:
-            raise ValueError('the batch has no "labels", so there is no loss to compute')
-        shift_labels = shifted(labels)
+        shift_labels = shifted(given)
     head, rows = find_head(model), shift_labels != IGNORED
     mark_used(loss)
     current = active(loss)
+    summed: Any = Summed(current)
 
     def end(hidden: Tensor, _: Tensor) -> tuple[Tensor, LossMetrics | None, Tensor]:
         layer = output_layer(model, head)
         mask = rows.to(layer.weight.device)
         target = shift_labels.to(mask.device)[mask]
-        mean, found = layer.loss_and_metrics(
-            hidden.to(mask.device)[mask], target, current, measure="rows"
+        extras = columns.extras(current, given, shift_labels, mask.device)
+        extras = tree_map(lambda x: x[mask], extras)
+        total, found = layer.loss_and_metrics(
+            hidden.to(mask.device)[mask], target, summed, measure="rows", **extras
         )
-        return share(mean, target, 1, getattr(current, "weight", None)), found, mask
+        return total, found, mask
 
     outputs, (total, found, mask) = run_body(body, head, {**inputs, "return_dict": True}, end)
     assert found is not None

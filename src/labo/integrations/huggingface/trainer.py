@@ -8,14 +8,25 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from ...fused.chunks import Mean
+from ...fused.linear import _weighted_total
 from ...fused.metrics import loss_metrics
 from ...losses import CrossEntropyLoss, _Loss
 from . import sft
 from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused
-from .losses import DISTILLATION, active, check_loss, mark_used, share
+from .losses import DISTILLATION, IGNORED, Columns, active, check_loss, mark_used, over, share
 from .metrics import Collected, log_metrics
-from .models import added_loss, is_dtensor, shifted, shifts, unwrapped, with_decoder_inputs
+from .models import (
+    added_loss,
+    check_flag,
+    check_pair,
+    is_dtensor,
+    shifted,
+    shifts,
+    unwrapped,
+    with_decoder_inputs,
+)
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
@@ -32,7 +43,9 @@ def regularize(
 
     The loss is computed from the logits, with the batches and the model as they are. Decoder inputs
     of an encoder-decoder are made from the labels. A :class:`RegularizationCallback` for the loss
-    is added. In evaluation the loss is the plain negative log-likelihood.
+    is added. In evaluation the loss is the plain negative log-likelihood. The columns
+    ``token_weight``, and for :class:`labo.TopKDistillationLoss` ``teacher_indices`` and
+    ``teacher_log_probabilities``, are read from the batch as by a fused model.
 
     For a model that :func:`fuse_head` gave the same loss, this adds the callback, and logs the
     metrics that the model collects.
@@ -65,9 +78,13 @@ def regularize(
         raise TypeError(f"regularize needs a transformers.Trainer, got {type(trainer).__name__}")
     fused_teacher = getattr(fused_part(trainer.model), "teacher", None)
     check_loss(loss, teacher=teacher is not None or fused_teacher is not None)
+    check_flag("metrics", metrics)
+    check_flag("shift", shift)
     check_arguments(trainer.args)
     _check_trainer(trainer)
     model: Any = trainer.model
+    if teacher is not None:
+        check_pair(teacher, model)
     fused = fused_part(model)
     if fused is not None:
         _check_fused(trainer, fused, loss, teacher, shift, metrics)
@@ -90,6 +107,9 @@ def regularize(
     # The number of targets. The Trainer derives it from the loss_type of the model that it was
     # made with, which GPT-2 does not have.
     trainer._loss_shifts_labels = shift
+    # It drops the columns of a data set that the model does not name.
+    trainer._set_signature_columns_if_needed()
+    trainer._signature_columns = [*trainer._signature_columns, *Columns._fields]
     trainer.add_callback(RegularizationCallback(loss))
     return trainer
 
@@ -153,6 +173,7 @@ class _LogitLoss:
         self.trainers_own = trainer.compute_loss
         # of the current call
         self.is_shifted = False
+        self.columns = Columns()
         self.teacher_logits: Tensor | None = None
 
     def attach(self) -> None:
@@ -168,6 +189,7 @@ class _LogitLoss:
     ) -> Any:
         """``Trainer.compute_loss`` with the inputs that the loss needs."""
         inputs = with_decoder_inputs(unwrapped(self.trainer.model), dict(inputs))
+        self.columns = Columns.taken_from(inputs)
         inputs.pop("skip_logits", None)  # Liger would leave out what the loss is computed from
         # Context parallelism and some collators shift the labels themselves.
         given = inputs.pop("shift_labels", None)
@@ -194,9 +216,10 @@ class _LogitLoss:
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape "
                 f"{tuple(logits.shape)}"
             )
+        training, loss = torch.is_grad_enabled(), active(self.loss)
+        extras = self.columns.extras(loss, labels, target, logits.device) if training else {}
         flat = logits.reshape(-1, logits.shape[-1])
         target = target.reshape(flat.shape if target.is_floating_point() else -1).to(logits.device)
-        training, loss = torch.is_grad_enabled(), active(self.loss)
         if self.collected is not None:
             self.collected.add(loss_metrics(flat, target, loss), training=training)
         if not training:
@@ -204,12 +227,49 @@ class _LogitLoss:
         if not isinstance(loss, _Loss):  # the losses of labo are accurate in half precision
             flat = flat.float()
         mark_used(self.loss)
-        mean = loss(flat, target, *self._extra(loss, flat))
-        value = share(mean, target, num_items_in_batch, getattr(loss, "weight", None))
+        value = self._value(loss, flat, target, num_items_in_batch, extras)
         added = added_loss(unwrapped(self.trainer.model), outputs, logits)
         if added is not None:
             value = value + share(added.to(value.device), target, num_items_in_batch)
         return value
+
+    def _value(
+        self,
+        loss: Any,
+        logits: Tensor,
+        target: Tensor,
+        items: Tensor | int | None,
+        extras: dict[str, Any],
+    ) -> Tensor:
+        stored = (x.flatten(0, -2) for x in extras.get("teacher_logits", ()))
+        more = (*self._extra(loss, logits), *stored)
+        if "token_weight" in extras:
+            return self._weighted(loss, logits, target, items, extras["token_weight"], more)
+        if not isinstance(loss, _Loss) and not (target != IGNORED).any():
+            return logits[:0].sum()  # the mean of torch's own losses is NaN then
+        return share(loss(logits, target, *more), target, items, getattr(loss, "weight", None))
+
+    def _weighted(
+        self,
+        loss: Any,
+        logits: Tensor,
+        target: Tensor,
+        items: Tensor | int | None,
+        token_weight: Tensor,
+        more: tuple[Tensor, ...],
+    ) -> Tensor:
+        """As in ``linear_loss``, from the values of the rows."""
+        if not isinstance(loss, _Loss) or not loss.rowwise:
+            raise ValueError(
+                "token_weight needs a row-wise loss of labo, and "
+                f"{type(loss).__name__} is not one: leave token_weight out of the batch"
+            )
+        arguments = loss.arguments() | {"reduction": "none"}
+        values = type(loss).function(logits, target, *more, **arguments)
+        weights = token_weight.reshape(-1).to(values.dtype)
+        if items is not None:
+            return over(Mean(1.0, weights).reduce(values), target, items)
+        return Mean(_weighted_total(weights, target, IGNORED, loss.weight), weights).reduce(values)
 
     def _extra(self, loss: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
         """What the loss takes besides logits and target."""
