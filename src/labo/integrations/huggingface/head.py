@@ -39,7 +39,7 @@ from .models import (
     check_flag,
     check_pair,
     find_head,
-    in_fsdp_group,
+    gathers_again,
     is_dtensor,
     is_sharded,
     output_layer,
@@ -545,22 +545,22 @@ def _tap(head: Any, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
     return (hidden[:1, :1],)
 
 
-def _call_end(head: Any, _: tuple[Tensor, ...], row: Tensor) -> Tensor | None:
+def _call_end(head: Any, args: tuple[Tensor, ...], row: Tensor) -> Tensor | None:
     """Forward hook of the output layer: what :func:`run_body` does in the place of the logits."""
     if head._labo_end is None:
         return None
     head._labo_found = (head._labo_end(head._labo_hidden, row),)
-    if not (in_fsdp_group(head) and torch.is_grad_enabled()):
+    if not (gathers_again(head) and torch.is_grad_enabled()):
         return None
-    # FSDP2 gathers the weights of a group again when the gradient of its output arrives: the output
+    # FSDP2 and ZeRO-3 gather the weight again when the gradient of the output arrives: the output
     # has to be part of the loss, see with_row(). Without the graph of the weight, whose gradient of
     # this row would be as large as the weight.
-    return row.detach() + 0 * head._labo_hidden[:1, :1, :1]
+    return row.detach() + 0 * args[0][..., :1]
 
 
 def with_row(value: Tensor, head: nn.Module, outputs: Any) -> Tensor:
-    """A loss of :func:`run_body`; FSDP2 gets it with the row of logits in its graph."""
-    if not (in_fsdp_group(head) and torch.is_grad_enabled()):
+    """A loss of :func:`run_body`; FSDP2 and ZeRO-3 get it with the row of logits in its graph."""
+    if not (gathers_again(head) and torch.is_grad_enabled()):
         return value
     row: Tensor = outputs.logits
     everything = torch.ones_like(row, dtype=torch.bool)  # 0 times the row may be NaN

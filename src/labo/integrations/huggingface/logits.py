@@ -59,11 +59,13 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         if function in _KNOWN:
             return super().__torch_function__(function, types, args, kwargs)
-        if function is Tensor.float and args[0]._found is None:  # accelerate's mixed precision
+        # accelerate's mixed precision, and ZeRO-3 with every output
+        if function in (Tensor.float, Tensor.detach) and args[0]._found is None:
             lazy = args[0]
             with torch._C.DisableTorchFunctionSubclass():
-                facts = (lazy.shape, torch.float32, lazy.device)
-            return LazyLogits(lambda: lazy.computed().float(), *facts)
+                dtype = torch.float32 if function is Tensor.float else lazy.dtype
+                facts = (lazy.shape, dtype, lazy.device)
+            return LazyLogits(lambda: function(lazy.computed()), *facts)
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs))
         return function(*args, **kwargs)
 

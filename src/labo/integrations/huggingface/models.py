@@ -287,7 +287,9 @@ def find_head(model: Any) -> Any:
             f"the output layer of {name} is adapted ({kind}), and not by LoRA or DoRA around "
             f"torch.nn.Linear{_ADAPTED}"
         )
-    weight = getattr(head, "weight", None)
+    # not as an attribute: ZeRO-3 gathers what is read in a forward pass
+    weight = getattr(head, "_parameters", {}).get("weight")
+    weight = getattr(head, "weight", None) if weight is None else weight
     if is_dtensor(weight) and _own_type(head) is nn.Linear:
         return head  # output_layer() refuses it unless FSDP gathers it for the forward pass
     if _is_quantized(head, weight) and type(head) is nn.Linear and _by_rows(weight):
@@ -310,6 +312,11 @@ def find_head(model: Any) -> Any:
 def in_fsdp_group(module: nn.Module) -> bool:
     """Whether ``fully_shard`` (FSDP2) was called with this module."""
     return type(module).__bases__[0].__name__ == "FSDPModule"
+
+
+def gathers_again(head: nn.Module) -> bool:
+    """Whether FSDP2 or ZeRO-3 gather the weight again when the gradient of the output arrives."""
+    return in_fsdp_group(head) or any(hasattr(p, "ds_id") for p in head.parameters(recurse=False))
 
 
 def _own_type(module: nn.Module) -> type:
@@ -341,8 +348,9 @@ def is_sharded(weight: Any) -> bool:
 def _sharded(name: str, how: str) -> ValueError:
     return ValueError(
         f"the output layer of {name} is sharded ({how}), and fuse_head needs the whole weight in "
-        "each process. Fuse the model before FSDP shards it, and keep the layer out of the "
-        "tensor-parallel plan. Or use regularize(trainer, loss), which works on the logits"
+        "each process. Fuse the model before FSDP shards it (with ZeRO-3 under "
+        "deepspeed.zero.GatheredParameters), and keep the layer out of the tensor-parallel plan. "
+        "Or use regularize(trainer, loss), which works on the logits"
     )
 
 
