@@ -921,7 +921,9 @@ def test_fsdp2_hybrid(processes):
 
 
 def explicit_gather_case(world: World) -> None:
-    """A weight of data-parallel processes that FSDP2 knows nothing of."""
+    """A weight of data-parallel processes that FSDP2 knows nothing of, on a mesh it works on."""
+    other = shard(world, build(False), "root")
+    other.set_gradient_divide_factor(1.0)
     hidden, weight, _, _ = head_example(23)
     target = torch.randint(23, (3, 4), generator=torch.Generator().manual_seed(world.rank))
     leaf = distribute_tensor(weight, world.mesh, [Shard(0)]).requires_grad_()

@@ -589,6 +589,7 @@ def _fsdp_group(weight: DTensor) -> Any:
     except ImportError:
         return None
     found = None
+    is_parameter = weight.is_leaf and weight.requires_grad  # then not a result of another one
     for reference in list(states.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -598,7 +599,7 @@ def _fsdp_group(weight: DTensor) -> Any:
                 continue
             if any(parameter.sharded_param is weight for parameter in group.fsdp_params):
                 return group
-            found = found or group
+            found = found or (None if is_parameter else group)
     return found
 
 
