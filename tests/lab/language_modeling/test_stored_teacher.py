@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.model import LanguageModel, causal_config
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
-from labo.lab.language_modeling.prepared import IGNORED
+from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.language_modeling.teacher import store
 from labo.lab.methods import METHODS
@@ -190,6 +191,30 @@ def test_what_is_refused(texts, model, tmp_path):
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(DataError, match="damaged"):
         StoredTeacher(out)
+
+
+def test_what_is_read_or_made_by_another_command_is_kept(texts, model, tmp_path):
+    """--force replaces only what labo teacher made, and nothing that the command reads."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(texts, data)
+    shutil.copytree(model, run / "best")
+    for out, where in (
+        (data, "is the input .*data"),
+        (tmp_path, "contains the input .*data"),
+        (data / "stored", "is inside the input .*data"),
+        (run, "contains the input .*best"),
+        (run / "best/stored", "is inside the input .*best"),
+    ):
+        with pytest.raises(RequestError, match=f"{where}: choose another folder to write"):
+            store(run, data, out, top_k=2, force=True)
+    other = prepare(tmp_path / "other", "text")
+    with pytest.raises(RequestError, match="other exists and was not made by `labo teacher`"):
+        store(run, data, other, top_k=2, force=True)
+    for folder in (data, other):
+        assert PreparedDocuments(folder).fingerprint
+    store(run, data, run / "stored", top_k=2)
+    store(run, data, run / "stored", top_k=3, force=True)
+    assert StoredTeacher(run / "stored").top_k == 3
 
 
 def test_the_method_is_for_language_models():

@@ -22,6 +22,7 @@ from ..errors import RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json
+from ..text.folder import check_apart
 from ..text.forced import blocks
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
@@ -62,10 +63,11 @@ def store(
         What was written: targets, bytes, and seconds of this call.
 
     Raises:
-        RequestError: the model and the data do not fit, or the folder exists.
+        RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
-    documents = PreparedDocuments(data)
     folder = _model_folder(Path(model))
+    check_apart(out, [data, folder])
+    documents = PreparedDocuments(data)
     tokenizer = pretrained_tokenizer(str(folder))
     vocabulary = vocabulary_digest(documents.tokenizer)
     if vocabulary_digest(tokenizer) != vocabulary:

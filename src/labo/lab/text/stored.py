@@ -24,10 +24,10 @@ import pyarrow as pa
 from ..errors import DataError, RequestError
 from ..run.files import Document, put_in_place, read_json, replace_folder, temporary, write_json
 from ..run.lock import locked
-from .folder import FolderManifest, check_free, read_manifest, seal
+from .folder import FolderManifest, Maker, check_free, read_manifest, seal
 
 TASK = "stored_teacher"
-COMMAND = "labo teacher"
+MAKER = Maker("labo teacher", TASK)
 _PROGRESS = "progress.json"
 _BATCH_TARGETS = 2048  # of a record batch, at most; a sample is never divided
 _BATCHES_IN_MEMORY = 32
@@ -85,7 +85,7 @@ class StoredWriter:
     """
 
     def __init__(self, out: Path, settings: StoredSettings, *, force: bool = False) -> None:
-        self.out = check_free(out, force)
+        self.out = check_free(out, MAKER, force)
         self.settings = settings
         self.folder = self.out.with_name(f".{self.out.name}.unfinished")
         self._force = force
@@ -101,7 +101,7 @@ class StoredWriter:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         lock = self.out.with_name(f".{self.out.name}.lock")
         self._stack.enter_context(locked(lock, self.out, wait=True))
-        check_free(self.out, self._force)
+        check_free(self.out, MAKER, self._force)
         progress = self._progress()
         if progress is None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -199,7 +199,7 @@ class StoredTeacher:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.about = read_manifest(self.path, _Manifest, COMMAND, (), TASK)
+        self.about = read_manifest(self.path, _Manifest, MAKER, ())
         counts = [(p, b, n) for p, part in enumerate(self.about.parts) for b, n in enumerate(part)]
         self._batches = [(part, batch) for part, batch, _ in counts]
         self._starts = np.cumsum([0, *(number for _, _, number in counts)])
@@ -217,8 +217,8 @@ class StoredTeacher:
         """Refuse a folder that was made for other data."""
         if (self.about.data, len(self)) != (data, samples):
             raise RequestError(
-                f"method.stored: {self.path} was made for other data: run `{COMMAND}` with the "
-                "prepared data of this training"
+                f"method.stored: {self.path} was made for other data: run "
+                f"`{MAKER.command}` with the prepared data of this training"
             )
         if self.about.vocabulary != vocabulary:
             raise RequestError(f"method.stored: {self.path} was made with a different vocabulary")
