@@ -22,8 +22,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import DataError, RequestError
-from ..run.files import Document, put_in_place, read_json, replace_folder, temporary, write_json
+from ..run.checksums import DamagedError, verify
+from ..run.files import (
+    Document,
+    put_in_place,
+    read_json,
+    replace_folder,
+    sha256,
+    temporary,
+    write_json,
+)
 from ..run.lock import locked
+from ..run.progress import notice
 from .folder import FolderManifest, Maker, check_free, read_manifest, seal
 
 TASK = "stored_teacher"
@@ -63,10 +73,17 @@ class _Manifest(FolderManifest, StoredSettings):
     parts: list[list[int]]
 
 
+class _Part(Document):
+    """A part that is complete: its targets, the samples of its record batches, its checksum."""
+
+    targets: int
+    batches: list[int]
+    sha256: str
+
+
 class _Progress(Document):
     settings: StoredSettings
-    targets: int
-    parts: list[list[int]]
+    parts: list[_Part]
 
 
 # ------------------------------------------------------------------ writing
@@ -81,7 +98,7 @@ class StoredWriter:
         force: replace a finished folder.
 
     Attributes:
-        parts: how many parts are complete.
+        samples: how many samples the complete parts have.
     """
 
     def __init__(self, out: Path, settings: StoredSettings, *, force: bool = False) -> None:
@@ -90,50 +107,58 @@ class StoredWriter:
         self.folder = self.out.with_name(f".{self.out.name}.unfinished")
         self._force = force
         self._stack = ExitStack()
-        self._parts: list[list[int]] = []
-        self._targets = 0
+        self._parts: list[_Part] = []
 
     @property
-    def parts(self) -> int:
-        return len(self._parts)
+    def samples(self) -> int:
+        return sum(sum(part.batches) for part in self._parts)
 
     def __enter__(self) -> StoredWriter:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         lock = self.out.with_name(f".{self.out.name}.lock")
         self._stack.enter_context(locked(lock, self.out, wait=True))
         check_free(self.out, MAKER, self._force)
-        progress = self._progress()
-        if progress is None:
+        self._parts = self._complete()
+        if not self._parts:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
-            self._save()
-        else:
-            self._parts, self._targets = progress.parts, progress.targets
+        self.folder.mkdir(exist_ok=True)
+        kept = {_PROGRESS, *map(_part, range(len(self._parts)))}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        self._save()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _progress(self) -> _Progress | None:
-        """What is complete of the same work, if it was begun."""
+    def _complete(self) -> list[_Part]:
+        """The parts of the same work that are complete, up to the first that is damaged."""
         try:
             found = read_json(self.folder / _PROGRESS, _Progress)
         except RequestError:
-            return None
-        return found if found.settings == self.settings else None
+            return []
+        intact: list[_Part] = []
+        try:
+            for part in found.parts if found.settings == self.settings else []:
+                verify(self.folder, {_part(len(intact)): part.sha256})
+                intact.append(part)
+        except DamagedError as error:
+            notice(f"{error}; it and all after it are made again")
+        return intact
 
     def _save(self) -> None:
-        settings = self.settings.model_dump()
-        found = {"settings": settings, "targets": self._targets, "parts": self._parts}
-        write_json(self.folder / _PROGRESS, found)
+        progress = _Progress(settings=self.settings, parts=self._parts)
+        write_json(self.folder / _PROGRESS, progress.model_dump())
 
     def add(self, samples: Iterable[Rows]) -> None:
         """Write the next part: for each sample (n, k) indices and log-probabilities."""
-        path = self.folder / _part(self.parts)
+        path = self.folder / _part(len(self._parts))
         kind = pa.float16() if self.settings.precision == "float16" else pa.float32()
         columns = [("indices", pa.list_(pa.int32())), ("log_probabilities", pa.list_(kind))]
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         batches: list[int] = []
+        targets = 0
         with (
             pa.OSFile(str(temporary(path)), "wb") as file,
             pa.ipc.new_file(file, pa.schema(columns), options=options) as writer,
@@ -145,16 +170,19 @@ class StoredWriter:
                 ]
                 writer.write_batch(pa.record_batch(lists, schema=pa.schema(columns)))
                 batches.append(len(rows))
-                self._targets += sum(len(indices) for indices, _ in rows)
+                targets += sum(len(indices) for indices, _ in rows)
         put_in_place(path)
-        self._parts.append(batches)
+        self._parts.append(_Part(targets=targets, batches=batches, sha256=sha256(path)))
         self._save()
 
     def finish(self, about: Mapping[str, Any]) -> None:
         """Write the manifest and put the folder in its place."""
         (self.folder / _PROGRESS).unlink()
-        known = {**self.settings.model_dump(), "targets": self._targets, "parts": self._parts}
-        seal(self.folder, {"task": TASK, **known, **about})
+        counts = {
+            "targets": sum(part.targets for part in self._parts),
+            "parts": [part.batches for part in self._parts],
+        }
+        seal(self.folder, {"task": TASK, **self.settings.model_dump(), **counts, **about})
         replace_folder(self.folder, self.out)
         shutil.rmtree(self.folder, ignore_errors=True)
 
