@@ -34,6 +34,17 @@ def test_training_of_the_lab(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+def test_every_rowwise_loss_beside_label_smoothing(tmp_path):
+    main = importlib.import_module("benchmarks.__main__").main
+    main(["--smoke", "--only", "rowwise", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    goals = {row["ours"]: row["goal"] for row in rows if row["rival"] == "torch LS"}
+    asked = ["GER", "EAFT, top_k=20", "KD", "KD, standardized", "DKD", "64 stored classes"]
+    assert [goals[name] for name in asked] == [0.60] * len(asked)
+    assert {"FL", "AFL", "CP", "TF-reg", "MLS", "DFT"} < set(goals)
+    assert all(row["ratio"] > 0 for row in rows)
+
+
 def test_gpu_tables(capsys):
     main = importlib.import_module("benchmarks.gpu").main
     main(["--device", "cpu", "--smoke"])
