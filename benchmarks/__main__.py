@@ -93,14 +93,16 @@ def logits_small(smoke: bool) -> list[Row]:
 
 
 def rowwise(smoke: bool) -> list[Row]:
-    """Every other row-wise loss, on logits and with the output layer."""
+    """Every other row-wise loss on logits; those with a teacher also beside plain PyTorch."""
     n, v = (8, 512) if smoke else (2048, 32768)
     times = race(contenders.rowwise_losses(n, v), 1 if smoke else 5)
     pairs = [(name, "torch LS", 0.50) for name in contenders.ROWWISE]
+    pairs += [(name, "torch LS", 0.60) for name in contenders.UNFUSED]
     rows = _compare(f"loss, N={n} V={v}", times, pairs)
     times = race(contenders.teacher_losses(n, v), 1 if smoke else 3)
-    names = [name for name in times if not name.startswith("plain ")]
+    names = [name for name in times if f"plain {name}" in times]
     pairs = [(name, f"plain {name}", 0.30) for name in names]
+    pairs += [(name, "torch LS", 0.60) for name in names]
     return rows + _compare(f"loss with a teacher, N={n} V={v}", times, pairs)
 
 

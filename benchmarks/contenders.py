@@ -94,12 +94,19 @@ ROWWISE: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+# Options that no formula of sums has: they are computed in plain PyTorch.
+UNFUSED: dict[str, Callable[[int], nn.Module]] = {
+    "GER": lambda classes: labo.GeneralizedEntropyLoss(),
+    "EAFT, top_k=20": lambda classes: labo.EAFTLoss(top_k=20),
+}
+
+
 def rowwise_losses(rows: int, classes: int) -> dict[str, Work]:
-    """Losses that are formulas of sums, beside label smoothing of PyTorch."""
+    """Every loss without a teacher, beside label smoothing of PyTorch."""
     torch.manual_seed(0)
     logits = torch.randn(rows, classes, requires_grad=True)
     target = torch.randint(classes, (rows,))
-    losses = {name: build(classes) for name, build in ROWWISE.items()}
+    losses = {name: build(classes) for name, build in (ROWWISE | UNFUSED).items()}
     work: dict[str, Work] = {"torch LS": partial(_forward_backward, torch_ls, logits, target)}
     for name, loss in losses.items():
         work[name] = partial(_forward_backward, loss, logits, target)
@@ -171,7 +178,7 @@ def _stored_classes(rows: int, classes: int) -> tuple[Tensor, Tensor]:
 
 
 def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
-    """Losses with teacher logits, and the same losses in plain PyTorch."""
+    """Losses with a teacher, the same in plain PyTorch, and label smoothing of PyTorch."""
     torch.manual_seed(0)
     logits = torch.randn(rows, classes, requires_grad=True)
     teacher, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
@@ -189,6 +196,7 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
         "plain DKD": naive_dkd,
         "64 stored classes": lambda logits, target, _: top(logits, target, *stored),
         "plain 64 stored classes": lambda logits, target, _: naive_stored(logits, target, *stored),
+        "torch LS": lambda logits, target, _: torch_ls(logits, target),
     }
 
     def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:

@@ -608,6 +608,7 @@ def prepare(
     With --tokenizer, the subwords are those of a pre-trained model.
     """
     from .lab.errors import RequestError
+    from .lab.text.folder import check_apart
     from .lab.translation.options import choose, read_inputs
     from .lab.translation.prepare import prepare as prepare_text
     from .lab.translation.prepare import summarize
@@ -616,6 +617,7 @@ def prepare(
     if inputs is not None:
         if given := [f"--{name}" for name, value in files.items() if value]:
             raise RequestError(f"--inputs and {given[0]} exclude each other")
+        check_apart(out, [inputs])
         files |= read_inputs(inputs)
     options = choose(
         preset,

@@ -1,12 +1,14 @@
 """The Triton kernels on GPUs that are not here: compiled ahead of time, and their bytes counted.
 
-Of the options, each target compiles a part; ``LABO_ALL_KERNELS=1`` compiles them all, in minutes.
+Each target compiles a few variants that have every value of every option. ``LABO_ALL_KERNELS=1``,
+as in CI, compiles all 72: a minute of one core for each target.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,6 +22,7 @@ from scripts import ROOT
 AUDIT = ROOT / "tests/support/kernel_audit.py"
 ALL = ["--all"] if os.environ.get("LABO_ALL_KERNELS") else []
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OPTIONS = [{0, 1, 2, 3}, set(BYTES), {False, True}, {1000, 32768, 50257}]
 
 
 def audit(*arguments: str) -> list[dict]:
@@ -38,10 +41,14 @@ def test_kernels_compile_without_spills(target):
         "formula sums",
         "formula gradient",
     }
-    assert {record["variant"][0] for record in found} == {0, 1, 2, 3}
+    variants = {tuple(record["variant"]) for record in found}
+    assert [set(values) for values in zip(*variants, strict=True)] == OPTIONS
+    assert not ALL or len(variants) == math.prod(map(len, OPTIONS))
     assert [record for record in found if record["spilled"]] == []
-    # 256 threads of 128 registers each are half of what a multiprocessor of any target has.
-    assert max(record["registers"] for record in found) <= 128
+    # 256 threads of 128 registers each are half of what a multiprocessor of NVIDIA has. One of
+    # gfx942 has twice as many: with 168, each of its four units holds three groups of 64 threads.
+    most = 168 if target == "gfx942" else 128
+    assert max(record["registers"] for record in found) <= most
 
 
 def test_the_audit_knows_every_kernel():

@@ -6,7 +6,9 @@ import importlib
 import json
 
 import pytest
+import torch
 
+import labo
 from scripts import ROOT
 
 
@@ -34,10 +36,47 @@ def test_training_of_the_lab(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+def test_every_rowwise_loss_beside_label_smoothing(tmp_path):
+    main = importlib.import_module("benchmarks.__main__").main
+    main(["--smoke", "--only", "rowwise", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    goals = {row["ours"]: row["goal"] for row in rows if row["rival"] == "torch LS"}
+    asked = ["GER", "EAFT, top_k=20", "KD", "KD, standardized", "DKD", "64 stored classes"]
+    assert [goals[name] for name in asked] == [0.60] * len(asked)
+    assert {"FL", "AFL", "CP", "TF-reg", "MLS", "DFT"} < set(goals)
+    assert all(row["ratio"] > 0 for row in rows)
+
+
 def test_gpu_tables(capsys):
     main = importlib.import_module("benchmarks.gpu").main
     main(["--device", "cpu", "--smoke"])
     printed = capsys.readouterr().out
-    assert printed.count("| torch LS |") == 2
-    assert printed.count("| labo.linear_loss LABO |") == 2
-    assert printed.count("| LABO | bfloat16 |") == 1
+    assert printed.count("| torch LS |") == 3  # a table each
+    assert printed.count("| labo.linear_loss LABO |") == 1
+    assert printed.count("| labo.linear_loss top-64 |") == 1
+    for name in ("LABO", "FL", "KD", "stored classes", "LABO, z-loss", "LABO, token weights"):
+        assert printed.count(f"| {name} | bfloat16 |") == 1
+    assert printed.count("| LABO, metrics | float32 |  |") == 1  # there are none on logits
+
+
+@pytest.mark.parametrize("name", ["LABO, token weights", "LABO, metrics", "KD", "stored classes"])
+def test_gpu_check_sees_an_error(monkeypatch, name):
+    """A result that is off by a thousandth is refused."""
+    gpu = importlib.import_module("benchmarks.gpu")
+    own = labo.linear_loss
+
+    def off(x, *arguments, return_metrics=False, **options):
+        found = own(x, *arguments, return_metrics=return_metrics, **options)
+        if x.dtype == torch.float64:
+            return found
+        return (
+            (found[0], found[1]._replace(nll=1.001 * found[1].nll))
+            if return_metrics
+            else (1.001 * found)
+        )
+
+    monkeypatch.setattr(gpu, "CASES", {name: gpu.CASES[name]})
+    gpu.check("cpu", 211)
+    monkeypatch.setattr(labo, "linear_loss", off)
+    with pytest.raises(SystemExit, match=f"{name} in float32 is off by 1"):
+        gpu.check("cpu", 211)

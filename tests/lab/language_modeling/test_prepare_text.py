@@ -249,6 +249,38 @@ def test_the_command(corpus, tmp_path, capsys):
     assert PreparedDocuments(out).manifest["vocabulary"] == 280
 
 
+def test_what_is_read_or_made_by_another_command_is_kept(corpus, tmp_path, capsys):
+    """--force replaces only what prepare-text made, and nothing that the command reads."""
+    out = tmp_path / "data"
+    arguments = ("--holdout", 5, "--holdout-test", 4, "--force")
+    assert command("prepare-text", out, "--train", corpus, *arguments) == 0
+    (out / "raw.txt").write_text(SENTENCES[0])
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = content()
+    capsys.readouterr()
+    tokenizer = ("--tokenizer", out / "tokenizer")
+    for folder, given, where in (
+        (out, (out,), "is"),
+        (out, (out / "raw.txt",), "contains"),
+        (out, (corpus, *tokenizer), "contains"),
+        (corpus / "new", (corpus,), "is inside"),
+    ):
+        assert command("prepare-text", folder, "--train", *given, *arguments) == 2
+        line = f"labo: {folder} {where} the input {given[-1]}: choose another folder to write\n"
+        assert capsys.readouterr().err == line
+    assert content() == before
+    manifest = json.loads((out / "prepared.json").read_text())
+    (out / "prepared.json").write_text(json.dumps(manifest | {"task": "stored_teacher"}))
+    before = content()
+    assert command("prepare-text", out, "--train", corpus, *arguments) == 2
+    expected = f"labo: {out} exists and was not made by `labo prepare-text`: choose another folder"
+    assert capsys.readouterr().err == f"{expected}\n"
+    assert content() == before
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.model import LanguageModel, causal_config
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
-from labo.lab.language_modeling.prepared import IGNORED
+from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.language_modeling.teacher import store
 from labo.lab.methods import METHODS
@@ -148,6 +149,43 @@ def test_an_interrupted_command_goes_on(texts, model, tmp_path, monkeypatch):
     assert StoredTeacher(tmp_path / "other").top_k == 5
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
+def test_a_damaged_part_is_made_again(texts, model, tmp_path, monkeypatch, capsys, damage):
+    """The part and those after it; with another size of parts too, nothing is left out."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    small = {"top_k": 4, "part_targets": 40}
+    store(model, texts, whole, **small)
+    own, calls = module._Reader.documents, []
+
+    def stops(reader, first, last):
+        calls.append(first)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return own(reader, first, last)
+
+    monkeypatch.setattr(module._Reader, "documents", stops)
+    with pytest.raises(KeyboardInterrupt):
+        store(model, texts, parts, **small)
+    part = tmp_path / ".parts.unfinished/part-00001.arrow"
+    content = part.read_bytes()
+    if damage == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(content[:-8] if damage == "cut" else content[:-1] + b"x")
+    store(model, texts, parts, **small)
+    how = "is missing" if damage == "missing" else "is damaged (its checksum does not fit)"
+    line = f"labo: {part} {how}; it and all after it are made again\n"
+    assert capsys.readouterr().err == line
+    assert calls[4] == calls[1]
+    for path in whole.iterdir():
+        assert path.read_bytes() == (parts / path.name).read_bytes()
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        store(model, texts, tmp_path / "sizes", **small)
+    store(model, texts, tmp_path / "sizes", top_k=4, part_targets=70)
+    assert len(StoredTeacher(tmp_path / "sizes")) == len(StoredTeacher(whole))
+
+
 def test_training_from_files(texts, model, tmp_path):
     stored = tmp_path / "stored"
     store(model, texts, stored, top_k=8)
@@ -186,10 +224,38 @@ def test_what_is_refused(texts, model, tmp_path):
         task_of(other).stored_teacher(str(out))
     with pytest.raises(DataError, match="no prepared data here; `labo teacher` makes it"):
         StoredTeacher(tmp_path / "nothing")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(RequestError, match=r"cannot write .*/y: .*file is a file, not a folder"):
+        store(model, texts, file / "y", top_k=2)
     part = out / "part-00000.arrow"
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(DataError, match="damaged"):
         StoredTeacher(out)
+
+
+def test_what_is_read_or_made_by_another_command_is_kept(texts, model, tmp_path):
+    """--force replaces only what labo teacher made, and nothing that the command reads."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(texts, data)
+    shutil.copytree(model, run / "best")
+    for out, where in (
+        (data, "is the input .*data"),
+        (tmp_path, "contains the input .*data"),
+        (data / "stored", "is inside the input .*data"),
+        (run, "contains the input .*best"),
+        (run / "best/stored", "is inside the input .*best"),
+    ):
+        with pytest.raises(RequestError, match=f"{where}: choose another folder to write"):
+            store(run, data, out, top_k=2, force=True)
+    other = prepare(tmp_path / "other", "text")
+    with pytest.raises(RequestError, match="other exists and was not made by `labo teacher`"):
+        store(run, data, other, top_k=2, force=True)
+    for folder in (data, other):
+        assert PreparedDocuments(folder).fingerprint
+    store(run, data, run / "stored", top_k=2)
+    store(run, data, run / "stored", top_k=3, force=True)
+    assert StoredTeacher(run / "stored").top_k == 3
 
 
 def test_the_method_is_for_language_models():

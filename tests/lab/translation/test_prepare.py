@@ -813,6 +813,44 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(corpus, tmp_path, plai
 
 
 @pytest.mark.parametrize(
+    "manifest", ['{"format": 2, "task": "language_modeling"}', '{"format": 2,', '{"name": "mine"}']
+)
+def test_force_replaces_nothing_that_another_command_made(corpus, tmp_path, manifest):
+    out = tmp_path / "out"
+    write(out / "prepared.json", manifest)
+    before = digests(out)
+    with refused("out exists and was not made by `labo prepare`: choose another", RequestError):
+        prepare.prepare(ask(corpus), out, force=True)
+    assert digests(out) == before
+
+
+def test_an_existing_folder_that_is_read_is_not_written(plain, tmp_path, capsys):
+    """Text, subwords and the list of inputs in the folder that --force would replace."""
+    out = tmp_path / "out"
+    shutil.copytree(plain.path, out)
+    write_corpus(out / "raw")
+    dataset = datasets.Dataset.from_dict({"de": ["a"], "en": ["b"]})
+    dataset.save_to_disk(tmp_path / "rows")
+    write(out / "codes", "#version: 0.2\na b\n")
+    write(out / "inputs.yaml", f"de-en:\n  train: {out}/raw/train\n")
+    before = digests(tmp_path)
+    outside = write_corpus(tmp_path.parent / f"{tmp_path.name}-raw")
+    codes = {"vocabulary": None, "codes": str(out / "codes"), "text": {"tokenized": True}}
+    for options, folder, message in (
+        (ask(out / "raw"), out, "out contains the input .*out/raw/train.de: choose another"),
+        (ask(outside, **codes), out, "out contains the input .*out/codes"),
+        (ask(outside, train=[str(tmp_path / "rows")]), tmp_path / "rows/x", "is inside the input"),
+    ):
+        with refused(message, RequestError):
+            prepare.prepare(options, folder, force=True)
+    arguments = ["prepare", str(out), "--inputs", str(out / "inputs.yaml"), "--force"]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "out contains the input" in capsys.readouterr().err
+    assert digests(tmp_path) == before
+
+
+@pytest.mark.parametrize(
     ("train", "settings", "message"),
     [
         ([("", "a"), ("b", "")], {}, "the train split is empty: dropped 2 empty"),

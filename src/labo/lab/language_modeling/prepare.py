@@ -28,11 +28,11 @@ from ..errors import DataError, LabError
 from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
 from ..text.arrow import ArrowFile, read_batches
-from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.folder import SPLITS, building, check_apart, check_free, save_tokenizer, seal
 from ..text.pretrained_tokenizer import pretrained_tokenizer
 from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
 from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
-from .prepared import IGNORED, TASK, PreparedDocuments, schema
+from .prepared import IGNORED, MAKER, TASK, PreparedDocuments, schema
 from .tokenizers import (
     begin_token,
     chat_renderer,
@@ -69,9 +69,11 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
 
     Raises:
         DataError: the files are missing or damaged, or nothing of them is left.
-        RequestError: ``out`` exists, or the tokenizer cannot be used.
+        RequestError: ``out`` exists or is an input, or the tokenizer cannot be used.
     """
-    check_free(Path(out), force)
+    given = [*options.train, *options.valid, *options.test]
+    check_apart(out, [*given, *filter(None, [options.tokenizer])])
+    check_free(Path(out), MAKER, force)
     inputs = {
         split: find_inputs(getattr(options, split)) for split in SPLITS if getattr(options, split)
     }
@@ -117,9 +119,9 @@ def prepare_documents(
     Returns:
         What is now in ``out``.
     """
-    out = check_free(Path(out), force)
+    out = check_free(Path(out), MAKER, force)
     try:
-        with building(out, force) as folder, ProgressBars() as bars:
+        with building(out, MAKER, force) as folder, ProgressBars() as bars:
             work = _Preparation(folder, options, bars)
             work.read(splits)
             work.write_splits(tokenizer or work.learn_tokenizer(), learned=tokenizer is None)

@@ -19,14 +19,15 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
 from ..text.arrow import read_table
-from ..text.folder import SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
+from ..text.folder import SPLITS, Count, FolderManifest, Maker, load_tokenizer, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["IGNORED", "TASK", "DocumentSplit", "PreparedDocuments", "schema"]
+__all__ = ["IGNORED", "MAKER", "TASK", "DocumentSplit", "PreparedDocuments", "schema"]
 
 TASK = "language_modeling"
+MAKER = Maker("labo prepare-text", TASK)
 IGNORED = -100  # the label of a token that is given, not learned
 
 _ALWAYS_THERE = (
@@ -165,7 +166,7 @@ class PreparedDocuments:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        checked = read_manifest(self.path, _TextManifest, "labo prepare-text", _ALWAYS_THERE, TASK)
+        checked = read_manifest(self.path, _TextManifest, MAKER, _ALWAYS_THERE)
         self.manifest: dict[str, Any] = checked.model_dump()
         self.fingerprint = checked.content_fingerprint
         self.kind: str = checked.kind

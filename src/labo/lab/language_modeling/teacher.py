@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import LabError, RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json
+from ..text.folder import check_apart
 from ..text.forced import blocks
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
@@ -62,10 +63,11 @@ def store(
         What was written: targets, bytes, and seconds of this call.
 
     Raises:
-        RequestError: the model and the data do not fit, or the folder exists.
+        RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
-    documents = PreparedDocuments(data)
     folder = _model_folder(Path(model))
+    check_apart(out, [data, folder])
+    documents = PreparedDocuments(data)
     tokenizer = pretrained_tokenizer(str(folder))
     vocabulary = vocabulary_digest(documents.tokenizer)
     if vocabulary_digest(tokenizer) != vocabulary:
@@ -93,12 +95,15 @@ def store(
     )
     split, started = documents.split("train"), time.monotonic()
     reader = _Reader(language_model, split, top_k, len(tokenizer), block)
-    with StoredWriter(out, settings, force=force) as writer:
-        for first, last in _ranges(split, part_targets)[writer.parts :]:
-            writer.add(reader.documents(first, last))
-        writer.finish({"teacher": Path(model).name})
+    try:
+        with StoredWriter(out, settings, force=force) as writer:
+            for first, last in _ranges(split, writer.samples, part_targets):
+                writer.add(reader.documents(first, last))
+            writer.finish({"teacher": Path(model).name})
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
     stored = StoredTeacher(out)
-    size = sum(path.stat().st_size for path in out.glob("*.arrow"))
+    size = sum(path.stat().st_size for path in stored.path.glob("*.arrow"))
     seconds = time.monotonic() - started
     return {"targets": stored.about.targets, "bytes": size, "seconds": seconds}
 
@@ -116,10 +121,10 @@ def _model_folder(model: Path) -> Path:
     return found[0]
 
 
-def _ranges(split: DocumentSplit, part_targets: int) -> list[tuple[int, int]]:
-    """First and last document of each part; depends on the lengths alone."""
+def _ranges(split: DocumentSplit, first: int, part_targets: int) -> list[tuple[int, int]]:
+    """First and last document of each part from ``first`` on; depends on the lengths alone."""
     ends = np.cumsum(np.maximum(split.lengths - 1, 0))
-    ranges, first = [], 0
+    ranges = []
     while first < len(split):
         before = int(ends[first - 1]) if first else 0
         last = int(np.searchsorted(ends, before + part_targets, side="right"))

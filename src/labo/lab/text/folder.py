@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -42,6 +42,13 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 """How often something occurs: fits into int64."""
 MANIFEST = "prepared.json"
 SPLITS = ("train", "valid", "test")
+
+
+class Maker(NamedTuple):
+    """A command that makes folders, and what their manifests say they are for; may be nothing."""
+
+    command: str
+    task: str | None
 
 
 class FolderManifest(Document):
@@ -84,20 +91,49 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     write_json(path, config)
 
 
-def check_free(out: Path, force: bool) -> Path:
-    """The absolute path of a folder that may be made; links are followed."""
+def check_apart(out: str | Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse to write a folder that is read, contains what is read, or is inside of it."""
+    out = Path(out).expanduser().resolve()
+    for given in inputs:
+        path = Path(given).expanduser().resolve()
+        if path.exists() and (out == path or out in path.parents or path in out.parents):
+            where = "is" if out == path else "contains" if out in path.parents else "is inside"
+            raise RequestError(f"{out} {where} the input {given}: choose another folder to write")
+
+
+def check_free(out: Path, maker: Maker, force: bool) -> Path:
+    """The absolute path of a folder that may be made; links are followed.
+
+    ``force`` replaces a folder of the same maker, never another one.
+    """
     out = out.expanduser().resolve()
+    above = next(parent for parent in out.parents if parent.exists())
+    if not above.is_dir():
+        raise RequestError(f"cannot write {out}: {above} is a file, not a folder")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return out
     if not (out / MANIFEST).is_file():
         raise RequestError(f"{out} exists and holds no prepared data: choose another folder")
+    if not _was_made_by(maker, out):
+        raise RequestError(
+            f"{out} exists and was not made by `{maker.command}`: choose another folder"
+        )
     if not force:
         raise RequestError(f"{out} exists; --force replaces it")
     return out
 
 
+def _was_made_by(maker: Maker, folder: Path) -> bool:
+    """Whether the manifest says so; the files may be damaged."""
+    try:
+        document = read_json(folder / MANIFEST, Document).model_dump()
+    except RequestError:
+        return False
+    return "format" in document and document.get("task") == maker.task
+
+
 @contextmanager
-def building(out: Path, force: bool) -> Iterator[Path]:
+def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
     """An empty folder that becomes ``out`` if nothing fails.
 
     A process that wants to build the same folder waits here. What a killed process left is removed.
@@ -107,7 +143,7 @@ def building(out: Path, force: bool) -> Iterator[Path]:
     with locked(out.with_name(f".{out.name}.lock"), out, wait=True):
         if old.is_dir() and not out.exists():
             os.replace(old, out)  # a replacement that was killed between two renames
-        check_free(out, force)
+        check_free(out, maker, force)
         for leftover in (folder, old):
             shutil.rmtree(leftover, ignore_errors=True)
         folder.mkdir()
@@ -131,22 +167,20 @@ def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------ reading
 
 
-def read_manifest(
-    folder: Path, model: type[_M], command: str, needed: Sequence[str], task: str | None = None
-) -> _M:
+def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[str]) -> _M:
     """The manifest of a folder, all of whose files are verified.
 
     Args:
         folder: the folder.
         model: what the manifest must hold.
-        command: what makes such a folder.
+        maker: what makes such a folder.
         needed: files that the manifest must list.
-        task: what the folder must be prepared for, as the manifest says; it may say nothing.
 
     Raises:
         DataError: it is no such folder, or an unfinished or damaged one.
     """
     path = folder / MANIFEST
+    command, task = maker
     again = f"run `{command}` again"
     if not folder.exists() and replaced(folder).is_dir():
         os.replace(replaced(folder), folder)  # a replacement that was killed between two renames

@@ -22,12 +22,22 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import DataError, RequestError
-from ..run.files import Document, put_in_place, read_json, replace_folder, temporary, write_json
+from ..run.checksums import DamagedError, verify
+from ..run.files import (
+    Document,
+    put_in_place,
+    read_json,
+    replace_folder,
+    sha256,
+    temporary,
+    write_json,
+)
 from ..run.lock import locked
-from .folder import FolderManifest, check_free, read_manifest, seal
+from ..run.progress import notice
+from .folder import FolderManifest, Maker, check_free, read_manifest, seal
 
 TASK = "stored_teacher"
-COMMAND = "labo teacher"
+MAKER = Maker("labo teacher", TASK)
 _PROGRESS = "progress.json"
 _BATCH_TARGETS = 2048  # of a record batch, at most; a sample is never divided
 _BATCHES_IN_MEMORY = 32
@@ -63,10 +73,17 @@ class _Manifest(FolderManifest, StoredSettings):
     parts: list[list[int]]
 
 
+class _Part(Document):
+    """A part that is complete: its targets, the samples of its record batches, its checksum."""
+
+    targets: int
+    batches: list[int]
+    sha256: str
+
+
 class _Progress(Document):
     settings: StoredSettings
-    targets: int
-    parts: list[list[int]]
+    parts: list[_Part]
 
 
 # ------------------------------------------------------------------ writing
@@ -81,59 +98,67 @@ class StoredWriter:
         force: replace a finished folder.
 
     Attributes:
-        parts: how many parts are complete.
+        samples: how many samples the complete parts have.
     """
 
     def __init__(self, out: Path, settings: StoredSettings, *, force: bool = False) -> None:
-        self.out = check_free(out, force)
+        self.out = check_free(out, MAKER, force)
         self.settings = settings
         self.folder = self.out.with_name(f".{self.out.name}.unfinished")
         self._force = force
         self._stack = ExitStack()
-        self._parts: list[list[int]] = []
-        self._targets = 0
+        self._parts: list[_Part] = []
 
     @property
-    def parts(self) -> int:
-        return len(self._parts)
+    def samples(self) -> int:
+        return sum(sum(part.batches) for part in self._parts)
 
     def __enter__(self) -> StoredWriter:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         lock = self.out.with_name(f".{self.out.name}.lock")
         self._stack.enter_context(locked(lock, self.out, wait=True))
-        check_free(self.out, self._force)
-        progress = self._progress()
-        if progress is None:
+        check_free(self.out, MAKER, self._force)
+        self._parts = self._complete()
+        if not self._parts:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
-            self._save()
-        else:
-            self._parts, self._targets = progress.parts, progress.targets
+        self.folder.mkdir(exist_ok=True)
+        kept = {_PROGRESS, *map(_part, range(len(self._parts)))}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        self._save()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _progress(self) -> _Progress | None:
-        """What is complete of the same work, if it was begun."""
+    def _complete(self) -> list[_Part]:
+        """The parts of the same work that are complete, up to the first that is damaged."""
         try:
             found = read_json(self.folder / _PROGRESS, _Progress)
         except RequestError:
-            return None
-        return found if found.settings == self.settings else None
+            return []
+        intact: list[_Part] = []
+        try:
+            for part in found.parts if found.settings == self.settings else []:
+                verify(self.folder, {_part(len(intact)): part.sha256})
+                intact.append(part)
+        except DamagedError as error:
+            notice(f"{error}; it and all after it are made again")
+        return intact
 
     def _save(self) -> None:
-        settings = self.settings.model_dump()
-        found = {"settings": settings, "targets": self._targets, "parts": self._parts}
-        write_json(self.folder / _PROGRESS, found)
+        progress = _Progress(settings=self.settings, parts=self._parts)
+        write_json(self.folder / _PROGRESS, progress.model_dump())
 
     def add(self, samples: Iterable[Rows]) -> None:
         """Write the next part: for each sample (n, k) indices and log-probabilities."""
-        path = self.folder / _part(self.parts)
+        path = self.folder / _part(len(self._parts))
         kind = pa.float16() if self.settings.precision == "float16" else pa.float32()
         columns = [("indices", pa.list_(pa.int32())), ("log_probabilities", pa.list_(kind))]
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         batches: list[int] = []
+        targets = 0
         with (
             pa.OSFile(str(temporary(path)), "wb") as file,
             pa.ipc.new_file(file, pa.schema(columns), options=options) as writer,
@@ -145,16 +170,19 @@ class StoredWriter:
                 ]
                 writer.write_batch(pa.record_batch(lists, schema=pa.schema(columns)))
                 batches.append(len(rows))
-                self._targets += sum(len(indices) for indices, _ in rows)
+                targets += sum(len(indices) for indices, _ in rows)
         put_in_place(path)
-        self._parts.append(batches)
+        self._parts.append(_Part(targets=targets, batches=batches, sha256=sha256(path)))
         self._save()
 
     def finish(self, about: Mapping[str, Any]) -> None:
         """Write the manifest and put the folder in its place."""
         (self.folder / _PROGRESS).unlink()
-        known = {**self.settings.model_dump(), "targets": self._targets, "parts": self._parts}
-        seal(self.folder, {"task": TASK, **known, **about})
+        counts = {
+            "targets": sum(part.targets for part in self._parts),
+            "parts": [part.batches for part in self._parts],
+        }
+        seal(self.folder, {"task": TASK, **self.settings.model_dump(), **counts, **about})
         replace_folder(self.folder, self.out)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -199,7 +227,7 @@ class StoredTeacher:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.about = read_manifest(self.path, _Manifest, COMMAND, (), TASK)
+        self.about = read_manifest(self.path, _Manifest, MAKER, ())
         counts = [(p, b, n) for p, part in enumerate(self.about.parts) for b, n in enumerate(part)]
         self._batches = [(part, batch) for part, batch, _ in counts]
         self._starts = np.cumsum([0, *(number for _, _, number in counts)])
@@ -217,8 +245,8 @@ class StoredTeacher:
         """Refuse a folder that was made for other data."""
         if (self.about.data, len(self)) != (data, samples):
             raise RequestError(
-                f"method.stored: {self.path} was made for other data: run `{COMMAND}` with the "
-                "prepared data of this training"
+                f"method.stored: {self.path} was made for other data: run "
+                f"`{MAKER.command}` with the prepared data of this training"
             )
         if self.about.vocabulary != vocabulary:
             raise RequestError(f"method.stored: {self.path} was made with a different vocabulary")

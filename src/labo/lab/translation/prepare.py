@@ -32,7 +32,7 @@ from ..errors import DataError, LabError
 from ..run.files import sha256, write_text
 from ..run.progress import ProgressBars
 from ..text.arrow import ArrowFile, read_batches
-from ..text.folder import SPLITS, building, check_free, save_tokenizer, seal
+from ..text.folder import SPLITS, building, check_apart, check_free, save_tokenizer, seal
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from ..text.subwords import (
@@ -61,7 +61,7 @@ from .guard import (
 )
 from .options import DROPPED, PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
-from .prepared import Pair, Prepared, read_split, schema
+from .prepared import MAKER, Pair, Prepared, read_split, schema
 from .text import languages_without_moses_rules
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ def prepare(
 
     Raises:
         DataError: the files are missing, damaged or not aligned, or nothing of them is left.
-        RequestError: ``out`` exists, and is something else or ``force`` is False.
+        RequestError: ``out`` is an input, or exists and is something else or ``force`` is False.
     """
-    out = check_free(Path(out), force)
+    out = check_free(Path(out), MAKER, force)
     pairs = parse_pairs(options.pair, options.tag)
     texts = {
         split: [
@@ -116,6 +116,10 @@ def prepare(
         for split in SPLITS
         if getattr(options, split)
     }
+    for split, by_pair in texts.items():
+        for pair, parts in zip(pairs, by_pair, strict=True):
+            check_apart(out, options.inputs(split, pair))  # folders
+            check_apart(out, (file for part in parts for file in part.files))
     # Everything is read once before any work, so that errors are found at once.
     with ProgressBars() as bars:
         sizes, inputs, notes = _survey(texts, options, bars)
@@ -225,7 +229,9 @@ def prepare_pairs(
     Returns:
         The prepared data.
     """
-    out = check_free(Path(out), force)
+    out = check_free(Path(out), MAKER, force)
+    read = [processing.codes, processing.sentencepiece, processing.tokenizer]
+    check_apart(out, filter(None, read))
     if processing.codes is not None:
         read_codes(Path(processing.codes).expanduser(), list)  # refuse a wrong file at once
     if processing.sentencepiece is not None:
@@ -235,7 +241,7 @@ def prepare_pairs(
         given = folder_tokenizers(processing.tokenizer)
         pairs = frame_pairs(pairs, processing.tokenizer, *given, processing.prefix)
     try:
-        with building(out, force) as folder, ProgressBars() as bars:
+        with building(out, MAKER, force) as folder, ProgressBars() as bars:
             work = _Work(folder, list(pairs), processing, bars, list(notes), given)
             work.clean(splits, sizes or {}, workers)
             work.write_splits(*(given or work.learn_subwords()))

@@ -22,17 +22,26 @@ from pydantic import Field, NonNegativeInt
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
 from ..text.arrow import flat_lists, read_table
-from ..text.folder import MANIFEST, SPLITS, Count, FolderManifest, load_tokenizer, read_manifest
+from ..text.folder import (
+    MANIFEST,
+    SPLITS,
+    Count,
+    FolderManifest,
+    Maker,
+    load_tokenizer,
+    read_manifest,
+)
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_size
 from .text import TextOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Frame", "Pair", "PairEntry", "Prepared", "TextSplit", "read_split", "schema"]
+__all__ = ["MAKER", "Frame", "Pair", "PairEntry", "Prepared", "TextSplit", "read_split", "schema"]
 
 Side = Literal["source", "target"]
 
+MAKER = Maker("labo prepare", None)
 _ALWAYS_THERE = (
     *(f"{split}.arrow" for split in SPLITS),
     "frequencies.json",
@@ -210,7 +219,7 @@ class Prepared:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        checked = read_manifest(self.path, _PairManifest, "labo prepare", _ALWAYS_THERE)
+        checked = read_manifest(self.path, _PairManifest, MAKER, _ALWAYS_THERE)
         self._vocabulary = checked.vocabulary
         self.manifest: dict[str, Any] = checked.model_dump()
         self.fingerprint = checked.content_fingerprint
