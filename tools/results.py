@@ -214,11 +214,11 @@ def study(name: str) -> ReportGroup:
 
 
 def _member(record: Record) -> Member:
-    """A run as it is known from its row."""
+    """A run as it is known from its row. An option that is off may be newer than other rows."""
     recipe: dict[str, Any] = {
         "task": record["task"],
         "seed": int(record["seed"]),
-        "method": {"name": record["method"], **_values(record.get("hyper", ""))},
+        "method": {"name": record["method"], **_set(_values(record.get("hyper", "")))},
         "data": {"name": record["data"].split("@")[0]},
         "model": {"name": record.get("model")},
     }
@@ -421,8 +421,12 @@ def selection(name: str) -> str:
     column, sign = kind.headline, 1 if kind.higher_is_better else -1
     lines = [f"| method | setting | runs | validation {column.heading} |\n|---|---|---|---|\n"]
     for method, points in _points(records).items():
+        # Older rows may lack a newer option.
+        every = dict.fromkeys(key for point, _ in points for key in point)
         varied = [
-            key for key in points[0][0] if len({str(point.get(key)) for point, _ in points}) > 1
+            key
+            for key in every
+            if len({str(point[key]) for point, _ in points if key in point}) > 1
         ]
         means = [
             sum(float(record[f"valid_{column.key}"]) for record in runs) / len(runs)
@@ -430,7 +434,7 @@ def selection(name: str) -> str:
         ]
         best = max(means, key=lambda mean: sign * mean)
         for (point, runs), mean in zip(points, means, strict=True):
-            text = _pairs({key: point.get(key) for key in varied})
+            text = _pairs({key: point[key] for key in varied if key in point})
             shown = column.shown(mean)
             shown = f"**{shown}**" if mean == best else shown
             lines.append(

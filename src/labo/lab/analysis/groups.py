@@ -203,7 +203,10 @@ def _labels(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
         short += ["method.teacher.name"] if "method.teacher.name" in keys else []
         if len({_text([_at(other, key) for key in short]) for other in namesakes}) < len(namesakes):
             short = keys
-        labels.append(" ".join([name, *(f"{_short(key)}={_at(recipe, key)}" for key in short)]))
+        # A key that is null or missing, as in the runs of an older version, says nothing.
+        values = {_short(key): _at(recipe, key) for key in short}
+        shown = (f"{key}={value}" for key, value in values.items() if value is not None)
+        labels.append(" ".join([name, *shown]))
     return labels
 
 
