@@ -237,7 +237,8 @@ def _member(record: Record) -> Member:
         if split in ("valid", "test"):
             results.setdefault(split, {})[metric] = float(value)
     label = " ".join(record.get(key, "") for key in ("method", "hyper", "settings")).strip()
-    run = Run(Path(f"{label} s{record['seed']}"), State("finished"), recipe, results=results)
+    name = f"{label[:100]} s{record['seed']}"  # its records are looked for: no longer than a file's
+    run = Run(Path(name), State("finished"), recipe, results=results)
     return Member(run, _analysis(record))
 
 
