@@ -25,6 +25,7 @@ from labo.lab.errors import RequestError
 from labo.lab.report import write_report
 from labo.lab.report.charts import Axis, ChartRow, Line, dot_chart, line_chart, sheet, ticks
 from labo.lab.report.embed import explorer_data
+from labo.lab.report.figures import cut
 from labo.lab.report.gather import make_groups, read_runs
 from labo.lab.report.palette import COLOURS, Style, styles
 from labo.lab.report.summary import judged, summary_figure, verdict
@@ -580,3 +581,10 @@ def test_a_sheet_is_a_file_of_its_own_in_the_light_colours():
     assert light in text
     assert dark not in text
     assert "light-dark" not in text
+
+
+def test_long_labels_keep_the_words_in_which_variants_differ():
+    labels = [f"labo alpha=adaptive tau=1.25 optim.lr={lr}" for lr in (0.1, 0.2)]
+    assert [cut(label) for label in labels] == ["labo … optim.lr=0.1", "labo … optim.lr=0.2"]
+    assert cut("cs-kd") == "cs-kd"
+    assert cut("x" * 40) == "x" * 23 + "…"

@@ -425,8 +425,18 @@ def label_figure(member: Member, name: str, class_name: Callable[[str], str]) ->
 
 
 def cut(label: str) -> str:
-    """A label for a row of a chart, shortened if it is long."""
-    return label if len(label) <= _LONGEST_ROW else label[: _LONGEST_ROW - 1] + "…"
+    """A label for a row of a chart, shortened if it is long.
+
+    The last words are kept if they fit: variants of a method begin alike.
+    """
+    if len(label) <= _LONGEST_ROW:
+        return label
+    first, *others = label.split()
+    for start in range(1, len(others)):
+        short = " ".join([first, "…", *others[start:]])
+        if len(short) <= _LONGEST_ROW:
+            return short
+    return label[: _LONGEST_ROW - 1] + "…"
 
 
 def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:
