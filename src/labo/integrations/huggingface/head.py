@@ -374,7 +374,7 @@ def _teacher_head(teacher: nn.Module, inputs: dict[str, Any], device: torch.devi
 
     def end(hidden: Tensor, _: Tensor) -> TeacherHead:
         found = output_layer(base, head).as_teacher(hidden)
-        if not gathered:
+        if not gathered or not isinstance(found.weight, Tensor):  # a quantized one is whole
             return found
         # FSDP and ZeRO-3 free the weight after this call, and the student's loss needs it later.
         bias = None if found.bias is None else found.bias.clone()
