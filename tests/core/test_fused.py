@@ -568,6 +568,24 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run.returncode == 0
 
 
+@pytest.mark.skipif(native.unavailable() is not None, reason="the C kernel is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_in_memory_without_pages(dtype):
+    """Its pages come in pieces. Values are those of touched memory; nothing else changes."""
+    logits, target = sample(700, 5003, dtype=dtype)
+    target[:3] = -100
+    around = torch.zeros(700, 5100, dtype=dtype)  # calloc: no page is touched
+    out = around[:, 40:5043]
+    found = native.rows(logits, target, RowSpec(3, tau=1.25, rho=0.5), factor=0.5, out=out)
+    touched = logits.clone()
+    values, grad = native.rows(
+        touched, target, RowSpec(3, tau=1.25, rho=0.5), factor=0.5, out=touched
+    )
+    assert torch.equal(found[0], values)
+    assert torch.equal(out, grad)
+    assert around[:, :40].count_nonzero() == around[:, 5043:].count_nonzero() == 0
+
+
 # ------------------------------------------------------------------ torch.compile
 
 
