@@ -575,7 +575,7 @@ def linear_loss(
         total = denominator(head.input.dtype, labels, classes, active.ignore_index, active.weight)
     weights = _check_token_weight(token_weight, input, labels, active.ignore_index)
     if weights is not None:
-        total = _weighted_total(weights, labels, active.ignore_index, active.weight)
+        total = weighted_total(weights, labels, active.ignore_index, active.weight)
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
     copies = _AUTOGRAD_COPIES if isinstance(rows, _AutogradLoss) else 1
     copies += isinstance(rows, _TaughtRows)
@@ -653,7 +653,7 @@ def _check_token_weight(
     return weights if target.is_floating_point() else weights.masked_fill(target == ignore_index, 0)
 
 
-def _weighted_total(
+def weighted_total(
     token_weight: Tensor, target: Tensor, ignore_index: int, class_weight: Tensor | None
 ) -> float | Tensor:
     """What a mean divides by with token weights; inf if that would be 0."""
@@ -1054,7 +1054,7 @@ def sharded_linear_loss(
     total = rows.divisor()
     weights = _check_token_weight(token_weight, input, labels, member.ignore_index)
     if weights is not None:
-        total = _weighted_total(weights, labels, member.ignore_index, weight)
+        total = weighted_total(weights, labels, member.ignore_index, weight)
     mean = Mean(total if reduction == "mean" else 1.0, weights)
     # The chunks must be the same on all processes, because each of them communicates.
     copies = 1 + (softcap is not None)

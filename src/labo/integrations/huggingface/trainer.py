@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ...fused.chunks import Mean
-from ...fused.linear import _weighted_total
+from ...fused.linear import weighted_total
 from ...fused.metrics import loss_metrics
 from ...losses import CrossEntropyLoss, _Loss
 from . import sft
@@ -269,7 +269,7 @@ class _LogitLoss:
         weights = token_weight.reshape(-1).to(values.dtype)
         if items is not None:
             return over(Mean(1.0, weights).reduce(values), target, items)
-        return Mean(_weighted_total(weights, target, IGNORED, loss.weight), weights).reduce(values)
+        return Mean(weighted_total(weights, target, IGNORED, loss.weight), weights).reduce(values)
 
     def _extra(self, loss: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
         """What the loss takes besides logits and target."""
