@@ -97,7 +97,6 @@ def rowwise(smoke: bool) -> list[Row]:
     n, v = (8, 512) if smoke else (2048, 32768)
     times = race(contenders.rowwise_losses(n, v), 1 if smoke else 5)
     pairs = [(name, "torch LS", 0.50) for name in contenders.ROWWISE]
-    pairs += [(name, "torch LS", 0.60) for name in contenders.UNFUSED]
     rows = _compare(f"loss, N={n} V={v}", times, pairs)
     times = race(contenders.teacher_losses(n, v), 1 if smoke else 3)
     names = [name for name in times if f"plain {name}" in times]

@@ -147,6 +147,8 @@ LOSS_CASES = [
         worked=0.261591,
     ),
     LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
+    LossCase("ger-low", F.generalized_entropy_loss, {"alpha": 0.01}),
+    LossCase("ger-high", F.generalized_entropy_loss, {"alpha": 0.99}),
     LossCase("ger-cp", F.generalized_entropy_loss, {"alpha": 0.0}),
     LossCase("ger-ls", F.generalized_entropy_loss, {"alpha": 1.0}),
     LossCase("ger-euclidean", F.generalized_entropy_loss, {"generator": "euclidean"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import inspect
 import math
 
@@ -14,11 +15,12 @@ from torch import Tensor
 import labo
 from conftest import LOSS_CASES, LossCase, triton_for_native
 from labo import functional as F
+from labo._rows import largest
 from labo.fused import algebra, dispatch, native
 from labo.fused.algebra import FormulaSpec
 
 # Losses with these options are left to the reference.
-REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied", "eaft-top", "ger"}
+REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied"}
 CASES = [
     case
     for case in LOSS_CASES
@@ -279,16 +281,48 @@ def test_rows_do_not_depend_on_their_neighbours_or_threads(name):
         assert torch.equal(grad.double(), slope[row : row + 1])
 
 
+@each_backend
+@pytest.mark.parametrize("alpha", [1e-25, 1e-9, 0.3, 0.7, 1 - 1e-9])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_generalized_entropy_near_its_ends(alpha, scale, impl):
+    """D = KL(U || m) / alpha + KL(p || m) / (1 - alpha), in numbers of 40 digits."""
+    decimal.getcontext().prec = 40
+    logits = scale * torch.tensor([[1.5, 0.25, -1.0, 0.5, -2.0]])
+    z, a = [decimal.Decimal(x) for x in logits[0].tolist()], decimal.Decimal(alpha)
+    p = [(x - z[0]).exp() for x in z]
+    p = [x / sum(p) for x in p]
+    u = decimal.Decimal(1) / len(p)
+    m = [(1 - a) * u + a * x for x in p]
+    of_u = sum(u * (u / x).ln() for x in m) / a
+    of_p = sum(x * (x / y).ln() for x, y in zip(p, m, strict=True)) / (1 - a)
+    exact = float(-p[0].ln() + decimal.Decimal("0.7") * (of_u + of_p))
+    found = F.generalized_entropy_loss(logits, torch.tensor([0]), alpha=alpha, impl=impl)
+    assert float(found) == pytest.approx(exact, rel=1e-6)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 2000),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 1 << 16),
+)
+def test_largest_logits(classes, k, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(3, classes, generator=generator)).round().to(dtype)  # with ties
+    logits[1, : classes // 2] = -math.inf
+    wanted = logits.sort(1, descending=True).values[:, :k]
+    assert torch.equal(largest(logits, k), wanted)
+    twice = torch.stack([logits, logits], 2)[..., 0]  # strided
+    assert torch.equal(largest(twice, k), wanted)
+
+
 def test_what_is_fused():
     """Losses with ``impl`` are fused by default, and refuse options that are not."""
     logits, target = torch.randn(3, 9, requires_grad=True), torch.tensor([0, 1, 2])
     assert type(F.focal_loss(logits, target).grad_fn).__name__ == "_GradientWithValueBackward"
-    for call in (
-        lambda: F.eaft_loss(logits, target, top_k=2, impl="native"),
-        lambda: F.generalized_entropy_loss(logits, target, alpha=0.5, impl="native"),
-    ):
-        with pytest.raises(ValueError, match="this option of the loss"):
-            call()
+    with pytest.raises(ValueError, match="this option of the loss"):
+        F.generalized_entropy_loss(logits, target, prior=torch.ones(9) / 9, impl="native")
     # the plain formula can be differentiated twice
     value = F.focal_loss(logits, target, impl="reference")
     (slope,) = torch.autograd.grad(value, logits, create_graph=True)

@@ -34,6 +34,7 @@ FORMULA_LOSSES = {
     "ls-fairseq": lambda k, **shared: labo.LabelSmoothingLoss(convention="fairseq", **shared),
     "cp": lambda k, **shared: labo.ConfidencePenaltyLoss(beta=0.5, **shared),
     "eaft": lambda k, **shared: labo.EAFTLoss(**shared),
+    "ger": lambda k, **shared: labo.GeneralizedEntropyLoss(**shared),
     "maxsup": lambda k, **shared: labo.MaxSuppressionLoss(lam=0.5, **shared),
     "tfreg": lambda k, **shared: labo.TFRegLoss(mode="paper", alpha=0.5, **shared),
     "mls": lambda k, **shared: labo.MaskedLabelSmoothingLoss(torch.arange(k) % 3 != 1, **shared),
@@ -375,6 +376,7 @@ def refused_case(world: World) -> None:
     refused("do not go with alpha_grad=True", labo.LABOLoss(alpha_grad=True), columns)
     refused("a loss that needs a margin below the", labo.MarginSmoothingLoss(), columns)
     refused("a loss that needs the norm or standard deviation", labo.LogitNormLoss(), columns)
+    refused("a loss that needs the largest logits", labo.EAFTLoss(top_k=2), columns)
     refused("do not go with class probabilities", labo.LABOLoss(), columns, soft)
     refused('do not go with impl="native"', labo.LABOLoss(impl="native"), columns)
     refused("do not go with inplace=True", labo.LABOLoss(inplace=True), columns)

@@ -87,10 +87,13 @@ class Processes:
         """What each process returns; fails with the traceback of the first that failed."""
         for tasks in self.tasks[:size]:
             tasks.put((function, size, args))
-        found = sorted(self.answers.get(timeout=_PATIENCE) for _ in range(size))
-        for rank, _, problem in found:
+        found = {}
+        for _ in range(size):
+            rank, result, problem = self.answers.get(timeout=_PATIENCE)
+            # At once: the others may wait for this process in vain.
             assert problem is None, f"process {rank}:\n{problem}"
-        return [result for _, result, _ in found]
+            found[rank] = result
+        return [found[rank] for rank in range(size)]
 
     def stop(self) -> None:
         for worker in self.workers:

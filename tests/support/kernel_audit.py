@@ -33,6 +33,7 @@ from labo.fused import kernels
 from labo.fused.algebra import (
     COEFFICIENTS,
     COUNT,
+    EMIX,
     FORMULAS,
     FROM_TEACHER,
     OTHERS,
@@ -44,6 +45,7 @@ from labo.fused.algebra import (
     WQU,
     Passes,
     R,
+    RowMixture,
     RowTau,
 )
 from labo.fused.spec import RowSpec, as_formula
@@ -96,12 +98,18 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, **shared)
     formula = as_formula(spec)
     plan = FORMULAS[formula.name].plan(formula.parameters, weighted)
-    if mode == 3:  # as much as a formula can ask for
+    mixture = RowMixture(*torch.ones(2, rows, dtype=torch.float64))
+    if mode == 2:  # more than a formula with a mixture asks for
+        plan = plan._replace(asked=plan.asked | COUNT | UE | EMIX)
+    if mode == 3:  # as much as any other formula can ask for
         every = COUNT | UE | R | UR | QU | QD | WQU | TOP | OTHERS
         row_tau = RowTau(*torch.ones(4, rows, dtype=torch.float64))
         plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0, 0.0, row_tau)
-    fixed = (logits, target, plan, weight, -100, logits.clone() if mode == 3 else None)
-    yield "formula sums", lambda: kernels.sums(*fixed)
+    rest = (weight, -100, logits.clone() if mode == 3 else None)
+    yield "formula sums", lambda: kernels.sums(logits, target, plan, *rest)
+    mixed = plan._replace(mixture=mixture)
+    yield "mixture sums", lambda: kernels.sums(logits, target, mixed, *rest)
+    fixed = (logits, target, mixed if mode == 2 else plan, *rest)
     coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
     out = torch.empty_like(logits)
     yield "formula gradient", lambda: kernels.gradient(*fixed, coefficients, out)

@@ -26,16 +26,17 @@ makes the value of a row of them, of u_y and of m, in float64 and in plain PyTor
 for the sums, by autograd, are the coefficients of the gradient, because the derivative of each sum
 for z_j is known (the maximum m is a constant in u, which changes no gradient):
 
-===============  =============
+===============  =====================
 sum              derivative
-===============  =============
+===============  =====================
 e                e_j
 u e              (1 + u_j) e_j
 r                r_j / tau
 u q              q_j
 (v - u) q / tau  -q_j / tau
 w u q            w_j q_j
-===============  =============
+emix             e_j log(1 + exp(-x_j))
+===============  =====================
 
 The backend writes the gradient, times a factor, in a second pass.
 
@@ -48,16 +49,27 @@ logits of the caller), and their entries are added to the 0 that is the gradient
 The maximum of the sums is then that of the other classes, while u_y, u_stored and ``top`` have the
 maximum of all classes; ``gap``, 0 or less, is the difference.
 
+A formula may also ask for the u of the k largest logits of a row, as constants.
+
+Some losses take the logs of a mixture m = (1 - a) U + a p with the uniform distribution U. For n
+classes and x = u + s, s = log(a n / ((1 - a) sum(e))), they are
+
+.. math:: \log m = \log \tfrac{1 - a}{n} + \log(1 + e^x) = \log p + \log a + \log(1 + e^{-x})
+
+The sums of log(1 + exp(x)), "mix", and of e log(1 + exp(-x)), "emix", take a second call, because s
+is known after the first one (:class:`RowMixture`). Both logs are held constant, as the masses are.
+
 Some losses divide the logits of a row by their norm or standard deviation s. In the sums that is a
 temperature tau s of the row, and another one for a teacher (:class:`RowTau`). The sums of u r and
 u q give the derivative for tau s, and the gradient gets a term that is linear in the logits.
 
 The two functions of a backend are
 
-- ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 13) float64, the columns as
-  :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0.
+- ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 15) float64, the columns as
+  :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0. With
+  ``plan.mixture`` only "mix" and "emix" are computed.
 - ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
-  (N, 12) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
+  (N, 13) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
   class has no entry. Ignored rows are 0.
 """
 
@@ -73,29 +85,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._rows import log_sum, times, wide
+from .._rows import entropy, largest, log_sum, times, wide
 from .._stored import completed, divergence, log_or_0, renormalized
 from .spread import DEVIATION, NORM, spread
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
-COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR = (1 << i for i in range(9))
+COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR, EMIX = (1 << i for i in range(10))
 _NAMES = {
     **{"count": COUNT, "ue": UE, "r": R, "qu": QU, "qd": QD, "wqu": WQU},
-    **{"top": TOP, "others": OTHERS},
+    **{"top": TOP, "others": OTHERS, "emix": EMIX},
 }
 
 # ``top`` and ``source_top`` are the largest logits of a row and of its teacher; ``top_at`` is the
 # first class that has it, if a formula asks for that; ``qd`` is the sum of (v - u) q / tau.
 SUMS = (
     *("top", "source_top", "top_at", "count", "e", "ue", "r"),
-    *("ur", "q", "qu", "qd", "wq", "wqu"),
+    *("ur", "q", "qu", "qd", "wq", "wqu", "mix", "emix"),
 )
-# The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q + from_one + from_u u,
-# except that at_target and at_top are the entries of the target and of the class top_at (-1 for
-# none). Masked classes have none of it.
+# The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q + from_one + from_u u
+# + from_emix e log(1 + exp(-x)), except that at_target and at_top are the entries of the target and
+# of the class top_at (-1 for none). Masked classes have none of it.
 COEFFICIENTS = (
     *("top", "source_top", "from_e", "from_ue", "from_r", "from_q"),
-    *("from_wq", "from_one", "from_u", "at_target", "top_at", "at_top"),
+    *("from_wq", "from_one", "from_u", "from_emix", "at_target", "top_at", "at_top"),
 )
 
 
@@ -111,6 +123,13 @@ class RowTau(NamedTuple):
     slope: Tensor
 
 
+class RowMixture(NamedTuple):
+    """The maximum of each row and s, by which x differs from u; (N,) float64."""
+
+    top: Tensor
+    shift: Tensor
+
+
 class Passes(NamedTuple):
     """What the two passes over the logits compute."""
 
@@ -119,6 +138,14 @@ class Passes(NamedTuple):
     tau: float = 1.0
     margin: float = 0.0
     row_tau: RowTau | None = None  # in place of tau
+    top_k: int = 0  # how many of the largest logits
+    odds: float = 0.0  # a / (1 - a), where a is the share of p in a mixture
+    mixture: RowMixture | None = None  # known after the first sums
+
+    def mixed(self, found: dict[str, Tensor], top: Tensor) -> Passes:
+        """With the mixture of rows whose first sums are known."""
+        shift = (self.odds * found["count"] / found["e"]).log()
+        return self._replace(mixture=RowMixture(top, shift))
 
 
 class FormulaSpec(NamedTuple):
@@ -133,13 +160,15 @@ class RowSums:
     """What a formula is made of: (N,) float64 tensors.
 
     Attributes:
-        e, ue, r, q, qu, qd, wq, wqu, count, top: see the module. Without class weights ``wq`` and
-            ``wqu`` are ``q`` and ``qu``. ``q``, ``wq``, ``count`` and ``top`` are constants.
+        e, ue, r, q, qu, qd, wq, wqu, mix, emix, count, top: see the module. Without class weights
+            ``wq`` and ``wqu`` are ``q`` and ``qu``. ``q``, ``wq``, ``mix``, ``count`` and ``top``
+            are constants.
         u_y, v_y, q_y, w_y: u, the teacher's v, q and the class weight of the target. u_y and v_y
             are -inf if it is masked. w_y is 1.0 without class weights.
         u_top: 0, with the gradient of the largest logit.
         u_stored, log_t: u and the teacher's log-probabilities of the stored classes, (N, k); -inf
             for padding, and u_stored also for masked classes.
+        u_largest: u of the largest logits, (N, k), in descending order; a constant.
         gap: with stored classes, the maximum of the others minus that of all classes.
         tau, source_tau: the temperatures of r and of a teacher: numbers, or those of each row.
         classes: K, a tensor without dimensions.
@@ -156,12 +185,15 @@ class RowSums:
     qd: Tensor
     wq: Tensor
     wqu: Tensor
+    mix: Tensor
+    emix: Tensor
     u_y: Tensor
     v_y: Tensor
     q_y: Tensor
     u_top: Tensor
     u_stored: Tensor
     log_t: Tensor
+    u_largest: Tensor
     gap: Tensor
 
     tau: float | Tensor
@@ -242,6 +274,7 @@ class Formula:
         masses: int,
         spread: str | None,
         stored: bool,
+        largest: bool,
     ) -> None:
         self.function = function
         self.name = function.__name__
@@ -249,7 +282,7 @@ class Formula:
         self.asked, self.weighted = (
             sum(_NAMES[name] for name in names.split()) for names in (asked, weighted)
         )
-        self.masses, self.spread, self.stored = masses, spread, stored
+        self.masses, self.spread, self.stored, self.largest = masses, spread, stored, largest
 
     def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
         return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
@@ -261,7 +294,10 @@ class Formula:
             asked |= UR | QU if asked & QD else UR
         uses_masses = asked & (QU | QD | WQU)
         masses = self.masses if uses_masses else NO_MASSES
-        return Passes(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
+        plan = Passes(asked, masses, named.get("tau", 1.0), named.get("margin", 0.0))
+        if asked & EMIX:
+            plan = plan._replace(odds=named["alpha"] / (1 - named["alpha"]))
+        return plan._replace(top_k=int(named["top_k"])) if self.largest else plan
 
 
 FORMULAS: dict[str, Formula] = {}
@@ -274,24 +310,29 @@ def formula(
     weighted: str | None = None,
     spread: str | None = None,
     stored: bool = False,
+    largest: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Formula]:
     """Register a formula.
 
-    Its parameters are numbers. One that is called ``tau`` or ``margin`` is that of r and q.
+    Its parameters are numbers. One that is called ``tau`` or ``margin`` is that of r and q. With
+    "emix" the one that is called ``alpha`` is the share of p in the mixture, and with ``largest``
+    the one that is called ``top_k`` tells how many.
 
     Args:
         asked: which of the sums "count", "ue", "r", "qu" and "qd" it uses, and "top" for u_top.
             The sum of q comes with those of its products. With "others" the target is in no sum.
+            "emix" comes with "mix" and needs "count".
         masses: where q comes from.
         weighted: the same as ``asked`` if there are class weights, also "wqu" (with it wq).
         spread: what the logits are divided by in r and in the masses of a teacher, if anything:
             ``NORM`` or ``DEVIATION``.
         stored: whether it takes stored classes, which are then in no sum.
+        largest: whether it takes the largest logits.
     """
 
     def register(function: Callable[..., Tensor]) -> Formula:
         with_weights = asked if weighted is None else weighted
-        made = Formula(function, asked, with_weights, masses, spread, stored)
+        made = Formula(function, asked, with_weights, masses, spread, stored, largest)
         FORMULAS[made.name] = made
         return made
 
@@ -349,9 +390,21 @@ def dft(row: RowSums) -> Tensor:
 @formula("ue count")
 def eaft(row: RowSums, gamma: float, normalizer: float) -> Tensor:
     """A normalizer of 0 stands for the log of the number of classes that are not masked."""
-    largest = row.count.log().masked_fill(row.count <= 1, math.inf)
-    factor = row.entropy().detach().clamp(min=0) / (normalizer or largest)
-    return times(factor**gamma, row.nll())
+    return _times_entropy(row, row.entropy().detach(), row.count, gamma, normalizer)
+
+
+@formula(largest=True)
+def eaft_of_largest(row: RowSums, gamma: float, normalizer: float, top_k: float) -> Tensor:
+    log_q = torch.log_softmax(row.u_largest, 1)
+    count = (log_q != -math.inf).sum(1).double()
+    return _times_entropy(row, entropy(log_q), count, gamma, normalizer)
+
+
+def _times_entropy(
+    row: RowSums, h: Tensor, count: Tensor, gamma: float, normalizer: float
+) -> Tensor:
+    most = count.log().masked_fill(count <= 1, math.inf)
+    return times((h.clamp(min=0) / (normalizer or most)) ** gamma, row.nll())
 
 
 @formula("ue")
@@ -385,6 +438,14 @@ def entropy_to_uniform(row: RowSums, beta: float) -> Tensor:
 def uniform_to_prediction(row: RowSums, beta: float) -> Tensor:
     """Generalized entropy at alpha = 1: KL(U || p)."""
     return row.nll() + row.weigh(beta * (row.log_e - row.qu / row.q - row.q.log()))
+
+
+@formula("count emix")
+def jensen(row: RowSums, alpha: float, beta: float) -> Tensor:
+    """Generalized entropy between the ends: KL(U || m) / alpha + KL(p || m) / (1 - alpha)."""
+    of_uniform = -(math.log1p(-alpha) + row.mix / row.count) / alpha
+    of_p = -(math.log(alpha) + row.emix / row.e) / (1 - alpha)
+    return row.nll() + row.weigh(beta * (of_uniform + of_p))
 
 
 @formula("r count")
@@ -638,6 +699,7 @@ def rows(
     some_ignored = not logits.is_cpu or bool(ignored.any())
     y = target.masked_fill(ignored, 0) if some_ignored else target
     z_y = entries_of(logits, y.unsqueeze(1)).squeeze(1)
+    z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
     z_stored = log_t = None
     if stored is not None and source is not None:
         z_stored, log_t, source = entries_of(logits, stored), source.double(), None
@@ -647,6 +709,13 @@ def rows(
     found = _found(plan, backend.sums(*fixed), z_y, limits)
     if z_stored is not None and log_t is not None:
         found |= {"log_t": log_t, **_found_apart(found, z_y, z_stored, limits)}
+    if z_largest is not None:
+        found["u_largest"] = u_of(z_largest, found["top"].unsqueeze(1), limits)
+    if plan.asked & EMIX:
+        plan = plan.mixed(found, found["top"])
+        fixed = (logits, target, plan, weight, ignore_index, source)
+        again = _found(plan, backend.sums(*fixed), z_y, limits)
+        found |= {name: again[name] for name in ("mix", "emix")}
     found |= masses_of(plan, y, found.get("sums_u_y", found["u_y"]), source, found["source_top"])
     w_y = 1.0 if weight is None else weight[y].double()
     values, slopes = differentiate(spec, plan, found, w_y, y, logits.shape[1], factor, stored)
@@ -667,7 +736,7 @@ def rows(
 class Slopes(NamedTuple):
     """The gradient of a formula: the coefficients, and the entries of the stored classes."""
 
-    coefficients: Tensor  # (N, 12)
+    coefficients: Tensor  # (N, 13)
     entries: Tensor  # (N, k)
 
 
@@ -746,7 +815,7 @@ def masses_of(
 
 
 # What a formula is differentiated for.
-_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "u_y", "u_top", "tau", "u_stored")
+_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "emix", "u_y", "u_top", "tau", "u_stored")
 
 
 def differentiate(
@@ -776,7 +845,8 @@ def differentiate(
         found |= {"tau": plan.row_tau.tau, "source_tau": plan.row_tau.source_tau}
     if not plan.asked & WQU:
         found |= {"wq": found["q"], "wqu": found["qu"]}
-    unused = {name for name in ("ue", "r", "qu", "qd", "wqu") if not plan.asked & _NAMES[name]}
+    optional = ("ue", "r", "qu", "qd", "wqu", "emix")
+    unused = {name for name in optional if not plan.asked & _NAMES[name]}
     variables = [name for name in _VARIABLES if name in found and name not in unused]
     with autograd_enabled() if factor is not None else torch.no_grad():
         if factor is not None:
@@ -815,7 +885,7 @@ def _coefficients(
     """The coefficients of the gradient from the derivatives for the sums."""
     u_y, top = (found.get(f"sums_{name}", found[name]).detach() for name in ("u_y", "top"))
     zero = torch.zeros_like(u_y)
-    e, ue, r, qu, qd, wqu, of_y, of_top, of_tau = (
+    e, ue, r, qu, qd, wqu, emix, of_y, of_top, of_tau = (
         slopes.get(name, zero) for name in _VARIABLES[:-1]
     )
     tau = plan.tau if plan.row_tau is None else plan.row_tau.tau
@@ -834,6 +904,9 @@ def _coefficients(
             at_target = at_target + ue * (u_y * u_y.exp()).masked_fill(u_y == -math.inf, 0.0)
         if plan.asked & R:
             at_target = at_target + from_r * (u_y / tau).exp()
+        if plan.mixture is not None:
+            log_y = torch.logaddexp(zero, -(u_y + plan.mixture.shift))
+            at_target = at_target + emix * (u_y.exp() * log_y).masked_fill(u_y == -math.inf, 0.0)
         if plan.masses != NO_MASSES:
             at_target = at_target + (from_q + wqu * w_y) * found["q_y"]
     if plan.asked & TOP:
@@ -843,7 +916,7 @@ def _coefficients(
     return torch.stack(
         [
             *(top, found["source_top"], from_e, from_ue, from_r, from_q),
-            *(wqu, from_one, from_u, at_target, top_at, at_top),
+            *(wqu, from_one, from_u, emix, at_target, top_at, at_top),
         ],
         1,
     )

@@ -41,6 +41,7 @@ from .algebra import (
     WQU,
     Passes,
     R,
+    RowMixture,
 )
 from .spec import CROSS_ENTROPY, LABEL_SMOOTHING, LABO_ADAPTIVE, RowSpec
 
@@ -282,6 +283,13 @@ def _masses(
     return q.masked_fill(masked, 0.0), v
 
 
+def _mixture_of(mixture: RowMixture, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """u and x of a block, as :mod:`labo.fused.algebra` has them; finite."""
+    top, shift = (of_rows[part].to(z.dtype).unsqueeze(1) for of_rows in mixture)
+    u = _finite(z - top)
+    return u, _finite(u + shift)
+
+
 def _finite(u: Tensor) -> Tensor:
     """In place: the lowest finite number for -inf, so that 0 * u is 0 for a masked class."""
     return u.clamp_(min=torch.finfo(u.dtype).min)
@@ -311,6 +319,18 @@ def sums(
     if logits.shape[1] == 0:
         all_sums[:, 0] = -math.inf
         return all_sums
+    if plan.mixture is not None:
+        for part in _blocks(logits):
+            z = _rows_of(logits, target, plan, part)
+            u, x = _mixture_of(plan.mixture, z, part)
+            zero = x.new_zeros(())
+            sums_of = {
+                "mix": torch.logaddexp(zero, x),
+                "emix": u.exp_().mul_(torch.logaddexp(zero, -x)),
+            }
+            for name, terms in sums_of.items():
+                all_sums[part, SUMS.index(name)] = row_sum(terms).double()
+        return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
     for part in _blocks(logits):
         z = _rows_of(logits, target, plan, part)
         tau, source_tau = _taus(plan, part, z.dtype)
@@ -390,6 +410,10 @@ def gradient(
         g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & UE else c["from_e"])
         if plan.asked & R:
             g.addcmul_(_over_tau(z, c["top"], tau).exp_(), c["from_r"])
+        if plan.mixture is not None:
+            _, x = _mixture_of(plan.mixture, z, part)
+            # In this order a masked class has 0 times a finite number.
+            g.addcmul_(u.exp().mul_(torch.logaddexp(x.new_zeros(()), -x)), c["from_emix"])
         if plan.asked & UR:
             g += (c["from_one"] + c["from_u"] * u).masked_fill_(z == -math.inf, 0.0)
         if plan.masses != NO_MASSES:

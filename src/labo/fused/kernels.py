@@ -60,6 +60,7 @@ WQU = tl.constexpr(algebra.WQU)
 TOP = tl.constexpr(algebra.TOP)
 OTHERS = tl.constexpr(algebra.OTHERS)
 UR = tl.constexpr(algebra.UR)
+EMIX = tl.constexpr(algebra.EMIX)
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
@@ -317,6 +318,49 @@ def _masses(source, u, v, cols, masked, inv_tau, inv_source_tau, margin, MASSES:
 
 
 @triton.jit
+def _logs_of_mixture(x):
+    """log(1 + exp(x)) and log(1 + exp(-x)): max(+-x, 0) + 2 artanh(w / (2 + w)), w = exp(-|x|)."""
+    w = tl.exp(-tl.abs(x))
+    t = w / (2.0 + w)
+    square = t * t
+    series = 2.0 / 11 + square * (2.0 / 13)
+    series = 2.0 / 7 + square * (2.0 / 9 + square * series)
+    series = 2.0 + square * (2.0 / 3 + square * (2.0 / 5 + square * series))
+    return tl.where(x < 0.0, 0.0, x) + t * series, tl.where(x > 0.0, 0.0, -x) + t * series
+
+
+@triton.jit
+def _mixture_sums_kernel(
+    logits,
+    target,
+    mixture,
+    sums,
+    row_stride,
+    K,
+    ignore_index,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The last two sums of a row, whose maximum is known."""
+    row = tl.program_id(0).to(tl.int64)
+    sums += row * WIDTH + WIDTH - 2
+    mix_sum = 0.0
+    emix_sum = 0.0
+    if tl.load(target + row) != ignore_index:
+        top = tl.load(mixture + 2 * row)
+        shift = tl.load(mixture + 2 * row + 1)
+        for start in range(0, K, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            z = tl.load(logits + row * row_stride + cols, mask=cols < K, other=-float("inf"))
+            u = _finite(z.to(tl.float32) - top)
+            log_above, log_below = _logs_of_mixture(_finite(u + shift))
+            mix_sum += tl.sum(log_above, axis=0)
+            emix_sum += tl.sum(tl.exp(u) * log_below, axis=0)
+    tl.store(sums, mix_sum)
+    tl.store(sums + 1, emix_sum)
+
+
+@triton.jit
 def _formula_sums_kernel(
     logits,
     target,
@@ -449,6 +493,7 @@ def _formula_gradient_kernel(
     weight,
     source,
     row_tau,
+    mixture,
     coefficients,
     out,
     row_stride,
@@ -489,6 +534,9 @@ def _formula_gradient_kernel(
     of_e = tl.load(coefficients + 2)
     if UE & ASKED:
         of_e += tl.load(coefficients + 3) * tl.where(masked, 0.0, u)
+    if EMIX & ASKED:
+        _, log_below = _logs_of_mixture(_finite(u + tl.load(mixture + 2 * row + 1)))
+        of_e += tl.load(coefficients + 9) * tl.where(masked, 0.0, log_below)
     g = of_e * tl.exp(u)
     if R & ASKED:
         g += tl.load(coefficients + 4) * tl.exp(u * inv_tau)
@@ -506,9 +554,9 @@ def _formula_gradient_kernel(
             of_q += tl.load(coefficients + 6) * w
         g += of_q * q
     if TOP & ASKED:
-        at_top = cols == tl.load(coefficients + 10).to(tl.int32)
-        g = tl.where(at_top, tl.load(coefficients + 11), g)
-    g = tl.where(cols == y, tl.load(coefficients + 9), g)
+        at_top = cols == tl.load(coefficients + 11).to(tl.int32)
+        g = tl.where(at_top, tl.load(coefficients + 12), g)
+    g = tl.where(cols == y, tl.load(coefficients + 10), g)
     tl.store(out, g.to(out.dtype.element_ty), mask=inside)
 
 
@@ -662,6 +710,21 @@ def sums(
     found = logits.new_empty((rows, len(SUMS)), dtype=torch.float32)
     if classes == 0:
         found.zero_()[:, 0] = -math.inf
+    elif rows and plan.mixture is not None:
+        block, options = _tile(classes)
+        with torch.cuda.device_of(logits):
+            _mixture_sums_kernel[(rows,)](
+                logits,
+                target.contiguous(),
+                _pairs(plan.mixture),
+                found,
+                logits.stride(0),
+                classes,
+                ignore_index,
+                WIDTH=len(SUMS),
+                BLOCK=block,
+                **options,
+            )
     elif rows:
         block, options = _tile(classes)
         given, source_stride = _source(source, plan, rows, classes)
@@ -671,7 +734,7 @@ def sums(
                 target.contiguous(),
                 None if weight is None else weight.contiguous(),
                 given,
-                _row_tau(plan),
+                _pairs(plan.row_tau),
                 found,
                 logits.stride(0),
                 source_stride,
@@ -687,7 +750,7 @@ def sums(
                 **options,
             )
     wide = found.double()
-    wide[:, SUMS.index("ur") :] /= MASS.value
+    wide[:, SUMS.index("ur") : SUMS.index("mix")] /= MASS.value
     return wide
 
 
@@ -717,7 +780,8 @@ def gradient(
             target.contiguous(),
             None if weight is None else weight.contiguous(),
             given,
-            _row_tau(plan),
+            _pairs(plan.row_tau),
+            _pairs(plan.mixture),
             coefficients.float().contiguous(),
             out,
             logits.stride(0),
@@ -738,11 +802,9 @@ def gradient(
     return out
 
 
-def _row_tau(plan: Passes) -> Tensor | None:
-    """The temperatures of the rows, (N, 2), or None for the same for all."""
-    if plan.row_tau is None:
-        return None
-    return torch.stack(plan.row_tau[:2], 1).float()
+def _pairs(of_rows: tuple[Tensor, ...] | None) -> Tensor | None:
+    """The first two numbers of each row, (N, 2): temperatures, or maximum and shift."""
+    return None if of_rows is None else torch.stack(of_rows[:2], 1).float()
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:

@@ -83,7 +83,10 @@ typedef struct {
 enum { NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER };
 
 /* The sums that a formula asks for, beside that of e; part of the interface. */
-enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64, OTHERS = 128, UR = 256 };
+enum {
+    COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64, OTHERS = 128, UR = 256,
+    EMIX = 512
+};
 
 /*
  * The sums of a formula over the classes that are not masked, with u = z - top, e = exp(u),
@@ -91,19 +94,22 @@ enum { COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64, OTHERS = 1
  * v = teacher's logit - source_top and source_tau is tau unless the rows have their own.
  * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0. With OTHERS
  * the target counts as masked.
+ *
+ * With x = u + shift, `mix` is the sum of log(1 + exp(x)) and `emix` that of e log(1 + exp(-x)). The
+ * shift needs the sum of e: these two take a call of their own, which gives no other sum.
  */
 typedef struct {
-    double top, source_top, top_at, count, e, ue, r, ur, q, qu, qd, wq, wqu;
+    double top, source_top, top_at, count, e, ue, r, ur, q, qu, qd, wq, wqu, mix, emix;
 } formula_sums;
 
 /*
- * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, and with
- * UR + from_one + from_u u. The entries of the target and of the class `top_at` (none if it is
- * negative) are given whole.
+ * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, with UR
+ * + from_one + from_u u, and with EMIX + from_emix e log(1 + exp(-x)). The entries of the target and
+ * of the class `top_at` (none if it is negative) are given whole.
  */
 typedef struct {
-    double top, source_top, from_e, from_ue, from_r, from_q, from_wq, from_one, from_u, at_target,
-        top_at, at_top;
+    double top, source_top, from_e, from_ue, from_r, from_q, from_wq, from_one, from_u, from_emix,
+        at_target, top_at, at_top;
 } formula_gradient;
 
 /* What training logs of a row beside its value; part of the interface (labo/fused/metrics.py). */
@@ -115,6 +121,11 @@ typedef struct {
 typedef struct {
     double tau, source_tau;
 } temperatures;
+
+/* The maximum of a row over all columns, and x - u. */
+typedef struct {
+    double top, shift;
+} mixture;
 
 /* The arguments of labo_rows_* and labo_formula_*; strides count elements. */
 typedef struct {
@@ -135,6 +146,7 @@ typedef struct {
     int32_t asked, masses;
     double margin;
     const temperatures *row_tau; /* per row, or NULL */
+    const mixture *row_mixture;  /* per row, or NULL */
     const void *source; /* what the masses come from, or NULL */
     int64_t source_stride;
     bool source_bf16;
@@ -246,6 +258,7 @@ typedef struct {
     rate over_one, over_tau;
     rate over_half_tau, over_source_tau; /* of a formula, as the next two */
     float per_half_tau, per_source_tau;
+    float shift, exp_shift; /* of a mixture */
 } row_view;
 
 static void set_tau(row_view *row, double tau, double source_tau)
@@ -255,6 +268,12 @@ static void set_tau(row_view *row, double tau, double source_tau)
     row->over_source_tau = rate_of(source_tau);
     row->per_half_tau = (float)(2 / tau);
     row->per_source_tau = (float)(1 / source_tau);
+}
+
+static void set_mixture(row_view *row, const mixture *m)
+{
+    row->shift = (float)m->shift;
+    row->exp_shift = (float)exp(m->shift);
 }
 
 /* What the row loops are compiled for: a constant wherever a loop sees it. */
@@ -412,6 +431,8 @@ static row_statistics measure_row(float top, const target_entry *y, const row_su
 #define masses_at JOIN(masses_at, ISA)
 #define half_of JOIN(half_of, ISA)
 #define difference JOIN(difference, ISA)
+#define log_of_mixture JOIN(log_of_mixture, ISA)
+#define sum_mixture JOIN(sum_mixture, ISA)
 #define sum_formula_stretch JOIN(sum_formula_stretch, ISA)
 #define sum_formula JOIN(sum_formula, ISA)
 #define write_formula_gradient JOIN(write_formula_gradient, ISA)
@@ -792,31 +813,34 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
 }
 
 /*
- * The sums of a formula for every row, or, with `coefficients`, the gradient. A target that is not a
- * class belongs to columns that are elsewhere. The source has a row for each row of logits (with a
- * stride of 0, the same one), or, for FROM_TABLE, one for each class.
+ * The sums of a formula for every row, with `row_mixture` `mix` and `emix` alone; or, with
+ * `coefficients`, the gradient. A target that is not a class belongs to columns that are elsewhere.
+ * The source has a row for each row of logits (with a stride of 0, the same one), or, for FROM_TABLE,
+ * one for each class.
  */
 EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
                              const int64_t *target, int64_t ignore_index, const float *weight,
                              int32_t asked, int32_t masses, double tau, double margin,
-                             const temperatures *row_tau, const void *source,
-                             int64_t source_stride, int32_t source_bf16, formula_sums *sums,
-                             const formula_gradient *coefficients, float *grad,
-                             int64_t grad_stride)
+                             const temperatures *row_tau, const mixture *row_mixture,
+                             const void *source, int64_t source_stride, int32_t source_bf16,
+                             formula_sums *sums, const formula_gradient *coefficients,
+                             float *grad, int64_t grad_stride)
 {
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
                      .asked = asked, .masses = masses, .tau = tau, .margin = margin,
-                     .row_tau = row_tau, .source = source, .source_stride = source_stride,
-                     .source_bf16 = source_bf16 != 0, .sums = sums, .coefficients = coefficients,
-                     .grad = grad, .grad_stride = grad_stride};
+                     .row_tau = row_tau, .row_mixture = row_mixture, .source = source,
+                     .source_stride = source_stride, .source_bf16 = source_bf16 != 0,
+                     .sums = sums, .coefficients = coefficients, .grad = grad,
+                     .grad_stride = grad_stride};
     active->run_formula(&b, false);
 }
 
 EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
                               int64_t stride, const int64_t *target, int64_t ignore_index,
                               const float *weight, int32_t asked, int32_t masses, double tau,
-                              double margin, const temperatures *row_tau, const void *source,
+                              double margin, const temperatures *row_tau,
+                              const mixture *row_mixture, const void *source,
                               int64_t source_stride, int32_t source_bf16, formula_sums *sums,
                               const formula_gradient *coefficients, uint16_t *grad,
                               int64_t grad_stride)
@@ -824,9 +848,10 @@ EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t clas
     const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
                      .target = target, .ignore_index = ignore_index, .weight = weight,
                      .asked = asked, .masses = masses, .tau = tau, .margin = margin,
-                     .row_tau = row_tau, .source = source, .source_stride = source_stride,
-                     .source_bf16 = source_bf16 != 0, .sums = sums, .coefficients = coefficients,
-                     .grad = grad, .grad_stride = grad_stride};
+                     .row_tau = row_tau, .row_mixture = row_mixture, .source = source,
+                     .source_stride = source_stride, .source_bf16 = source_bf16 != 0,
+                     .sums = sums, .coefficients = coefficients, .grad = grad,
+                     .grad_stride = grad_stride};
     active->run_formula(&b, true);
 }
 
@@ -1158,6 +1183,49 @@ INLINE vec difference(const row_view *row, vec z, vec v)
     return finite(v * splat(row->per_source_tau)) - finite(tempered);
 }
 
+/*
+ * log(1 + exp(-|x|)), where a = exp(x). With w = exp(-|x|) = min(a, 1 / a) it is 2 artanh(t),
+ * t = w / (2 + w) <= 1/3. The rest of the series is below 2e-8.
+ */
+INLINE vec log_of_mixture(vec a)
+{
+    const vec zero = splat(0.0f), one = splat(1.0f);
+    const vec t = (zero - maximum(zero - a, zero - one)) / (a + maximum(a, one) + one);
+    const vec square = t * t;
+    vec series = splat(2.0f / 13);
+    series = mul_add(series, square, splat(2.0f / 11));
+    series = mul_add(series, square, splat(2.0f / 9));
+    series = mul_add(series, square, splat(2.0f / 7));
+    series = mul_add(series, square, splat(2.0f / 5));
+    series = mul_add(series, square, splat(2.0f / 3));
+    series = mul_add(series, square, splat(2.0f));
+    return series * t;
+}
+
+INLINE void sum_mixture(formula_sums *all, const row_view *row, bool bf16)
+{
+    const int64_t stretch = STRETCH * LANES;
+    const vec top = splat(row->top), shift = splat(row->shift), zero = splat(0.0f);
+    const vec exp_shift = splat(row->exp_shift);
+    for (int part = 0; part < PARTS; part++) {
+        const span s = row->parts[part];
+        for (int64_t start = 0; start < s.classes; start += stretch) {
+            const int64_t end = start + stretch < s.classes ? start + stretch : s.classes;
+            vec mix = zero, emix = zero;
+            for (int64_t at = start; at < end; at += LANES) {
+                const vec u = finite(load(s.logits, at, bf16) - top);
+                PREFETCH(element(s.next, at, bf16));
+                const vec e = exp_of(u, row->over_one);
+                const vec x = u + shift, log_part = log_of_mixture(e * exp_shift);
+                mix += maximum(zero, x) + log_part;
+                emix = mul_add(e, maximum(zero, zero - x) + log_part, emix);
+            }
+            all->mix += total(mix);
+            all->emix += total(emix);
+        }
+    }
+}
+
 /* The sums, continued over the classes from `at` to `end`. */
 INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *b,
                                             const row_view *row, span s, int64_t at, int64_t end,
@@ -1233,6 +1301,7 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
     const vec from_r = splat((float)c->from_r), from_q = splat((float)(c->from_q / MASS));
     const vec from_wq = splat((float)(c->from_wq / MASS));
     const vec from_one = splat((float)c->from_one), from_u = splat((float)c->from_u);
+    const vec from_emix = splat((float)c->from_emix), none = splat(0.0f);
     for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
@@ -1243,6 +1312,11 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
             vec gradient = b->asked & UE ? e * mul_add(u, from_ue, from_e) : e * from_e;
             if (b->asked & R)
                 gradient = mul_add(exp_of(half_of(row, z), row->over_half_tau), from_r, gradient);
+            if (b->asked & EMIX) {
+                const vec x = u + splat(row->shift), a = e * splat(row->exp_shift);
+                const vec rest = maximum(none, none - x) + log_of_mixture(a);
+                gradient = mul_add(e * from_emix, rest, gradient);
+            }
             if (b->asked & UR)
                 gradient += zero_below(z, -FLT_MAX, mul_add(u, from_u, from_one));
             if (b->masses != NO_MASSES) {
@@ -1323,11 +1397,23 @@ TARGET static void run_formula(const batch *b, bool bf16)
         row.parts[2].classes = row.parts[3].classes = 0;
         if (b->row_tau)
             set_tau(&row, b->row_tau[i].tau, b->row_tau[i].source_tau);
+        if (b->row_mixture)
+            set_mixture(&row, &b->row_mixture[i]);
         if (b->asked & OTHERS && here) {
             if (y >= whole)
                 put(&tail_logits, y - whole, -INFINITY, bf16);
             else
                 cut_at_target(&row, y, &with_target, source_size, bf16);
+        }
+        if (b->sums && b->row_mixture) {
+            const double top = b->row_mixture[i].top;
+            row.top = top == -INFINITY ? 0.0f : (float)top;
+            b->sums[i] = (formula_sums){0};
+            if (bf16)
+                sum_mixture(&b->sums[i], &row, true);
+            else
+                sum_mixture(&b->sums[i], &row, false);
+            continue;
         }
         if (b->sums) {
             formula_sums *sums = &b->sums[i];

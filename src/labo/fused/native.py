@@ -44,7 +44,8 @@ _FORMULA_ARGUMENTS: list[Any] = [
     *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
     *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
     *(ctypes.c_int32, ctypes.c_int32, _DOUBLE, _DOUBLE),  # asked, masses, tau, margin
-    *(_POINTER, _POINTER, _INT, ctypes.c_int32),  # row_tau, source, source_stride, source_bf16
+    *(_POINTER, _POINTER),  # row_tau, row_mixture
+    *(_POINTER, _INT, ctypes.c_int32),  # source, source_stride, source_bf16
     *(_POINTER, _POINTER, _POINTER, _INT),  # sums, coefficients, grad, grad_stride
 ]
 
@@ -402,7 +403,7 @@ def _run_formula(
     if weight is not None:
         weight = _contiguous(weight.detach().float())
         w = _pointer("weight", weight, torch.float32, classes)
-    t = s = c = g = r = None
+    t = s = c = g = r = m = None
     source_stride, source_bf16 = 0, False
     if source is not None:
         t, source_bf16 = _source(source, count, classes, plan.masses)
@@ -413,6 +414,9 @@ def _run_formula(
     if plan.row_tau is not None:
         taus = torch.stack(plan.row_tau[:2], 1)
         r = _Column(_pointer("row_tau", taus, torch.float64, count, 2), taus)
+    if plan.mixture is not None:
+        mixture = torch.stack(plan.mixture, 1)
+        m = _Column(_pointer("row_mixture", mixture, torch.float64, count, 2), mixture)
     if coefficients is not None:
         shape = (count, len(COEFFICIENTS))
         c = _Column(_pointer("coefficients", coefficients, torch.float64, *shape), coefficients)
@@ -431,6 +435,7 @@ def _run_formula(
             w,
             *plan[:4],
             None if r is None else r.at(start),
+            None if m is None else m.at(start),
             None if t is None else t.at(start if by_row else 0),
             source_stride,
             source_bf16,

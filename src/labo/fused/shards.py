@@ -25,6 +25,7 @@ from .algebra import (
     BEYOND_MARGIN,
     COEFFICIENTS,
     COUNT,
+    EMIX,
     FORMULAS,
     FROM_ROW,
     FROM_TABLE,
@@ -54,6 +55,8 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Group = dist.ProcessGroup, which exists only where PyTorch was built with torch.distributed.
 Group = Any
 
+_MIXED = ("mix", "emix")
+
 # Stands for ignore_index where targets count columns of a shard.
 _IGNORED = torch.iinfo(torch.int64).min
 
@@ -80,6 +83,8 @@ def check_formula(spec: FormulaSpec) -> None:
     obstacle = obstacles.get(formula.masses)
     if formula.spread is not None:
         obstacle = "the norm or standard deviation of the whole row"
+    if formula.largest:
+        obstacle = "the largest logits of the whole row"
     if formula.stored:
         obstacle = "stored classes of a teacher"
     if obstacle:
@@ -167,10 +172,11 @@ class _Statistics(NamedTuple):
     """What value and gradient of every row follow from; float64, the same on all processes."""
 
     values: Tensor  # (N,)
-    # (N, 12), see labo.fused.algebra; top_at counts columns of this process. None for values only.
+    # (N, 13), see labo.fused.algebra; top_at counts columns of this process. None for values only.
     coefficients: Tensor | None
     column: Tensor  # the target as a column of this process; out of range if it is elsewhere
     start: Tensor  # the first column of this process
+    plan: Passes
 
     def scaled(self, factor: float | Tensor) -> Tensor:
         """The coefficients of the gradient of sum_i factor_i value_i."""
@@ -250,7 +256,7 @@ class ShardedRows:
         if out is None:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         start, width = statistics.start, logits.shape[1]
-        fixed = (self.plan, self._local(self.weight, start, width), _IGNORED)
+        fixed = (statistics.plan, self._local(self.weight, start, width), _IGNORED)
         source, coefficients = self._local(self.class_row, start, width), statistics.scaled(factor)
         grad: Tensor = backend_of(logits).gradient(
             logits, statistics.column, *fixed, source, coefficients, out
@@ -258,11 +264,11 @@ class ShardedRows:
         return grad
 
     def statistics(self, logits: Tensor, part: slice, with_gradient: bool) -> _Statistics:
-        """Local sums and two all-reduces, or three if the first largest logit is needed."""
+        """Local sums and two all-reduces; three for the first largest logit, or for a mixture."""
         plan, target, width = self.plan, self.target[part], logits.shape[1]
         valid = target != self.ignore_index
 
-        def local_sums(weight: Tensor | None, source: Tensor | None) -> Tensor:
+        def local_sums(weight: Tensor | None, source: Tensor | None, plan: Passes = plan) -> Tensor:
             fixed = (logits, target, plan, weight, self.ignore_index, source)
             sums: Tensor = backend_of(logits).sums(*fixed)
             return sums
@@ -288,6 +294,11 @@ class ShardedRows:
         total = torch.stack([*found.values()], 1)
         all_reduce(total, self.group)
         found = dict(zip(found, total.unbind(1), strict=True))
+        if plan.asked & EMIX:
+            plan = plan.mixed(found, maximum)
+            mixed = local_sums(None, None, plan)[:, [SUMS.index(name) for name in _MIXED]]
+            all_reduce(mixed, self.group)
+            found |= dict(zip(_MIXED, mixed.unbind(1), strict=True))
         y = target.masked_fill(~valid, 0)
         zero = torch.zeros_like(maximum)
         found |= masses_of(plan, y, found["u_y"], self.class_row, zero)
@@ -305,7 +316,7 @@ class ShardedRows:
             if plan.asked & TOP:
                 coefficients[:, COEFFICIENTS.index("top_at")] -= start
             coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
-        return _Statistics(values, coefficients, column, start)
+        return _Statistics(values, coefficients, column, start, plan)
 
     def _check(self, target: Tensor, classes: Tensor) -> None:
         for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):

@@ -189,12 +189,13 @@ def dft(z_loss: float = 0.0) -> Spec:
 
 def eaft(
     gamma: float, top_k: int | None, normalizer: float | str | None, z_loss: float = 0.0
-) -> Spec | None:
-    if top_k is not None:
-        return None
+) -> Spec:
     if isinstance(normalizer, str):
         normalizer = 0.0  # the log of the number of classes
-    return algebra.eaft(gamma, 1.0 if normalizer is None else normalizer, z_loss=z_loss)
+    divisor = 1.0 if normalizer is None else normalizer
+    if top_k is None:
+        return algebra.eaft(gamma, divisor, z_loss=z_loss)
+    return algebra.eaft_of_largest(gamma, divisor, top_k, z_loss=z_loss)
 
 
 def generalized_entropy(
@@ -204,9 +205,11 @@ def generalized_entropy(
         return None
     if generator == "euclidean":
         return algebra.squared_distance(beta, 0.5, z_loss=z_loss)
-    if alpha == 0:
+    if alpha < 1e-20:  # 0, or as good as 0 in float64
         return algebra.entropy_to_uniform(beta, z_loss=z_loss)
-    return algebra.uniform_to_prediction(beta, z_loss=z_loss) if alpha == 1 else None
+    if alpha == 1:
+        return algebra.uniform_to_prediction(beta, z_loss=z_loss)
+    return algebra.jensen(alpha, beta, z_loss=z_loss)
 
 
 def distillation(
