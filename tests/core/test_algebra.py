@@ -16,7 +16,7 @@ import labo
 from conftest import LOSS_CASES, LossCase, triton_for_native
 from labo import functional as F
 from labo._rows import largest
-from labo.fused import algebra, dispatch, native
+from labo.fused import algebra, blocked, dispatch, native
 from labo.fused.algebra import FormulaSpec
 
 # Losses with these options are left to the reference.
@@ -127,7 +127,18 @@ def test_layouts_in_place_and_half_types(case):
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_every_instruction_set(isa):
     usual = native.instruction_set()
-    names = {"kd", "dkd", "dkd-standardized", "logitnorm", "mbls", "maxsup", "cp", "ols", "pskd"}
+    names = {
+        "kd",
+        "dkd",
+        "dkd-standardized",
+        "logitnorm",
+        "mbls",
+        "maxsup",
+        "cp",
+        "ols",
+        "pskd",
+        "ger",
+    }
     logits, target = hard_rows(1037)
     teacher = torch.randn(logits.shape)
     try:
@@ -315,6 +326,39 @@ def test_largest_logits(classes, k, dtype, seed):
     assert torch.equal(largest(logits, k), wanted)
     twice = torch.stack([logits, logits], 2)[..., 0]  # strided
     assert torch.equal(largest(twice, k), wanted)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 300),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0.0, 1.0, -1e5]),
+    st.sampled_from(["avx512", "avx2", "portable"]),
+    st.integers(0, 1 << 16),
+)
+def test_moments(classes, dtype, shift, isa, seed):
+    """The mean and the squared distances, also where the mean is far larger than those."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(5, 2 * classes, generator=generator) + shift).to(dtype)[:, ::2]
+    exact = logits.double()
+    usual = native.instruction_set()
+    native.select_instruction_set(isa)
+    try:
+        for moments in (native.moments, blocked.moments):
+            tolerance = {"rtol": 1e-6, "atol": 1e-5}
+            center, squares = moments(logits, True)
+            wanted = exact.mean(1)
+            torch.testing.assert_close(center, wanted, **tolerance)
+            wanted = (exact - wanted.unsqueeze(1)).square().sum(1)
+            if moments is native.moments:
+                torch.testing.assert_close(squares, wanted, **tolerance)
+            center, squares = moments(logits, False)
+            assert not center.any()
+            torch.testing.assert_close(squares, exact.square().sum(1), **tolerance)
+    finally:
+        native.select_instruction_set(usual)
+    logits[0, 0] = -math.inf
+    assert native.moments(logits, True)[1].isfinite().tolist() == [False, *[True] * 4]
 
 
 def test_what_is_fused():

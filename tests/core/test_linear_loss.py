@@ -632,7 +632,7 @@ def test_module_with_a_cap():
         ({"impl": "nativ"}, ValueError, "did you mean 'native'"),
         ({"softcap": 0.0}, ValueError, "softcap must be a number above 0"),
         (
-            {"loss": labo.EAFTLoss(top_k=3), "impl": "native"},
+            {"loss": labo.LABOLoss(alpha_grad=True), "impl": "native"},
             ValueError,
             "does not support this loss",
         ),

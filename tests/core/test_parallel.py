@@ -16,6 +16,7 @@ import labo
 from gloo import Processes, World
 from labo.fused import blocked, kernels, native, shards
 from labo.fused.algebra import FORMULAS, SUMS, differentiate, entries_of, masses_of, u_of
+from labo.fused.quantized import QuantizedWeight
 from labo.fused.spec import as_formula
 
 # Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
@@ -138,6 +139,8 @@ def formula_case(world: World, name: str, sizes: list[int]) -> None:
         whole = matrix.clone().requires_grad_()
         wanted = loss(hidden @ whole.T, target)
         close(found, wanted)
+        frozen = QuantizedWeight(lambda first, last, head=head: head[first:last], head.shape)
+        close(labo.parallel.linear_loss(hidden, frozen, target, loss, group=world.group), wanted)
         (d_head,) = torch.autograd.grad(found.sum(), head)
         (d_whole,) = torch.autograd.grad(wanted.sum(), whole)
         close(d_head, world.share(d_whole, 0, sizes))

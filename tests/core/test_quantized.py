@@ -85,6 +85,28 @@ def test_blocks_that_are_not_the_rows_are_refused(problem, rows, found, grad):
         labo.linear_loss(x.requires_grad_(grad), wrong, target, labo.LABOLoss(), linear_bias=bias)
 
 
+@pytest.mark.parametrize(
+    ("amx", "limit", "vnni", "vendor", "wanted"),
+    [
+        (True, None, True, "GenuineIntel", True),
+        (True, "AVX512_CORE_BF16", True, "GenuineIntel", False),
+        (True, "avx512_core_amx", True, "GenuineIntel", True),
+        (False, None, True, "GenuineIntel", False),
+        (False, None, True, "AuthenticAMD", True),
+        (False, None, False, "AuthenticAMD", False),
+    ],
+)
+def test_which_processors_multiply_bfloat16(monkeypatch, amx, limit, vnni, vendor, wanted):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: vnni)
+    monkeypatch.setattr(quantized.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(quantized, "_is_intel", lambda: vendor == "GenuineIntel")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert quantized._multiplies_bfloat16.__wrapped__() is wanted
+
+
 @pytest.mark.parametrize("has_instructions", [True, False])
 def test_products_of_bfloat16_on_processors_with_and_without_instructions(
     monkeypatch, has_instructions

@@ -63,7 +63,7 @@ Some losses divide the logits of a row by their norm or standard deviation s. In
 temperature tau s of the row, and another one for a teacher (:class:`RowTau`). The sums of u r and
 u q give the derivative for tau s, and the gradient gets a term that is linear in the logits.
 
-The two functions of a backend are
+The functions of a backend are
 
 - ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 15) float64, the columns as
   :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0. With
@@ -71,6 +71,7 @@ The two functions of a backend are
 - ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
   (N, 13) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
   class has no entry. Ignored rows are 0.
+- ``moments(logits, centered)``, only on the CPU: :data:`labo.fused.spread.Moments`.
 """
 
 from __future__ import annotations
@@ -688,8 +689,9 @@ def rows(
     formula = FORMULAS[spec.name]
     plan = formula.plan(spec.parameters, weight is not None)
     if formula.spread is not None:
-        own = spread(logits, formula.spread)
-        taught = own if source is None else spread(source, formula.spread, logits)
+        how = (formula.spread, getattr(backend, "moments", None))
+        own = spread(logits, *how)
+        taught = own if source is None else spread(source, *how, logits, own)
         sizes = (plan.tau * own.size, plan.tau * taught.size)
         plan = plan._replace(row_tau=RowTau(*sizes, own.center, plan.tau * own.slope))
     if weight is not None:

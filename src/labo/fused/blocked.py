@@ -379,6 +379,19 @@ def _mass_sums(
     return found
 
 
+def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
+    """See :data:`labo.fused.spread.Moments`."""
+    found = torch.zeros(2, len(logits), dtype=torch.float64, device=logits.device)
+    for part in _blocks(logits):
+        x = logits[part].to(wide(logits.dtype)).contiguous()  # bits depend on the strides
+        if centered:
+            center = row_sum(x) / x.shape[1]
+            found[0, part] = center.double()
+            x = x - center.unsqueeze(1)
+        found[1, part] = row_sum(x * x).double()
+    return found[0], found[1]
+
+
 def _product_sum(u: Tensor, q: Tensor) -> Tensor:
     """sum_j u_j q_j. The unit is a factor of each term, because the sum could overflow."""
     unit = 1 / q.shape[1]

@@ -1048,7 +1048,7 @@ def sharded_linear_loss(
     late = reduction == "none" or head.input.dtype in LATE_GRADIENT
     labels = target.reshape(-1).long()
     weight = shards.replicated("weight", member.weight)
-    row = shards.class_row(member, spec, head.weight, 0, shard.group)
+    row = shards.class_row(member, spec, len(head.weight), head.input.device, shard.group)
     keep = late and torch.is_grad_enabled()
     rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, row, keep)
     total = rows.divisor()

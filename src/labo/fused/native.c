@@ -127,7 +127,12 @@ typedef struct {
     double top, shift;
 } mixture;
 
-/* The arguments of labo_rows_* and labo_formula_*; strides count elements. */
+/* The mean of a row, or 0, and the sum of its squared distances from that. */
+typedef struct {
+    double center, squares;
+} row_moments;
+
+/* The arguments of labo_rows_*, labo_formula_* and labo_moments_*; strides count elements. */
 typedef struct {
     const void *logits;
     int64_t rows, classes, stride;
@@ -152,6 +157,9 @@ typedef struct {
     bool source_bf16;
     formula_sums *sums;                    /* sums only, or NULL */
     const formula_gradient *coefficients; /* gradient only, or NULL */
+    /* of moments */
+    bool centered;
+    row_moments *moments;
 } batch;
 
 /*
@@ -438,6 +446,8 @@ static row_statistics measure_row(float top, const target_entry *y, const row_su
 #define write_formula_gradient JOIN(write_formula_gradient, ISA)
 #define cut_at_target JOIN(cut_at_target, ISA)
 #define run_formula JOIN(run_formula, ISA)
+#define moments_about JOIN(moments_about, ISA)
+#define run_moments JOIN(run_moments, ISA)
 
 /* ---- portable: vectors as GCC and clang have them on any CPU, single floats elsewhere ---- */
 
@@ -719,14 +729,17 @@ typedef struct {
     const char *name;
     void (*run)(const batch *b, bool bf16);
     void (*run_formula)(const batch *b, bool bf16);
+    void (*run_moments)(const batch *b, bool bf16);
 } instruction_set;
 
-static const instruction_set portable = {"portable", run_batch_portable, run_formula_portable};
+static const instruction_set portable = {"portable", run_batch_portable, run_formula_portable,
+                                         run_moments_portable};
 static const instruction_set *active = &portable;
 
 #ifdef X86_VECTORS
-static const instruction_set avx2 = {"avx2", run_batch_avx2, run_formula_avx2};
-static const instruction_set avx512 = {"avx512", run_batch_avx512, run_formula_avx512};
+static const instruction_set avx2 = {"avx2", run_batch_avx2, run_formula_avx2, run_moments_avx2};
+static const instruction_set avx512 = {"avx512", run_batch_avx512, run_formula_avx512,
+                                       run_moments_avx512};
 
 static bool has_avx2(void)
 {
@@ -853,6 +866,23 @@ EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t clas
                      .sums = sums, .coefficients = coefficients, .grad = grad,
                      .grad_stride = grad_stride};
     active->run_formula(&b, true);
+}
+
+/* The moments of every row. They are not finite if it has masked classes. */
+EXPORT void labo_moments_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
+                             int32_t centered, row_moments *moments)
+{
+    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
+                     .centered = centered != 0, .moments = moments};
+    active->run_moments(&b, false);
+}
+
+EXPORT void labo_moments_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
+                              int64_t stride, int32_t centered, row_moments *moments)
+{
+    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
+                     .centered = centered != 0, .moments = moments};
+    active->run_moments(&b, true);
 }
 
 #else /* LANES is defined: the row loops, for one instruction set */
@@ -1444,6 +1474,49 @@ TARGET static void run_formula(const batch *b, bool bf16)
             put(grad, top_at, (float)c->at_top, bf16);
         if (here)
             put(grad, y, (float)c->at_target, bf16);
+    }
+}
+
+/* ---- moments ---- */
+
+/* The mean of x = z - center, and the sum of x^2. */
+INLINE row_moments moments_about(float center, const batch *b, const void *logits, bool bf16)
+{
+    const int64_t stretch = STRETCH * LANES, whole = b->classes - b->classes % LANES;
+    double sum = 0.0, squares = 0.0;
+    for (int64_t start = 0; start < whole; start += stretch) {
+        const int64_t end = start + stretch < whole ? start + stretch : whole;
+        vec part = splat(0.0f), part_squares = splat(0.0f);
+        for (int64_t at = start; at < end; at += LANES) {
+            const vec x = load(logits, at, bf16) - splat(center);
+            part += x;
+            part_squares = mul_add(x, x, part_squares);
+        }
+        sum += total(part);
+        squares += total(part_squares);
+    }
+    for (int64_t at = whole; at < b->classes; at++) {
+        const double x = (double)get(logits, at, bf16) - center;
+        sum += x;
+        squares += x * x;
+    }
+    return (row_moments){sum / (double)b->classes, squares};
+}
+
+TARGET static void run_moments(const batch *b, bool bf16)
+{
+    for (int64_t i = 0; i < b->rows; i++) {
+        const void *row = element(b->logits, i * b->stride, bf16);
+        const row_moments raw = moments_about(0.0f, b, row, bf16);
+        if (!b->centered) {
+            b->moments[i] = (row_moments){0.0, raw.squares};
+            continue;
+        }
+        /* About a number near the mean, which need not be the mean itself. */
+        const float near = (float)raw.center;
+        const row_moments m = moments_about(near, b, row, bf16);
+        const double excess = (double)b->classes * m.center * m.center;
+        b->moments[i] = (row_moments){near + m.center, m.squares - excess};
     }
 }
 

@@ -49,6 +49,11 @@ _FORMULA_ARGUMENTS: list[Any] = [
     *(_POINTER, _POINTER, _POINTER, _INT),  # sums, coefficients, grad, grad_stride
 ]
 
+_MOMENTS_ARGUMENTS: list[Any] = [
+    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
+    *(ctypes.c_int32, _POINTER),  # centered, moments
+]
+
 
 class _Library:
     """The loaded library: its functions with their types."""
@@ -67,6 +72,12 @@ class _Library:
             torch.float32: library.labo_formula_f32,
             torch.bfloat16: library.labo_formula_bf16,
         }
+        self.moments = {
+            torch.float32: library.labo_moments_f32,
+            torch.bfloat16: library.labo_moments_bf16,
+        }
+        for function in self.moments.values():
+            function.argtypes, function.restype = _MOMENTS_ARGUMENTS, None
         for function in self.rows.values():
             function.argtypes, function.restype = _ROWS_ARGUMENTS, None
         for function in self.formula.values():
@@ -383,6 +394,22 @@ def gradient(
     return out
 
 
+def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
+    """See :data:`labo.fused.spread.Moments`."""
+    count, classes = logits.shape
+    logits = _contiguous(_readable(logits.detach()))
+    found = torch.empty(count, 2, dtype=torch.float64)
+    z = _Column(_pointer("logits", logits, logits.dtype, count, classes), logits)
+    m = _Column(_pointer("moments", found, torch.float64, count, 2), found)
+    function = _open().moments[logits.dtype]
+
+    def run(start: int, stop: int) -> None:
+        function(z.at(start), stop - start, classes, logits.stride(0), centered, m.at(start))
+
+    _in_threads(run, count, classes)
+    return found[:, 0].clone(), found[:, 1].clone()
+
+
 def _run_formula(
     logits: Tensor,
     target: Tensor,
@@ -448,12 +475,13 @@ def _run_formula(
     _in_threads(run, count, classes)
 
 
+def _readable(matrix: Tensor) -> Tensor:
+    return matrix if matrix.dtype in SHARD_DTYPES else matrix.float()
+
+
 def _source(source: Tensor, count: int, classes: int, masses: int) -> tuple[_Column, bool]:
     """What the masses of a formula come from, as rows of float32 or bfloat16."""
-    source = source.detach()
-    if source.dtype not in (torch.float32, torch.bfloat16):
-        source = source.float()
-    source = _contiguous(source)
+    source = _contiguous(_readable(source.detach()))
     if masses == FROM_ROW:
         source = source.expand(count, classes)  # a stride of 0
     shape = (classes if masses == FROM_TABLE else count, classes)

@@ -73,7 +73,7 @@ def logits_loss(
         return value
     member, spec = loss_and_spec(loss)
     shared = (member.weight, member.ignore_index, member.reduction, member.dim)
-    row = shards.class_row(member, spec, logits, member.dim, group)
+    row = shards.class_row(member, spec, logits.shape[member.dim], logits.device, group)
     return shards.row_loss(logits, target, spec, *shared, group, row)
 
 

@@ -118,19 +118,22 @@ def all_classes(width: int, device: torch.device, group: Group) -> int:
     return int(total)
 
 
-def class_row(loss: Any, spec: Spec, columns: Tensor, dim: int, group: Group) -> Tensor | None:
+def class_row(
+    loss: Any, spec: Spec, width: int, device: torch.device, group: Group
+) -> Tensor | None:
     """The masses of a formula that has them for each class, (V,), or None.
 
     Args:
         loss: the loss Module.
         spec: of the loss.
-        columns: logits or weight, whose dimension ``dim`` has the classes of this process.
+        width: the number of classes of this process.
+        device: of the row.
         group: the processes.
     """
     if FORMULAS[as_formula(spec).name].masses != FROM_ROW:
         return None
-    row = loss.class_row(all_classes(columns.shape[dim], columns.device, group))
-    return None if row is None else row.to(columns.device)
+    row = loss.class_row(all_classes(width, device, group))
+    return None if row is None else row.to(device)
 
 
 def _row_maximum(maximum: Tensor, width: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,53 +17,64 @@ NORM, DEVIATION = "norm", "deviation"
 _BLOCK = 1 << 19
 
 
+# (logits, centered) -> the mean of each row, or 0, and the sum of its squared distances from that;
+# (N,) float64. The sum is not finite where classes are masked.
+Moments = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+
+
 class Spread(NamedTuple):
-    """The spread s of each row, (N,) float64, and d s / d z_j = slope (z_j - center)."""
+    """The spread s of each row, (N,) float64, and d s / d z_j = slope (z_j - center).
+
+    ``plain`` tells whether no class of the row is masked, as far as that is known.
+    """
 
     size: Tensor
     center: Tensor
     slope: Tensor
+    plain: Tensor
 
 
-def spread(logits: Tensor, kind: str, student: Tensor | None = None) -> Spread:
+def spread(
+    logits: Tensor,
+    kind: str,
+    moments: Moments | None,
+    student: Tensor | None = None,
+    own: Spread | None = None,
+) -> Spread:
     """max(|z|, 0.001) + 1e-7, or max(|z - mean z|, 0.001) / sqrt(n - 1) + 1e-7.
 
     Args:
         logits: (N, K).
         kind: ``NORM`` or ``DEVIATION``. Only the n classes that are not masked count.
+        moments: of a backend on the CPU, see :data:`Moments`.
         student: (N, K), the logits of the student, whose masked classes do not count either.
+        own: the spread of these.
     """
-    rows = max(1, _BLOCK // max(1, logits.shape[1]))
-    scratch = logits.new_empty(min(rows, len(logits)), logits.shape[1], dtype=wide(logits.dtype))
-    found = []
-    for start in range(0, len(logits), rows):
-        part = slice(start, start + rows)
-        beside = None if student is None else student[part]
-        found.append(_of_block(logits[part], beside, kind, scratch))
-    if not found:
-        return Spread(*torch.zeros(3, 0, dtype=torch.float64, device=logits.device))
-    return Spread(*(torch.cat(columns) for columns in zip(*found, strict=True)))
-
-
-def _of_block(logits: Tensor, student: Tensor | None, kind: str, scratch: Tensor) -> Spread:
-    z = logits.to(scratch.dtype).contiguous()  # bits depend on the strides
-    if not z.is_cpu:
-        return _masked(z, student, kind)
+    classes = logits.shape[1]
+    if not logits.is_cpu or moments is None:
+        everywhere = torch.arange(len(logits), device=logits.device)
+        return _masked_rows(logits, kind, student, everywhere)
     # Where values can be read at no cost, most rows turn out to need neither masks nor care.
-    center, x = torch.zeros_like(z[:, 0]), z
-    if kind == DEVIATION:
-        center = row_sum(z) / z.shape[1]
-        x = torch.sub(z, center.unsqueeze(1), out=scratch[: len(z)])
-    squares = row_sum(torch.mul(x, x, out=scratch[: len(z)]))
-    count = torch.full_like(squares, z.shape[1], dtype=torch.float64)
-    plain = _finish(squares.double().sqrt(), center.double(), count, kind)
-    fine = squares.isfinite()
-    if student is not None:
-        fine &= row_sum(student).isfinite()
-    if bool(fine.all()):
-        return plain
-    masked = _masked(z, student, kind)
-    return Spread(*(torch.where(fine, *pair) for pair in zip(plain, masked, strict=True)))
+    center, squares = moments(logits, kind == DEVIATION)
+    plain = squares.isfinite()
+    if own is not None:
+        plain &= own.plain
+    count = torch.full_like(squares, classes)
+    found = _finish(squares.sqrt(), center, count, kind, plain)
+    if not bool(plain.all()):
+        rest = (~plain).nonzero().squeeze(1)
+        for x, y in zip(found, _masked_rows(logits, kind, student, rest), strict=True):
+            x[rest] = y
+    return found
+
+
+def _masked_rows(logits: Tensor, kind: str, student: Tensor | None, index: Tensor) -> Spread:
+    """The spread of the rows with these indices, of which classes may be masked."""
+    found = []
+    for part in index.split(max(1, _BLOCK // max(1, logits.shape[1]))):
+        z = logits[part].to(wide(logits.dtype))
+        found.append(_masked(z, None if student is None else student[part], kind))
+    return Spread(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
 def _masked(z: Tensor, student: Tensor | None, kind: str) -> Spread:
@@ -78,13 +90,14 @@ def _masked(z: Tensor, student: Tensor | None, kind: str) -> Spread:
         center = row_sum(z).double() / count
         z = (z - center.unsqueeze(1).to(z.dtype)).masked_fill_(mask, 0.0)
     unit = largest.squeeze(1).double()
-    return _finish(unit * row_sum(z.square()).double().sqrt(), unit * center, count, kind)
+    length = unit * row_sum(z.square()).double().sqrt()
+    return _finish(length, unit * center, count, kind, ~mask.any(1))
 
 
-def _finish(length: Tensor, center: Tensor, count: Tensor, kind: str) -> Spread:
+def _finish(length: Tensor, center: Tensor, count: Tensor, kind: str, plain: Tensor) -> Spread:
     """From |z - center| of each row and the number of its classes."""
     per_root = torch.ones_like(length)
     if kind == DEVIATION:
         per_root = 1 / (count - 1).clamp(min=1).sqrt()
     slope = (per_root / length).masked_fill(length <= 1e-3, 0.0)
-    return Spread(length.clamp(min=1e-3) * per_root + 1e-7, center, slope)
+    return Spread(length.clamp(min=1e-3) * per_root + 1e-7, center, slope, plain)
