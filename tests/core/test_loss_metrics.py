@@ -14,6 +14,8 @@ import labo
 from gloo import Processes, World
 from labo import functional as F
 from labo.fused import metrics, native
+from labo.fused.dispatch import RowLoss
+from labo.fused.quantized import product_dtype
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
@@ -63,7 +65,9 @@ LOSSES = {
     "labo": labo.LABOLoss(),
     "ls": labo.LabelSmoothingLoss(alpha=0.2),
     "ce": labo.CrossEntropyLoss(),
-    "focal": labo.FocalLoss(gamma=2.0),  # differentiated by autograd
+    "focal": labo.FocalLoss(gamma=2.0),  # a formula
+    "eaft": labo.EAFTLoss(top_k=2),
+    "labo-grad": labo.LABOLoss(alpha_grad=True),  # differentiated by autograd
 }
 
 
@@ -80,8 +84,8 @@ LOSSES = {
 def test_metrics_are_those_of_the_logits(dtype, rows, classes, name, grad, softcap, seed):
     x, weight, bias, target = problem(dtype, rows, classes, seed)
     loss = LOSSES[name]
-    # The logits as the head has them: rounded to the dtype.
-    logits = nn.functional.linear(x, weight, bias)
+    # The logits as the head has them: rounded to the dtype of its products.
+    logits = nn.functional.linear(*(t.to(product_dtype(x)) for t in (x, weight, bias)))
     if softcap:
         logits = softcap * (logits / softcap).tanh()
     wanted = dense(logits, target, loss)
@@ -367,8 +371,22 @@ def test_two_processes(tmp_path):
         processes.stop()
 
 
-def test_the_kernel_measures_as_the_separate_pass_does():
-    """LABO with adaptive alpha takes its statistics from the sums of the loss itself."""
+@pytest.mark.parametrize(
+    "loss",
+    [
+        labo.CrossEntropyLoss(),
+        labo.LabelSmoothingLoss(),
+        labo.LABOLoss(alpha=0.3),
+        labo.LABOLoss(tau=1.25),
+        labo.FocalLoss(),
+        labo.GeneralizedEntropyLoss(),
+        labo.LABOLoss(z_loss=0.1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["native", "blocked"])
+def test_a_loss_measures_as_the_separate_pass_does(loss, backend):
+    """The statistics come from the sums of the loss itself, and change nothing else."""
     torch.manual_seed(0)
     logits = torch.randn(40, 301) * 8
     target = torch.randint(301, (40,))
@@ -378,10 +396,27 @@ def test_the_kernel_measures_as_the_separate_pass_does():
     logits[6, target[6]] = float("-inf")
     logits[7, 0] = float("nan")
     found = torch.full((40, metrics.COLUMNS), 9.0, dtype=torch.float64)
-    spec = labo.LABOLoss(tau=1.25).spec()
-    native.rows(logits, target, spec, factor=1.0, statistics=found)
+    rows = RowLoss(None, -100, backend, loss.spec())
+    if not rows.measures(logits):
+        assert backend == "blocked"
+        return
+    values, grad = rows.rows(logits, target, 1.0, statistics=found)
+    plain, plain_grad = rows.rows(logits, target, 1.0)
+    torch.testing.assert_close(values, plain, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(grad, plain_grad, rtol=0, atol=0, equal_nan=True)
     expected = metrics.row_statistics(logits, target, -100)
+    found[7, metrics.MAXIMUM] = expected[7, metrics.MAXIMUM]  # beside a NaN it may be anything
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert native.STATISTICS == metrics.COLUMNS
-    with pytest.raises(ValueError, match="adaptive alpha only"):
-        native.rows(logits, target, labo.CrossEntropyLoss().spec(), statistics=found)
+
+
+def test_which_losses_measure_in_the_same_pass():
+    """A loss that leaves classes out of its sums takes a pass of its own."""
+    logits = torch.randn(4, 9)
+    for loss, wanted in (
+        (labo.DistillationLoss(), True),
+        (labo.DecoupledDistillationLoss(), False),
+        (labo.TopKDistillationLoss(), False),
+    ):
+        spec = loss.spec(teacher=True)
+        assert RowLoss(None, -100, "native", spec, logits).measures(logits) is wanted

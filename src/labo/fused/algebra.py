@@ -285,6 +285,11 @@ class Formula:
         )
         self.masses, self.spread, self.stored, self.largest = masses, spread, stored, largest
 
+    @property
+    def measures(self) -> bool:
+        """Whether all classes are in the sums, so that :func:`rows` can give the statistics."""
+        return not (self.stored or self.asked & OTHERS)
+
     def __call__(self, *parameters: float, z_loss: float = 0.0) -> FormulaSpec:
         return FormulaSpec(self.name, tuple(float(x) for x in parameters), z_loss)
 
@@ -678,6 +683,7 @@ def rows(
     out: Tensor | None = None,
     source: Tensor | None = None,
     stored: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Values and gradients of rows by a backend; the contract is in :mod:`labo.fused.spec`.
 
@@ -685,9 +691,13 @@ def rows(
         source: what the masses come from, see the module; None if they come from the logits. With
             stored classes: their log-probabilities, (N, k).
         stored: (N, k) stored classes, -1 for padding.
+        statistics: (N, 5) float64, filled as by :func:`labo.fused.metrics.row_statistics`, for a
+            formula that measures them.
     """
     formula = FORMULAS[spec.name]
     plan = formula.plan(spec.parameters, weight is not None)
+    if statistics is not None:
+        plan = plan._replace(asked=plan.asked | UE)
     if formula.spread is not None:
         how = (formula.spread, getattr(backend, "moments", None))
         own = spread(logits, *how)
@@ -709,6 +719,9 @@ def rows(
     fixed = (logits, target, plan, weight, ignore_index, source)
     limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
     found = _found(plan, backend.sums(*fixed), z_y, limits)
+    if statistics is not None:
+        torch.stack(_statistics(found), 1, out=statistics)
+        statistics.masked_fill_(ignored.unsqueeze(1), 0.0)
     if z_stored is not None and log_t is not None:
         found |= {"log_t": log_t, **_found_apart(found, z_y, z_stored, limits)}
     if z_largest is not None:
@@ -771,6 +784,14 @@ def _found(plan: Passes, sums: Tensor, z_y: Tensor, limits: torch.finfo) -> dict
         for name in ("top", "source_top"):
             found[name] = found[name].masked_fill(found[name] == -math.inf, 0.0)
     return found | {"u_y": u_of(z_y, found["top"], limits)}
+
+
+def _statistics(found: dict[str, Tensor]) -> list[Tensor]:
+    """The columns of the statistics of rows."""
+    log_e, u_y = found["e"].log(), found["u_y"]
+    entropy = (log_e - found["ue"] / found["e"]).clamp(min=0.0)
+    correct = (u_y >= 0) & ~found["e"].isnan()
+    return [log_e - u_y, entropy, correct.double(), found["top"], log_e]
 
 
 def _found_apart(

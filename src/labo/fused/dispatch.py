@@ -238,8 +238,9 @@ class RowLoss(NamedTuple):
 
     def measures(self, logits: Tensor) -> bool:
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
-        fast = self.backend == "native" and logits.is_cpu
-        return fast and isinstance(self.spec, RowSpec) and native.measures(self.spec)
+        if isinstance(self.spec, FormulaSpec):
+            return algebra.FORMULAS[self.spec.name].measures
+        return self.backend == "native" and logits.is_cpu
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""

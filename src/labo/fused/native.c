@@ -145,7 +145,7 @@ typedef struct {
     float *values;
     void *grad; /* NULL for values only; may be the logits */
     int64_t grad_stride;
-    row_statistics *statistics; /* per row, of LABO_ADAPTIVE, whose sums they need; or NULL */
+    row_statistics *statistics; /* per row, or NULL */
     double log_classes;
     /* of a formula */
     int32_t asked, masses;
@@ -263,6 +263,7 @@ typedef struct {
     span parts[PARTS];
     float top, source_top; /* the largest logit, of a formula also that of the teacher */
     float beyond;          /* the lowest number above the margin of a formula */
+    bool measured;         /* the sum of u e is needed also if the loss does not need it */
     rate over_one, over_tau;
     rate over_half_tau, over_source_tau; /* of a formula, as the next two */
     float per_half_tau, per_source_tau;
@@ -974,7 +975,7 @@ INLINE vec_sums sum_stretch(vec_sums sums, const row_view *row, span s, int64_t 
         sums.e += e;
         if (s.kept_e)
             store(s.kept_e, at, e, false);
-        if (v.mode == LABO_ADAPTIVE)
+        if (v.mode == LABO_ADAPTIVE || row->measured)
             sums.ue = mul_add(u, e, sums.ue);
         if (v.mode == CROSS_ENTROPY)
             continue;
@@ -1095,7 +1096,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
     if (b->weight)
         memcpy(tail_weight, b->weight + whole, (size_t)rest * sizeof(float));
 
-    row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau)};
+    row_view row = {.over_one = rate_of(1.0), .over_tau = rate_of(b->tau),
+                    .measured = b->statistics != NULL};
     row.parts[0] = (span){.weight = b->weight, .classes = whole};
     row.parts[1] = (span){.logits = &tail_logits, .weight = tail_weight, .grad = &tail_grad,
                           .next = &tail_logits, .classes = rest ? LANES : 0};

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._checks import out_of_range
 from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Passes
-from .spec import LABO_ADAPTIVE, RowSpec
+from .spec import RowSpec
 
 # With fewer logits per thread another thread costs more time than it saves.
 _PER_THREAD = 1 << 18
@@ -267,8 +267,7 @@ def rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Values and gradients of rows; the contract is in :mod:`labo.fused.spec`.
 
-    ``statistics``, (N, 5) float64, is filled as by :func:`labo.fused.metrics.row_statistics`, for a
-    loss that :func:`measures`.
+    ``statistics``, (N, 5) float64, is filled as by :func:`labo.fused.metrics.row_statistics`.
     """
     if problem := refuses(logits):
         raise ValueError(problem)
@@ -302,8 +301,6 @@ def rows(
             scale = factor
     s = None
     if statistics is not None:
-        if not measures(spec):
-            raise ValueError("the kernel has statistics of LABO with adaptive alpha only")
         s = _Column(
             _pointer("statistics", statistics, torch.float64, count, STATISTICS), statistics
         )
@@ -329,11 +326,6 @@ def rows(
 
     _in_threads(run, count, classes)
     return values, grad
-
-
-def measures(spec: RowSpec) -> bool:
-    """Whether :func:`rows` gives the statistics of the rows: their sums are those of the loss."""
-    return spec.mode == LABO_ADAPTIVE
 
 
 def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:
