@@ -103,6 +103,7 @@ SUMS = (
     *("top", "source_top", "top_at", "count", "e", "ue", "r"),
     *("ur", "q", "qu", "qd", "wq", "wqu", "mix", "emix"),
 )
+MIXED = SUMS[-2:]  # those of a mixture
 # The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q + from_one + from_u u
 # + from_emix e log(1 + exp(-x)), except that at_target and at_top are the entries of the target and
 # of the class top_at (-1 for none). Masked classes have none of it.
@@ -730,7 +731,7 @@ def rows(
         plan = plan.mixed(found, found["top"])
         fixed = (logits, target, plan, weight, ignore_index, source)
         again = _found(plan, backend.sums(*fixed), z_y, limits)
-        found |= {name: again[name] for name in ("mix", "emix")}
+        found |= {name: again[name] for name in MIXED}
     found |= masses_of(plan, y, found.get("sums_u_y", found["u_y"]), source, found["source_top"])
     w_y = 1.0 if weight is None else weight[y].double()
     values, slopes = differentiate(spec, plan, found, w_y, y, logits.shape[1], factor, stored)

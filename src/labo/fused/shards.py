@@ -30,6 +30,7 @@ from .algebra import (
     FROM_ROW,
     FROM_TABLE,
     FROM_TEACHER,
+    MIXED,
     NO_MASSES,
     QU,
     SUMS,
@@ -54,8 +55,6 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Group = dist.ProcessGroup, which exists only where PyTorch was built with torch.distributed.
 Group = Any
-
-_MIXED = ("mix", "emix")
 
 # Stands for ignore_index where targets count columns of a shard.
 _IGNORED = torch.iinfo(torch.int64).min
@@ -299,9 +298,9 @@ class ShardedRows:
         found = dict(zip(found, total.unbind(1), strict=True))
         if plan.asked & EMIX:
             plan = plan.mixed(found, maximum)
-            mixed = local_sums(None, None, plan)[:, [SUMS.index(name) for name in _MIXED]]
+            mixed = local_sums(None, None, plan)[:, [SUMS.index(name) for name in MIXED]]
             all_reduce(mixed, self.group)
-            found |= dict(zip(_MIXED, mixed.unbind(1), strict=True))
+            found |= dict(zip(MIXED, mixed.unbind(1), strict=True))
         y = target.masked_fill(~valid, 0)
         zero = torch.zeros_like(maximum)
         found |= masses_of(plan, y, found["u_y"], self.class_row, zero)
