@@ -57,18 +57,19 @@ def _serve(rank: int, most: int, store: str, tasks: Any, answers: Any) -> None:
         group = dist.new_group(list(range(size)))
         worlds[size] = World(rank, size, group, DeviceMesh("cpu", list(range(size))))
     while True:
-        function, size, args = tasks.get()
+        number, function, size, args = tasks.get()
         torch.manual_seed(0)
         try:
-            answers.put((rank, function(worlds[size], *args), None))
+            answers.put((number, rank, function(worlds[size], *args), None))
         except BaseException:
-            answers.put((rank, None, traceback.format_exc()))
+            answers.put((number, rank, None, traceback.format_exc()))
 
 
 class Processes:
     """``Processes(3, folder).run(2, f, *args)``: f(world, *args) on two of three processes."""
 
     def __init__(self, most: int, folder: Path) -> None:
+        self.number = 0  # of the task
         context = multiprocessing.get_context("spawn")
         self.answers = context.Queue()
         self.tasks = [context.Queue() for _ in range(most)]
@@ -85,11 +86,14 @@ class Processes:
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each process returns; fails with the traceback of the first that failed."""
+        self.number += 1
         for tasks in self.tasks[:size]:
-            tasks.put((function, size, args))
+            tasks.put((self.number, function, size, args))
         found = {}
-        for _ in range(size):
-            rank, result, problem = self.answers.get(timeout=_PATIENCE)
+        while len(found) < size:
+            number, rank, result, problem = self.answers.get(timeout=_PATIENCE)
+            if number != self.number:  # of a task that failed elsewhere
+                continue
             # At once: the others may wait for this process in vain.
             assert problem is None, f"process {rank}:\n{problem}"
             found[rank] = result

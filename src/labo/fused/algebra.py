@@ -721,7 +721,7 @@ def rows(
     limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
     found = _found(plan, backend.sums(*fixed), z_y, limits)
     if statistics is not None:
-        torch.stack(_statistics(found), 1, out=statistics)
+        torch.stack(statistics_of(found), 1, out=statistics)
         statistics.masked_fill_(ignored.unsqueeze(1), 0.0)
     if z_stored is not None and log_t is not None:
         found |= {"log_t": log_t, **_found_apart(found, z_y, z_stored, limits)}
@@ -787,8 +787,8 @@ def _found(plan: Passes, sums: Tensor, z_y: Tensor, limits: torch.finfo) -> dict
     return found | {"u_y": u_of(z_y, found["top"], limits)}
 
 
-def _statistics(found: dict[str, Tensor]) -> list[Tensor]:
-    """The columns of the statistics of rows."""
+def statistics_of(found: dict[str, Tensor]) -> list[Tensor]:
+    """The columns of the statistics of rows, from the sums of e and u e, the maximum and u_y."""
     log_e, u_y = found["e"].log(), found["u_y"]
     entropy = (log_e - found["ue"] / found["e"]).clamp(min=0.0)
     correct = (u_y >= 0) & ~found["e"].isnan()

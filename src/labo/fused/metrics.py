@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._rows import row_sum, times
 from . import shards
-from .algebra import COEFFICIENTS, SUMS, UE, Passes
+from .algebra import COEFFICIENTS, SUMS, UE, Passes, statistics_of
 
 # The columns of the statistics of the rows.
 NLL, ENTROPY, CORRECT, MAXIMUM, LOG_E = range(5)
@@ -90,14 +90,11 @@ def row_statistics(
         total = torch.stack([e, ue, z_y], 1)
         shards.all_reduce(total, group)
         e, ue, z_y = total.unbind(1)
-    log_e = e.log()
-    nll = log_e - (z_y - maximum)
+    columns = statistics_of({"e": e, "ue": ue, "top": maximum, "u_y": z_y - maximum})
     if soft:
         u = logits.double() - maximum.unsqueeze(1)
-        nll = log_e * row_sum(target.double()) - row_sum(times(target.double(), u))
-    entropy = (log_e - ue / e).clamp(min=0.0)
-    correct = (z_y >= maximum) & ~e.isnan()
-    found = torch.stack([nll, entropy, correct.double(), maximum, log_e], 1)
+        columns[0] = e.log() * row_sum(target.double()) - row_sum(times(target.double(), u))
+    found = torch.stack(columns, 1)
     return found.masked_fill_(~valid.unsqueeze(1), 0.0)
 
 

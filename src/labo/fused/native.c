@@ -1517,8 +1517,8 @@ TARGET static void run_moments(const batch *b, bool bf16)
         /* About a number near the mean, which need not be the mean itself. */
         const float near = (float)raw.center;
         const row_moments m = moments_about(near, b, row, bf16);
-        const double excess = (double)b->classes * m.center * m.center;
-        b->moments[i] = (row_moments){near + m.center, m.squares - excess};
+        const double squares = m.squares - (double)b->classes * m.center * m.center;
+        b->moments[i] = (row_moments){near + m.center, squares < 0.0 ? 0.0 : squares};
     }
 }
 

@@ -93,10 +93,11 @@ class QuantizedWeight:
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies it faster than float32: x86 with AMX, others of AMD.
+    """Whether this processor multiplies it faster than float32.
 
-    An x86 processor without AVX512-BF16 and AMX emulates the products. AVX512-BF16 has twice the
-    products of float32 on AMD, and no more of them on Intel. Other kinds are not looked at.
+    On x86 these are Intel's with AMX and AMD's with AVX512-BF16, which has twice the products of
+    float32 on AMD and no more of them on Intel. Without both the products are emulated. Processors
+    of other kinds are not looked at.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
