@@ -25,6 +25,7 @@ PARAMETERS = {
     ("resnet50", 1000): 25_557_032,
     ("resnet152", 1000): 60_192_808,
     ("cifar-fast", 10): 1_972_490,
+    ("cifar-tiny", 100): 238_900,
 }
 
 
@@ -49,6 +50,8 @@ def test_published_number_of_parameters(name, num_classes):
         ("resnet152", 3, 32),
         ("cifar-fast", 3, 32),
         ("cifar-fast", 1, 28),
+        ("cifar-tiny", 3, 32),
+        ("cifar-tiny", 1, 28),
     ],
 )
 def test_images_to_logits_with_gradients_everywhere(name, channels, size):

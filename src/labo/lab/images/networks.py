@@ -1,4 +1,4 @@
-"""Image classifiers: the networks of the paper's CIFAR and ImageNet tables, and three small ones.
+"""Image classifiers: the networks of the paper's CIFAR and ImageNet tables, and four small ones.
 
 ``CONVNETS`` lists them. Each entry is a function of ``(num_classes, in_channels)`` that returns a
 plain ``nn.Module`` from images (N, in_channels, H, W) to logits (N, num_classes).
@@ -26,6 +26,7 @@ __all__ = [
     "cifar_mobilenet_v2",
     "cifar_resnet18",
     "cifar_resnext29",
+    "cifar_tiny",
     "fashion_mlp",
     "resnet50",
     "resnet152",
@@ -276,6 +277,16 @@ def _cosines(size: int) -> Tensor:
     return basis / basis.norm(dim=1, keepdim=True)
 
 
+class ChannelsLast(nn.Module):
+    """The same images with their channels last in memory, and so in all layers that follow.
+
+    A quarter less time on a CPU.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
 class DecorrelatedPatches(nn.Module):
     """The 2x2 patches of an image, decorrelated and normalized, with both signs.
 
@@ -295,8 +306,6 @@ class DecorrelatedPatches(nn.Module):
         self.norm = nn.BatchNorm2d(4 * in_channels, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Channels last, here and so in all layers that follow: a quarter less time on a CPU.
-        x = x.contiguous(memory_format=torch.channels_last)
         y = self.norm(nn.functional.conv2d(x, self.filters))
         return torch.cat([y, -y], dim=1)
 
@@ -326,6 +335,7 @@ def cifar_fast(num_classes: int, in_channels: int = 3) -> nn.Module:
     """
     return _sequential(
         {
+            "channels_last": ChannelsLast(),
             "patches": DecorrelatedPatches(in_channels),
             "gelu": nn.GELU(),
             "block1": _pooled_block(8 * in_channels, 64),
@@ -338,12 +348,34 @@ def cifar_fast(num_classes: int, in_channels: int = 3) -> nn.Module:
     )
 
 
+def cifar_tiny(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """Four convolutions, the first with stride 2, for 32x32 images. 238,900 parameters for K = 100.
+
+    For studies of many runs on a CPU: one core trains on about 1,800 images per second.
+    """
+    return nn.Sequential(
+        ChannelsLast(),
+        nn.Conv2d(in_channels, 24, 4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(24),
+        nn.ReLU(inplace=True),
+        *_conv_bn_relu(24, 48),
+        nn.MaxPool2d(2),
+        *_conv_bn_relu(48, 96),
+        nn.MaxPool2d(2),
+        *_conv_bn_relu(96, 192),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(192, num_classes),
+    )
+
+
 CONVNETS = Registry(
     "model",
     {
         "small": small_convnet,
         "mlp": fashion_mlp,
         "cifar-fast": cifar_fast,
+        "cifar-tiny": cifar_tiny,
         "resnet18": cifar_resnet18,
         "mobilenet-v2": cifar_mobilenet_v2,
         "resnext29": cifar_resnext29,
