@@ -856,14 +856,16 @@ def predict(
 @app.command()
 def teacher(
     model: Annotated[
-        Path, typer.Argument(help="Run directory, or a Hugging Face folder with a causal model.")
+        Path, typer.Argument(help="Run directory, or a Hugging Face folder with the model.")
     ],
-    data: Annotated[Path, typer.Argument(help="Folder made by prepare-text.")],
+    data: Annotated[Path, typer.Argument(help="Folder made by prepare-text or prepare.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
     top_k: Annotated[int, typer.Option(min=1, help="Tokens to store for each target.")] = 64,
     block: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens the model sees at once. Default: all its positions."),
+        typer.Option(
+            min=1, help="For documents: tokens the model sees at once. Default: all its positions."
+        ),
     ] = None,
     precision: Annotated[
         str, typer.Option(help="Of the log-probabilities: float16 or float32.")
@@ -872,12 +874,14 @@ def teacher(
     verify: Verify = False,
     debug: Debug = False,
 ) -> None:
-    """Store the most probable tokens of a language model for training with method=topk-kd.
+    """Store the most probable tokens of a model for training with method=topk-kd.
+
+    The model is a language model, or a translation model for data of `labo prepare`.
 
     The same command continues work that was stopped.
     """
     from .lab.errors import RequestError
-    from .lab.language_modeling.teacher import store
+    from .lab.text.teacher import store
 
     if precision not in ("float16", "float32"):
         raise RequestError(f"--precision {precision}: choose float16 or float32")

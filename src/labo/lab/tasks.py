@@ -6,7 +6,9 @@
 - ``analysis.py`` with a :class:`labo.lab.analysis.task.TaskAnalysis`, named ``ANALYSIS``: what
   compare, analyze and report need, without torch;
 - perhaps ``report.py`` with a :class:`labo.lab.report.task.TaskReport`, named ``REPORT``: what the
-  report shows besides what it shows for every task.
+  report shows besides what it shows for every task;
+- perhaps ``teacher.py`` with a :class:`labo.lab.text.teacher.TrainingPredictions`, named
+  ``PREDICTIONS``: what ``labo teacher`` stores.
 
 They are imported when they are first needed, so importing this module needs neither torch nor
 accelerate. No module outside of a task's package depends on which task it is.

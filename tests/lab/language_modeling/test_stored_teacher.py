@@ -12,18 +12,19 @@ from transformers import GPT2LMHeadModel
 import labo
 from lab_runs import losses
 from labo.lab.errors import DataError, RequestError
-from labo.lab.language_modeling import teacher as module
 from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.model import LanguageModel, causal_config
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.language_modeling.task import LanguageModelingTask
-from labo.lab.language_modeling.teacher import store
+from labo.lab.language_modeling.teacher import DocumentPredictions
 from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe
+from labo.lab.text import folder
 from labo.lab.text.head import head_loss
 from labo.lab.text.stored import StoredTeacher
+from labo.lab.text.teacher import store
 from labo.lab.train import train
 from tiny_language import SENTENCES, learned_tokenizer
 
@@ -31,7 +32,7 @@ BLOCK = 24
 TINY = ["model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0"]
 
 
-def prepare(folder: Path, kind: str) -> Path:
+def prepare(out: Path, kind: str) -> Path:
     parts = [*SENTENCES[:12], "\n".join(SENTENCES[12:16]), "x"]
     documents = [
         RawDocument(f"{n}", "text", (Part(text, True),))
@@ -40,8 +41,8 @@ def prepare(folder: Path, kind: str) -> Path:
         for n, text in enumerate(parts)
     ]
     options = Tokenization(holdout=5, holdout_test=5)
-    prepare_documents(folder, {"train": documents}, options, tokenizer=learned_tokenizer())
-    return folder
+    prepare_documents(out, {"train": documents}, options, tokenizer=learned_tokenizer())
+    return out
 
 
 @pytest.fixture(scope="module", params=["text", "prompt"])
@@ -57,7 +58,7 @@ def texts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A Hugging Face folder with an untrained model and the tokenizer of the data."""
-    folder = tmp_path_factory.mktemp("model")
+    out = tmp_path_factory.mktemp("model")
     torch.manual_seed(3)
     size = {"width": 16, "layers": 1, "heads": 2}
     tokenizer = learned_tokenizer()
@@ -66,9 +67,9 @@ def model(tmp_path_factory) -> Path:
     with torch.no_grad():
         for parameter in causal.parameters():
             parameter.mul_(4)
-    causal.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    causal.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
 
 
 def task_of(data: Path, *settings: str) -> LanguageModelingTask:
@@ -121,15 +122,15 @@ def test_an_interrupted_command_goes_on(texts, model, tmp_path, monkeypatch):
     small = {"top_k": 4, "part_targets": 60}
     store(model, texts, tmp_path / "whole", **small)
     calls = []
-    own = module._Reader.documents
+    own = DocumentPredictions.samples
 
-    def stops(reader, first, last):
+    def stops(predictions, first, last, top_k):
         calls.append(first)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return own(reader, first, last)
+        return own(predictions, first, last, top_k)
 
-    monkeypatch.setattr(module._Reader, "documents", stops)
+    monkeypatch.setattr(DocumentPredictions, "samples", stops)
     with pytest.raises(KeyboardInterrupt):
         store(model, texts, tmp_path / "parts", **small)
     assert not (tmp_path / "parts").exists()
@@ -149,21 +150,40 @@ def test_an_interrupted_command_goes_on(texts, model, tmp_path, monkeypatch):
     assert StoredTeacher(tmp_path / "other").top_k == 5
 
 
+def test_nothing_is_lost_when_the_last_step_is_interrupted(texts, model, tmp_path, monkeypatch):
+    small = {"top_k": 4, "part_targets": 60}
+    store(model, texts, tmp_path / "whole", **small)
+    for name in ("write_json", "sha256"):  # while the files are hashed, and before the manifest
+
+        def stops(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, name, stops)
+            with pytest.raises(KeyboardInterrupt):
+                store(model, texts, tmp_path / name, **small)
+        with monkeypatch.context() as patch:
+            patch.setattr(DocumentPredictions, "samples", stops)  # nothing is computed again
+            store(model, texts, tmp_path / name, **small)
+        for path in (tmp_path / "whole").iterdir():
+            assert path.read_bytes() == (tmp_path / name / path.name).read_bytes()
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
 def test_a_damaged_part_is_made_again(texts, model, tmp_path, monkeypatch, capsys, damage):
     """The part and those after it; with another size of parts too, nothing is left out."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     small = {"top_k": 4, "part_targets": 40}
     store(model, texts, whole, **small)
-    own, calls = module._Reader.documents, []
+    own, calls = DocumentPredictions.samples, []
 
-    def stops(reader, first, last):
+    def stops(predictions, first, last, top_k):
         calls.append(first)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return own(reader, first, last)
+        return own(predictions, first, last, top_k)
 
-    monkeypatch.setattr(module._Reader, "documents", stops)
+    monkeypatch.setattr(DocumentPredictions, "samples", stops)
     with pytest.raises(KeyboardInterrupt):
         store(model, texts, parts, **small)
     part = tmp_path / ".parts.unfinished/part-00001.arrow"
@@ -251,14 +271,14 @@ def test_what_is_read_or_made_by_another_command_is_kept(texts, model, tmp_path)
     other = prepare(tmp_path / "other", "text")
     with pytest.raises(RequestError, match="other exists and was not made by `labo teacher`"):
         store(run, data, other, top_k=2, force=True)
-    for folder in (data, other):
-        assert PreparedDocuments(folder).fingerprint
+    for path in (data, other):
+        assert PreparedDocuments(path).fingerprint
     store(run, data, run / "stored", top_k=2)
     store(run, data, run / "stored", top_k=3, force=True)
     assert StoredTeacher(run / "stored").top_k == 3
 
 
-def test_the_method_is_for_language_models():
+def test_the_method_is_for_text():
     assert METHODS["topk-kd"].needs == {"stored_teacher"}
     with pytest.raises(RequestError, match="does not provide"):
         load_recipe("digits", ["method=topk-kd", "method.stored=x"])

@@ -19,6 +19,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 import labo
 from lab_runs import TEACHERLESS, TEXT_METHODS, log_of, losses, metrics, outcome, run
 from labo.lab.config import RecipeError
+from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe, recipe_of
@@ -81,6 +82,14 @@ def test_every_sentence_is_in_one_batch_and_no_batch_is_too_large(limit, cache):
         assert len(index) * longest <= limit
     # Of two neighbours in size, the larger does not fit into what the smaller left free.
     assert len(batches) <= 2 * sum(b.numel() for b in batches) * 40 / limit + 1
+
+
+def test_sentences_to_score_that_are_longer_than_the_model_are_refused(small):
+    longest = int(small.data.split("valid").longest.max())
+    with pytest.raises(
+        RequestError, match=rf"model.positions has 12 positions, .* {longest} tokens in the valid"
+    ):
+        task("model.positions=12")
 
 
 def test_an_epoch_has_the_batches_of_the_others_in_another_order(small):

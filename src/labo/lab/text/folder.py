@@ -114,7 +114,7 @@ def check_free(out: Path, maker: Maker, force: bool) -> Path:
         return out
     if not (out / MANIFEST).is_file():
         raise RequestError(f"{out} exists and holds no prepared data: choose another folder")
-    if not _was_made_by(maker, out):
+    if not was_made_by(maker, out):
         raise RequestError(
             f"{out} exists and was not made by `{maker.command}`: choose another folder"
         )
@@ -123,7 +123,7 @@ def check_free(out: Path, maker: Maker, force: bool) -> Path:
     return out
 
 
-def _was_made_by(maker: Maker, folder: Path) -> bool:
+def was_made_by(maker: Maker, folder: Path) -> bool:
     """Whether the manifest says so; the files may be damaged."""
     try:
         document = read_json(folder / MANIFEST, Document).model_dump()
@@ -154,9 +154,16 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest, with the format, the digests of all files and the fingerprint."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = ()) -> None:
+    """Write the manifest, with the format, the digests of all files and the fingerprint.
+
+    Args:
+        folder: the folder.
+        manifest: what else the manifest says.
+        without: names of files that are not part of the content.
+    """
+    found = (path for path in folder.rglob("*") if path.name not in without)
+    files = sorted(path for path in found if path.is_file())
     digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
     for path in (*files, *{path.parent for path in files}):
         flush(path)

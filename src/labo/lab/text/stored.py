@@ -177,12 +177,13 @@ class StoredWriter:
 
     def finish(self, about: Mapping[str, Any]) -> None:
         """Write the manifest and put the folder in its place."""
-        (self.folder / _PROGRESS).unlink()
         counts = {
             "targets": sum(part.targets for part in self._parts),
             "parts": [part.batches for part in self._parts],
         }
-        seal(self.folder, {"task": TASK, **self.settings.model_dump(), **counts, **about})
+        manifest = {"task": TASK, **self.settings.model_dump(), **counts, **about}
+        seal(self.folder, manifest, without=[_PROGRESS])
+        (self.folder / _PROGRESS).unlink()  # last: hashing large files may be interrupted too
         replace_folder(self.folder, self.out)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -26,14 +26,16 @@ from ..errors import RequestError
 from ..pretrained import load_config, load_folder, merged, published
 from ..text.dropout import FastDropout
 from ..text.head import Head, mean_of_layers
-from ..text.pretrained_tokenizer import vocabulary_size
+from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from .framing import folder_tokenizers
 from .model import TranslationModel, load_marian
-from .prepared import Pair
+from .prepared import Pair, Prepared
 
 __all__ = [
     "AnyTranslator",
     "FolderTranslator",
     "check_tokens",
+    "fitting_config",
     "load_saved",
     "load_translator",
     "start_tokens",
@@ -261,6 +263,25 @@ def start_tokens(config: PretrainedConfig, pair: Pair) -> tuple[int, ...]:
     if start is None:
         raise RequestError("config.json of the model has no decoder_start_token_id")
     return (start,) if frame is None else (start, *frame.target_before, *frame.target_after)
+
+
+def fitting_config(folder: str | Path, data: Prepared) -> PretrainedConfig:
+    """The config of a folder whose model fits prepared data.
+
+    Raises:
+        RequestError: it holds no encoder-decoder, or the data was prepared with another tokenizer.
+    """
+    config = translation_config(folder)
+    theirs, ours = folder_tokenizers(folder), (data.tokenizer, data.target_tokenizer)
+    fits = list(map(vocabulary_digest, theirs)) == list(map(vocabulary_digest, ours))
+    # Subwords that `labo prepare` learned are those of its own models.
+    if not fits or not (data.pretrained or hasattr(config, "labo")):
+        raise RequestError(
+            f"{data.path} was not prepared with the tokenizer of {folder}: "
+            f"`labo prepare ... --tokenizer {folder}` does that"
+        )
+    check_tokens(folder, config, data.target_tokenizer)
+    return config
 
 
 def check_tokens(folder: str | Path, config: PretrainedConfig, tokenizer: Any) -> None:

@@ -184,6 +184,11 @@ class TextSplit:
         """(N,), the number of ids of each sentence."""
         return np.diff(self.source_offsets if side == "source" else self.target_offsets)
 
+    @property
+    def longest(self) -> npt.NDArray[np.int64]:
+        """(N,), the number of ids of the longer side of each sentence pair."""
+        return np.maximum(self.lengths("source"), self.lengths("target"))
+
     def take(self, index: npt.NDArray[np.int64]) -> TextSplit:
         """Some of the sentence pairs."""
         return TextSplit(self._table.take(pa.array(index)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import RequestError
@@ -20,12 +21,13 @@ from ..text.batching import rounded
 from ..text.forced import mean_metrics, token_statistics
 from ..text.head import Head
 from ..text.lines import read_lines
+from ..text.task import IGNORED
 from . import bleu
+from .batches import by_tokens, forced, padded_rows
 from .translate import Translator
 
 __all__ = ["PairScore", "evaluate_files", "score_files", "score_pairs"]
 
-_TOKENS_AT_ONCE = 4096
 _LINES_AT_ONCE = 2000
 _COMET = "unbabel-comet"
 
@@ -87,41 +89,28 @@ def score_pairs(
                 raise RequestError(
                     f"line {number}: the {side} has {len(ids)} tokens, the model takes {limit}"
                 )
-    order = sorted(range(len(pairs)), key=lambda i: max(map(len, pairs[i])))
     found: dict[int, PairScore] = {}
-    for batch in _batches(order, pairs):
+    for part in by_tokens(np.array([max(map(len, pair)) for pair in pairs], dtype=np.int64)):
+        batch = part.tolist()
         found |= zip(batch, _score(translator, [pairs[i] for i in batch]), strict=True)
     return [found[i] for i in range(len(pairs))]
 
 
-def _batches(
-    order: Sequence[int], pairs: Sequence[tuple[list[int], list[int]]]
-) -> Iterator[list[int]]:
-    batch: list[int] = []
-    for i in order:  # ascending: the last pair of a batch is its longest
-        if batch and (len(batch) + 1) * max(map(len, pairs[i])) > _TOKENS_AT_ONCE:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
-
-
 def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[PairScore]:
-    model, given = translator.model, len(translator.start)
+    model = translator.model
     pad, device = model.config.pad_token_id, model.device
-    source = _padded([s for s, _ in pairs], pad).to(device)
-    target = _padded([t for _, t in pairs], pad).to(device)
-    start = torch.tensor([translator.start] * len(pairs), device=device)
-    prefix = torch.cat([start, target[:, :-1]], 1)
-    real = target != pad
-    head: Head = translator.network(source, source != pad, prefix)
+    source, target = (padded_rows(side, pad) for side in zip(*pairs, strict=True))
+    start = torch.tensor([translator.start] * len(pairs))
+    inputs, labels = forced(source, target, start, pad)
+    inputs, labels = inputs.to(device), labels.to(device)
+    real = labels != IGNORED
+    head: Head = translator.network(inputs.source, inputs.mask, inputs.prefix)
     bias = head.bias
     if bias is None and hasattr(model, "final_logits_bias"):  # our own models leave out a constant
         bias = model.final_logits_bias.squeeze(0)
-    head = head._replace(states=head.states[:, given - 1 :][real], bias=bias)
+    head = head.at(real)._replace(bias=bias)
     temperature = translator.temperature
-    statistics = token_statistics(head, target[real], temperature)
+    statistics = token_statistics(head, labels[real], temperature)
     lengths = real.sum(-1).tolist()
     columns = {name: column.cpu().split(lengths) for name, column in statistics.items()}
     nll = columns["nll" if temperature == 1 else "tempered_nll"]
@@ -134,11 +123,6 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
         )
         for row in range(len(pairs))
     ]
-
-
-def _padded(rows: Sequence[list[int]], pad: int) -> torch.Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
 
 
 # ------------------------------------------------------------------ files

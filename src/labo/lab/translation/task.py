@@ -8,8 +8,7 @@ computed from hidden states and output layer by :func:`labo.linear_loss`, withou
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -35,19 +34,18 @@ from ..text.batching import batches_by_length, in_order, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from ..text.stored import StoredTeacher
 from ..text.task import IGNORED, TokenTask
-from . import bleu
+from . import batches, bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .finetuning import (
     AnyTranslator,
     FolderTranslator,
-    check_tokens,
+    fitting_config,
     load_translator,
     start_tokens,
     target_types,
-    translation_config,
 )
-from .framing import folder_tokenizers
 from .model import (
     EOS,
     MODEL_PRESETS,
@@ -59,6 +57,7 @@ from .model import (
 )
 from .options import MAX_TYPES
 from .prepared import Prepared, Side, TextSplit
+from .teacher import stored_rows
 from .text import Pipeline
 from .translate import ModelFolder
 
@@ -247,34 +246,12 @@ class TextRecipe(config.Recipe):
         return "greedy_bleu" if self.train.select_beam == 1 else "beam_bleu"
 
 
-@dataclass(frozen=True)
-class Sentences:
-    """The input of the model: padded sources and target prefixes.
-
-    Attributes:
-        source: (N, S) token ids.
-        mask: (N, S), False where the source is padding; None if there is no padding.
-        prefix: (N, T), the start tokens followed by the target without its last token.
-    """
-
-    source: Tensor
-    mask: Tensor | None
-    prefix: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Sentences:
-        return Sentences(
-            self.source.to(device, non_blocking=non_blocking),
-            None if self.mask is None else self.mask.to(device, non_blocking=non_blocking),
-            self.prefix.to(device, non_blocking=non_blocking),
-        )
-
-
 class TranslationTask(TokenTask):
     """Translation: data, model and scores."""
 
     Recipe = TextRecipe
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
-    provides: ClassVar = frozenset({"vocabulary_groups", "inner_states"})
+    provides: ClassVar = frozenset({"vocabulary_groups", "inner_states", "stored_teacher"})
     method_defaults: ClassVar = {
         "kd": {"alpha": 0.5, "tau": 1.0},
         "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
@@ -306,11 +283,10 @@ class TranslationTask(TokenTask):
                 "decoder or separate"
             )
         for split in ("train", "valid", "test"):
-            if not len(self.data.split(split)):
-                raise RequestError(f"{self.data.path}: the {split} split is empty")
+            self._check_split(split)
         self._train = self.data.split("train")
-        batches, left_out = self._make_batches()
-        self.set_batches(batches)
+        plan, left_out = self._make_batches()
+        self.set_batches(plan)
         self.size = len(self._train)
         warning = METHODS[recipe.method["name"]].from_scratch
         if warning is not None and recipe.model.pretrained is None:
@@ -334,17 +310,7 @@ class TranslationTask(TokenTask):
 
     def _take_up(self, folder: str) -> None:
         """Take the special tokens and sizes of a pre-trained model; refuse what does not fit."""
-        settings = translation_config(folder)
-        tokenizers = self.data.tokenizer, self.data.target_tokenizer
-        theirs = list(map(vocabulary_digest, folder_tokenizers(folder)))
-        fits = theirs == list(map(vocabulary_digest, tokenizers))
-        # Subwords that `labo prepare` learned are those of its own models.
-        if not fits or not (self.data.pretrained or hasattr(settings, "labo")):
-            raise RequestError(
-                f"{self.data.path} was not prepared with the tokenizer of {folder}: "
-                f"`labo prepare ... --tokenizer {folder}` does that"
-            )
-        check_tokens(folder, settings, self.data.target_tokenizer)
+        settings = fitting_config(folder, self.data)
         for name in ("switchout_source", "switchout_target", "bpe_dropout"):
             if self.data.pretrained and getattr(self.recipe.data, name):
                 raise RequestError(
@@ -355,6 +321,25 @@ class TranslationTask(TokenTask):
         self.fingerprint += f"~{folder_digest(folder)}"
         self._positions = positions_of(settings)
         self._starts = torch.tensor([start_tokens(settings, pair) for pair in self.data.pairs])
+
+    def _check_split(self, name: str) -> None:
+        """Refuse an empty split, and sentences to score that the model cannot take."""
+        split = self.data.split(name)
+        if not len(split):
+            raise RequestError(f"{self.data.path}: the {name} split is empty")
+        longest = int(self._longest(split).max())
+        if name != "train" and longest > self._positions:
+            where = "the model" if self.recipe.model.pretrained else "model.positions"
+            raise RequestError(
+                f"{where} has {self._positions} positions, but {self.data.path} has a sentence of "
+                f"{longest} tokens in the {name} split"
+            )
+
+    def _longest(self, split: TextSplit) -> Tensor:
+        """(N,), the positions that each sentence pair takes."""
+        given = self._starts.shape[1] - 1  # tokens before a target, besides the start token
+        lengths = split.lengths("source"), split.lengths("target") + given
+        return torch.from_numpy(np.maximum(*lengths))
 
     def build_model(self) -> AnyTranslator:
         options = self.recipe.model
@@ -424,25 +409,40 @@ class TranslationTask(TokenTask):
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states for the target tokens of a batch, without padding, and the output layer."""
-        sentences: Sentences = batch.inputs
+        sentences: batches.Sentences = batch.inputs
         head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
         return head.at(self.learned(batch))
+
+    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+        for name in ("bpe_dropout", "switchout_target"):
+            if getattr(self.recipe.data, name):
+                raise RequestError(
+                    f"data.{name} changes the targets, and predictions are stored for those of "
+                    f"the text: set it to 0, or use method=kd, which runs the teacher beside"
+                )
+        stored = StoredTeacher(folder)
+        vocabulary = vocabulary_digest(self.data.target_tokenizer)
+        stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=self.size)
+
+        def read(batch: Batch) -> tuple[Tensor, Tensor]:
+            counted = bool(self.learned(batch).any())  # not so of Batch.without_targets
+            return stored_rows(stored, batch.index.tolist() if counted else [])
+
+        return read
 
     # ------------------------------------------------------------------ training batches
 
     def _make_batches(self) -> tuple[list[Tensor], list[str]]:
         """The sentences of each batch, the same in every epoch, and notes for the user."""
         limit = self.recipe.train.batch_tokens
-        given = self._starts.shape[1] - 1  # tokens before a target, besides the start token
-        lengths = _lengths(self._train, "source"), _lengths(self._train, "target") + given
-        longest = torch.maximum(*lengths)
+        longest = self._longest(self._train)
         fits = longest <= min(limit, self._positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
-        batches = batches_by_length(longest, fits, limit, self.recipe.seed)
+        plan = batches_by_length(longest, fits, limit, self.recipe.seed)
         missing = int((~fits).sum())
         notes = [f"{missing} training pairs are too long for a batch and are not used"]
-        return batches, notes if missing else []
+        return plan, notes if missing else []
 
     def count(self, index: Tensor, epoch: int) -> int:
         if self._dropout:
@@ -465,9 +465,9 @@ class TranslationTask(TokenTask):
         for name, size in zip(names, self.vocabularies, strict=True):
             if training and self._dropout:
                 rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
-                ids = _padded_rows(rows, self.data.pad)
+                ids = batches.padded_rows(rows, self.data.pad)
             else:
-                ids = _padded(split, name, index, self.data.pad)
+                ids = batches.padded(split, name, index, self.data.pad)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
             if training and temperature:
                 draws = uniforms(
@@ -475,15 +475,9 @@ class TranslationTask(TokenTask):
                 )
                 ids = switchout(ids, draws, temperature, self._first_type, size)
             sides[name] = ids
-        source, target, pad = sides["source"], sides["target"], self.data.pad
-        mask = source != pad
         start = self._starts[torch.from_numpy(split.pair[index.numpy()]).long()]
-        given = torch.full_like(start[:, 1:], IGNORED)
-        labels = torch.cat([given, target.masked_fill(target == pad, IGNORED)], 1)
-        prefix = torch.cat([start, target[:, :-1]], 1)
-        prefix[:, start.shape[1] :].masked_fill_(target[:, 1:] == pad, pad)
-        sentences = Sentences(source, None if bool(mask.all()) else mask, prefix)
-        return Batch(sentences, labels, index, epoch)
+        inputs, labels = batches.forced(sides["source"], sides["target"], start, self.data.pad)
+        return Batch(inputs, labels, index, epoch)
 
     @property
     def _first_type(self) -> int:
@@ -615,9 +609,9 @@ class TranslationTask(TokenTask):
     ) -> Iterator[tuple[list[int], Batch, Head]]:
         """Batches of the sentences of this process, and the hidden states at their targets."""
         model.eval()
-        mine = self._shares(split, accelerator)
-        longest = np.maximum(split.lengths("source"), split.lengths("target"))[mine]
-        for part in _by_tokens(np.asarray(mine)[longest.argsort(kind="stable")], split):
+        mine = np.asarray(self._shares(split, accelerator))
+        for batch_of in batches.by_tokens(split.longest[mine]):
+            part = mine[batch_of]
             batch = self._batch(split, torch.from_numpy(part), 0, training=False)
             batch = batch.to(accelerator.device)
             with accelerator.autocast():
@@ -760,38 +754,6 @@ def _load(options: TextData) -> Prepared:
 
 def _lengths(split: TextSplit, side: Side) -> Tensor:
     return torch.from_numpy(split.lengths(side))
-
-
-def _padded(split: TextSplit, side: str, index: Tensor, pad: int) -> Tensor:
-    """(N, longest) token ids, padded on the right."""
-    values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
-    first = offsets[index.numpy()]
-    lengths = offsets[index.numpy() + 1] - first
-    columns = np.arange(lengths.max())
-    real = columns < lengths[:, None]
-    ids = np.full(real.shape, pad, dtype=np.int64)
-    ids[real] = values[(first[:, None] + columns)[real]]
-    return torch.from_numpy(ids)
-
-
-def _padded_rows(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """(N, longest) token ids, padded on the right."""
-    ids = torch.full((len(rows), max(map(len, rows))), pad)
-    for row, values in zip(ids, rows, strict=True):
-        row[: len(values)] = torch.tensor(values)
-    return ids
-
-
-def _by_tokens(order: np.ndarray[Any, Any], split: TextSplit, limit: int = 4096) -> Iterator[Any]:
-    """Batches of at most ``limit`` tokens from sentences in ascending order of length."""
-    longest = np.maximum(split.lengths("source"), split.lengths("target"))
-    first = 0
-    for end, index in enumerate(order):
-        if end > first and (end + 1 - first) * longest[index] > limit:
-            yield order[first:end]
-            first = end
-    if len(order):
-        yield order[first:]
 
 
 def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int) -> Tensor:

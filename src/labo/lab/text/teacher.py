@@ -1,0 +1,195 @@
+"""``labo teacher``: the k most probable tokens of a model for every target, stored for training.
+
+The training samples of a prepared folder are read once. For every token that is to be learned, the
+indices and the log-probabilities of the k most probable tokens are written (see
+:mod:`labo.lab.text.stored`). Training reads them by sample and token, so it may pack, shuffle and
+batch the samples as it likes. The package of a task has a module ``teacher`` with a
+:class:`TrainingPredictions` named ``PREDICTIONS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError, LabError, RequestError
+from ..pretrained import folder_digest
+from ..run.checksums import verify_folder
+from ..run.files import Document, read_json
+from ..tasks import TASKS
+from .folder import Maker, check_apart, was_made_by
+from .forced import blocks
+from .head import Head
+from .stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
+from .task import IGNORED
+
+__all__ = ["TrainingPredictions", "store"]
+
+_PART_TARGETS = 1 << 17  # of a part, of which the last unfinished one is lost when interrupted
+
+
+class TrainingPredictions(ABC):
+    """What a model predicts for the training samples of a prepared folder.
+
+    Args:
+        folder: a folder with the model and its tokenizer.
+        data: the prepared folder.
+        block: the most tokens that the model may see at once; None leaves it to the model.
+
+    Attributes:
+        maker: what makes such prepared folders.
+        fingerprint: of the prepared data.
+        vocabulary: digest of the vocabulary of the targets.
+        types: the tokens that can be predicted; output layers may be padded with others.
+        block: the most tokens that the model sees at once.
+        targets: (samples,), how many targets each sample has at most.
+        model: in eval mode.
+
+    Raises:
+        RequestError: the model and the data do not fit.
+    """
+
+    maker: ClassVar[Maker]
+    fingerprint: str
+    vocabulary: str
+    types: int
+    block: int
+    targets: npt.NDArray[np.int64]
+    model: nn.Module
+
+    @abstractmethod
+    def __init__(self, folder: Path, data: Path, block: int | None) -> None: ...
+
+    @abstractmethod
+    def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
+        """The predictions for the samples from ``first`` to before ``last``, in order."""
+
+    def most_probable(self, head: Head, target: Tensor, top_k: int) -> list[Rows]:
+        """The most probable tokens at the targets of each row of a batch.
+
+        Args:
+            head: states (N, T, D) and output layer.
+            target: (N, T), IGNORED where there is no target.
+            top_k: tokens for each target.
+        """
+        learned = target != IGNORED
+        found = []
+        for logits, _ in blocks(head.at(learned.to(head.states.device)), target[learned]):
+            top = logits.log_softmax(-1)[:, : self.types].topk(top_k)
+            found.append((top.indices.int().cpu(), top.values.cpu()))
+        counts = learned.sum(-1).tolist()
+        columns = [torch.cat(column).split(counts) for column in zip(*found, strict=True)]
+        return [(i.numpy(), v.numpy()) for i, v in zip(*columns, strict=True)]
+
+
+def store(
+    model: str | Path,
+    data: str | Path,
+    out: Path,
+    *,
+    top_k: int = 64,
+    block: int | None = None,
+    precision: Precision = "float16",
+    force: bool = False,
+    part_targets: int = _PART_TARGETS,
+) -> dict[str, Any]:
+    """Write the predictions of a model for the training samples of a prepared folder.
+
+    Args:
+        model: a run, or a Hugging Face folder.
+        data: a folder made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the
+            model.
+        out: the folder to write.
+        top_k: tokens that are stored for each target.
+        block: for documents, the most tokens that the model sees at once; all its positions by
+            default.
+        precision: of the log-probabilities.
+        force: replace a finished folder.
+        part_targets: targets of a part. A part is written as a whole.
+
+    Returns:
+        What was written: targets, bytes, and seconds of this call.
+
+    Raises:
+        RequestError: the model and the data do not fit, or the folder exists or is an input.
+    """
+    data = Path(data).expanduser()
+    task, kind = _find_predictions(data)
+    folder = _model_folder(Path(model).expanduser(), task)
+    check_apart(out, [data, folder])
+    predictions = kind(folder, data, block)
+    if not 1 <= top_k <= predictions.types:
+        raise RequestError(f"--top-k {top_k}: the vocabulary has {predictions.types} types")
+    if torch.accelerator.is_available():
+        predictions.model.to(torch.accelerator.current_accelerator())
+    settings = StoredSettings(
+        data=predictions.fingerprint,
+        vocabulary=predictions.vocabulary,
+        model=folder_digest(str(folder)),
+        top_k=top_k,
+        block=predictions.block,
+        precision=precision,
+    )
+    started = time.monotonic()
+    try:
+        with StoredWriter(out, settings, force=force) as writer:
+            for first, last in _ranges(predictions.targets, writer.samples, part_targets):
+                writer.add(predictions.samples(first, last, top_k))
+            writer.finish({"teacher": Path(model).name})
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+    stored = StoredTeacher(out)
+    size = sum(path.stat().st_size for path in stored.path.glob("*.arrow"))
+    seconds = time.monotonic() - started
+    return {"targets": stored.about.targets, "bytes": size, "seconds": seconds}
+
+
+def _find_predictions(data: Path) -> tuple[str, type[TrainingPredictions]]:
+    """The task that a folder was prepared for, and its class."""
+    modules = {task: f"{package}.teacher" for task, package in TASKS.items()}
+    kinds: dict[str, type[TrainingPredictions]] = {
+        task: importlib.import_module(module).PREDICTIONS
+        for task, module in modules.items()
+        if find_spec(module) is not None
+    }
+    for task, kind in kinds.items():
+        if was_made_by(kind.maker, data):
+            return task, kind
+    commands = " or ".join(f"`{kind.maker.command}`" for kind in kinds.values())
+    raise DataError(f"{data}: no prepared text here; {commands} makes it")
+
+
+def _model_folder(model: Path, task: str) -> Path:
+    """The model folder of a run, or the folder itself; a model for another task is refused."""
+    found = [folder for folder in (model / "best", model) if (folder / "config.json").is_file()]
+    if not found:
+        raise RequestError(f"{model} is neither a run nor a model folder: it has no config.json")
+    verify_folder(found[0])
+    facts = read_json(found[0] / "config.json", Document).model_dump()
+    theirs = facts.get("labo", facts).get("task", task)
+    if theirs != task:
+        raise RequestError(f"{model} holds a model for {theirs}, not for {task}, as the data are")
+    return found[0]
+
+
+def _ranges(
+    targets: npt.NDArray[np.int64], first: int, part_targets: int
+) -> Iterator[tuple[int, int]]:
+    """First and last sample of each part from ``first`` on; depends on the lengths alone."""
+    ends = np.cumsum(targets)
+    while first < len(targets):
+        before = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, before + part_targets, side="right"))
+        last = max(last, first + 1)
+        yield first, last
+        first = last

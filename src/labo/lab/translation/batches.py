@@ -1,0 +1,96 @@
+"""Batches of sentence pairs: padded ids, target prefixes, and which sentences go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..text.task import IGNORED
+from .prepared import Side, TextSplit
+
+__all__ = ["Sentences", "by_tokens", "forced", "padded", "padded_rows"]
+
+TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """The input of the model: padded sources and target prefixes.
+
+    Attributes:
+        source: (N, S) token ids.
+        mask: (N, S), False where the source is padding; None if there is no padding.
+        prefix: (N, T), the start tokens followed by the target without its last token.
+    """
+
+    source: Tensor
+    mask: Tensor | None
+    prefix: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Sentences:
+        return Sentences(
+            self.source.to(device, non_blocking=non_blocking),
+            None if self.mask is None else self.mask.to(device, non_blocking=non_blocking),
+            self.prefix.to(device, non_blocking=non_blocking),
+        )
+
+
+def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sentences, Tensor]:
+    """The input of the model for padded sentence pairs, and what it is to predict.
+
+    Args:
+        source: (N, S) token ids.
+        target: (N, T) token ids.
+        start: (N, G), what the decoder is given before each target.
+        pad: the id that fills up rows.
+
+    Returns:
+        The input, and (N, G - 1 + T) labels; those of given tokens and of padding are IGNORED.
+    """
+    mask = source != pad
+    given = torch.full_like(start[:, 1:], IGNORED)
+    labels = torch.cat([given, target.masked_fill(target == pad, IGNORED)], 1)
+    prefix = torch.cat([start, target[:, :-1]], 1)
+    prefix[:, start.shape[1] :].masked_fill_(target[:, 1:] == pad, pad)
+    return Sentences(source, None if bool(mask.all()) else mask, prefix), labels
+
+
+def padded(split: TextSplit, side: Side, index: Tensor, pad: int) -> Tensor:
+    """(N, longest) token ids, padded on the right."""
+    values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
+    first = offsets[index.numpy()]
+    lengths = offsets[index.numpy() + 1] - first
+    columns = np.arange(lengths.max())
+    real = columns < lengths[:, None]
+    ids = np.full(real.shape, pad, dtype=np.int64)
+    ids[real] = values[(first[:, None] + columns)[real]]
+    return torch.from_numpy(ids)
+
+
+def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """(N, longest) token ids, padded on the right."""
+    ids = torch.full((len(rows), max(map(len, rows))), pad)
+    for row, values in zip(ids, rows, strict=True):
+        row[: len(values)] = torch.tensor(values)
+    return ids
+
+
+def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """The indices of sentence pairs in batches of similar length, padded to ``TOKENS_AT_ONCE``.
+
+    Args:
+        longest: (N,), the tokens of the longer side of each pair.
+    """
+    order = longest.argsort(kind="stable")
+    first = 0
+    for end, index in enumerate(order):
+        if end > first and (end + 1 - first) * longest[index] > TOKENS_AT_ONCE:
+            yield order[first:end]
+            first = end
+    if len(order):
+        yield order[first:]

@@ -1,0 +1,78 @@
+"""The predictions of a translation model for training sentences, stored by ``labo teacher``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from ..text.stored import Rows, StoredTeacher
+from ..text.teacher import TrainingPredictions
+from .batches import by_tokens, forced, padded
+from .finetuning import FolderTranslator, fitting_config, load_translator, start_tokens
+from .model import positions_of
+from .prepared import MAKER, Prepared
+
+__all__ = ["PREDICTIONS", "SentencePredictions", "stored_rows"]
+
+
+class SentencePredictions(TrainingPredictions):
+    """What an encoder-decoder predicts for the tokens of translations, given the sources."""
+
+    maker = MAKER
+    model: FolderTranslator
+
+    def __init__(self, folder: Path, data: Path, block: int | None) -> None:
+        if block is not None:
+            raise RequestError("--block is for documents; the model sees whole sentences")
+        self.data = Prepared(data)
+        config = fitting_config(folder, self.data)
+        self.fingerprint = self.data.fingerprint
+        self.vocabulary = vocabulary_digest(self.data.target_tokenizer)
+        self.types = vocabulary_size(self.data.target_tokenizer)
+        self.block = positions_of(config)
+        self.split = self.data.split("train")
+        self.targets = self.split.lengths("target")
+        self._starts = torch.tensor([start_tokens(config, pair) for pair in self.data.pairs])
+        given = self._starts.shape[1] - 1
+        longest = int(np.maximum(self.split.lengths("source"), self.targets + given).max(initial=0))
+        if longest > self.block:
+            raise RequestError(
+                f"{data} has a training sentence of {longest} tokens, but {folder} takes "
+                f"{self.block}: prepare the data with a smaller --max-tokens"
+            )
+        self.model = load_translator(folder).eval()
+
+    def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
+        found: list[Rows] = [(np.empty(0), np.empty(0))] * (last - first)
+        for part in by_tokens(self.split.longest[first:last]):
+            rows = self._sentences(torch.from_numpy(first + part), top_k)
+            for number, row in zip(part.tolist(), rows, strict=True):
+                found[number] = row
+        yield from found
+
+    @torch.inference_mode()
+    def _sentences(self, index: Tensor, top_k: int) -> list[Rows]:
+        source, target = (
+            padded(self.split, side, index, self.data.pad) for side in ("source", "target")
+        )
+        start = self._starts[torch.from_numpy(self.split.pair[index.numpy()]).long()]
+        inputs, labels = forced(source, target, start, self.data.pad)
+        inputs = inputs.to(next(self.model.parameters()).device)
+        head = self.model(inputs.source, inputs.mask, inputs.prefix)
+        return self.most_probable(head, labels, top_k)
+
+
+PREDICTIONS = SentencePredictions
+
+
+def stored_rows(stored: StoredTeacher, sentences: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The stored predictions of all targets of sentences: indices and log-probabilities, (n, k)."""
+    found = [(np.empty((0, stored.top_k)),) * 2, *map(stored.sample, sentences)]
+    indices, log_p = (np.concatenate(column) for column in zip(*found, strict=True))
+    return torch.from_numpy(indices.astype(np.int64)), torch.from_numpy(log_p.astype(np.float32))
