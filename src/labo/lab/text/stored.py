@@ -39,8 +39,9 @@ from .folder import FolderManifest, Maker, check_free, read_manifest, seal
 TASK = "stored_teacher"
 MAKER = Maker("labo teacher", TASK)
 _PROGRESS = "progress.json"
-_BATCH_TARGETS = 2048  # of a record batch, at most; a sample is never divided
-_BATCHES_IN_MEMORY = 32
+_BATCH_TARGETS = 256  # of a record batch, at most; a sample is never divided
+_BYTES_IN_MEMORY = 128 << 20  # of record batches that were read
+_FILES_OPEN = 32
 
 Precision = Literal["float16", "float32"]
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -232,8 +233,9 @@ class StoredTeacher:
         counts = [(p, b, n) for p, part in enumerate(self.about.parts) for b, n in enumerate(part)]
         self._batches = [(part, batch) for part, batch, _ in counts]
         self._starts = np.cumsum([0, *(number for _, _, number in counts)])
-        self._read = lru_cache(maxsize=_BATCHES_IN_MEMORY)(self._record_batch)
-        self._open = lru_cache(maxsize=_BATCHES_IN_MEMORY)(self._reader)
+        size = 8 * self.top_k * self.about.targets // max(1, len(counts))  # of a record batch
+        self._read = lru_cache(maxsize=max(1, _BYTES_IN_MEMORY // max(1, size)))(self._record_batch)
+        self._open = lru_cache(maxsize=_FILES_OPEN)(self._reader)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
