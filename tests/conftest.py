@@ -19,6 +19,11 @@ if not Path("/dev/nvidia0").exists():
 # reads this at its first product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Workers of pytest-xdist, and the processes they start, share the cores: with more threads than
+# cores PyTorch's operations wait for each other. PyTorch reads this when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from torch import Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,9 +51,11 @@ def spread(
         own: the spread of these.
     """
     classes = logits.shape[1]
+    at_once = max(1, _BLOCK // max(1, classes))
     if not logits.is_cpu or moments is None:
-        everywhere = torch.arange(len(logits), device=logits.device)
-        return _masked_rows(logits, kind, student, everywhere)
+        everywhere = range(0, max(1, len(logits)), at_once)
+        blocks = [slice(first, first + at_once) for first in everywhere]
+        return _masked_rows(logits, kind, student, blocks)
     # Where values can be read at no cost, most rows turn out to need neither masks nor care.
     center, squares = moments(logits, kind == DEVIATION)
     plain = squares.isfinite()
@@ -63,15 +65,18 @@ def spread(
     found = _finish(squares.sqrt(), center, count, kind, plain)
     if not bool(plain.all()):
         rest = (~plain).nonzero().squeeze(1)
-        for x, y in zip(found, _masked_rows(logits, kind, student, rest), strict=True):
+        masked = _masked_rows(logits, kind, student, rest.split(at_once))
+        for x, y in zip(found, masked, strict=True):
             x[rest] = y
     return found
 
 
-def _masked_rows(logits: Tensor, kind: str, student: Tensor | None, index: Tensor) -> Spread:
-    """The spread of the rows with these indices, of which classes may be masked."""
+def _masked_rows(
+    logits: Tensor, kind: str, student: Tensor | None, blocks: Sequence[slice | Tensor]
+) -> Spread:
+    """The spread of the rows in these blocks, of which classes may be masked."""
     found = []
-    for part in index.split(max(1, _BLOCK // max(1, logits.shape[1]))):
+    for part in blocks:
         z = logits[part].to(wide(logits.dtype))
         found.append(_masked(z, None if student is None else student[part], kind))
     return Spread(*(torch.cat(columns) for columns in zip(*found, strict=True)))
