@@ -90,7 +90,7 @@ class LinearLossOptions:
     """
 
     batch_chunk_size: int | None = None
-    memory_budget: int = 64 << 20
+    memory_budget: int = 96 << 20
 
     def __post_init__(self) -> None:
         for name in ("batch_chunk_size", "memory_budget"):
