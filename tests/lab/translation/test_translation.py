@@ -26,6 +26,7 @@ from labo.lab.recipes import load_recipe, recipe_of
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
 from labo.lab.text.head import Head
+from labo.lab.text.teacher import store
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD
 from labo.lab.translation.task import TranslationTask, switchout
 
@@ -34,7 +35,7 @@ MODEL = ["model.width=16", "model.ffn=32", "model.heads=2", "model.positions=128
 MODEL += ["model.encoder_layers=1", "model.decoder_layers=1", "model.dropout=0.0"]
 TRAIN = ["train.batch_tokens=256", "train.epochs=2", "train.log_every=1", "decode.beam=2"]
 TINY = [*DATA, *MODEL, *TRAIN, "optim.warmup_steps=5"]
-SECOND = TEACHERLESS | {"ps-kd", "r-drop", "connet"}  # methods whose loss takes more
+SECOND = TEACHERLESS | {"topk-kd", "ps-kd", "r-drop", "connet"}  # methods whose loss takes more
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -260,6 +261,11 @@ def settings_of(method: str, teacher: Path) -> list[str]:
     chosen = [f"method={method}"]
     if method in TEACHERLESS:
         chosen.append(f"method.teacher={teacher}")
+    if method == "topk-kd":
+        stored = teacher.parent / "stored"
+        if not stored.exists():
+            store(teacher, task().data.path, stored, top_k=8)
+        chosen.append(f"method.stored={stored}")
     if method == "labo":
         chosen.append("method.warmup_steps=7")
     return chosen
