@@ -92,8 +92,8 @@ def row_statistics(
         e, ue, z_y = total.unbind(1)
     columns = statistics_of({"e": e, "ue": ue, "top": maximum, "u_y": z_y - maximum})
     if soft:
-        u = logits.double() - maximum.unsqueeze(1)
-        columns[0] = e.log() * row_sum(target.double()) - row_sum(times(target.double(), u))
+        q, u = target.double(), logits.double() - maximum.unsqueeze(1)
+        columns[NLL] = columns[LOG_E] * row_sum(q) - row_sum(times(q, u))
     found = torch.stack(columns, 1)
     return found.masked_fill_(~valid.unsqueeze(1), 0.0)
 

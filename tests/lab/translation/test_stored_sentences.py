@@ -144,7 +144,7 @@ def test_what_is_refused(own, tmp_path):
 
 def test_a_model_that_is_too_short_is_refused(own, tmp_path, monkeypatch):
     data = cldr("data.languages=[de-en, fr-en]").data
-    longest = int(data.split("train").longest.max())
+    longest = int(data.split("train").longest().max())
     monkeypatch.setattr(teacher, "positions_of", lambda config: longest - 1)
     with pytest.raises(RequestError, match=f"of {longest} tokens, but .*best takes {longest - 1}:"):
         store(own, data.path, tmp_path / "stored")

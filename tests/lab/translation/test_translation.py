@@ -86,7 +86,7 @@ def test_every_sentence_is_in_one_batch_and_no_batch_is_too_large(limit, cache):
 
 
 def test_sentences_to_score_that_are_longer_than_the_model_are_refused(small):
-    longest = int(small.data.split("valid").longest.max())
+    longest = int(small.data.split("valid").longest().max())
     with pytest.raises(
         RequestError, match=rf"model.positions has 12 positions, .* {longest} tokens in the valid"
     ):

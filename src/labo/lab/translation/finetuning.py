@@ -34,7 +34,6 @@ from .prepared import Pair, Prepared
 __all__ = [
     "AnyTranslator",
     "FolderTranslator",
-    "check_tokens",
     "fitting_config",
     "load_saved",
     "load_translator",
@@ -280,11 +279,11 @@ def fitting_config(folder: str | Path, data: Prepared) -> PretrainedConfig:
             f"{data.path} was not prepared with the tokenizer of {folder}: "
             f"`labo prepare ... --tokenizer {folder}` does that"
         )
-    check_tokens(folder, config, data.target_tokenizer)
+    _check_tokens(folder, config, data.target_tokenizer)
     return config
 
 
-def check_tokens(folder: str | Path, config: PretrainedConfig, tokenizer: Any) -> None:
+def _check_tokens(folder: str | Path, config: PretrainedConfig, tokenizer: Any) -> None:
     """Refuse a folder whose model and tokenizer disagree.
 
     Raises:

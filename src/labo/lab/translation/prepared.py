@@ -184,10 +184,13 @@ class TextSplit:
         """(N,), the number of ids of each sentence."""
         return np.diff(self.source_offsets if side == "source" else self.target_offsets)
 
-    @property
-    def longest(self) -> npt.NDArray[np.int64]:
-        """(N,), the number of ids of the longer side of each sentence pair."""
-        return np.maximum(self.lengths("source"), self.lengths("target"))
+    def longest(self, given: int = 0) -> npt.NDArray[np.int64]:
+        """(N,), the number of ids of the longer side of each sentence pair.
+
+        Args:
+            given: tokens that the decoder is given before a target, besides its start token.
+        """
+        return np.maximum(self.lengths("source"), self.lengths("target") + given)
 
     def take(self, index: npt.NDArray[np.int64]) -> TextSplit:
         """Some of the sentence pairs."""

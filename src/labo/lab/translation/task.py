@@ -327,19 +327,20 @@ class TranslationTask(TokenTask):
         split = self.data.split(name)
         if not len(split):
             raise RequestError(f"{self.data.path}: the {name} split is empty")
-        longest = int(self._longest(split).max())
-        if name != "train" and longest > self._positions:
+        if name == "train":  # what is too long for a batch is left out
+            return
+        longest = int(split.longest(self._given).max())
+        if longest > self._positions:
             where = "the model" if self.recipe.model.pretrained else "model.positions"
             raise RequestError(
                 f"{where} has {self._positions} positions, but {self.data.path} has a sentence of "
                 f"{longest} tokens in the {name} split"
             )
 
-    def _longest(self, split: TextSplit) -> Tensor:
-        """(N,), the positions that each sentence pair takes."""
-        given = self._starts.shape[1] - 1  # tokens before a target, besides the start token
-        lengths = split.lengths("source"), split.lengths("target") + given
-        return torch.from_numpy(np.maximum(*lengths))
+    @property
+    def _given(self) -> int:
+        """Tokens that the decoder is given before a target, besides its start token."""
+        return self._starts.shape[1] - 1
 
     def build_model(self) -> AnyTranslator:
         options = self.recipe.model
@@ -418,7 +419,7 @@ class TranslationTask(TokenTask):
             if getattr(self.recipe.data, name):
                 raise RequestError(
                     f"data.{name} changes the targets, and predictions are stored for those of "
-                    f"the text: set it to 0, or use method=kd, which runs the teacher beside"
+                    "the text: set it to 0, or use method=kd, which runs the teacher beside"
                 )
         stored = StoredTeacher(folder)
         vocabulary = vocabulary_digest(self.data.target_tokenizer)
@@ -435,7 +436,7 @@ class TranslationTask(TokenTask):
     def _make_batches(self) -> tuple[list[Tensor], list[str]]:
         """The sentences of each batch, the same in every epoch, and notes for the user."""
         limit = self.recipe.train.batch_tokens
-        longest = self._longest(self._train)
+        longest = torch.from_numpy(self._train.longest(self._given))
         fits = longest <= min(limit, self._positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
@@ -610,7 +611,7 @@ class TranslationTask(TokenTask):
         """Batches of the sentences of this process, and the hidden states at their targets."""
         model.eval()
         mine = np.asarray(self._shares(split, accelerator))
-        for batch_of in batches.by_tokens(split.longest[mine]):
+        for batch_of in batches.by_tokens(split.longest()[mine]):
             part = mine[batch_of]
             batch = self._batch(split, torch.from_numpy(part), 0, training=False)
             batch = batch.to(accelerator.device)

@@ -39,8 +39,7 @@ class SentencePredictions(TrainingPredictions):
         self.split = self.data.split("train")
         self.targets = self.split.lengths("target")
         self._starts = torch.tensor([start_tokens(config, pair) for pair in self.data.pairs])
-        given = self._starts.shape[1] - 1
-        longest = int(np.maximum(self.split.lengths("source"), self.targets + given).max(initial=0))
+        longest = int(self.split.longest(self._starts.shape[1] - 1).max(initial=0))
         if longest > self.block:
             raise RequestError(
                 f"{data} has a training sentence of {longest} tokens, but {folder} takes "
@@ -50,7 +49,7 @@ class SentencePredictions(TrainingPredictions):
 
     def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
         found: list[Rows] = [(np.empty(0), np.empty(0))] * (last - first)
-        for part in by_tokens(self.split.longest[first:last]):
+        for part in by_tokens(self.split.longest()[first:last]):
             rows = self._sentences(torch.from_numpy(first + part), top_k)
             for number, row in zip(part.tolist(), rows, strict=True):
                 found[number] = row
@@ -73,6 +72,7 @@ PREDICTIONS = SentencePredictions
 
 def stored_rows(stored: StoredTeacher, sentences: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The stored predictions of all targets of sentences: indices and log-probabilities, (n, k)."""
-    found = [(np.empty((0, stored.top_k)),) * 2, *map(stored.sample, sentences)]
-    indices, log_p = (np.concatenate(column) for column in zip(*found, strict=True))
-    return torch.from_numpy(indices.astype(np.int64)), torch.from_numpy(log_p.astype(np.float32))
+    none = tuple(np.empty((0, stored.top_k), dtype) for dtype in (np.int32, np.float32))
+    columns = zip(none, *map(stored.sample, sentences), strict=True)
+    indices, log_p = (torch.from_numpy(np.concatenate(column)) for column in columns)
+    return indices.long(), log_p
