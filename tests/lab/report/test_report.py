@@ -583,6 +583,23 @@ def test_a_sheet_is_a_file_of_its_own_in_the_light_colours():
     assert "light-dark" not in text
 
 
+def test_a_sheet_has_rows_of_charts_and_a_legend_that_stays_within_it():
+    line = Line([(0, 0.0), (1, 1.0)], Style("m1"), "a", "a")
+    charts = [line_chart(n, n, "d", Axis("x"), Axis("y"), [line]) for n in ("one", "two", "three")]
+    names = [f"a method with a long name, lr {i}" for i in range(5)]
+    root = ElementTree.fromstring(sheet(charts, [(Style("m1"), n) for n in names], columns=2))
+    space = "{http://www.w3.org/2000/svg}"
+    inner = root.findall(f"{space}svg")
+    places = [(float(chart.get("x", "")), float(chart.get("y", ""))) for chart in inner]
+    below = float(inner[0].get("height", "")) + 28
+    assert places == [(10, 0), (398, 0), (10, below)]
+    assert (root.get("width"), len(inner)) == ("768", 3)
+    texts = [(float(t.get("x", "")), float(t.get("y", ""))) for t in root.findall(f"{space}text")]
+    assert len(texts) == len(set(texts)) == 5
+    assert len({y for _, y in texts}) == 3  # two in a row
+    assert max(y for _, y in texts) < float(root.get("height", ""))
+
+
 def test_long_labels_keep_the_words_in_which_variants_differ():
     labels = [f"labo alpha=adaptive tau=1.25 optim.lr={lr}" for lr in (0.1, 0.2)]
     assert [cut(label) for label in labels] == ["labo … optim.lr=0.1", "labo … optim.lr=0.2"]

@@ -55,9 +55,9 @@ class Chart:
         """An ``<svg>`` element that fills the width of its container."""
         return self._element("")
 
-    def at(self, x: float) -> str:
+    def at(self, x: float, y: float = 0) -> str:
         """An ``<svg>`` element of fixed size at a position within another one."""
-        return self._element(f'x="{x:g}" width="{WIDTH}" height="{self.height:g}" ')
+        return self._element(f'x="{x:g}" y="{y:g}" width="{WIDTH}" height="{self.height:g}" ')
 
     def _element(self, attributes: str) -> str:
         return (
@@ -69,25 +69,40 @@ class Chart:
         )
 
 
-def sheet(panels: Sequence[Chart], legend: Sequence[tuple[Style, str]] = ()) -> str:
+def sheet(
+    panels: Sequence[Chart],
+    legend: Sequence[tuple[Style, str]] = (),
+    *,
+    columns: int | None = None,
+) -> str:
     """Charts side by side as an SVG file, in the light colours.
 
     Args:
         panels: at least one.
         legend: style and name of every method that is drawn.
+        columns: charts in a row; by default all are in one.
     """
     style = palette.variables(palette.LIGHT)
     style += (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
-    width = WIDTH * len(panels) + _GAP * (len(panels) - 1) + 2 * _MARGIN
-    height = max(panel.height for panel in panels) + (_LEGEND_HEIGHT if legend else 0)
+    columns = min(columns or len(panels), len(panels))
+    width = WIDTH * columns + _GAP * (columns - 1) + 2 * _MARGIN
+    drawn, height = [], 0.0
+    for start in range(0, len(panels), columns):
+        row = panels[start : start + columns]
+        top = height + _GAP if start else 0.0
+        drawn += [panel.at(_MARGIN + (WIDTH + _GAP) * i, top) for i, panel in enumerate(row)]
+        height = top + max(panel.height for panel in row)
+    across, bottom = float(_MARGIN), height + _LEGEND_HEIGHT
+    for shown, label in legend:
+        length = _SAMPLE[0] + 6 + len(label) * _CHARACTER
+        if across > _MARGIN and across + length > width - _MARGIN:
+            across, bottom = float(_MARGIN), bottom + _LEGEND_HEIGHT
+        drawn.append(f'<g transform="translate({across:.1f} {bottom - 18:g})">{_sample(shown)}</g>')
+        drawn.append(_text(across + _SAMPLE[0] + 6, bottom - 8, label, f"end {shown.colour}"))
+        across += length + 20
+    height = bottom if legend else height
     # The page may be dark.
-    parts = [f'<rect width="{width}" height="{height:g}" fill="var(--page)"/>']
-    parts += [panel.at(_MARGIN + (WIDTH + _GAP) * index) for index, panel in enumerate(panels)]
-    across = float(_MARGIN)
-    for drawn, name in legend:
-        parts.append(f'<g transform="translate({across:.1f} {height - 18:g})">{_sample(drawn)}</g>')
-        parts.append(_text(across + _SAMPLE[0] + 6, height - 8, name, f"end {drawn.colour}"))
-        across += _SAMPLE[0] + 26 + len(name) * _CHARACTER
+    parts = [f'<rect width="{width}" height="{height:g}" fill="var(--page)"/>', *drawn]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" '
         f'width="{width}" height="{height:g}" font-family="sans-serif">'
@@ -186,20 +201,26 @@ class ChartRow:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between two ends of an axis.
+    """Round numbers between two ends of an axis: about ``most``, and at least two.
 
     Example:
         >>> ticks(0.0, 1.0)
         [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
         >>> ticks(12, 105)
         [20, 40, 60, 80, 100]
+        >>> ticks(-3.4, 3.4, most=2)
+        [-2, 0, 2]
     """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * unit for unit in (1, 2, 5, 10) if power * unit >= rough * 0.999)
-    digits = -math.floor(math.log10(step)) if step < 1 else None
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(i * step, digits) for i in range(first, last + 1)]
+    found: list[float] = []
+    for unit in (10, 5, 2, 1, 0.5, 0.2):
+        step = power * unit
+        if len(found) < 2 or step >= rough * 0.999:
+            digits = -math.floor(math.log10(step)) if step < 1 else None
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            found = [round(i * step, digits) for i in range(first, last + 1)]
+    return found
 
 
 def line_chart(

@@ -215,8 +215,11 @@ def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart
     return dot_chart(name, title, _words(what, rows), Axis(f"{what}, {group.split} split"), rows)
 
 
-def difference_chart(group: ReportGroup, name: str) -> Chart | None:
-    """The difference of every method to the last reference, ls if it is there."""
+def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart | None:
+    """The difference of every method to the last reference, ls if it is there.
+
+    With ``titled`` the title begins with the name of the data.
+    """
     headline = _headline(group)
     reference = group.group.references[-1]
     rows = []
@@ -237,6 +240,7 @@ def difference_chart(group: ReportGroup, name: str) -> Chart | None:
     if not rows:
         return None
     title = f"Difference to {reference.label}"
+    title = f"{group.title}: {title[0].lower()}{title[1:]}" if titled else title
     unit = "points" if headline.heading.endswith("%") else headline.heading
     return dot_chart(name, title, _words(title, rows), Axis(unit), rows, level=0)
 
