@@ -134,6 +134,10 @@ def test_what_is_refused(own, tmp_path):
     assert StoredTeacher(out).about.data == Prepared(data).fingerprint
     with pytest.raises(DataError, match="no prepared text here"):
         store(own, out, tmp_path / "again")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "prepared.json").write_text("{")
+    with pytest.raises(RequestError, match=r"damaged/prepared\.json: not JSON"):
+        store(own, tmp_path / "damaged", tmp_path / "again")
     with pytest.raises(RequestError, match="was made for other data"):
         cldr("data.languages=[de-en]").stored_teacher(str(out))
     for setting in ("data.bpe_dropout=0.1", "data.switchout_target=0.5"):

@@ -27,7 +27,7 @@ from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json
 from ..tasks import TASKS
-from .folder import Maker, check_apart, was_made_by
+from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
 from .stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
@@ -165,6 +165,8 @@ def _find_predictions(data: Path) -> tuple[str, type[TrainingPredictions]]:
     for task, kind in kinds.items():
         if was_made_by(kind.maker, data):
             return task, kind
+    if (data / MANIFEST).is_file():
+        read_json(data / MANIFEST, Document)  # says what is wrong with it
     commands = " or ".join(f"`{kind.maker.command}`" for kind in kinds.values())
     raise DataError(f"{data}: no prepared text here; {commands} makes it")
 
