@@ -8,16 +8,18 @@ of run directories, and adds its runs that are scored on the test split. With ``
 adds all finished runs to ``results/NAME-selection.csv``, with their validation scores. Runs in
 ``results/NAME-cost.csv`` are those that the times of the table of NAME are taken from.
 
-Without arguments it rebuilds everything between markers in docs/results.md and docs/why.md::
+Without arguments it rebuilds everything between markers in README.md, docs/results.md and
+docs/why.md::
 
     <!-- results: table NAME -->   ...   <!-- /results -->
 
-``answer`` is a sentence per study, ``table`` the methods with their differences to LS, ``settings``
-what was selected for each method, ``figure`` a picture of both, ``selection`` the validation scores
-of a grid. ``curves``, ``rates`` and ``budget`` show what ``tools/label_weight.py`` has measured: a
-picture of the training, and tables of learning rates and of budgets. Differences, intervals and
-p-values are those of :mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`.
-Rebuilding needs no torch.
+``answer`` is a sentence per study, ``summary`` a row per study, ``differences`` a picture of all of
+them, ``table`` the methods of one with their differences to LS, ``settings`` what was selected for
+each method, ``selection`` the validation scores of a grid. ``curves``, ``rates`` and ``budget``
+show what ``tools/label_weight.py`` has measured: a picture of the training, and tables of learning
+rates and of budgets. Differences, intervals and p-values are those of
+:mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`. Rebuilding needs no
+torch.
 """
 
 from __future__ import annotations
@@ -43,14 +45,23 @@ from labo.lab.analysis.task import find_analysis
 from labo.lab.report import palette
 from labo.lab.report.charts import Axis, Line, line_chart, sheet
 from labo.lab.report.gather import ReportGroup, make_groups
-from labo.lab.report.summary import calibration_chart, difference_chart, measured, score_chart
+from labo.lab.report.summary import difference_chart, p_text
 from labo.lab.report.task import find_report
 from labo.lab.tables import Cell, Column, Row, Table, best_rows, filled, shown_cell
 
 ROOT = Path(__file__).parents[1]
 RESULTS, ASSETS = ROOT / "results", ROOT / "docs" / "assets"
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "why.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "why.md")
 SEEDS, LEVEL = 5, 0.01  # a gain has at least so many seeds and a smaller p-value
+
+# What the studies are called on the pages.
+TITLES = {
+    "fashion-mnist-5k": "Fashion-MNIST, 5,000 images",
+    "fashion-mnist-5k-adamw": "Fashion-MNIST with AdamW",
+    "cifar100-10k": "CIFAR-100, 100 images per class",
+    "tatoeba": "Tatoeba German-English",
+    "multi30k": "Multi30k English-German",
+}
 
 # The columns of a CSV file; between the two parts are the scores: valid_NAME and test_NAME, and
 # analysis_NAME from the records of the test split.
@@ -263,20 +274,88 @@ def _values(text: str) -> dict[str, Any]:
 # ------------------------------------------------------------------ the parts of the page
 
 
-def answer(name: str) -> str:
-    """A sentence: the difference of LABO to LS. Of several variants the best on validation."""
-    group = study(name)
-    variants = [variant for variant in group.group.variants if variant.name == "labo"]
-    reference = group.group.first("ls")
-    if not variants or reference is None:
+def answer(*names: str) -> str:
+    """A sentence for each study: LABO, and the best method, compared with LS."""
+    sentences = []
+    for name in names:
+        group, ours, reference = _question(name)
+        text = f"- **{_title(name)}**: {_compared(group, ours, reference)}"
+        best = _best(group, ours)
+        if best not in (ours, reference):
+            text += f"; best: {_compared(group, best, reference)}"
+        text = textwrap.fill(f"{text}.", 100, subsequent_indent="  ", break_on_hyphens=False)
+        sentences.append(f"{text}\n")
+    return "".join(sentences)
+
+
+def summary(*names: str) -> str:
+    """A row for each study: cross entropy, LS, LABO and the best method."""
+    head = "data", "score", "seeds", "cross entropy", "label smoothing", "LABO", "Δ LS", "p"
+    lines = [[*head, "best method"], ["---"] * (len(head) + 1)]
+    for name in names:
+        group, ours, reference = _question(name)
+        found, headline = group.group.difference(ours, reference), group.kind.headline
+        base, best = group.group.first("base"), _best(group, ours)
+        p = None if found is None else found.p
+        cells = [_title(name), headline.heading, str(len(ours.scores("test")))]
+        cells += [_score(v, headline) if v else "-" for v in (base, reference, ours)]
+        cells.append("-" if found is None else _signed(headline, found.mean))
+        cells.append("-" if p is None else f"{p:.3f}")
+        cells.append(f"`{best.name}` {_score(best, headline)}")
+        lines.append(cells)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _question(name: str) -> tuple[ReportGroup, Variant, Variant]:
+    """One variant of each method of a study, and of these LABO and LS."""
+    (group,) = make_groups(_members(selected(study(name))))
+    ours, reference = group.group.first("labo"), group.group.first("ls")
+    if ours is None or reference is None:
         raise SystemExit(f"results/{name}.csv has no runs of labo and ls")
-    ours = max(variants, key=lambda variant: _sign(group) * _mean(variant, "valid"))
-    found = group.group.difference(ours, reference)
+    return group, ours, reference
+
+
+def _best(group: ReportGroup, ours: Variant) -> Variant:
+    """The best of the methods that have enough seeds, or as many as ours."""
+    enough = min(SEEDS, len(ours.members))
+    return next(v for v in _ranked(group) if len(v.members) >= enough)
+
+
+def _score(variant: Variant, headline: Column) -> str:
+    return shown_cell(headline, variant.cell(_test(headline.key)))
+
+
+def _title(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+def selected(group: ReportGroup) -> list[Variant]:
+    """One variant of each method: the best one on the validation split."""
+    best: dict[str, Variant] = {}
+    for variant in group.group.variants:
+        known = best.setdefault(variant.name, variant)
+        if _sign(group) * (_mean(variant, "valid") - _mean(known, "valid")) > 0:
+            best[variant.name] = variant
+    return list(best.values())
+
+
+def _members(variants: Iterable[Variant]) -> list[Member]:
+    return [member for variant in variants for member in variant.members.values()]
+
+
+def _compared(group: ReportGroup, variant: Variant, reference: Variant) -> str:
+    found = group.group.difference(variant, reference)
     if found is None:
-        raise SystemExit(f"results/{name}.csv: {ours.label} and ls have no seed in common")
-    numbers = measured(found, group.kind.headline)
-    sentence = f"- **{name}**: {ours.label} {numbers}: {_judged(group, found)}."
-    return textwrap.fill(sentence, 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
+        raise SystemExit(f"{variant.label} and {reference.label} have no seed in common")
+    headline = group.kind.headline
+    unit = "points" if headline.heading.endswith("%") else headline.heading
+    about = "" if found.p is None else f" ({p_text(found.p)}, {len(found.seeds)} seeds)"
+    number = _signed(headline, found.mean)
+    return f"`{variant.name}` {number} {unit}{about}, {_judged(group, found)}"
+
+
+def _signed(headline: Column, difference: float) -> str:
+    return replace(headline, signed=True).shown(difference).replace("-", "−")
 
 
 def _mean(variant: Variant, split: str) -> float:
@@ -286,10 +365,10 @@ def _mean(variant: Variant, split: str) -> float:
 def _judged(group: ReportGroup, found: Difference) -> str:
     seeds = len(found.seeds)
     if found.p is not None and seeds >= SEEDS and found.p < LEVEL:
-        return f"a {'gain' if _sign(group) * found.mean > 0 else 'loss'} over {seeds} seeds"
+        return "a gain" if _sign(group) * found.mean > 0 else "a loss"
     if found.smallest_p is None or found.smallest_p >= LEVEL:
-        return f"{seeds} seeds cannot show a difference at p < {LEVEL:g}"
-    return f"no difference that {seeds} seeds show"
+        return "too few seeds for a statement"
+    return "no difference shown"
 
 
 def _sign(group: ReportGroup) -> int:
@@ -395,24 +474,18 @@ def _points(records: Sequence[Record]) -> dict[str, list[tuple[dict[str, Any], l
     }
 
 
-def figure(name: str) -> str:
-    """A picture of scores, differences and calibration errors; the file is in docs/assets."""
-    return f"![Scores of all methods](assets/{_figure_file(name).name})\n"
+def drawn_differences(*names: str) -> str:
+    """An SVG file: the differences to LS, a chart for each study.
 
-
-def _figure_file(name: str) -> Path:
-    return ASSETS / f"results-{name}.svg"
-
-
-def drawn(name: str) -> str:
-    """The SVG file of :func:`figure`."""
-    group = study(name)
-    panels = [score_chart(group, f"{name}-score")]
-    further = (
-        difference_chart(group, f"{name}-difference"),
-        calibration_chart(group, f"{name}-ece"),
-    )
-    return sheet([*panels, *(panel for panel in further if panel is not None)])
+    One variant of each method that has enough seeds, in the same colour in all charts.
+    """
+    shown = [v for name in names for v in selected(study(name)) if len(v.members) >= SEEDS]
+    groups = make_groups(_members(shown))
+    panels = [
+        difference_chart(replace(group, title=_title(name)), name, titled=True)
+        for name, group in zip(names, groups, strict=True)
+    ]
+    return sheet([panel for panel in panels if panel is not None], columns=2)
 
 
 def selection(name: str) -> str:
@@ -449,13 +522,8 @@ def selection(name: str) -> str:
 _Mean = tuple[float, float]  # mean and standard deviation over seeds
 
 
-def curves(name: str) -> str:
-    """A picture of label weight, gradient norm and accuracy during training."""
-    return f"![Label weight, gradient norm, accuracy](assets/{_figure_file(name).name})\n"
-
-
 def drawn_curves(name: str) -> str:
-    """The SVG file of :func:`curves`."""
+    """An SVG file: label weight, gradient norm and accuracy during training."""
     seeds: dict[str, dict[int, list[Record]]] = {}
     for record in read(RESULTS / f"{name}.csv"):
         label = f"{record['method']}, lr {record['lr']}"
@@ -495,7 +563,7 @@ def drawn_curves(name: str) -> str:
             f"{name}-sum", "Accuracy by label weight", "", integral, accuracy, _above(fast[1], 80)
         ),
     ]
-    return sheet(panels, [(style, label) for label, style in styles.items()])
+    return sheet(panels, [(style, label) for label, style in styles.items()], columns=2)
 
 
 def _above(lines: Sequence[Line], low: float) -> list[Line]:
@@ -576,17 +644,20 @@ def _grid(
 
 _FAILED = 0.5  # a mean accuracy below this: at least one seed has diverged
 
-PARTS = {
+# Text, and pictures with their descriptions: the file of PART is docs/assets/results-PART.svg.
+PARTS: dict[str, Callable[..., str]] = {
     "answer": answer,
+    "summary": summary,
     "table": table,
     "settings": settings,
-    "figure": figure,
     "selection": selection,
-    "curves": curves,
     "rates": rates,
     "budget": budget,
 }
-_DRAWN = {"figure": drawn, "curves": drawn_curves}
+PICTURES: dict[str, tuple[Callable[..., str], str]] = {
+    "differences": (drawn_differences, "Difference of each method to label smoothing"),
+    "curves": (drawn_curves, "Label weight, gradient norm, accuracy"),
+}
 _BLOCK = re.compile(r"(<!-- results: (\w+) (.+?) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -595,21 +666,27 @@ def page(text: str) -> str:
 
     def rebuilt(found: re.Match[str]) -> str:
         start, part, names, end = found.groups()
-        if part not in PARTS:
-            raise SystemExit(f"no part of a page is called {part} ({', '.join(PARTS)})")
-        return f"{start}{''.join(PARTS[part](name) for name in names.split())}{end}"
+        if part in PICTURES:
+            return f"{start}![{PICTURES[part][1]}](assets/{_picture(part).name})\n{end}"
+        if part in PARTS:
+            return f"{start}{PARTS[part](*names.split())}{end}"
+        known = ", ".join([*PARTS, *PICTURES])
+        raise SystemExit(f"no part of a page is called {part} ({known})")
 
     return _BLOCK.sub(rebuilt, text)
 
 
-def figures(text: str) -> dict[Path, str]:
-    """The files of the figures of a page, with their content."""
+def pictures(text: str) -> dict[Path, str]:
+    """The files of the pictures of a page, with their content."""
     return {
-        _figure_file(name): _DRAWN[part](name)
+        _picture(part): PICTURES[part][0](*names.split())
         for _, part, names, _ in _BLOCK.findall(text)
-        if part in _DRAWN
-        for name in names.split()
+        if part in PICTURES
     }
+
+
+def _picture(part: str) -> Path:
+    return ASSETS / f"results-{part}.svg"
 
 
 def rebuild() -> None:
@@ -617,7 +694,7 @@ def rebuild() -> None:
     for file in PAGES:
         text = file.read_text(encoding="utf-8")
         file.write_text(page(text), encoding="utf-8")
-        for picture, content in figures(text).items():
+        for picture, content in pictures(text).items():
             picture.write_text(content, encoding="utf-8")
 
 

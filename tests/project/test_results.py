@@ -25,7 +25,7 @@ def results(monkeypatch):
 
 PARTS = "".join(
     f"<!-- results: {part} digits -->\n<!-- /results -->\n\n"
-    for part in ("answer", "table", "settings", "figure", "selection")
+    for part in ("answer", "summary", "table", "settings", "differences", "selection")
 )
 
 
@@ -33,7 +33,7 @@ def test_the_page_agrees_with_the_committed_results(results):
     for page in results.PAGES:
         text = page.read_text(encoding="utf-8")
         assert text == results.page(text), "run: make results"
-        for file, content in results.figures(text).items():
+        for file, content in results.pictures(text).items():
             assert file.read_text(encoding="utf-8") == content, "run: make results"
 
 
@@ -48,6 +48,7 @@ def study(results, tmp_path, monkeypatch):
     for name, path in {"ROOT": "", "RESULTS": "results", "ASSETS": ""}.items():
         monkeypatch.setattr(results, name, tmp_path / path)
     monkeypatch.setattr(results, "PAGES", (tmp_path / "page.md",))
+    monkeypatch.setattr(results, "SEEDS", 2)
     runs = [
         write_run(tmp_path / "runs" / f"{m['name']}-s{seed}", m, seed)
         for m in (BASE, LS, LABO)
@@ -73,8 +74,9 @@ def test_the_rows_have_the_differences_of_the_runs(results, study):
     text = results.PAGES[0].read_text()
     labo = expected.difference(expected.first("labo"), expected.first("ls"))
     assert f"{100 * labo.mean:+.2f} (" in text
-    assert "2 seeds cannot show a difference at p < 0.01" in " ".join(text.split())
-    assert (results.ASSETS / "results-digits.svg").read_text().startswith("<svg")
+    assert f"`labo` {100 * labo.mean:+.2f} points (p = 0.5, 2 seeds), too few seeds" in text
+    assert f"{100 * labo.mean:+.2f} | 0.500 | `labo` " in text  # the summary
+    assert (results.ASSETS / "results-differences.svg").read_text().startswith("<svg")
     assert "| `ls` | `alpha=0.1` |" in text
 
 
