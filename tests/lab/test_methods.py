@@ -37,7 +37,11 @@ def test_losses_are_those_of_the_golden_run(method, teacher, tmp_path):
     found, file = losses(out), GOLDEN / f"{method}.json"
     if WRITE:
         file.write_text(json.dumps([float(f"{loss:.8g}") for loss in found]) + "\n")
-    torch.testing.assert_close(found, json.loads(file.read_text()), rtol=1e-5, atol=0)
+    golden = json.loads(file.read_text())
+    # Processors round differently. After a few steps that decides which of two nearly equal inputs
+    # a max-pool takes: with AVX2 the losses of dkd differ by 1.3e-4 from those with AVX-512.
+    torch.testing.assert_close(found[:2], golden[:2], rtol=5e-6, atol=0)
+    torch.testing.assert_close(found, golden, rtol=5e-4, atol=0)
 
 
 def test_every_loss_is_a_method():

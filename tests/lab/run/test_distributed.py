@@ -81,7 +81,8 @@ def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, tmp_
     one, two, apart = tmp_path / "one", tmp_path / "two", tmp_path / "apart"
     assert train(one, together) == {0}, log_of(one).read_text()
     assert train(two, together, world=2) == {0}, log_of(two).read_text()
-    assert losses(two) == pytest.approx(losses(one), rel=2e-6)
+    # At most 4e-7, but 1.3e-5 where rounding decides which input a max-pool takes (seen with AVX2).
+    assert losses(two) == pytest.approx(losses(one), rel=5e-5)
     assert "note: each process computes batch norm" not in log_of(two).read_text()
     assert train(apart, settings, world=2) == {0}
     assert losses(apart) != pytest.approx(losses(one), rel=5e-4)
