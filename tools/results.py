@@ -66,7 +66,8 @@ TITLES = {
 # The columns of a CSV file; between the two parts are the scores: valid_NAME and test_NAME, and
 # analysis_NAME from the records of the test split.
 ABOUT = ("recipe", "task", "data", "model", "method", "hyper", "settings", "seed")
-COSTS = ("steps", "seen", "seconds", "peak_memory", "conditions", "torch", "commit", "signature")
+COSTS = ("steps", "seen", "seconds", "peak_memory", "device", "conditions")
+VERSIONS = ("torch", "commit", "signature")
 
 Record = dict[str, str]
 
@@ -123,9 +124,10 @@ def _key(record: Record) -> tuple[Any, ...]:
 
 def _as_csv(records: Sequence[Record]) -> str:
     found = {key for record in records for key in record}
-    scores = sorted(found - {*ABOUT, *COSTS}, key=lambda key: (key.split("_")[0] == "test", key))
+    known = {*ABOUT, *COSTS, *VERSIONS}
+    scores = sorted(found - known, key=lambda key: (key.split("_")[0] == "test", key))
     text = io.StringIO()
-    columns = [*ABOUT, *scores, *COSTS]
+    columns = [*ABOUT, *scores, *COSTS, *VERSIONS]
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
@@ -160,6 +162,7 @@ def _record(run: Run, recipe: str, plain: Mapping[str, Any], runs: Sequence[Run]
         "seen": batch * results["steps"] if batch else None,
         "seconds": results["seconds"],
         "peak_memory": results.get("peak_memory"),
+        "device": "; ".join(results.get("devices", [])),
         "conditions": "; ".join(_pairs(entry) for entry in read_conditions(run.path)),
         "torch": signature.get("torch"),
         "commit": signature.get("git"),

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,15 +107,25 @@ def test_the_header_says_what_is_trained_and_where(tmp_path):
     facts = dict(line.split(maxsplit=1) for line in header.splitlines() if line)
     assert "1,294 training samples, 10 classes" in facts["data"]
     assert facts["model"].endswith(" parameters")
-    assert facts["device"].startswith("cpu")
-    assert facts["device"].endswith("float32")
+    results = json.loads((out / "results.json").read_text())
+    assert facts["device"] == f"cpu: {results['devices'][0]}, float32"
+    assert facts["device"].endswith(", 1 thread, float32")
     assert facts["method"].startswith("labo ")
     assert "warmup_steps=9" in facts["method"]
     assert facts["folder"] == str(out)
     evaluated = [line["step"] for line in metrics(out) if "valid" in line]
     assert evaluated == [2, 4, 5]
-    (note,) = json.loads((out / "results.json").read_text())["notes"]
+    (note,) = results["notes"]
     assert note.startswith("the warm-up of 9 steps is longer than the run of 5")
+
+
+def test_the_results_name_every_device_of_the_run(tmp_path, monkeypatch):
+    out, settings = tmp_path / "run", ["train.epochs=2", "train.batch_size=160"]
+    assert train(out, settings, kill=("step", 12)) == {-signal.SIGKILL}
+    loop = sys.modules[Trainer.__module__]
+    monkeypatch.setattr(loop, "device_name", lambda device: "another processor")
+    first, second = train_recipe(load_recipe("digits", settings), out)["devices"]
+    assert (first.split(", ")[-1], second) == ("1 thread", "another processor")
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -48,6 +48,7 @@ from .run import checkpoint
 from .run.checksums import DamagedError
 from .run.directory import RunDirectory
 from .run.distributed import (
+    device_name,
     gather_rows,
     has_batchnorm,
     is_lost_process,
@@ -98,6 +99,7 @@ class TrainingState(BaseModel):
     kept: list[KeptModel] = []  # in the order of their steps
     seconds: float = Field(0.0, ge=0)  # spent in training, over all its starts
     earlier_processes: list[int] = []  # how many there were, before their number changed
+    devices: list[str] = []  # all that the first process has worked on
 
 
 class SavedState(TrainingState):
@@ -325,15 +327,12 @@ class Trainer:
         )
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         yield f"model      {trained:,} parameters"
-        device = accelerator.device.type
-        count = torch.get_num_threads()
-        threads = f", {count} thread{'s' if count > 1 else ''}" if device == "cpu" else ""
+        device = f"{accelerator.device.type}: {device_name(accelerator.device)}"
         several = f", {accelerator.num_processes} processes"
         several += " with a share of the model each" if recipe.train.parallel == "fsdp" else ""
         precision = {"no": "float32"}.get(recipe.train.precision, recipe.train.precision)
         yield (
-            f"device     {device}{threads}{several if accelerator.num_processes > 1 else ''}, "
-            f"{precision}"
+            f"device     {device}{several if accelerator.num_processes > 1 else ''}, {precision}"
         )
         name, *hyper = (f"{key}={value}" for key, value in recipe.method.items())
         yield f"method     {name.removeprefix('name=')}{''.join(f' {text}' for text in hyper)}"
@@ -628,6 +627,8 @@ class Trainer:
                 self.display.say(f"note: it was begun with {changed}; the bits may differ")
             if self.state.best_step and not self.recipe.train.average_last:
                 self._repair_best()
+        if (device := device_name(self.accelerator.device)) not in self.state.devices:
+            self.state.devices.append(device)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             checkpoint.tidy(self.run.checkpoints)
@@ -725,6 +726,7 @@ class Trainer:
             "steps": self.state.step,
             "selected_step": self.state.step if self.average else self.state.best_step,
             "seconds": round(self.state.seconds, 3),
+            "devices": self.state.devices,
             "peak_memory": peak_memory(),
             "notes": self.notes,
             **found["valid"].about,

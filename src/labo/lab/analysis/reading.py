@@ -140,6 +140,7 @@ class _Results(_Content):
     signature: str = ""
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, ge=0)
+    devices: list[str] = []
     peak_memory: float | None = Field(None, ge=0)
     notes: list[str] = []
 

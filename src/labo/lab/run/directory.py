@@ -60,6 +60,7 @@ class Results(atomic.Document):
     steps: int = Field(ge=1)
     selected_step: int | None = None
     seconds: float = Field(ge=0)
+    devices: list[str] = Field(default_factory=list)
     peak_memory: float | None = None
     sacrebleu: dict[str, str] = Field(default_factory=dict)
 

@@ -1,10 +1,12 @@
-"""Several processes: gathering rows, batch norm over all of them, and what to say if one ends."""
+"""Devices and processes: gathering rows, batch norm over all of them, what to say if one ends."""
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,25 @@ from torch.nn import functional as F
 def on_cpu() -> bool:
     """Whether there is no accelerator. With several processes accelerate must be told so."""
     return not torch.accelerator.is_available()
+
+
+def device_name(device: torch.device) -> str:
+    """What times and the last digits depend on: the GPU, or the processor.
+
+    Of a processor with the instructions and threads that PyTorch uses, such as "Intel(R) Xeon(R)
+    Processor, AVX512, 2 threads".
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    information = Path("/proc/cpuinfo")
+    text = information.read_text(encoding="utf-8") if information.is_file() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine()
+    if device.type != "cpu":
+        return name
+    threads = torch.get_num_threads()
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{name}, {instructions}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def make_accelerator(precision: str, **options: Any) -> Accelerator:
