@@ -246,6 +246,7 @@ def _member(record: Record) -> Member:
         recipe["teacher"] = teacher  # its method; a path in method.teacher would be looked up
     results: dict[str, Any] = {"signature": record["signature"], "steps": int(record["steps"])}
     results["seconds"] = float(record["seconds"])
+    results["devices"] = record["device"].split("; ") if "device" in record else []
     for key, value in record.items():
         split, _, metric = key.partition("_")
         if split in ("valid", "test"):

@@ -293,6 +293,16 @@ def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
     assert any("only runs made under the same conditions" in note for note in table.notes)
 
 
+def test_times_of_other_devices_are_not_compared(tmp_path):
+    comparison = tiny(tmp_path, ["base", "ls", "labo"], seeds=1)
+    devices = {"base-s0": ["one"], "ls-s0": ["one"], "labo-s0": ["one", "another"]}
+    finish(comparison, {name: accuracy(0.5, devices=found) for name, found in devices.items()})
+    table = tabulate(comparison)
+    assert table.rows[1].cells["time"].value == 1
+    assert table.rows[2].cells["time"].value is None
+    assert "times of different devices are not compared: one; one and another" in table.notes
+
+
 def test_a_row_with_failed_runs_says_so(tmp_path):
     comparison = tiny(tmp_path, ["base", "labo"], seeds=2)
     finish(comparison, {"base-s0": accuracy(0.5), "base-s1": accuracy(0.7), "labo-s1": accuracy(1)})

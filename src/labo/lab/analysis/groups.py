@@ -329,28 +329,33 @@ class Group:
     def step_times(self, variant: Variant) -> list[float]:
         """Seconds per training step relative to the base run of the same seed, for each seed.
 
-        Times are compared only if both runs were made under the same conditions, as
-        ``conditions.json`` beside them says, or if nothing was noted for either.
+        Times are compared only if both runs were made on the same device and under the same
+        conditions, as ``conditions.json`` beside them says, or if nothing was noted for either.
         """
         base, ratios = self.first(REFERENCES[0]), []
         for seed, member in variant.members.items():
             other = None if base is None else base.members.get(seed)
             ours, theirs = (self._paces[0].get(m) if m else None for m in (member, other))
-            if ours and theirs and len(ours[1]) <= 1 and ours[1] == theirs[1] and theirs[0]:
-                ratios.append(ours[0] / theirs[0])
+            if ours and theirs and ours.is_comparable_to(theirs) and theirs.seconds:
+                ratios.append(ours.seconds / theirs.seconds)
         return ratios
 
     @cached_property
-    def _paces(self) -> tuple[dict[Member, tuple[float, list[dict[str, Any]]]], list[str]]:
-        """The seconds per step of each run and its conditions; and notes."""
-        paces: dict[Member, tuple[float, list[dict[str, Any]]]] = {}
+    def _paces(self) -> tuple[dict[Member, _Pace], list[str]]:
+        """How fast each run was; and notes."""
+        paces: dict[Member, _Pace] = {}
         notes: list[str] = []
         for member in self.members if self.first(REFERENCES[0]) is not None else ():
             seconds, steps = member.results.get("seconds"), member.results.get("steps")
             if seconds is not None and steps is not None:
                 conditions = _conditions(member.run, notes)
                 if conditions is not None:
-                    paces[member] = seconds / steps, conditions
+                    here = member.results.get("devices", [])
+                    paces[member] = _Pace(seconds / steps, conditions, here)
+        devices = {" and ".join(pace.devices) or "unknown" for pace in paces.values()}
+        if len(devices) > 1:
+            places = "; ".join(sorted(devices))
+            notes.append(f"times of different devices are not compared: {places}")
         return paces, notes
 
     @cached_property
@@ -421,6 +426,19 @@ class Group:
             )
             return None, None
         return paired_bootstrap(*known)
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Seconds per step, and where they were measured."""
+
+    seconds: float
+    conditions: list[dict[str, Any]]
+    devices: list[str]
+
+    def is_comparable_to(self, other: _Pace) -> bool:
+        one_place = len(self.conditions) <= 1 and len(self.devices) <= 1
+        return one_place and (self.conditions, self.devices) == (other.conditions, other.devices)
 
 
 def _conditions(run: Run, notes: list[str]) -> list[dict[str, Any]] | None:
