@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from labo._names import UnknownNameError
@@ -24,7 +25,7 @@ PARAMETERS = {
     ("resnext29", 10): 34_426_698,
     ("resnet50", 1000): 25_557_032,
     ("resnet152", 1000): 60_192_808,
-    ("cifar-fast", 10): 1_972_490,
+    ("cifar-fast", 10): 1_971_338,
     ("cifar-tiny", 100): 238_900,
 }
 
@@ -170,6 +171,18 @@ def test_the_blocks_of_cifar_fast_start_as_the_identity():
     image = torch.randn(1, 256, 7, 7)
     torch.testing.assert_close(block[0](image), image)
     torch.testing.assert_close(block[4](image), image)
+
+
+def test_the_shift_after_batch_norm_moves_64_times_as_fast_and_nothing_scales():
+    images, pull = 3 + 2 * torch.randn(8, 5, 4, 4), torch.randn(8, 5, 4, 4)
+    ours, plain = convnets.ShiftedNorm(5), nn.BatchNorm2d(5)
+    torch.testing.assert_close(ours(images), plain(images))
+    for model in (ours, plain):
+        (model(images) * pull).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+    nn.init.ones_(plain.weight)
+    shift = (ours(images) - plain(images)).mean((0, 2, 3)) + plain.bias
+    torch.testing.assert_close(shift, 64 * plain.bias)
 
 
 def test_small_convnet_learns_the_digits():

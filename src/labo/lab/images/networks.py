@@ -324,6 +324,24 @@ class Scale(nn.Module):
         return f"{self.factor:g}"
 
 
+class ShiftedNorm(nn.Module):
+    """Batch norm with a learned shift and no scale: (N, C, H, W) to the same shape.
+
+    A scale would be shrunk by the weight decay that the convolutions want, and GELU is nearly
+    linear for small inputs: in ten epochs it fell to 0.2. The shift is 8 times a parameter, so SGD
+    moves it 64 times as fast as the weights.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels, affine=False)
+        self.eighth = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y + 8 * self.eighth[:, None, None]
+
+
 def _pooled_block(inputs: int, outputs: int) -> nn.Module:
     """Two 3x3 convolutions that start as the identity, and a max-pool after the first."""
     first, second = _conv(inputs, outputs, 3), _conv(outputs, outputs, 3)
@@ -332,16 +350,16 @@ def _pooled_block(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(
         first,
         nn.MaxPool2d(2),
-        nn.BatchNorm2d(outputs),
+        ShiftedNorm(outputs),
         nn.GELU(),
         second,
-        nn.BatchNorm2d(outputs),
+        ShiftedNorm(outputs),
         nn.GELU(),
     )
 
 
 def cifar_fast(num_classes: int, in_channels: int = 3) -> nn.Module:
-    """Six 3x3 convolutions for 32x32 images, made to train fast. 1,972,490 parameters for K = 10.
+    """Six 3x3 convolutions for 32x32 images, made to train fast. 1,971,338 parameters for K = 10.
 
     The network of airbench94 (Jordan 2024, arXiv 2404.00498), with :class:`DecorrelatedPatches`
     for its whitening. A tenth of the multiplications of ResNet18. Its features are maxima, large
