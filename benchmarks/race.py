@@ -15,11 +15,16 @@ def race(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     counted: it compiles, allocates and fills caches.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_ in range(rounds + 1):
-        for name, contender in contenders.items():
-            gc.collect()
-            start = time.perf_counter()
-            contender()
-            if round_:
-                times[name].append(time.perf_counter() - start)
+    gc.collect()
+    gc.freeze()  # so that the collections before each turn look at nothing older than the race
+    try:
+        for round_ in range(rounds + 1):
+            for name, contender in contenders.items():
+                gc.collect()
+                start = time.perf_counter()
+                contender()
+                if round_:
+                    times[name].append(time.perf_counter() - start)
+    finally:
+        gc.unfreeze()
     return {name: statistics.median(seconds) for name, seconds in times.items()}
