@@ -150,7 +150,7 @@ def run(
     while alive:
         wait([child.sentinel for child in alive])
         alive = [child for child in alive if child.exitcode is None]
-        if any(child.exitcode for child in children):
+        if alive and any(child.exitcode for child in children):
             wait([child.sentinel for child in alive], patience or 0)
             for child in alive:
                 child.kill()
