@@ -37,6 +37,8 @@ def test_overrides_are_yaml_values():
     assert recipe.optim.betas == (0.8, 0.9)
     assert recipe.train.patience is None
     assert recipe.data.flip is True
+    assert load_recipe("digits", ["data.flip=alternate"]).data.flip == "alternate"
+    assert problems("data.flip=half") == ["data.flip: true, false or alternate, not 'half'"]
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labo.lab.errors import RequestError
 from labo.lab.images import augment
 from labo.lab.images.augment import RESIZED_CROP_DRAWS
+from labo.lab.images.task import ImageTask
+from labo.lab.recipes import load_recipe
 from labo.lab.run.seeds import mix, permutation, uniforms
 
 INDEX = torch.arange(4096)
@@ -118,6 +121,7 @@ def test_beta_draw_refuses():
 
 BATCHED = {
     "crop": (lambda images, u: augment.random_crop(images, u[:, :2], 3), 2),
+    "reflected crop": (lambda images, u: augment.random_crop(images, u, 3, reflect=True), 2),
     "flip": (lambda images, u: augment.random_flip(images, u[:, 0]), 1),
     "crop and flip": (lambda images, u: augment.random_crop_flip(images, u), 3),
     "rotation": (lambda images, u: augment.random_rotation(images, u[:, 0], 40), 1),
@@ -164,11 +168,51 @@ def test_crops_reach_every_place_and_nothing_beyond():
     assert large.shape == (1, 1, 3, 3)
 
 
+@given(st.integers(2, 9), st.integers(2, 9), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_reflected_crop_is_a_window_of_torchs_reflection(height, width, data):
+    padding = data.draw(st.integers(0, min(height, width) - 1))
+    top, left = (data.draw(st.integers(0, 2 * padding)) for _ in range(2))
+    images = numbered(2, height=height, width=width).expand(2, 2, height, width)
+    u = torch.tensor([[top + 0.5, left + 0.5]]).expand(2, 2) / (2 * padding + 1)
+    crops = augment.random_crop(images, u, padding, reflect=True)
+    padded = torch.nn.functional.pad(images.float(), (padding,) * 4, mode="reflect")
+    expected = padded[:, :, top : top + height, left : left + width]
+    assert torch.equal(crops, expected.to(torch.uint8))
+
+
+def test_a_reflection_needs_a_larger_image():
+    with pytest.raises(ValueError, match="smaller than the image to reflect it, got 5 for 6 x 5"):
+        augment.random_crop(numbered(1), torch.zeros(1, 2), 5, reflect=True)
+
+
 def test_half_of_the_images_are_flipped():
     u = uniforms(0, 0, INDEX, 1)[:, 0]
     images = torch.tensor([[0, 1]], dtype=torch.uint8).view(1, 1, 1, 2).expand(4096, 1, 1, 2)
     share = augment.random_flip(images, u)[..., 0].float().mean()
     assert share.item() == pytest.approx(0.5, abs=0.04)
+
+
+def test_alternating_flips_show_every_image_once_in_each_direction():
+    task = ImageTask(load_recipe("digits", ["data.flip=alternate", "data.padding=0"]))
+    index = torch.arange(200)
+    epochs = [task.batch(index, epoch).inputs for epoch in range(4)]
+    assert torch.equal(epochs[1], epochs[0].flip(-1))
+    assert torch.equal(epochs[2], epochs[0])
+    assert torch.equal(epochs[3], epochs[1])
+    plain = ImageTask(load_recipe("digits", ["data.flip=false", "data.padding=0"]))
+    same = (plain.batch(index, 0).inputs == epochs[0]).flatten(1).all(1)
+    assert 70 < same.sum() < 130
+    assert torch.equal(task.batch(index[7:9], 1).inputs, epochs[1][7:9])
+
+
+def test_padding_that_cannot_be_reflected_is_refused_before_training():
+    settings = ["data.padding=8", "data.padding_mode=reflect"]
+    with pytest.raises(RequestError, match="data.padding: 8 pixels cannot be reflected in images"):
+        ImageTask(load_recipe("digits", settings))
+    settings[0] = "data.padding=7"
+    crops = ImageTask(load_recipe("digits", settings)).batch(torch.arange(9), 0).inputs
+    assert crops.shape == (9, 1, 8, 8)
 
 
 def test_rotation_by_right_angles_moves_pixels_exactly():

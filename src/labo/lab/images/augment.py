@@ -67,23 +67,41 @@ def check_draws(images: Tensor, u: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def random_crop(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
-    """Pad with zeros on all sides and crop the original size at a random position.
+def random_crop(images: Tensor, u: Tensor, padding: int = 4, *, reflect: bool = False) -> Tensor:
+    """Pad on all sides and crop the original size at a random position.
 
     Args:
         images: (N, C, H, W).
         u: (N, 2) in [0, 1), for the row and the column.
         padding: pixels on each side.
+        reflect: pad with the mirrored image, without repeating its edge, and not with zeros. Then
+            ``padding`` must be smaller than the image.
 
     Returns:
         (N, C, H, W).
     """
     check_draws(images, u, (len(images), 2))
     height, width = images.shape[-2:]
+    if reflect and padding >= min(height, width):
+        raise ValueError(
+            f"padding must be smaller than the image to reflect it, got {padding} for "
+            f"{height} x {width} pixels"
+        )
     top, left = choice(u.to(images.device), 2 * padding + 1).unbind(1)
-    padded = F.pad(images, (padding, padding, padding, padding))
+    if reflect:  # by indices: torch's own reflection has no uint8
+        rows, columns = (_reflected(size, padding).to(images.device) for size in (height, width))
+        padded = images[:, :, rows[:, None], columns]
+    else:
+        padded = F.pad(images, (padding, padding, padding, padding))
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, tops, lefts, H, W)
     return windows[torch.arange(len(images), device=images.device), :, top, left]
+
+
+def _reflected(size: int, padding: int) -> Tensor:
+    """The indices 0 to size - 1, continued on both sides by reflection: 2 1 0 1 2 3 2 1."""
+    period = max(2 * (size - 1), 1)
+    indices = torch.arange(-padding, size + padding).remainder(period)
+    return torch.minimum(indices, period - indices)
 
 
 def random_flip(images: Tensor, u: Tensor) -> Tensor:

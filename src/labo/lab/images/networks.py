@@ -303,7 +303,9 @@ class DecorrelatedPatches(nn.Module):
         colors, pixels = _cosines(in_channels), _cosines(2)
         basis = torch.einsum("ac,by,dx->abdcyx", colors, pixels, pixels)
         self.register_buffer("filters", basis.reshape(-1, in_channels, 2, 2), persistent=False)
-        self.norm = nn.BatchNorm2d(4 * in_channels, affine=False)
+        # eps is that of airbench94: the finest color details are mostly noise, all the more in
+        # images that were compressed (variances 2e-4 to 6e-4), and are not to be amplified.
+        self.norm = nn.BatchNorm2d(4 * in_channels, eps=5e-4, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(nn.functional.conv2d(x, self.filters))
@@ -334,12 +336,14 @@ class ShiftedNorm(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(channels, affine=False)
+        # Fast running statistics, as in airbench94: those of older steps are of another network.
+        self.norm = nn.BatchNorm2d(channels, momentum=0.4, affine=False)
         self.eighth = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(x)
-        return y + 8 * self.eighth[:, None, None]
+        # The type of y: under autocast a float32 shift would make all that follows float32.
+        return y + (8 * self.eighth).to(y.dtype)[:, None, None]
 
 
 def _pooled_block(inputs: int, outputs: int) -> nn.Module:

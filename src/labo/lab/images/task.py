@@ -68,10 +68,17 @@ class ImageData(config.Section):
     padding: int = Field(
         0,
         ge=0,
-        description="Pixels of zero padding before a random crop to the original size; 0 is off. "
+        description="Pixels of padding before a random crop to the original size; 0 is off. "
         "Images of a folder get a random resized crop instead.",
     )
-    flip: bool = Field(False, description="Mirror half of the images, left to right.")
+    padding_mode: Literal["zeros", "reflect"] = Field(
+        "zeros", description="What is padded: zeros, or the mirrored image."
+    )
+    flip: bool | Literal["alternate"] = Field(
+        False,
+        description="Mirror images, left to right: a random half in each epoch, or with "
+        "`alternate` a random half in the first epoch, the other half in the second, and so on.",
+    )
     rotation: float = Field(
         0.0, ge=0, le=180, description="Rotate each image by up to this angle, in degrees."
     )
@@ -108,6 +115,13 @@ class ImageData(config.Section):
         if not is_reference(name) and name not in BUILT_IN and name not in ON_DISK:
             raise ValueError(unknown_name("data set", name, [*BUILT_IN, *ON_DISK]))
         return name
+
+    @field_validator("flip", mode="before")
+    @classmethod
+    def _mirrored(cls, flip: object) -> object:
+        if not isinstance(flip, bool) and flip != "alternate":
+            raise ValueError(f"true, false or alternate, not {flip!r}")
+        return flip
 
     @model_validator(mode="after")
     def _consistent(self) -> ImageData:
@@ -263,6 +277,12 @@ class ImageTask(Task):
             raise RequestError(
                 f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves no "
                 "validation images"
+            )
+        smallest = min(self._view.height, self._view.width)
+        if options.padding_mode == "reflect" and options.padding >= smallest:
+            raise RequestError(
+                f"data.padding: {options.padding} pixels cannot be reflected in images of "
+                f"{smallest}; give fewer, or data.padding_mode=zeros"
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.mean, self.std = self.data.mean, self.data.std
@@ -448,7 +468,8 @@ class ImageTask(Task):
             u = uniforms(seed, epoch, key, 4, stream=stream)
             views = images[index]
             if options.padding:
-                views = augment.random_crop(views, u[:, 2:], options.padding)
+                reflect = options.padding_mode == "reflect"
+                views = augment.random_crop(views, u[:, 2:], options.padding, reflect=reflect)
         else:
             draws = 2 + augment.RESIZED_CROP_DRAWS
             u = uniforms(seed, epoch, key, draws, stream=stream)
@@ -457,7 +478,10 @@ class ImageTask(Task):
                 return augment.random_resized_crop(images[i], draws, options.size)
 
             views = torch.stack(list(self._map(view, index.tolist(), u[:, 2:])))
-        if options.flip:
+        if options.flip == "alternate":
+            first = uniforms(seed, 0, key, 1, stream=f"{stream} flip")[:, 0]
+            views = augment.random_flip(views, (first + 0.5 * (epoch % 2)) % 1)
+        elif options.flip:
             views = augment.random_flip(views, u[:, 0])
         if options.rotation:
             views = augment.random_rotation(views, u[:, 1], options.rotation)
