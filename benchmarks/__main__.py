@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import labo
+from labo.lab.run.distributed import device_name
 
 from . import contenders, huggingface, parallel, training, translation
 from .memory import in_fresh_process
@@ -388,9 +389,8 @@ def _markdown(rows: list[Row]) -> str:
 
 def _machine() -> dict[str, Any]:
     return {
-        "cpu": platform.processor() or platform.machine(),
+        "device": device_name(torch.device("cpu")),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "labo": labo.__version__,

@@ -158,6 +158,7 @@ def test_benchmark_smoke(tmp_path, monkeypatch):
         torch.set_num_threads(threads)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["torch"] == torch.__version__
+    assert results["machine"]["device"].endswith(("1 thread", "2 threads"))
     assert {row["rival"] for row in results["rows"]} >= {"torch LS", "three matrix products"}
     assert all(row["ratio"] > 0 for row in results["rows"])
 
