@@ -3,14 +3,14 @@
     python tools/label_weight.py FOLDER       # the idx files of Fashion-MNIST; half an hour, 1 core
 
 A 784-512-512-10 network learns 5,000 images of Fashion-MNIST with SGD, momentum 0.9, weight decay
-5e-4, batches of 128 and a cosine schedule, as in the recipe ``fashion-mnist-5k``. Three files:
+5e-4, batches of 128 and a cosine schedule, as in the recipe ``fashion-mnist-5k``. Four files:
 
 ``results/label-weight.csv`` has a row per epoch of 40: the mean label weight (1 - alpha), the mean
 norm of the gradient, the integral of learning rate times label weight over the steps, and scores.
 
 ``results/budget.csv`` has a row per run: method, number of epochs, learning rate, seed, scores of
-the last model. ``results/budget-adam.csv`` has the same for AdamW. docs/why.md shows them all.
-Runs that are in the files are not repeated.
+the last model. ``results/budget-adam.csv`` has the same for AdamW, ``results/budget-batch.csv`` for
+batches of 1,000. docs/why.md shows them all. Runs that are in the files are not repeated.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from labo.lab.images.sources import load_images
 from labo.lab.images.splits import ImageSplit
 
 RESULTS = Path(__file__).parents[1] / "results"
-BATCH, SEEDS = 128, 3
+BATCH, LARGE_BATCH, SEEDS = 128, 1000, 3
 BUDGETS, RATES = (1, 3, 10, 30), (0.05, 0.1, 0.2, 0.4, 0.8)
 ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+LARGE_BATCH_RATES = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 Data = tuple[Tensor, Tensor]  # (N, 1, 28, 28) float32 and (N,) int64
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -43,7 +44,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """A loss, the weight that it leaves to the label, a learning rate, a warm-up, an optimizer.
+    """A loss, the weight it leaves to the label, learning rate, warm-up, optimizer, batch size.
 
     ``warmup`` is the share of the steps that use label smoothing before the loss itself.
     """
@@ -54,6 +55,7 @@ class Setting:
     lr: float = 0.1
     warmup: float = 0.0
     adam: bool = False
+    batch: int = BATCH
 
 
 def _labo(*, rho: float = 0.5, tau: float = 1.25, rescale: bool = False) -> Setting:
@@ -100,6 +102,12 @@ def adam_rates() -> Iterator[tuple[Setting, int]]:
         yield replace(method, lr=lr, adam=True), BUDGETS[-1]
 
 
+def large_batches() -> Iterator[tuple[Setting, int]]:
+    """What results/budget-batch.csv has."""
+    for method, lr in product((BASE, LS, LABO, RESCALED), LARGE_BATCH_RATES):
+        yield replace(method, lr=lr, batch=LARGE_BATCH), BUDGETS[-1]
+
+
 def _optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     if setting.adam:
         return torch.optim.AdamW(model.parameters(), setting.lr, weight_decay=0.01)
@@ -114,12 +122,12 @@ def train(
     model = fashion_mlp(10)
     optimizer = _optimizer(setting, model)
     images, target = data["train"]
-    steps = epochs * -(-len(target) // BATCH)
+    steps = epochs * -(-len(target) // setting.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     integral, step = 0.0, 0
     for epoch in range(1, epochs + 1):
         weights, norms = [], []
-        for index in torch.randperm(len(target)).split(BATCH):
+        for index in torch.randperm(len(target)).split(setting.batch):
             loss = SMOOTHING if step < setting.warmup * steps else setting.loss
             logits = model(images[index])
             optimizer.zero_grad()
@@ -196,6 +204,7 @@ def main() -> None:
     _write("label-weight.csv", ((setting, 40) for setting in curves()), splits, True)
     _write("budget.csv", budgets(), splits, False)
     _write("budget-adam.csv", adam_rates(), splits, False)
+    _write("budget-batch.csv", large_batches(), splits, False)
 
 
 if __name__ == "__main__":

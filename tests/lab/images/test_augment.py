@@ -208,7 +208,7 @@ def test_alternating_flips_show_every_image_once_in_each_direction():
 
 def test_padding_that_cannot_be_reflected_is_refused_before_training():
     settings = ["data.padding=8", "data.padding_mode=reflect"]
-    with pytest.raises(RequestError, match="data.padding: 8 pixels cannot be reflected in images"):
+    with pytest.raises(RequestError, match=r"data\.padding: 8 pixels cannot be reflected"):
         ImageTask(load_recipe("digits", settings))
     settings[0] = "data.padding=7"
     crops = ImageTask(load_recipe("digits", settings)).batch(torch.arange(9), 0).inputs
