@@ -201,15 +201,19 @@ def test_hyper_parameters_are_selected_by_the_validation_split_alone(tmp_path):
     )
     choice = comparison.choices()["labo"]
     assert choice.point == "tau=1.15"
-    assert choice.scores == {"tau=1.15": pytest.approx(0.85), "tau=1.25": pytest.approx(0.825)}
+    assert choice.scores == {"tau=1.15": [0.9, 0.8], "tau=1.25": [0.7, 0.95]}
     assert [run.path.name for run in choice.runs] == ["labo-tau1.15-s0", "labo-tau1.15-s1"]
 
 
 def test_a_point_with_a_failed_seed_is_not_preferred(tmp_path):
-    comparison = tiny(tmp_path, ["labo"], seeds=2, grid=["tau=1.15,1.25"])
+    comparison = tiny(tmp_path, ["labo"], seeds=2, grid=["tau=1.15,1.25,1.5"])
     whole = {f"labo-tau1.15-s{seed}": {"valid": {"accuracy": 0.5}} for seed in (0, 1)}
     finish(comparison, whole | {"labo-tau1.25-s0": {"valid": {"accuracy": 0.9}}})
     assert comparison.choices()["labo"].point == "tau=1.15"
+    assert (
+        "labo: tau=1.15 selected by validation accuracy "
+        "(tau=1.15: 0.5000, tau=1.25: 0.9000 (1 of 2 runs), tau=1.5: no score)"
+    ) in tabulate(comparison).notes
 
 
 def test_a_grid_that_the_validation_split_cannot_tell_apart_says_so(tmp_path):

@@ -115,12 +115,12 @@ class Choice:
     Attributes:
         point: the selected place in the grid; empty without a grid.
         runs: the finished runs of that place, by seed.
-        scores: place -> mean validation score of its finished runs, for all places that have any.
+        scores: place -> the validation scores of its finished runs; empty if it has none.
     """
 
     point: str
     runs: tuple[PlannedRun, ...]
-    scores: Mapping[str, float]
+    scores: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -148,20 +148,25 @@ class Comparison:
         return [run for choice in self.choices().values() for run in choice.runs]
 
     def _choice(self, variant: MethodSpec) -> Choice:
-        finished: dict[str, list[tuple[PlannedRun, float]]] = {}
+        runs: dict[str, list[PlannedRun]] = {}
+        scores: dict[str, list[float]] = {}
         for run in self.runs:
-            if run.variant == variant and (score := run.score()) is not None:
-                finished.setdefault(run.point, []).append((run, score))
-        scores = {
-            point: statistics.fmean(score for _, score in found)
-            for point, found in finished.items()
-        }
-        if not scores:
+            if run.variant == variant:
+                found = runs.setdefault(run.point, []), scores.setdefault(run.point, [])
+                if (score := run.score()) is not None:
+                    found[0].append(run)
+                    found[1].append(score)
+        if not any(scores.values()):
             return Choice("", (), {})
-        # A point at which a seed failed is chosen only if every point has a failed seed.
         sign = 1 if find_analysis(self.runs[0].recipe.task).higher_is_better else -1
-        point = max(scores, key=lambda point: (len(finished[point]), sign * scores[point]))
-        return Choice(point, tuple(run for run, _ in finished[point]), scores)
+
+        def merit(point: str) -> tuple[int, float]:
+            """A point at which a seed failed is chosen only if every point has a failed seed."""
+            found = scores[point]
+            return len(found), sign * statistics.fmean(found) if found else 0.0
+
+        point = max(scores, key=merit)
+        return Choice(point, tuple(runs[point]), scores)
 
 
 # ------------------------------------------------------------------ the folder of the runs

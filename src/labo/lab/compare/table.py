@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from ..analysis.groups import Group, Member, Variant, group_runs, mean_cell
 from ..analysis.printing import difference_cells, difference_columns, difference_notes
@@ -153,7 +154,7 @@ def _notes(
     metric = find_analysis(comparison.runs[0].recipe.task).headline.key
     for asked, row in rows.items():
         if row.choice.point:
-            notes.append(f"{labels[asked]}: {_selection(row.choice, metric)}")
+            notes.append(f"{labels[asked]}: {_selection(row.choice, metric, comparison.seeds)}")
         if len(row.scored()) < comparison.seeds:
             finished = f"{len(row.scored())} of {comparison.seeds} runs are finished"
             notes.append(f"{labels[asked]}: {finished}")
@@ -191,10 +192,18 @@ def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
     return [*notes, f"memory: peak resident memory minus that of {BASE} with the same seed"]
 
 
-def _selection(choice: Choice, metric: str) -> str:
+def _selection(choice: Choice, metric: str, seeds: int) -> str:
     """Which point of a grid was selected, from which, and whether the scores were tied."""
-    tried = ", ".join(f"{point}: {score:.4f}" for point, score in choice.scores.items())
+    shown = []
+    for point, scores in choice.scores.items():
+        mean = f"{fmean(scores):.4f}" if scores else "no score"
+        some = f" ({len(scores)} of {seeds} runs)" if 0 < len(scores) < seeds else ""
+        shown.append(f"{point}: {mean}{some}")
     best = choice.scores[choice.point]
-    equal = [point for point, score in choice.scores.items() if score == best]
+    equal = [
+        point
+        for point, scores in choice.scores.items()
+        if len(scores) == len(best) and fmean(scores) == fmean(best)
+    ]
     tied = f"; tied with {', '.join(equal[1:])}, the first is taken" if len(equal) > 1 else ""
-    return f"{choice.point} selected by validation {metric} ({tried}){tied}"
+    return f"{choice.point} selected by validation {metric} ({', '.join(shown)}){tied}"
