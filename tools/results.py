@@ -60,6 +60,7 @@ TITLES = {
     "fashion-mnist-5k-adamw": "Fashion-MNIST with AdamW",
     "fashion-mnist-5k-large-batch": "Fashion-MNIST with batches of 1,000",
     "cifar100-10k": "CIFAR-100, 100 images per class",
+    "cifar-fast": "CIFAR-10 (JPEG copies), ten epochs",
     "tatoeba": "Tatoeba German-English",
     "multi30k": "Multi30k English-German",
 }
