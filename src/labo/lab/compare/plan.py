@@ -152,10 +152,10 @@ class Comparison:
         scores: dict[str, list[float]] = {}
         for run in self.runs:
             if run.variant == variant:
-                found = runs.setdefault(run.point, []), scores.setdefault(run.point, [])
+                found = scores.setdefault(run.point, [])
                 if (score := run.score()) is not None:
-                    found[0].append(run)
-                    found[1].append(score)
+                    found.append(score)
+                    runs.setdefault(run.point, []).append(run)
         if not any(scores.values()):
             return Choice("", (), {})
         sign = 1 if find_analysis(self.runs[0].recipe.task).higher_is_better else -1
