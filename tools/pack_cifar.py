@@ -4,27 +4,30 @@
     python tools/pack_cifar.py IMAGES OUT --like SUBSET    # only copies of the images in SUBSET
 
 Writes OUT/data_batch_N.bin and OUT/test_batch.bin, in random order, and the names of the classes.
-With ``--like``, SUBSET holds such files of original images (or .xz of them), and each is replaced
-by the nearest image of its class in IMAGES: what compression costs can then be measured on the same
-images. docs/results.md uses both.
+With ``--like``, SUBSET holds the original images in any form that the recipes read, and each is
+replaced by the nearest image of its class in IMAGES: what compression costs can then be measured on
+the same images. docs/results.md uses both.
 """
 
 from __future__ import annotations
 
 import argparse
-import lzma
 import random
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
+
+from labo.lab.images.cifar import load_cifar
+from labo.lab.images.splits import ImageSplit
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-RECORD, BATCH = 1 + 3 * 32 * 32, 10_000  # bytes of a record, records of a file
-FILES = {"train": "data_batch_*.bin*", "test": "test_batch.bin*"}
+BATCH = 10_000  # records of a file
 
-Records = NDArray[np.uint8]  # (N, RECORD): the label, then the pixels of three channels
+Records = NDArray[np.uint8]  # (N, 1 + 3 * 32 * 32): the label, then the pixels of three channels
 
 
 def packed(folder: Path) -> Records:
@@ -38,13 +41,10 @@ def packed(folder: Path) -> Records:
     return np.stack(records)
 
 
-def stored(folder: Path, split: str) -> Records:
-    """The records of a split in the binary version."""
-    contents = [
-        lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
-        for file in sorted(folder.glob(FILES[split]))
-    ]
-    return np.frombuffer(b"".join(contents), np.uint8).reshape(-1, RECORD)
+def stored(split: ImageSplit) -> Records:
+    """The records of a split that was read."""
+    assert isinstance(split.images, Tensor)
+    return np.column_stack([split.labels.to(torch.uint8), split.images.flatten(1)])
 
 
 def nearest(wanted: Records, records: Records) -> Records:
@@ -74,10 +74,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for the binary version")
     parser.add_argument("--like", type=Path, metavar="SUBSET", help="keep copies of these only")
     options = parser.parse_args()
-    for split in FILES:
+    like = None if options.like is None else load_cifar("cifar10", options.like)
+    for split in ("train", "test"):
         records = packed(options.images / split)
-        if options.like is not None:
-            records = nearest(stored(options.like, split), records)
+        if like is not None:
+            records = nearest(stored(getattr(like, split)), records)
         write(records, options.out, split)
     (options.out / "batches.meta.txt").write_text("\n".join(CLASSES) + "\n")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from labo.lab.images.cifar import load_cifar
 from labo.lab.images.sources import load_images
 from scripts import ROOT
 
@@ -63,8 +64,9 @@ def test_copies_of_a_subset_keep_its_order(tool, images, tmp_path, monkeypatch):
             wanted[row] = np.append(label, np.repeat([red, green, 190], 1024))
         (subset / f"{file}.xz").write_bytes(lzma.compress(wanted.tobytes()))
     run(tool, monkeypatch, images, tmp_path / "out", "--like", subset)
-    found = tool.stored(tmp_path / "out", "train")
+    copies = load_cifar("cifar10", tmp_path / "out")
+    found = tool.stored(copies.train)
     assert found[:, 0].tolist() == [3, 1]
     assert found[:, 1].tolist() == [31, 10]
     assert found[:, 2049].tolist() == [200, 200]
-    assert len(tool.stored(tmp_path / "out", "test")) == 2
+    assert copies.test.labels.tolist() == [3, 1]
