@@ -104,14 +104,14 @@ def confidence(logits: Tensor) -> tuple[Tensor]:
     return (logits.detach()[..., 0].sin(),)
 
 
-def draws(logits: Tensor) -> Tensor:
-    rows = logits.shape[:-1].numel()
-    return (0.2 + 0.7 * torch.arange(rows) / rows).reshape(logits.shape[:-1])
+def draws(ema: Tensor) -> Tensor:
+    rows = ema.shape[:-1].numel()
+    return (0.2 + 0.7 * torch.arange(rows) / rows).reshape(ema.shape[:-1])
 
 
 def beta_smoothing(logits: Tensor, target: Tensor, ema: Tensor, **arguments: Any) -> Tensor:
     """Beta smoothing with draws given, so that it is a function."""
-    return F.beta_smoothing_loss(logits, target, ema, draws=draws(logits), **arguments)
+    return F.beta_smoothing_loss(logits, target, ema, draws=draws(ema), **arguments)
 
 
 LOSS_CASES = [

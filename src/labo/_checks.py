@@ -153,6 +153,17 @@ def check_tensor(name: str, x: object, instead: str) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: {instead}")
 
 
+def check_tensors(
+    logits: object,
+    target: object,
+    name: str = "logits",
+    instead: str = "pass the logits of the model's output, as a tensor",
+) -> None:
+    """Refuse a call with other things than tensors, such as the whole output of a model."""
+    check_tensor(name, logits, instead)
+    check_tensor("target", target, "pass class indices or probabilities, as a tensor")
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether the values of ``tensor`` can be read without waiting: a plain tensor on the CPU."""
     return is_plain(tensor) and tensor.is_cpu
@@ -172,6 +183,7 @@ def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) ->
 
 
 def check_logits(logits: Tensor, dim: int) -> None:
+    """Refuse a tensor that cannot have logits of classes in ``dim``."""
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if logits.dim() == 0:

@@ -180,6 +180,7 @@ class Rows:
         """
         _checks.check_hyper(reduction=reduction, z_loss=z_loss)
         self.z_loss = z_loss
+        _checks.check_tensors(logits, target)
         logits, target = _checks.local("logits", logits), _checks.local("target", target)
         _checks.check_logits(logits, dim)
         self.soft = _checks.check_target(logits.shape, target, dim)

@@ -2054,6 +2054,7 @@ def r_drop_loss(
     """
     check_hyper(lam=lam, hard_weight=hard_weight, label=label, tau=tau, rho=rho)
     alpha = _strength_of(label, alpha)
+    _checks.check_tensors(logits, target)
     if not isinstance(other_logits, Tensor):
         raise _checks.TeacherError(
             "this loss needs other_logits: the logits of a second forward pass, of the shape of "

@@ -378,6 +378,10 @@ def test_refuses_wrong_shapes(case):
 def test_refuses_wrong_values(case):
     logits, target = sample(4, 5)
     extra = case.extra(logits)
+    with pytest.raises(TypeError, match="logits must be a tensor, got dict: pass the logits of"):
+        case({"logits": logits}, target, extra=extra)
+    with pytest.raises(TypeError, match="target must be a tensor, got list: pass class indices"):
+        case(logits, target.tolist(), extra=extra)
     with pytest.raises(TypeError, match=r"logits must be floating point, got torch\.int64"):
         case(logits.long(), target, extra=extra)
     with pytest.raises(TypeError, match=r"got torch\.bool"):

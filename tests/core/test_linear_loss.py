@@ -664,6 +664,8 @@ def test_refuses(change, error, sentence, reduction):
             "linear_weight must be a tensor, got Linear: pass linear.weight, and linear.bias as",
         ),
         ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType: pass linear.wei"),
+        ({"input": {"logits": 1}}, "input must be a tensor, got dict: pass the hidden states"),
+        ({"target": [0, 1]}, "target must be a tensor, got list: pass class indices"),
     ],
 )
 def test_arguments_of_the_wrong_type(function, change, sentence):

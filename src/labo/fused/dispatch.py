@@ -98,6 +98,7 @@ def choose(
         inplace: whether the gradient is to be written over the logits.
         reference_only: an option of the loss that only the reference supports.
     """
+    _checks.check_tensors(logits, target)
     if _checks.is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):  # type: ignore[attr-defined]
         return _choose_parallel(impl, target, inplace, reference_only)
     reason = reference_only or _fused_refuses(logits, target, weight)

@@ -525,7 +525,7 @@ def linear_loss(
     _checks.check_hyper(impl=impl)
     _check_softcap(softcap)
     extras = _check_extras(z_loss, return_metrics)
-    check_linear_weight(linear_weight)
+    check_tensors(input, linear_weight, target)
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias, target))):
         local = shards.local_head(input, linear_weight, linear_bias, target)
         if local.group is not None and (teacher_logits is not None or impl != "auto"):
@@ -798,7 +798,9 @@ def _check_options(options: LinearLossOptions | None) -> LinearLossOptions:
     return options
 
 
-def check_linear_weight(weight: object) -> None:
+def check_tensors(input: object, weight: object, target: object) -> None:
+    """Refuse a call with other things than tensors, such as the whole output of a model."""
+    _checks.check_tensors(input, target, "input", "pass the hidden states before the output layer")
     if not isinstance(weight, LowRankWeight | QuantizedWeight):
         instead = "pass linear.weight, and linear.bias as linear_bias"
         _checks.check_tensor("linear_weight", weight, instead)

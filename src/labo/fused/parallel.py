@@ -34,7 +34,7 @@ from .adapted import LowRankWeight
 from .linear import (
     LinearLossOptions,
     ReturnMetrics,
-    check_linear_weight,
+    check_tensors,
     loss_and_spec,
     sharded_linear_loss,
 )
@@ -71,6 +71,7 @@ def logits_loss(
             raise ValueError("a DTensor brings its own processes: do not give group")
         value: Tensor = loss(logits, target)
         return value
+    _checks.check_tensors(logits, target)
     member, spec = loss_and_spec(loss)
     shared = (member.weight, member.ignore_index, member.reduction, member.dim)
     row = shards.class_row(member, spec, logits.shape[member.dim], logits.device, group)
@@ -121,7 +122,7 @@ def linear_loss(
         >>> linear_loss(hidden, head, torch.tensor([0, 1, 1]), LABOLoss(tau=1.25))
         tensor(1.2238)
     """
-    check_linear_weight(linear_weight)
+    check_tensors(input, linear_weight, target)
     if isinstance(linear_weight, LowRankWeight):
         raise ValueError(
             "labo.parallel.linear_loss takes no LowRankWeight: gather its tensors from the "
