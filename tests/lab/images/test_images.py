@@ -797,6 +797,8 @@ def test_requests_that_cannot_be_met(tmp_path):
         load_images("cifar-10", tmp_path)
     with refused("cifar10 is not built in: root must name the folder that holds it"):
         load_images("cifar10")
+    with refused("digits is built in and takes no root: for the images in mine set data.name to"):
+        load_images("digits", "mine")
     with refused("nowhere: no such folder; root must name the folder that holds mnist"):
         load_images("mnist", tmp_path / "nowhere")
     assert issubclass(DataError, RequestError)

@@ -139,6 +139,11 @@ def _load_source(name: str, root: str | Path | None, arguments: Mapping[str, Any
         given = {"root": None if root is None else Path(root).expanduser()}
         return check_source(call_function("data.name", name, given, arguments), name)
     if name in BUILT_IN:
+        if root is not None:
+            raise DataError(
+                f"{name} is built in and takes no root: for the images in {root} set data.name to "
+                f"one of {', '.join(ON_DISK)}"
+            )
         return BUILT_IN[name]()
     if name not in ON_DISK:
         raise DataError(unknown_name("data set", name, [*BUILT_IN, *ON_DISK]))
