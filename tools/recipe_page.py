@@ -36,17 +36,18 @@ INTRODUCTION = f"""\
 A recipe is a YAML file that describes one training run: the task, the data, the model, the method,
 the optimizer and the training loop. `labo train` takes the path of such a file or the name of a
 recipe of the package:
-{textwrap.fill(", ".join(f"`{name}`" for name in known_recipes()), 100)}.
+{textwrap.fill(", ".join(f"`{name}`" for name in known_recipes()), 100, break_on_hyphens=False)}.
 
 Any key can be set on the command line as `KEY=VALUE`. The value is YAML. A key inside a section is
 written with a dot:
 
 ```sh
-labo train digits seed=1 method=ls method.alpha=0.2 optim.lr=0.05 'optim.betas=[0.9, 0.98]'
+labo train cldr seed=1 method=ls method.alpha=0.2 optim.lr=0.001 'optim.betas=[0.9, 0.98]'
 ```
 
-A wrong key or value stops the command before anything is written, and the message names the key.
-The complete recipe, with every default filled in, is saved as `recipe.yaml` in the run directory.
+A wrong key or value stops the command before anything is written, and the message names the key. So
+does a key that would have no effect, such as `optim.betas` with `optim.name=sgd`. The complete
+recipe, with every default filled in, is saved as `recipe.yaml` in the run directory.
 
 """
 

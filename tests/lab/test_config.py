@@ -30,6 +30,7 @@ def test_overrides_are_yaml_values():
             "optim.weight_decay=1e-3",
             "train.patience=null",
             "data.flip=true",
+            "optim.name=adam",
             "optim.betas=[0.8, 0.9]",
         ],
     )
@@ -39,6 +40,55 @@ def test_overrides_are_yaml_values():
     assert recipe.data.flip is True
     assert load_recipe("digits", ["data.flip=alternate"]).data.flip == "alternate"
     assert problems("data.flip=half") == ["data.flip: true, false or alternate, not 'half'"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "found"),
+    [
+        ("digits", "optim.name=sgd optim.betas=[0.8,0.9]", "optim.betas / optim.name=sgd"),
+        ("digits", "optim.name=adamw optim.momentum=0.5", "optim.momentum / optim.name=adamw"),
+        ("digits", "optim.name=adam optim.nesterov=true", "optim.nesterov / optim.name=adam"),
+        ("digits", "optim.schedule=cosine optim.gamma=0.3", "optim.gamma / optim.schedule=cosine"),
+        (
+            "digits",
+            "optim.warmup_steps=0 optim.warmup_from=0.1",
+            "optim.warmup_from / optim.warmup_steps=0",
+        ),
+        (
+            "digits",
+            "optim.weight_decay=0 optim.decay_vectors=false",
+            "optim.decay_vectors / optim.weight_decay=0",
+        ),
+        ("digits", "data.size=32", "data.size / data.name=digits"),
+        (
+            "digits",
+            "data.padding=0 data.padding_mode=reflect",
+            "data.padding_mode / data.padding=0",
+        ),
+        (
+            "digits",
+            "data.name=folder data.root=x data.padding=4",
+            "data.padding / data.name=folder",
+        ),
+        ("digits", "data.magnitude=5", "data.magnitude / data.randaugment=0"),
+        (
+            "digits",
+            "data.mix_probability=0.5",
+            "data.mix_probability / data.mixup=0 and data.cutmix=0",
+        ),
+        ("iwslt14", "data.path=x data.size=500", "data.size / data.name=prepared"),
+        ("tatoeba", "data.vocabulary=9000", "data.vocabulary / data.name=prepared"),
+        ("lm-sft", "data.path=x data.vocabulary=9000", "data.vocabulary / data.name=prepared"),
+    ],
+)
+def test_overrides_without_an_effect_are_refused(recipe, overrides, found):
+    key, reason = found.split(" / ")
+    assert problems(*overrides.split(), recipe=recipe) == [f"{key} has no effect with {reason}"]
+
+
+def test_a_recipe_may_have_keys_without_an_effect():
+    assert load_recipe("digits", ["optim.name=adamw"]).optim.momentum == 0.9
+    assert load_recipe("digits", ["data.size=224", "optim.warmup_from=0"]).data.size == 224
 
 
 @pytest.mark.parametrize("order", [1, -1])

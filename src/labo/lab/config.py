@@ -47,6 +47,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    def unused(self) -> dict[str, str]:
+        """Keys that have no effect beside the other values, with the value that is the reason."""
+        return {}
+
 
 # YAML has lists only; strict mode would reject them where a tuple is declared.
 Pair = Annotated[tuple[float, float], Field(strict=False)]
@@ -110,6 +114,17 @@ class Optim(Section):
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         return self
+
+    def unused(self) -> dict[str, str]:
+        of_others = ("betas",) if self.name == "sgd" else ("momentum", "nesterov")
+        found = dict.fromkeys(of_others, f"name={self.name}")
+        if self.schedule != "step":
+            found["gamma"] = f"schedule={self.schedule}"
+        if self.warmup_steps == 0:
+            found["warmup_from"] = "warmup_steps=0"
+        if self.weight_decay == 0:
+            found["decay_vectors"] = "weight_decay=0"
+        return found
 
 
 class Train(Section):

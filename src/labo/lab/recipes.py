@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from .._names import unknown_name
-from .config import Recipe, RecipeError, explain, find_recipe, parse_yaml, read_document
+from .config import Recipe, RecipeError, Section, explain, find_recipe, parse_yaml, read_document
 from .errors import RequestError
 from .methods import method_name, resolve
 from .run.directory import RunDirectory
@@ -65,11 +65,27 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
         overrides: ``a.b=value`` settings.
 
     Raises:
-        RecipeError: one line per wrong key.
+        RecipeError: one line per wrong key, and per override that would have no effect. (A key in
+            the file may: a recipe for ``sgd`` can be run with ``optim.name=adamw``.)
     """
+    overrides = tuple(overrides)
     document = read_document(find_recipe(name))
     override(document, overrides)
-    return build_recipe(document)
+    recipe = build_recipe(document)
+    _refuse_unused(recipe, [text.partition("=")[0] for text in overrides])
+    return recipe
+
+
+def _refuse_unused(recipe: Recipe, keys: Iterable[str]) -> None:
+    problems = []
+    for key in keys:
+        name, _, field = key.partition(".")
+        section = getattr(recipe, name)
+        reason = section.unused().get(field) if isinstance(section, Section) else None
+        if reason and getattr(section, field) != type(section).model_fields[field].default:
+            problems.append(f"{key} has no effect with {name}.{reason}")
+    if problems:
+        raise RecipeError(problems)
 
 
 def build_recipe(document: Mapping[str, Any]) -> Recipe:

@@ -129,6 +129,20 @@ class ImageData(config.Section):
             raise ValueError("arguments: only a function of your own has them")
         return self
 
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if self.padding == 0:
+            found["padding_mode"] = "padding=0"
+        if self.name == "folder":
+            found |= dict.fromkeys(("padding", "padding_mode"), "name=folder")
+        elif not is_reference(self.name):
+            found["size"] = f"name={self.name}"
+        if self.randaugment == 0:
+            found["magnitude"] = "randaugment=0"
+        if self.mixup == self.cutmix == 0:
+            found["mix_probability"] = "mixup=0 and data.cutmix=0"
+        return found
+
 
 class ImageModel(config.Section):
     """Which network, or a pre-trained folder. The keys from patch on are of vision transformers."""

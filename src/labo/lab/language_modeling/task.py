@@ -95,6 +95,10 @@ class DocumentData(config.Section):
             )
         return self
 
+    def unused(self) -> dict[str, str]:
+        of_manual = ("data_seed", "vocabulary") if self.name == "prepared" else ()
+        return dict.fromkeys(of_manual, "name=prepared")
+
 
 class CausalModel(config.Section):
     """A preset and what is to differ from it, or a pre-trained folder."""

@@ -108,6 +108,10 @@ class TextData(config.Section):
             raise ValueError("name=cldr needs languages, such as [de-en]; name=prepared takes none")
         return self
 
+    def unused(self) -> dict[str, str]:
+        of_phrases = ("size", "data_seed", "vocabulary") if self.name == "prepared" else ()
+        return dict.fromkeys(of_phrases, "name=prepared")
+
 
 class TextModel(config.Section):
     """The Transformer: a preset and what differs from it, or a pre-trained model."""
