@@ -71,6 +71,16 @@ def test_the_pipeline_uses_the_rules_of_each_language():
     assert pipeline.restore_source("l&apos; homme") == "l'homme"
 
 
+def test_plain_text_of_a_tokenized_corpus_gets_its_tokens_back():
+    pipeline = Pipeline(TextOptions(tokenized=True, lowercase=True), "de", "en")
+    line = "a &quot; hat &quot; , it &apos;s so ."
+    assert pipeline.restore(line) == 'a "hat", it\'s so.'
+    assert pipeline.tokens(pipeline.restore(line)) == line
+    for options in (MOSES, TextOptions()):
+        pipeline = Pipeline(options, "de", "en")
+        assert pipeline.tokens("It's so.") == pipeline.target("It's so.")
+
+
 @pytest.mark.parametrize(
     "text",
     ["It's a well-known fact, isn't it?", 'He said: "No & yes" (twice).', "3.5 % of $5,300!"],

@@ -14,6 +14,8 @@ from labo import cli
 from labo.lab.errors import RequestError
 from labo.lab.translation import bleu
 from labo.lab.translation.score import evaluate_files, score_pairs
+from labo.lab.translation.task import TranslationTask
+from labo.lab.translation.text import Pipeline, TextOptions
 from labo.lab.translation.translate import Translator
 from tiny_translation import byte_folder, save_folder, trained_model, word_tokenizer
 
@@ -107,6 +109,43 @@ def test_wrong_requests(trained, sides, tmp_path, capsys, arguments, message):
     names = {"run": trained, "de": sides[0], "short": tmp_path / "short"}
     assert labo(*(text.format(**names) for text in arguments)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_scores_of_a_tokenized_corpus_are_those_of_its_tokens(trained, tmp_path, monkeypatch):
+    pipeline = Pipeline(TextOptions(tokenized=True), "de", "en")
+    plain, tokens = "it's so, said he.", "it &apos;s so , said he ."
+
+    class Perfect(Translator):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.pipeline = pipeline
+
+        def translate(self, sources):
+            return [plain]
+
+    monkeypatch.setattr("labo.lab.translation.score.Translator", Perfect)
+    (tmp_path / "t.de").write_text("a b\n")
+    (tmp_path / "t.en").write_text(tokens + "\n")
+    scores, _ = evaluate_files(trained, tmp_path / "t.de", tmp_path / "t.en")
+    assert [scores[name] for name in ("bleu", "chrf", "tokenized_bleu")] == pytest.approx([100] * 3)
+
+
+def test_the_tokenized_bleu_of_a_run_on_a_tokenized_corpus():
+    pipeline = Pipeline(TextOptions(tokenized=True), "de", "en")
+    tokens, other = "a hat , it &apos;s so , said he .", "a hat , it &apos;s so , said he !"
+
+    class Split:
+        pair = torch.zeros(1, dtype=torch.int)
+
+        def __len__(self):
+            return 1
+
+        def target_text(self, index):
+            return pipeline.restore(tokens)
+
+    task = SimpleNamespace(_pipelines=lambda: [pipeline], _lowercased=False)
+    scores = TranslationTask._scores(task, Split(), [pipeline.restore(other)])
+    assert scores["tokenized_bleu"] == pytest.approx(bleu.tokenized_bleu([other], [tokens]))
 
 
 def test_comet_is_an_option(trained, sides, monkeypatch):

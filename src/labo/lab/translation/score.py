@@ -181,16 +181,18 @@ def evaluate_files(
     """
     sources, references = _read_sides(source, reference)
     translator = Translator(run, pair=pair, notice=notice)
-    lowercase = translator.pipeline.options.lowercase
-    hypotheses = translator.translate(sources)
-    scores = bleu.scores(hypotheses, references, lowercase=lowercase)
+    pipeline = translator.pipeline
+    lowercase = pipeline.options.lowercase
+    hypotheses, plain = translator.translate(sources), references
+    if pipeline.options.tokenized:  # as the corpus was, so that the references are as well
+        plain = [pipeline.restore(line) for line in references]
+    scores = bleu.scores(hypotheses, plain, lowercase=lowercase)
     scores["tokenized_bleu"] = bleu.tokenized_bleu(
-        [translator.pipeline.target(line) for line in hypotheses],
-        [translator.pipeline.target(line) for line in references],
+        [pipeline.tokens(line) for line in hypotheses], [pipeline.tokens(line) for line in plain]
     )
     signatures = bleu.signatures(lowercase)
     if comet is not None:
-        scores["comet"], signatures["comet"] = _comet(comet, sources, hypotheses, references)
+        scores["comet"], signatures["comet"] = _comet(comet, sources, hypotheses, plain)
     forced = score_pairs(translator, sources, references)
     return scores | mean_metrics([score.statistics for score in forced]), signatures
 

@@ -576,8 +576,8 @@ class TranslationTask(TokenTask):
         pair = split.pair.tolist()
         scores = bleu.scores(texts, references, lowercase=self._lowercased)
         scores["tokenized_bleu"] = bleu.tokenized_bleu(
-            [pipelines[p].target(text) for p, text in zip(pair, texts, strict=True)],
-            [pipelines[p].target(text) for p, text in zip(pair, references, strict=True)],
+            [pipelines[p].tokens(text) for p, text in zip(pair, texts, strict=True)],
+            [pipelines[p].tokens(text) for p, text in zip(pair, references, strict=True)],
         )
         if len(pipelines) > 1:
             for number, named in enumerate(self.data.pairs):

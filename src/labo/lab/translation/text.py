@@ -71,6 +71,10 @@ class Pipeline:
         """The output of a model to plain text."""
         self.restore_source = _backward(options, source_language)
         """Likewise for a source line."""
+        of_plain = options.model_copy(update={"moses": options.spaced, "tokenized": False})
+        self.tokens = _forward(of_plain, target_language)
+        """Plain target text, such as a restored output, to tokens. This differs from ``target`` if
+        the corpus was tokenized already: its plain lines have no spaces between tokens."""
 
 
 def _forward(options: TextOptions, language: str) -> Callable[[str], str]:
