@@ -428,10 +428,14 @@ def test_wrong_recipes(settings, problem):
     assert problem in str(error.value)
 
 
+# What only the built-in phrases have: their defaults.
+OTHER = ["data.name=prepared", "data.languages=[]", "data.size=20000", "data.vocabulary=2000"]
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["data.name=prepared", "data.languages=[]", "data.path=/nowhere"], "/nowhere"),
+        ([*OTHER, "data.path=/nowhere"], "/nowhere"),
         (["data.languages=[xx-en]"], "xx"),
         (["method=kd", "method.teacher=/nowhere"], "/nowhere is no run"),
     ],
