@@ -42,11 +42,11 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m fuzz
 
 # torch comes first and pinned: unpinned it would bring gigabytes of GPU libraries.
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard src/labo/fused/*.c)
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard src/labo/fast/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .[dev]
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info src/labo/fused/*.so
+	rm -rf $(VENV) build dist site src/*.egg-info src/labo/fast/*.so

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import labo
-from labo.fused.algebra import FORMULAS, Passes
+from labo.fast.formula import plan_of
+from labo.sums import Passes
 
 Work = Callable[[], object]
 
@@ -208,9 +209,9 @@ def by_sums(classes: int) -> dict[str, nn.Module]:
     """
     names: dict[Passes, list[str]] = {}
     for name, build in ROWWISE.items():
-        formula = cast(Any, build(classes)).spec()
-        plan = FORMULAS[formula.name].plan(formula.parameters, weighted=False)
-        names.setdefault(plan._replace(tau=1.0, margin=0.0), []).append(name)
+        plan = plan_of(build(classes), weighted=False)
+        same = plan._replace(tau=1.0, margin=0.0, used=frozenset())
+        names.setdefault(same, []).append(name)
     return {" / ".join(same): ROWWISE[same[0]](classes) for same in names.values()}
 
 

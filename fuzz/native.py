@@ -93,7 +93,7 @@ def fuzz_kernel(
 
 
 def _main(cases: int, seed: int, beside: bool) -> None:
-    from labo.fused import native
+    from labo.fast import native
 
     assert native.unavailable() is None, native.unavailable()
     isas = [name for name in _ISAS if native.select_instruction_set(name)]
@@ -272,17 +272,17 @@ def _bits(x: Tensor) -> Tensor:
 
 def _shards(case: Case) -> None:
     """Columns of a shard; targets may be columns of another one."""
-    from labo.fused import native
-    from labo.fused.algebra import COEFFICIENTS, FORMULAS, OTHERS, SUMS
-    from labo.fused.linear import loss_and_spec
-    from labo.fused.spec import as_formula
+    from labo.fast import native
+    from labo.fast.columns import COEFFICIENTS, SUMS
+    from labo.fast.formula import plan_of
+    from labo.linear import splittable
+    from labo.sums import OTHERS
 
     chance, logits = case.chance, case.logits
-    _, spec = loss_and_spec(_random_loss(chance).build(case, None, "none"))
+    loss = splittable(_random_loss(chance).build(case, None, "none"))
     away = torch.randint(-5, logits.shape[1] + 5, case.target.shape)
     target = torch.where(torch.rand(away.shape) < 0.3, away, case.target.long())
-    formula = as_formula(spec)
-    plan = FORMULAS[formula.name].plan(formula.parameters, case.weight is not None)
+    plan = plan_of(loss, case.weight is not None)
     if chance.random() < 0.5:
         plan = plan._replace(asked=plan.asked | OTHERS)
     fixed = (plan, case.weight, case.ignore_index)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import labo
 from labo import functional as F
-from labo.fused import dispatch
+from labo.fast import dispatch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic.fields import FieldInfo
 from typer.models import OptionInfo
 
-from labo import _checks, cli
+from labo import cli, fields
 from labo.lab.config import Optim, Recipe, Section, Train, known_recipes
 from labo.lab.methods import METHODS, hyper_parameters, methods_for
 from labo.lab.tasks import TASKS, find_task
@@ -138,7 +138,7 @@ def _method(name: str) -> str:
         if len(set(defaults.values())) > 1:
             text = ", ".join(f"{value} ({task})" for task, value in defaults.items())
         meaning = _capitalized(field.description or "")
-        rows.append((f"`method.{key}`", _hyper_kind(key, field), text, meaning))
+        rows.append((f"`method.{key}`", _hyper_kind(method.fields.get(key), field), text, meaning))
     only = "" if len(tasks) == len(TASKS) else f" Only for {', '.join(tasks)}."
     about = f"{_capitalized(method.summary)} ({method.reference}).{only}"
     head = f"### `{name}`\n\n{textwrap.fill(about, 100)}\n\n"
@@ -149,14 +149,14 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _hyper_kind(key: str, field: FieldInfo) -> str:
-    """Types of hyper-parameters, with the ranges that :mod:`labo._checks` enforces."""
-    if key in _checks._CHOICES:
-        return ", ".join(f"`{choice}`" for choice in _checks._CHOICES[key])
-    if key in _checks._RANGES:
+def _hyper_kind(declared: fields.Field | None, field: FieldInfo) -> str:
+    """Types of hyper-parameters, with the ranges of their declaration."""
+    if declared is not None and declared.choices:
+        return ", ".join(f"`{choice}`" for choice in declared.choices)
+    if declared is not None and declared.range is not None:
         optional = " or null" if type(None) in get_args(field.annotation) else ""
-        word = f"`{_checks._WORDS[key]}` or " if str in get_args(field.annotation) else ""
-        return word + _checks._RANGES[key][1] + optional
+        word = f"`{declared.word}` or " if declared.word else ""
+        return f"{word}{declared.range}{optional}"
     return _kind(field)
 
 

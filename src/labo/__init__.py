@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from . import calibration as calibration
     from . import functional as functional
     from . import smoothing as smoothing
-    from .fused import parallel as parallel
-    from .fused.adapted import LowRankWeight as LowRankWeight
-    from .fused.dispatch import backends as backends
-    from .fused.linear import LinearLoss as LinearLoss
-    from .fused.linear import LinearLossOptions as LinearLossOptions
-    from .fused.linear import TeacherHead as TeacherHead
-    from .fused.linear import linear_loss as linear_loss
-    from .fused.metrics import LossMetrics as LossMetrics
-    from .fused.quantized import QuantizedWeight as QuantizedWeight
+    from .heads import parallel as parallel
+    from .heads.low_rank import LowRankWeight as LowRankWeight
+    from .fast.dispatch import backends as backends
+    from .linear import LinearLoss as LinearLoss
+    from .linear import LinearLossOptions as LinearLossOptions
+    from .linear import TeacherHead as TeacherHead
+    from .linear import linear_loss as linear_loss
+    from .metrics import LossMetrics as LossMetrics
+    from .heads.quantized import QuantizedWeight as QuantizedWeight
     from .losses import *  # noqa: F403
 
 _MODULES = {
     "calibration": "calibration",
     "functional": "functional",
-    "parallel": "fused.parallel",
+    "parallel": "heads.parallel",
     "smoothing": "smoothing",
 }
 _HOMES = {
-    "LinearLoss": "fused.linear",
-    "LinearLossOptions": "fused.linear",
-    "LossMetrics": "fused.metrics",
-    "LowRankWeight": "fused.adapted",
-    "QuantizedWeight": "fused.quantized",
-    "TeacherHead": "fused.linear",
-    "backends": "fused.dispatch",
-    "linear_loss": "fused.linear",
+    "LinearLoss": "linear",
+    "LinearLossOptions": "linear",
+    "LossMetrics": "metrics",
+    "LowRankWeight": "heads.low_rank",
+    "QuantizedWeight": "heads.quantized",
+    "TeacherHead": "linear",
+    "backends": "fast.dispatch",
+    "linear_loss": "linear",
 }
 
 

@@ -7,14 +7,13 @@ asynchronous asserts, which need neither a synchronisation nor a graph break.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ._names import unknown_name
+from ._torch import assert_later, inside_transform
 
 # How far the sum of a probability target may be from 1: enough for rounding, not for a missing
 # class.
@@ -33,84 +32,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _positive(value: float) -> bool:
-    return 0 < value < math.inf
-
-
-def _not_negative(value: float) -> bool:
-    return 0 <= value < math.inf
-
-
-def _unit(value: float) -> bool:
-    return 0 <= value <= 1
-
-
-_POSITIVE = (_positive, "a finite number above 0")
-_NOT_NEGATIVE = (_not_negative, "a finite number of 0 or more")
-_UNIT = (_unit, "a number in [0, 1]")
-
-# One line per hyper-parameter of the library: the range of a number, or the names to choose from.
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "alpha": _UNIT,
-    "beta": _NOT_NEGATIVE,
-    "tau": _POSITIVE,
-    "rho": _UNIT,
-    "gamma": _NOT_NEGATIVE,
-    "scale": (lambda value: value >= -1, "a number of -1 or more"),
-    "lam": _NOT_NEGATIVE,
-    "final_lam": _NOT_NEGATIVE,
-    "margin": _NOT_NEGATIVE,
-    "z_loss": _NOT_NEGATIVE,
-    "normalizer": _POSITIVE,
-    "top_k": (lambda value: isinstance(value, int) and value > 1, "a whole number of 2 or more"),
-    "epsilon": (lambda value: -1 <= value < math.inf, "a finite number of -1 or more"),
-    "multiplier": _NOT_NEGATIVE,
-    "confidence": _UNIT,
-    "threshold": _NOT_NEGATIVE,
-    "hard_weight": _NOT_NEGATIVE,
-    "soft_weight": _NOT_NEGATIVE,
-    "a": _POSITIVE,
-    "trust": _UNIT,
-    "decay_steps": _POSITIVE,
-    "temperature": (lambda value: 0 < value < math.inf, "a finite number above 0"),
-    "bins": (lambda value: isinstance(value, int) and value > 0, "a whole number of 1 or more"),
-    "warmup_epochs": (
-        lambda value: isinstance(value, int) and value >= 0,
-        "a whole number of 0 or more",
-    ),
-}
-# Hyper-parameters that are a number or this word.
-_WORDS = {"alpha": "adaptive", "normalizer": "log_k"}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "reduction": ("none", "mean", "sum"),
-    "convention": ("torch", "fairseq", "joeynmt"),
-    "mode": ("repo", "paper"),
-    "kl_reduction": ("batchmean", "elementwise"),
-    "generator": ("kl", "euclidean"),
-    "order": ("pq", "qp"),
-    "tail": ("bucket", "uniform", "labo", "drop", "renormalize"),
-    "impl": ("auto", "reference", "blocked", "native"),
-    "first_table": ("zeros", "uniform"),
-    "label": ("onehot", "smoothed", "labo"),
-}
-
-
-def check_hyper(**values: object) -> None:
-    """Refuse a hyper-parameter outside its range or choices. None and tensors are not checked."""
-    for name, value in values.items():
-        word = _WORDS.get(name)
-        if value is None or isinstance(value, Tensor) or value == word:
-            continue
-        if name in _CHOICES:
-            if value not in _CHOICES[name]:
-                raise ValueError(unknown_name(name, value, _CHOICES[name]))
-        elif name in _RANGES:
-            holds, wanted = _RANGES[name]
-            if not is_number(value) or not holds(value):  # type: ignore[arg-type]
-                also = f' or "{word}"' if word and isinstance(value, str) else ""
-                raise ValueError(f"{name} must be {wanted}{also}, got {value!r}")
-
-
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -120,7 +41,7 @@ def is_plain(tensor: Tensor, other: Tensor | None = None) -> bool:
         type(tensor) in _PLAIN_TYPES
         and (other is None or type(other) in _PLAIN_TYPES)
         and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not inside_transform()
     )
 
 
@@ -172,14 +93,14 @@ def can_read(tensor: Tensor) -> bool:
 def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) -> None:
     """Raise ``failure()`` unless all of ``condition`` holds, without a synchronisation."""
     if torch.compiler.is_compiling():
-        torch._assert_async(condition.all(), message)
-    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        assert_later(condition, message)
+    elif inside_transform():
         return  # values cannot be read inside vmap or grad
     elif can_read(condition):
         if not bool(condition.all()):
             raise failure()
     else:
-        torch._assert_async(condition.all(), message)
+        assert_later(condition, message)
 
 
 def check_logits(logits: Tensor, dim: int) -> None:

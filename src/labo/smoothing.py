@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._rows import entropy, row_sum, shifted, upcast
+from .fields import POSITIVE, UNIT
+from .rows import entropy, row_sum, shifted, upcast
 
 __all__ = [
     "adaptive_alpha",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 
-def _restrict(distribution: Tensor, logits: Tensor) -> Tensor:
+def restricted(distribution: Tensor, logits: Tensor) -> Tensor:
     """A distribution over the classes that are not masked: sums to 1, or to 0 if it is all 0."""
     kept = distribution.masked_fill(logits == -math.inf, 0.0)
     total = row_sum(kept).unsqueeze(-1)
@@ -125,7 +126,7 @@ def tempered(logits: Tensor, tau: float = 1.25) -> Tensor:
         >>> tempered(torch.tensor([2.0, 1.0, 0.1, -1.0]), tau=1.25)
         tensor([0.5686, 0.2555, 0.1244, 0.0516])
     """
-    _checks.check_hyper(tau=tau)
+    POSITIVE.check("tau", tau)
     return torch.softmax(shifted(upcast(logits)) / tau, -1)
 
 
@@ -148,7 +149,7 @@ def adaptive_alpha(logits: Tensor, rho: float = 0.5) -> Tensor:
         >>> adaptive_alpha(torch.tensor([2.0, 1.0, 0.1, -1.0]))
         tensor(0.6535)
     """
-    _checks.check_hyper(rho=rho)
+    UNIT.check("rho", rho)
     num_classes = logits.shape[-1]
     uniform_entropy = math.log(num_classes) if num_classes > 1 else 1.0
     return 1 - rho * entropy(torch.log_softmax(shifted(upcast(logits)), -1)) / uniform_entropy
@@ -175,7 +176,8 @@ def virtual_teacher(
         >>> virtual_teacher(torch.zeros(4), torch.tensor(0), tau=20)
         tensor([0.2594, 0.2469, 0.2469, 0.2469])
     """
-    _checks.check_hyper(confidence=confidence, tau=tau)
+    UNIT.check("confidence", confidence)
+    POSITIVE.check("tau", tau)
     num_classes = logits.shape[-1]
     is_label = target.unsqueeze(-1) == torch.arange(num_classes, device=logits.device)
     rest = (1 - confidence) / max(num_classes - 1, 1)
@@ -206,7 +208,7 @@ def class_table(table: Tensor, target: Tensor, logits: Tensor) -> Tensor:
             rows = target.to(table.dtype) @ table
     else:
         rows = table[target.long()]  # uint8 would be read as a mask
-    return _restrict(rows, logits)
+    return restricted(rows, logits)
 
 
 def beta_alpha(confidence: Tensor, draws: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -254,7 +256,7 @@ def smoothed_target(target: Tensor, smoothing: Tensor, alpha: float | Tensor) ->
         >>> smoothed_target(torch.tensor(0), tempered(logits, 1.25), adaptive_alpha(logits))
         tensor([0.7181, 0.1670, 0.0813, 0.0337])
     """
-    _checks.check_hyper(alpha=alpha)
+    UNIT.check("alpha", alpha)
     num_classes = smoothing.shape[-1]
     if target.is_floating_point():
         label = target
@@ -285,7 +287,8 @@ def _alpha_at(log_odds: float, num_classes: int, alpha: float | str, rho: float)
 
 
 def _check_setting(num_classes: int, alpha: float | str, rho: float) -> None:
-    _checks.check_hyper(alpha=alpha, rho=rho)
+    UNIT.check("alpha", alpha, "adaptive")
+    UNIT.check("rho", rho)
     if num_classes < 1:
         raise ValueError(f"num_classes must be 1 or more, got {num_classes!r}")
 
@@ -315,7 +318,7 @@ def stationary_confidence(
     """
     _check_setting(num_classes, alpha, rho)
     if tau != math.inf:
-        _checks.check_hyper(tau=tau)
+        POSITIVE.check("tau", tau)
     if num_classes == 1 or tau <= 1 or alpha == 0:
         return 1.0
     base = math.log(num_classes - 1)

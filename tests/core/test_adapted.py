@@ -8,7 +8,7 @@ from eighths import Eighths
 from torch import Tensor, nn
 
 import labo
-from labo.fused import quantized
+from labo.heads import quantized
 from probes import LargestTensor
 
 ROWS, WIDTH, CLASSES, RANK, SCALE = 11, 6, 23, 3, 1.5

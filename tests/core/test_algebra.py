@@ -15,16 +15,22 @@ from torch import Tensor
 import labo
 from conftest import LOSS_CASES, LossCase, triton_for_native
 from labo import functional as F
-from labo._rows import largest
-from labo.fused import algebra, blocked, dispatch, native
-from labo.fused.algebra import FormulaSpec
+from labo.rows import largest
+from labo.fast import blocked, dispatch, native
+from labo.loss import Loss, hyper
+from labo.sums import RowSums
 
 # Losses with these options are left to the reference.
+def has_formula(function) -> bool:
+    """Whether the value of the loss is a formula of sums."""
+    return "value" in vars(getattr(function, "loss", object))
+
+
 REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied"}
 CASES = [
     case
     for case in LOSS_CASES
-    if "impl" in inspect.signature(case.function).parameters and case.name not in REFERENCE_ONLY
+    if has_formula(case.function) and case.name not in REFERENCE_ONLY
 ]
 Z_LOSS = [
     LossCase("ce-z", F.cross_entropy_loss, {"z_loss": 1e-3}),
@@ -367,7 +373,7 @@ def test_what_is_fused():
     """Losses with ``impl`` are fused by default, and refuse options that are not."""
     logits, target = torch.randn(3, 9, requires_grad=True), torch.tensor([0, 1, 2])
     assert type(F.focal_loss(logits, target).grad_fn).__name__ == "_GradientWithValueBackward"
-    with pytest.raises(ValueError, match="this option of the loss"):
+    with pytest.raises(ValueError, match="does not support a prior"):
         F.generalized_entropy_loss(logits, target, prior=torch.ones(9) / 9, impl="native")
     # the plain formula can be differentiated twice
     value = F.focal_loss(logits, target, impl="reference")
@@ -376,31 +382,29 @@ def test_what_is_fused():
 
 
 def test_an_operator_names_a_formula():
-    for spec in (labo.FocalLoss(gamma=2.0).spec(), labo.LABOLoss().spec()):
-        loss = dispatch.RowLoss(None, -100, "blocked", spec)
-        assert dispatch.RowLoss.unpack(*loss.pack()) == loss
-    described = labo.FocalLoss(gamma=2.0, z_loss=1e-4).spec()
-    assert described == FormulaSpec("focal", (2.0, 0.0), 1e-4)
+    for loss in (labo.FocalLoss(gamma=2.0, z_loss=1e-4), labo.LABOLoss(weight=torch.ones(3))):
+        rows = dispatch.FastRows.unpack(*dispatch.FastRows(loss, "blocked").pack())
+        assert (type(rows.loss), rows.backend) == (type(loss), "blocked")
+        assert rows.loss.values() == loss.values()
 
 
 def test_a_new_formula_needs_no_kernel():
     """The example of docs/add_a_method.md."""
 
-    @algebra.formula()
-    def generalized(row: algebra.RowSums, gamma: float) -> Tensor:
-        return row.weigh(-torch.expm1(gamma * row.log_p_y()) / gamma)
+    class Generalized(Loss):
+        gamma: float = hyper(default=0.7, doc="from cross entropy to the probability of an error")
 
-    try:
-        logits, target = torch.randn(4, 50, requires_grad=True), torch.arange(4)
-        for backend in BACKENDS:
-            loss = dispatch.RowLoss(None, -100, backend, generalized(0.7))
-            values, grad = loss.rows(logits.detach(), target, 1.0)
-            p = logits.softmax(-1)[torch.arange(4), target]
-            expected = (1 - p**0.7) / 0.7
-            torch.testing.assert_close(values, expected.detach())
-            torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
-    finally:
-        del algebra.FORMULAS["generalized"]
+        def value(self, row: RowSums) -> Tensor:
+            return row.weigh(-torch.expm1(self.gamma * row.log_p_y()) / self.gamma)
+
+    logits, target = torch.randn(4, 50, requires_grad=True), torch.arange(4)
+    p = logits.softmax(-1)[torch.arange(4), target]
+    expected = (1 - p**0.7) / 0.7
+    (slope,) = torch.autograd.grad(expected.sum(), logits)
+    for impl in ("reference", *BACKENDS):
+        value = Generalized(impl=impl, reduction="sum")(logits, target)
+        torch.testing.assert_close(value.detach(), expected.detach().sum())
+        torch.testing.assert_close(torch.autograd.grad(value, logits)[0], slope)
 
 
 @each_case

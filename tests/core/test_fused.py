@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import labo
 from conftest import gradient
 from labo import functional as F
-from labo.fused import dispatch, native
-from labo.fused.spec import RowSpec
+from labo.fast import dispatch, native
+from labo.fast.kernel import CROSS_ENTROPY, Kernel
 from probes import LargestTensor
 
 LOSSES = {
@@ -24,6 +24,12 @@ LOSSES = {
     "ls": (F.label_smoothing_loss, {"alpha": 0.2}),
     "labo": (F.labo_loss, {"tau": 1.3}),
     "labo-fixed": (F.labo_loss, {"alpha": 0.4, "tau": 0.8}),
+}
+OPERATORS = {
+    "ce": labo.CrossEntropyLoss(),
+    "ls": labo.LabelSmoothingLoss(alpha=0.2),
+    "labo": labo.LABOLoss(tau=1.3),
+    "labo-fixed": labo.LABOLoss(alpha=0.4, tau=0.8),
 }
 BACKENDS = ["blocked", "native"]
 ISAS = ["avx512", "avx2", "portable"]
@@ -459,19 +465,19 @@ def test_refuses_tensors_on_other_devices(impl):
 
 def test_auto_takes_what_fits():
     logits, target = sample(4, 9)
-    assert dispatch.choose("auto", logits, target) == "native"
-    assert dispatch.choose("auto", logits.bfloat16(), target) == "native"
-    assert dispatch.choose("auto", logits.half(), target) == "blocked"
-    assert dispatch.choose("auto", logits.double(), target) == "reference"
-    assert dispatch.choose("auto", logits, logits.softmax(-1)) == "reference"
+    assert dispatch.choose(labo.LABOLoss(), logits, target, None) == "native"
+    assert dispatch.choose(labo.LABOLoss(), logits.bfloat16(), target, None) == "native"
+    assert dispatch.choose(labo.LABOLoss(), logits.half(), target, None) == "blocked"
+    assert dispatch.choose(labo.LABOLoss(), logits.double(), target, None) == "reference"
+    assert dispatch.choose(labo.LABOLoss(), logits, logits.softmax(-1), None) == "reference"
     with torch.autograd.forward_ad.dual_level():
-        assert dispatch.choose("auto", logits, target) == "reference"
+        assert dispatch.choose(labo.LABOLoss(), logits, target, None) == "reference"
 
 
 def test_without_the_kernel_blocks_serve(monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: "not built")
     logits, target = sample(4, 9)
-    assert dispatch.choose("auto", logits, target) == "blocked"
+    assert dispatch.choose(labo.LABOLoss(), logits, target, None) == "blocked"
     assert labo.backends()["native (CPU)"] == "unavailable: not built"
     torch.testing.assert_close(
         F.labo_loss(logits, target), F.labo_loss(logits, target, impl="reference")
@@ -517,7 +523,7 @@ def test_out_of_range_targets_raise(impl):
 def test_kernel_checks_its_arguments():
     """A pointer that C would misread is refused in Python."""
     logits, target = sample(4, 9)
-    spec = labo.fused.spec.cross_entropy()
+    kernel = Kernel(CROSS_ENTROPY)
     storage = torch.empty(60)
     for wrong, sentence in (
         ({"target": target[:3]}, r"target must be torch.int64 of shape \(4,\)"),
@@ -536,7 +542,7 @@ def test_kernel_checks_its_arguments():
     ):
         arguments = {"logits": logits, "target": target} | wrong
         with pytest.raises(ValueError, match=sentence):
-            native.rows(spec=spec, **arguments)
+            native.rows(kernel=kernel, **arguments)
 
 
 def test_kernel_refuses_a_tensor_whose_memory_was_freed():
@@ -544,7 +550,7 @@ def test_kernel_refuses_a_tensor_whose_memory_was_freed():
     logits, target = sample(4, 9)
     logits.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="logits has no memory"):
-        native.rows(logits, target, labo.fused.spec.cross_entropy())
+        native.rows(logits, target, Kernel(CROSS_ENTROPY))
 
 
 def test_forked_child_has_threads_of_its_own():
@@ -576,10 +582,10 @@ def test_a_gradient_in_memory_without_pages(dtype):
     target[:3] = -100
     around = torch.zeros(700, 5100, dtype=dtype)  # calloc: no page is touched
     out = around[:, 40:5043]
-    found = native.rows(logits, target, RowSpec(3, tau=1.25, rho=0.5), factor=0.5, out=out)
+    found = native.rows(logits, target, Kernel(3, tau=1.25, rho=0.5), factor=0.5, out=out)
     touched = logits.clone()
     values, grad = native.rows(
-        touched, target, RowSpec(3, tau=1.25, rho=0.5), factor=0.5, out=touched
+        touched, target, Kernel(3, tau=1.25, rho=0.5), factor=0.5, out=touched
     )
     assert torch.equal(found[0], values)
     assert torch.equal(out, grad)
@@ -595,8 +601,7 @@ def test_a_gradient_in_memory_without_pages(dtype):
 def test_operator_check(name, dtype, with_grad):
     logits, target = sample(4, 9, dtype=dtype)
     target[1] = -100
-    mode = list(LOSSES).index(name)
-    loss = dispatch.RowLoss(None, -100, "native", RowSpec(mode, 0.3, 1.25, 0.5)).pack()
+    loss = dispatch.FastRows(OPERATORS[name], "native").pack()
     torch.library.opcheck(dispatch.rows_op, (logits, target, with_grad, *loss))
     torch.library.opcheck(dispatch.rows_op, (logits.requires_grad_(), target, with_grad, *loss))
     torch.library.opcheck(

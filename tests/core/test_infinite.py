@@ -1,6 +1,6 @@
 """Masked targets, weights of 0 and logits near the limits of float32, alike on all four backends.
 
-The rules are those of labo.fused.spec: 0 * inf = 0; a mean over labels of weight 0 is 0; a logit
+The rules are those of labo.fast.dispatch: 0 * inf = 0; a mean over labels of weight 0 is 0; a logit
 that is finite is not masked, however far below the maximum it is.
 """
 

@@ -33,7 +33,7 @@ weighting = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "we
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    from labo.fused import kernels
+    from labo.fast import kernels
 
     return kernels
 

@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from labo.fused import kernels
+from labo.fast import kernels
 from scripts import ROOT
 
 AUDIT = ROOT / "tests/support/kernel_audit.py"

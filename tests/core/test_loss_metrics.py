@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import labo
 from gloo import Processes, World
 from labo import functional as F
-from labo.fused import metrics, native
-from labo.fused.dispatch import RowLoss
-from labo.fused.quantized import product_dtype
+from labo import metrics
+from labo.fast import native
+from labo.fast.dispatch import FastRows
+from labo.heads.quantized import product_dtype
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11
@@ -114,7 +115,7 @@ def test_ties_infinities_and_ignored_rows():
         return_metrics="rows",
     )
     assert found.correct.tolist() == [1, 1, 0, 1]  # all logits are 0: ties are right
-    from labo.fused import metrics
+    from labo import metrics
 
     statistics = metrics.row_statistics(logits, target, -100)
     assert statistics[:, metrics.CORRECT].tolist() == [1, 0, 0, 0]
@@ -396,7 +397,7 @@ def test_a_loss_measures_as_the_separate_pass_does(loss, backend):
     logits[6, target[6]] = float("-inf")
     logits[7, 0] = float("nan")
     found = torch.full((40, metrics.COLUMNS), 9.0, dtype=torch.float64)
-    rows = RowLoss(None, -100, backend, loss.spec())
+    rows = FastRows(loss, backend)
     if not rows.measures(logits):
         assert backend == "blocked"
         return
@@ -418,5 +419,4 @@ def test_which_losses_measure_in_the_same_pass():
         (labo.DecoupledDistillationLoss(), False),
         (labo.TopKDistillationLoss(), False),
     ):
-        spec = loss.spec(teacher=True)
-        assert RowLoss(None, -100, "native", spec, logits).measures(logits) is wanted
+        assert FastRows(loss, "native", logits).measures(logits) is wanted

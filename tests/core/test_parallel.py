@@ -14,10 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 import labo
 from gloo import Processes, World
-from labo.fused import blocked, kernels, native, shards
-from labo.fused.algebra import FORMULAS, SUMS, differentiate, entries_of, masses_of, u_of
-from labo.fused.quantized import QuantizedWeight
-from labo.fused.spec import as_formula
+from labo.fast import blocked, kernels, native
+from labo.fast.columns import SUMS
+from labo.fast.formula import differentiate, entries_of, masses_of, plan_of, u_of
+from labo.heads import split
+from labo.heads.quantized import QuantizedWeight
 
 # Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -260,11 +261,11 @@ def test_two_collectives_forward_and_none_backward(processes, size):
 def test_no_coefficients_where_no_gradient_is_asked_for(monkeypatch):
     factors = []
 
-    def recorded(spec, plan, found, w_y, y, classes, factor):
+    def recorded(loss, plan, found, w_y, y, classes, factor):
         factors.append(factor)
-        return differentiate(spec, plan, found, w_y, y, classes, factor)
+        return differentiate(loss, plan, found, w_y, y, classes, factor)
 
-    monkeypatch.setattr(shards, "differentiate", recorded)
+    monkeypatch.setattr(split, "differentiate", recorded)
     logits, target = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 1, -100])
     hidden, loss = torch.randn(3, 4), labo.LABOLoss(reduction="none")
     with torch.no_grad():
@@ -431,8 +432,8 @@ def shards_of(
     module: Any, logits: Tensor, target: Tensor, loss: nn.Module, cut: int
 ) -> tuple[Tensor, Tensor]:
     """Value of each row, and gradient, of columns in two parts, in this process."""
-    spec, weight = as_formula(loss.spec()), loss.weight
-    plan = FORMULAS[spec.name].plan(spec.parameters, weight is not None)
+    weight = loss.weight
+    plan = plan_of(loss, weight is not None)
     parts, starts = (logits[:, :cut], logits[:, cut:]), (0, cut)
     weights = (None, None) if weight is None else (weight[:cut], weight[cut:])
     sums = [
@@ -440,7 +441,7 @@ def shards_of(
         for part, w in zip(parts, weights, strict=True)
     ]
     maximum = torch.maximum(sums[0]["top"], sums[1]["top"])
-    first, second = (shards._shifted(x, x["top"], maximum, plan) for x in sums)
+    first, second = (split._shifted(x, x["top"], maximum, plan) for x in sums)
     valid = target != -100
     y = target.masked_fill(~valid, 0)
     found = {name: torch.zeros_like(maximum) for name in SUMS} | {"top": maximum}
@@ -449,7 +450,7 @@ def shards_of(
     found["u_y"] = u_of(z_y, maximum, torch.finfo(torch.float32))
     found |= masses_of(plan, y, found["u_y"], None, maximum)
     w_y = 1.0 if weight is None else weight[y].double()
-    values, slopes = differentiate(spec, plan, found, w_y, y, logits.shape[1], 1.0)
+    values, slopes = differentiate(loss, plan, found, w_y, y, logits.shape[1], 1.0)
     coefficients = slopes.coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
     grads = []
     for part, w, start in zip(parts, weights, starts, strict=True):
@@ -690,7 +691,7 @@ def refused_head_case(world: World) -> None:
             split = low | {name: distribute_tensor(x, world.mesh, [placement])}
             with pytest.raises(ValueError, match=rf"{name} of a LowRank.*gather_weight\({name}\)"):
                 labo.LowRankWeight(**split, scale=1.0)
-    shards._SAME_ROWS.clear()
+    split._SAME_ROWS.clear()
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):
         labo.linear_loss(hidden, rows, (target + world.rank).clamp(0, 23), loss)
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):

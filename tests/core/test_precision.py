@@ -406,7 +406,7 @@ def test_float64_of_the_smoothing_functions():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_float64_mean_without_the_c_helper(monkeypatch, compiled):
     """The weights are added up by PyTorch: on other devices, and under torch.compile."""
-    monkeypatch.setattr(labo.fused.native, "unavailable", lambda: "not built")
+    monkeypatch.setattr(labo.fast.native, "unavailable", lambda: "not built")
     logits, target, _ = draw(8)
     weight = [0.1, 0.3, 0.7, 1.1, 0.9, 1.3]
 

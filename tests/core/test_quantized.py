@@ -7,7 +7,7 @@ import torch
 from eighths import Eighths
 
 import labo
-from labo.fused import quantized
+from labo.heads import quantized
 from probes import LargestTensor
 
 N, D, V = 12, 8, 21

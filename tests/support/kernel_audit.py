@@ -29,12 +29,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from labo.fused import kernels
-from labo.fused.algebra import (
-    COEFFICIENTS,
+import labo
+from labo.fast import kernels
+from labo.fast.columns import COEFFICIENTS
+from labo.fast.formula import plan_of
+from labo.sums import (
     COUNT,
     EMIX,
-    FORMULAS,
     FROM_TEACHER,
     OTHERS,
     QD,
@@ -48,7 +49,6 @@ from labo.fused.algebra import (
     RowMixture,
     RowTau,
 )
-from labo.fused.spec import RowSpec, as_formula
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -56,6 +56,12 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+LOSSES = (
+    labo.CrossEntropyLoss(),
+    labo.LabelSmoothingLoss(),
+    labo.LABOLoss(alpha=0.1),
+    labo.LABOLoss(),
+)
 MODES = range(4)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The largest block in rows that are aligned and in rows that are not, and a small block.
@@ -90,14 +96,12 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     weight = torch.ones(classes) if weighted else None
     shared: dict[str, Any] = {"mode": mode, "tau": 1.25, "ignore_index": -100, "weight": weight}
     sums, ones = torch.ones(rows, 5), torch.ones(rows)
-    spec = RowSpec(mode, 0.1, 1.25, 0.5)
     yield (
         "statistics",
         lambda: kernels.row_statistics(logits, target, alpha=0.1, rho=0.5, **shared),
     )
     yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, **shared)
-    formula = as_formula(spec)
-    plan = FORMULAS[formula.name].plan(formula.parameters, weighted)
+    plan = plan_of(LOSSES[mode], weighted)
     mixture = RowMixture(*torch.ones(2, rows, dtype=torch.float64))
     if mode == 2:  # more than a formula with a mixture asks for
         plan = plan._replace(asked=plan.asked | COUNT | UE | EMIX)

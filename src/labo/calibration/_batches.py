@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._rows import Rows
+from ..rows import Rows
 
 # (logits, target) of each batch, or a function that returns such an iterable.
 Batches: TypeAlias = Iterable[tuple[Tensor, Tensor]] | Callable[[], Iterable[tuple[Tensor, Tensor]]]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import _checks
-from ..fused.linear import LinearLoss
+from ..fields import POSITIVE
+from ..linear import LinearLoss
 
 __all__ = ["fold_temperature"]
 
@@ -65,7 +65,7 @@ def fold_temperature(model: _Model, temperature: float) -> _Model:
         >>> calibrated = (layer(h) / 2.5).softmax(-1)
         >>> torch.testing.assert_close(fold_temperature(layer, 2.5)(h).softmax(-1), calibrated)
     """
-    _checks.check_hyper(temperature=temperature)
+    POSITIVE.check("temperature", temperature)
     if callable(getattr(model, "get_output_embeddings", None)):
         _fold_language_model(model, temperature)
         return model

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._rows import Rows
+from ..fields import POSITIVE, Range
+from ..rows import Rows
 from ._batches import Batches, blocks
 
 __all__ = [
@@ -37,6 +37,8 @@ __all__ = [
     "maximum_calibration_error",
     "reliability_bins",
 ]
+
+BINS = Range(at_least=1, whole=True)
 
 _NOTHING = "there is nothing to measure: no target counts"
 
@@ -81,7 +83,7 @@ class ReliabilityBins:
             >>> (bins + bins).count.tolist()
             [2, 4]
         """
-        _checks.check_hyper(bins=bins)
+        BINS.check("bins", bins)
         confidence, correct = _flat("confidence", confidence), _flat("correct", correct)
         if len(confidence) != len(correct):
             raise ValueError(
@@ -205,7 +207,8 @@ def reliability_bins(
         >>> found.accuracy
         tensor([   nan,    nan, 1.0000, 0.5000], dtype=torch.float64)
     """
-    _checks.check_hyper(bins=bins, temperature=temperature)
+    BINS.check("bins", bins)
+    POSITIVE.check("temperature", temperature)
     empty = torch.empty(0)
     found = [(empty, empty)]
     total = ReliabilityBins.of(empty, empty, bins)
@@ -377,7 +380,8 @@ def classwise_calibration_error(
         >>> round(classwise_calibration_error(logits, torch.tensor([0, 0])), 4)
         0.25
     """
-    _checks.check_hyper(bins=bins, temperature=temperature)
+    BINS.check("bins", bins)
+    POSITIVE.check("temperature", temperature)
     count, gaps = 0, None
     for rows in blocks(logits, target, ignore_index, dim):
         p = rows.log_probabilities(temperature).exp().cpu().double()
@@ -425,7 +429,7 @@ def brier_score(
         >>> round(brier_score(logits, torch.tensor([0, 1])), 4)
         0.25
     """
-    _checks.check_hyper(temperature=temperature)
+    POSITIVE.check("temperature", temperature)
     count, total = 0, 0.0
     for rows in blocks(logits, target, ignore_index, dim):
         p = rows.log_probabilities(temperature).exp()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._rows import Rows
+from ..rows import Rows
 from ._batches import Batches, blocks, is_read_once
 
 __all__ = ["TemperatureError", "TemperatureFit", "fit_temperature"]

@@ -1,10 +1,11 @@
 """``METHODS``: every method the lab can train with, by name.
 
-A method is a loss and, for some, a teacher. Its hyper-parameters are the keyword-only parameters of
-the two. Their positional parameters are supplied by the run (the number of classes, the number of
-epochs, the model, ...). A new method is a class and an entry here. The ``method`` section of a
-recipe, its checks, ``labo methods`` and the page of recipe keys follow from them. A task may
-override the defaults of a method (``method_defaults`` of the task).
+A method is a loss and, for some, a teacher. Its hyper-parameters are the fields of the loss and the
+keyword-only parameters of the teacher. What the run knows (the number of classes, the number of
+epochs, the vocabulary, ...) is supplied by it. A loss that needs no more is a method by itself; the
+others have an entry here. The ``method`` section of a recipe, its checks, ``labo methods`` and the
+page of recipe keys follow. A task may override the defaults of a method (``method_defaults`` of the
+task).
 
 Where a paper does not give a value, or the authors' code differs from the paper, one choice is the
 default and the alternative is a hyper-parameter.
@@ -16,14 +17,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import Field, ValidationError, create_model
-from torch import Tensor, nn
+from torch import nn
 
-from .. import losses, smoothing
-from .._checks import check_hyper
+from .. import fields, losses, smoothing
 from .._names import unknown_name
+from ..loss import Loss
 from .config import RecipeError, Section, explain
 from .errors import RequestError
 from .tasks import find_task
@@ -39,9 +40,16 @@ from .teachers import (
     past_self,
 )
 
-# Parameters of a loss that a recipe cannot set.
-_NOT_HYPER = {"weight", "ignore_index", "reduction", "dim", "padding_idx"} | {
-    *("z_loss", "impl", "inplace")
+# Fields of a loss that a recipe cannot set.
+_NOT_HYPER = {*Loss.fields, "padding_idx", "prior"}
+
+# What the run supplies, from what it knows.
+_SUPPLIED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "num_classes": lambda facts: facts["num_classes"],
+    "epochs": lambda facts: facts["epochs"],
+    "mask": lambda facts: facts["task"].vocabulary_groups() < 2,
+    "groups": lambda facts: facts["task"].vocabulary_groups(),
+    "features": lambda facts: facts["model"].width,
 }
 
 
@@ -50,22 +58,45 @@ class Method:
     """A label regularization method.
 
     Attributes:
-        summary: one line on what it does.
-        reference: the authors and the year of its paper.
-        loss: builds the loss.
+        loss: the class of the loss, or a function that builds it (see :func:`with_fields`).
         teacher: builds the teacher.
         needs: what the task must provide, see :attr:`labo.lab.tasks.Task.provides`.
-        mixes: whether it accepts mixed labels (mixup, CutMix).
         from_scratch: what a user should know who trains a model with many classes from scratch.
+        about: one line on what it does, if that of the loss does not say it.
+        paper: the authors and the year of its paper, if they are not those of the loss.
     """
 
-    summary: str
-    reference: str
     loss: Callable[..., nn.Module]
     teacher: Callable[..., Teacher] = Teacher
     needs: frozenset[str] = frozenset()
-    mixes: bool = False
     from_scratch: str | None = None
+    about: str = ""
+    paper: str = ""
+
+    @property
+    def fields(self) -> dict[str, fields.Field]:
+        """The hyper-parameters of the loss that a recipe can set."""
+        found: dict[str, fields.Field] = getattr(self.loss, "fields", {})
+        left_out = _NOT_HYPER | _SUPPLIED.keys()
+        return {name: field for name, field in found.items() if name not in left_out}
+
+    @property
+    def summary(self) -> str:
+        """One line on what it does."""
+        line = self.about or (inspect.getdoc(self.loss) or "").partition("\n")[0]
+        return line.rstrip(".")
+
+    @property
+    def reference(self) -> str:
+        """The authors and the year of its paper."""
+        paper = re.search(r"Reference:\n\s*(.+? \d{4})", self.loss.__doc__ or "")
+        return self.paper or (paper[1] if paper else "the baseline")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it accepts mixed labels (mixup, CutMix)."""
+        linear = getattr(self.loss, "linear", True)
+        return linear and not self.needs and self.teacher is not past_self
 
     def build(
         self, hyper: Mapping[str, Any], facts: Mapping[str, Any]
@@ -75,12 +106,22 @@ class Method:
         Raises:
             RequestError: the hyper-parameters do not go together.
         """
+        known = {**hyper, "reduction": "sum"}
+        known |= {name: _Later(supply, facts) for name, supply in _SUPPLIED.items()}
         try:
-            loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
+            loss = _call(self.loss, known, facts)
         except ValueError as error:
             raise RequestError(f"method: {error}") from error
         teacher = _call(self.teacher, hyper, facts)
         return loss, teacher
+
+
+@dataclass
+class _Later:
+    """What the run supplies, computed if a loss takes it."""
+
+    supply: Callable[[Mapping[str, Any]], Any]
+    facts: Mapping[str, Any]
 
 
 def updates_per_batch(hyper: Mapping[str, Any]) -> int:
@@ -91,13 +132,36 @@ def updates_per_batch(hyper: Mapping[str, Any]) -> int:
 def hyper_parameters(method: str, task: str) -> type[Section]:
     """The recipe section of a method for a task: names, types, defaults and descriptions."""
     defaults = find_task(task).method_defaults.get(method, {})
-    fields: dict[str, Any] = {}
+    section: dict[str, Any] = {}
+    for name, field in METHODS[method].fields.items():
+        about = Field(
+            defaults.get(name, _default(field)),
+            description=_for_recipes(field.doc),
+            strict=None if get_origin(field.kind) is not tuple else False,
+        )
+        section[name] = (_without_tensor(field.kind), about)
     for builder in (METHODS[method].loss, METHODS[method].teacher):
-        described = _descriptions(builder)
         for name, (kind, default) in _keywords(builder).items():
-            about = Field(defaults.get(name, default), description=described.get(name))
-            fields[name] = (kind, about)
-    return create_model("MethodSection", __base__=Section, **fields)
+            if name not in section:
+                section[name] = (kind, defaults.get(name, default))
+    return create_model("MethodSection", __base__=Section, **section)
+
+
+def _default(field: fields.Field) -> Any:
+    if field.default is fields.REQUIRED:
+        return ...
+    return float(field.default) if field.kind is float else field.default
+
+
+def _without_tensor(kind: Any) -> Any:
+    """A type as a recipe can give it."""
+    return float if kind == float | fields.Tensor else kind
+
+
+def _for_recipes(doc: str) -> str:
+    """A description in the words of YAML and Markdown, as a sentence."""
+    doc = re.sub(r":\w+:`(.+?)`", r"`\1`", doc).replace("``", "`")
+    return re.sub(r"\bNone\b", "null", doc) + "."
 
 
 def methods_for(task: str) -> list[str]:
@@ -111,327 +175,134 @@ def _signature(builder: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _keywords(builder: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """The hyper-parameters of a loss or teacher: name -> (type, default)."""
+    """The keyword-only parameters of a teacher or a function: name -> (type, default)."""
+    if inspect.isclass(builder) and issubclass(builder, Loss):
+        return {}
     hints = get_type_hints(
         builder.__init__ if inspect.isclass(builder) else builder, include_extras=True
     )
     return {
         name: (hints[name], ... if parameter.default is parameter.empty else parameter.default)
         for name, parameter in _signature(builder).items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-        and name not in _NOT_HYPER
-        and Tensor not in get_args(hints[name])
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in _NOT_HYPER
     }
-
-
-_ARGUMENTS = re.compile(r"^( *)Args:\n((?:\1 +.*\n|\n)+)", re.MULTILINE)
-_ARGUMENT = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
-
-
-def _descriptions(builder: Callable[..., Any]) -> dict[str, str]:
-    """Name -> text, from the ``Args`` of the docstring of a loss and of its function."""
-    found: dict[str, str] = {}
-    for documented in (getattr(builder, "function", None), builder):
-        for section in _ARGUMENTS.findall(f"{inspect.getdoc(documented)}\n"):
-            for names, text in _ARGUMENT.findall(section[1]):
-                for name in names.split(", "):
-                    found[name] = " ".join(text.split())
-    return found
 
 
 def _call(builder: Callable[..., Any], hyper: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
     """Call a builder with those facts and hyper-parameters that it has parameters for."""
     signature = _signature(builder)
-    asked = {
-        name: facts[name]
-        for name, parameter in signature.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    }
-    return builder(**asked, **{name: value for name, value in hyper.items() if name in signature})
+    given: dict[str, Any] = {}
+    for name, parameter in signature.items():
+        if name in hyper:
+            value = hyper[name]
+            given[name] = value.supply(value.facts) if isinstance(value, _Later) else value
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            given[name] = facts[name]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values()):
+        given |= {name: hyper[name] for name in getattr(builder, "fields", {}) if name in hyper}
+    return builder(**given)
 
 
+def with_fields(loss: type[Loss], *names: str) -> Callable[[Any], Any]:
+    """Give a function that builds a loss the fields of another, which it takes by ``**hyper``."""
+
+    def give(builder: Any) -> Any:
+        builder.fields = {name: loss.fields[name] for name in names}
+        return builder
+
+    return give
+
+
+@with_fields(losses.HeldLABOLoss, "tau", "alpha", "rho")
 def warmed_up_labo(
     num_classes: int = 1,
     *,
-    tau: float = 1.25,
-    alpha: float | str = "adaptive",
-    rho: float = 0.5,
-    rescale: bool = False,
-    warmup_steps: Annotated[int, Field(ge=0)] = 0,
-    warmup_alpha: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    rescale: Annotated[
+        bool,
+        Field(
+            description="divide the loss by the share of the label that LABO keeps in the end, so "
+            "that the learning rate of cross entropy fits, also that of a warm-up. Ours, not the "
+            "paper's."
+        ),
+    ] = False,
+    warmup_steps: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. "
+            "With several outer steps these are batches, not updates.",
+        ),
+    ] = 0,
+    warmup_alpha: Annotated[
+        float,
+        Field(ge=0, le=1, description="alpha of label smoothing during the warm-up."),
+    ] = 0.1,
     reduction: str = "mean",
+    **hyper: Any,
 ) -> losses.Warmup:
-    """LABO after a warm-up with label smoothing (Algorithm 1 of the paper).
+    """Optimal instance-specific smoothing in closed form, after a warm-up with ls.
 
-    Args:
-        tau: temperature of the smoothing distribution; the paper searches {1.15, 1.25}.
-        alpha: "adaptive", or a number in [0, 1].
-        rho: how far the entropy of a prediction lowers adaptive alpha.
-        rescale: divide the loss by the share of the label that LABO keeps in the end, so that the
-            learning rate of cross entropy fits, also that of a warm-up. Ours, not the paper's.
-        warmup_steps: T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. With
-            several outer steps these are batches, not updates.
-        warmup_alpha: alpha of label smoothing during the warm-up.
+    Reference:
+        Lu et al. 2023.
     """
     before = losses.LabelSmoothingLoss(alpha=warmup_alpha, reduction=reduction)
     multiplier = 1.0
     if rescale:
-        kept = smoothing.stationary_label_weight(num_classes, tau=tau, alpha=alpha, rho=rho)
+        kept = smoothing.stationary_label_weight(num_classes, **hyper)
         if kept == 0:
             raise ValueError("rescale needs tau above 1 and alpha below 1: no label is kept")
         multiplier = 1 / kept
-    hyper: dict[str, Any] = {"tau": tau, "alpha": alpha, "rho": rho, "multiplier": multiplier}
-    after = losses.HeldLABOLoss(**hyper, reduction=reduction)
+    after = losses.HeldLABOLoss(**hyper, multiplier=multiplier, reduction=reduction)
     return losses.Warmup(before, after, warmup_steps)
 
 
-def max_suppression(
-    epochs: int = 1,
-    *,
-    lam: float = 0.1,
-    final_lam: float | None = None,
-    reduction: str = "mean",
-) -> losses.MaxSuppressionLoss:
-    """Max suppression, with a constant lambda or with that of the authors' code.
+# The names of losses that have another one here.
+_NAMES = {
+    **{"ce": "base", "tfreg": "tf-reg", "cskd": "cs-kd", "betals": "beta-ls", "krls": "kr-ls"},
+    **{"pskd": "ps-kd", "rdrop": "r-drop"},
+}
 
-    Args:
-        lam: strength lambda; with final_lam that of the first epoch.
-        final_lam: lambda of the last epoch, reached linearly; null keeps lambda constant. The
-            authors' code goes from 0.1 to 0.2.
-    """
-    return losses.MaxSuppressionLoss(
-        lam=lam, final_lam=final_lam, epochs=epochs, reduction=reduction
-    )
-
-
-def masked_smoothing(
-    task: Any, *, alpha: float = 0.1, reduction: str = "mean"
-) -> losses.MaskedLabelSmoothingLoss:
-    """Label smoothing over the tokens of the target language.
-
-    Args:
-        alpha: mass moved away from the label, in [0, 1].
-    """
-    mask = task.vocabulary_groups() < 2
-    return losses.MaskedLabelSmoothingLoss(mask, alpha=alpha, reduction=reduction)
-
-
-def weighted_smoothing(
-    task: Any,
-    *,
-    alpha: float = 0.1,
-    shares: Annotated[tuple[float, float, float], Field(strict=False)] = (0.4, 0.4, 0.2),
-    normalize: bool = True,
-    reduction: str = "mean",
-) -> losses.WeightedLabelSmoothingLoss:
-    """Label smoothing with shares for target-only, common and source-only tokens.
-
-    Args:
-        alpha: mass moved away from the label, in [0, 1].
-        shares: shares of target-only, common and source-only tokens in the smoothing mass.
-        normalize: make the label sum to 1; False is the authors' code.
-    """
-    return losses.WeightedLabelSmoothingLoss(
-        task.vocabulary_groups(),
-        alpha=alpha,
-        shares=shares,
-        normalize=normalize,
-        reduction=reduction,
-    )
-
-
-def confidence_network(
-    model: Any,
-    *,
-    alpha: float = 0.1,
-    lam: float = 30.0,
-    decay_steps: float = 30_000.0,
-    trust: float = 0.5,
-    reduction: str = "mean",
-) -> losses.ConNetLoss:
-    """ConNet-LS for hidden states of the size of the model.
-
-    Args:
-        alpha: smoothing of a token of mean confidence, in [0, 1].
-        lam: the price of a low confidence at the start of the training.
-        decay_steps: steps in which that price falls to 1/e; 30000 or 6000 in the authors' settings.
-        trust: probability that the label does not help a token, in [0, 1].
-    """
-    return losses.ConNetLoss(
-        model.width, alpha=alpha, lam=lam, decay_steps=decay_steps, trust=trust, reduction=reduction
-    )
-
-
-METHODS: dict[str, Method] = {
-    "base": Method(
-        "cross entropy, no regularization",
-        "the baseline",
-        losses.CrossEntropyLoss,
-        mixes=True,
-    ),
-    "ls": Method(
-        "label smoothing: mass alpha spread evenly over the classes",
-        "Szegedy et al. 2016",
-        losses.LabelSmoothingLoss,
-        mixes=True,
-    ),
-    "cp": Method(
-        "confidence penalty: reward the entropy of the prediction",
-        "Pereyra et al. 2017",
-        losses.ConfidencePenaltyLoss,
-        mixes=True,
-    ),
-    "maxsup": Method(
-        "max suppression: the penalty of label smoothing, on the largest logit",
-        "Zhou et al. 2025",
-        max_suppression,
-        mixes=True,
-    ),
-    "mbls": Method(
-        "margin-based label smoothing: penalize logits far below the largest",
-        "Liu et al. 2022",
-        losses.MarginSmoothingLoss,
-        mixes=True,
-    ),
-    "fl": Method(
-        "focal loss: less weight on samples with a high probability",
-        "Lin et al. 2017",
-        losses.FocalLoss,
-    ),
-    "afl": Method(
-        "anti-focal loss: more weight on samples with a high probability",
-        "Raunak et al. 2020",
-        losses.AntiFocalLoss,
-    ),
-    "poly": Method(
-        "Poly-1: cross entropy plus epsilon (1 - p_y)",
-        "Leng et al. 2022",
-        losses.Poly1Loss,
-        mixes=True,
-    ),
-    "logitnorm": Method(
-        "cross entropy of logits divided by their norm",
-        "Wei et al. 2022",
-        losses.LogitNormLoss,
-        mixes=True,
-    ),
+_SPECIAL: dict[str, Method] = {
     "dft": Method(
-        "cross entropy times the probability of the target, held constant",
-        "Wu et al. 2025",
         losses.DFTLoss,
         from_scratch="dft is for fine-tuning: it weighs each token by its probability, which is "
         "almost 0 in a new model, and the model may learn one token only",
     ),
-    "eaft": Method(
-        "cross entropy times the entropy of the prediction, held constant",
-        "Diao et al. 2026",
-        losses.EAFTLoss,
-        mixes=True,
-    ),
     "kd": Method(
-        "knowledge distillation from the run named by method.teacher",
-        "Hinton et al. 2015",
         losses.DistillationLoss,
         Frozen,
-        mixes=True,
+        about="knowledge distillation from the run named by method.teacher",
     ),
     "topk-kd": Method(
-        "distillation from the k most probable tokens that `labo teacher` stored",
-        "Hinton et al. 2015",
         losses.TopKDistillationLoss,
         Stored,
         needs=frozenset({"stored_teacher"}),
+        about="distillation from the k most probable tokens that `labo teacher` stored",
+        paper="Hinton et al. 2015",
     ),
-    "dkd": Method(
-        "decoupled distillation: target class and other classes of the teacher weighted apart",
-        "Zhao et al. 2022",
-        losses.DecoupledDistillationLoss,
-        Frozen,
-    ),
+    "dkd": Method(losses.DecoupledDistillationLoss, Frozen),
     "tf-kd-self": Method(
-        "distillation from an earlier run of the same model, named by method.teacher",
-        "Yuan et al. 2020",
         losses.DistillationLoss,
         Frozen,
-        mixes=True,
+        about="distillation from an earlier run of the same model, named by method.teacher",
+        paper="Yuan et al. 2020",
     ),
-    "cs-kd": Method(
-        "match the prediction for another sample of the same class",
-        "Yun et al. 2020",
-        losses.CSKDLoss,
-        SameClassPeer,
-        needs=frozenset({"peers"}),
-    ),
-    "tf-reg": Method(
-        "distillation from a hand-designed teacher",
-        "Yuan et al. 2020",
-        losses.TFRegLoss,
-    ),
+    "cs-kd": Method(losses.CSKDLoss, SameClassPeer, needs=frozenset({"peers"})),
     "beta-ls": Method(
-        "random smoothing, ranked by the confidence of an averaged model",
-        "Zhang and Sabuncu 2020",
-        losses.BetaSmoothingLoss,
-        EMA,
-        needs=frozenset({"one_target_per_sample"}),
+        losses.BetaSmoothingLoss, EMA, needs=frozenset({"one_target_per_sample"})
     ),
-    "kr-ls": Method(
-        "a learned table of how similar classes are",
-        "Ding et al. 2021",
-        losses.KRLSLoss,
-        needs=frozenset({"class_table"}),
-    ),
-    "ps-kd": Method(
-        "labels softened by the predictions of the previous epoch",
-        "Kim et al. 2021",
-        losses.PSKDLoss,
-        past_self,
-    ),
-    "ols": Method(
-        "soft labels averaged over the correct predictions of the previous epoch",
-        "Zhang et al. 2021",
-        losses.OnlineLabelSmoothingLoss,
-        needs=frozenset({"class_table"}),
-    ),
-    "ger": Method(
-        "generalized entropy regularization, between confidence penalty and label smoothing",
-        "Meister et al. 2020",
-        losses.GeneralizedEntropyLoss,
-        mixes=True,
-    ),
-    "mls": Method(
-        "label smoothing over the tokens of the target language only",
-        "Chen et al. 2022",
-        masked_smoothing,
-        needs=frozenset({"vocabulary_groups"}),
-    ),
-    "wls": Method(
-        "label smoothing with shares for target-only, common and source-only tokens",
-        "Chen et al. 2022",
-        weighted_smoothing,
-        needs=frozenset({"vocabulary_groups"}),
-    ),
-    "connet": Method(
-        "a learned confidence decides how much each token is smoothed",
-        "Lu et al. 2022",
-        confidence_network,
-        InnerStates,
-        needs=frozenset({"inner_states"}),
-    ),
-    "r-drop": Method(
-        "two passes with different dropout are to agree",
-        "Wu et al. 2021",
-        losses.RDropLoss,
-        SecondPass,
-        mixes=True,
-    ),
-    "labo": Method(
-        "optimal instance-specific smoothing in closed form, after a warm-up with ls",
-        "Lu et al. 2023",
-        warmed_up_labo,
-        held_label,
-        mixes=True,
-    ),
+    "kr-ls": Method(losses.KRLSLoss, needs=frozenset({"class_table"})),
+    "ps-kd": Method(losses.PSKDLoss, past_self),
+    "ols": Method(losses.OnlineLabelSmoothingLoss, needs=frozenset({"class_table"})),
+    "mls": Method(losses.MaskedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
+    "wls": Method(losses.WeightedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
+    "connet": Method(losses.ConNetLoss, InnerStates, needs=frozenset({"inner_states"})),
+    "r-drop": Method(losses.RDropLoss, SecondPass),
+    "labo": Method(warmed_up_labo, held_label),
 }
+# A loss without a teacher or a need is a method as it is.
+_PLAIN = {_NAMES.get(name, name): Method(loss) for name, loss in losses.LOSSES.items()}
+METHODS: dict[str, Method] = {**_PLAIN, **_SPECIAL}
 
 
 def method_name(name: object) -> str:
@@ -465,14 +336,16 @@ def resolve(section: object, task: str) -> dict[str, Any]:
         hyper = kind.model_validate({key: given[key] for key in given if key != "name"})
     except ValidationError as error:
         raise RecipeError(explain(error, kind, "method.")) from error
-    if problems := [problem for key, value in hyper if (problem := _range_problem(key, value))]:
-        raise RecipeError(problems)
+    known = METHODS[name].fields
+    problems = [_range_problem(known[key], value) for key, value in hyper if key in known]
+    if any(problems):
+        raise RecipeError([problem for problem in problems if problem])
     return {"name": name, **hyper.model_dump()}
 
 
-def _range_problem(key: str, value: object) -> str | None:
+def _range_problem(field: fields.Field, value: object) -> str | None:
     try:
-        check_hyper(**{key: value})
+        field.check(value)
     except ValueError as error:
-        return f"method.{key}: {error}"
+        return f"method.{field.name}: {error}"
     return None

@@ -61,14 +61,15 @@ class Teacher:
 
 
 class Frozen(Teacher):
-    """The selected model of a finished run, in eval mode (KD, Tf-KD_self).
-
-    Args:
-        teacher: directory of a finished run.
-    """
+    """The selected model of a finished run, in eval mode (KD, Tf-KD_self)."""
 
     def __init__(
-        self, task: Task, accelerator: Accelerator, parallel: DataParallel, *, teacher: str
+        self,
+        task: Task,
+        accelerator: Accelerator,
+        parallel: DataParallel,
+        *,
+        teacher: Annotated[str, Field(description="directory of a finished run.")],
     ) -> None:
         self.task, self.accelerator = task, accelerator
         model = load_model(RunDirectory(teacher))
@@ -91,13 +92,15 @@ class Frozen(Teacher):
 
 
 class Stored(Teacher):
-    """The most probable classes of a teacher for every target, from files (top-k KD).
+    """The most probable classes of a teacher for every target, from files (top-k KD)."""
 
-    Args:
-        stored: the folder that ``labo teacher`` made.
-    """
-
-    def __init__(self, task: Task, accelerator: Accelerator, *, stored: str) -> None:
+    def __init__(
+        self,
+        task: Task,
+        accelerator: Accelerator,
+        *,
+        stored: Annotated[str, Field(description="the folder that `labo teacher` made.")],
+    ) -> None:
         self.read, self.device = task.stored_teacher(stored), accelerator.device
 
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
@@ -159,10 +162,6 @@ class EMA(Teacher):
     weights at first (decay 1 - 1/(t+1) after step t, until ``decay`` is reached), does not average
     buffers, and runs in train mode. The i-th smallest draw from Beta(a, 1) goes to the i-th
     smallest confidence. Each micro-batch is ranked over all processes.
-
-    Args:
-        a: first parameter of the Beta distribution.
-        decay: largest decay of the averaged weights.
     """
 
     def __init__(
@@ -173,8 +172,10 @@ class EMA(Teacher):
         parallel: DataParallel,
         seed: int,
         *,
-        a: Annotated[float, Field(gt=0)] = 3.0,
-        decay: Annotated[float, Field(ge=0, lt=1)] = 0.999,
+        a: float,
+        decay: Annotated[
+            float, Field(ge=0, lt=1, description="largest decay of the averaged weights.")
+        ] = 0.999,
     ) -> None:
         self.task, self.source, self.accelerator = task, model, accelerator
         self.a, self.decay = a, decay
@@ -310,12 +311,19 @@ class InnerStates(Teacher):
     """Hidden states from inside the model, with a gradient, and random draws (ConNet).
 
     The draws are functions of the sample and the position, not of what was drawn before.
-
-    Args:
-        layers: decoder layers whose outputs are averaged, from the first one on.
     """
 
-    def __init__(self, *, layers: Annotated[int, Field(ge=1)] = 3) -> None:
+    def __init__(
+        self,
+        *,
+        layers: Annotated[
+            int,
+            Field(
+                ge=1,
+                description="decoder layers whose outputs are averaged, from the first one on.",
+            ),
+        ] = 3,
+    ) -> None:
         self.layers = layers
 
     def run(self, task: Task, model: nn.Module, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
@@ -452,17 +460,23 @@ def held_label(
     accelerator: Accelerator,
     parallel: DataParallel,
     *,
-    outer_steps: Annotated[int, Field(ge=1)] = 1,
-    refresh: Literal["step", "epoch"] = "step",
+    outer_steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="M, updates on each batch. The smoothing distribution and alpha are those "
+            "of the first; 1 is the paper's algorithm.",
+        ),
+    ] = 1,
+    refresh: Annotated[
+        Literal["step", "epoch"],
+        Field(
+            description='"step", or "epoch" to take them from the model at the start of the epoch, '
+            "in eval mode.",
+        ),
+    ] = "step",
 ) -> Teacher:
-    """Where the optimal smoothing of LABO comes from.
-
-    Args:
-        outer_steps: M, updates on each batch. The smoothing distribution and alpha are those of the
-            first; 1 is the paper's algorithm.
-        refresh: "step", or "epoch" to take them from the model at the start of the epoch, in eval
-            mode.
-    """
+    """Where the optimal smoothing of LABO comes from."""
     if refresh == "epoch":
         if outer_steps > 1:
             raise RequestError(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...fused.linear import LinearLossOptions, TeacherHead
-from ...fused.metrics import LossMetrics
+from ...linear import LinearLossOptions, TeacherHead
+from ...metrics import LossMetrics
 from ...losses import CrossEntropyLoss
 from .logits import LazyLogits
 from .losses import (

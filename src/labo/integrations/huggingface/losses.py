@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ...loss import Loss
 from ...losses import (
     BetaSmoothingLoss,
     CSKDLoss,
@@ -17,7 +18,6 @@ from ...losses import (
     PSKDLoss,
     RDropLoss,
     Warmup,
-    _Loss,
 )
 
 # Losses that take the logits of a frozen teacher.
@@ -101,7 +101,7 @@ def check_rowwise(loss: nn.Module, function: str) -> None:
                 f"{function} needs a loss of labo, and torch.nn.CrossEntropyLoss is not one: use "
                 f"{instead}"
             )
-        if not isinstance(leaf, _Loss):
+        if not isinstance(leaf, Loss):
             raise ValueError(f"{function} needs a loss of labo, got {type(leaf).__name__}")
         if not leaf.rowwise:
             raise ValueError(

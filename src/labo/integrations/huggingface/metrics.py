@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from ...fused.metrics import LossMetrics
+from ...metrics import LossMetrics
 
 # As in LossMetrics.means, except that TRL has a name for the accuracy.
 _NAMES = {"accuracy": "mean_token_accuracy"}

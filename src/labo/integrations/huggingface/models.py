@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...fused.adapted import LowRankWeight
-from ...fused.linear import LinearLossOptions, TeacherHead, linear_loss
-from ...fused.metrics import LossMetrics
+from ...heads.low_rank import LowRankWeight
+from ...linear import LinearLossOptions, TeacherHead, linear_loss
+from ...metrics import LossMetrics
 from .losses import IGNORED
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
-from ...fused.metrics import LossMetrics
+from ...metrics import LossMetrics
 from .head import check_equal, run_body, with_row
 from .losses import IGNORED, Columns, Summed, active, check_rowwise, mark_used
 from .models import find_head, output_layer, shifted, unwrapped

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ...fused.chunks import Mean
-from ...fused.linear import weighted_total
-from ...fused.metrics import loss_metrics
-from ...losses import CrossEntropyLoss, _Loss
+from ...chunks import Mean
+from ...linear import weighted_total
+from ...metrics import loss_metrics
+from ...loss import Loss
+from ...losses import CrossEntropyLoss
 from . import sft
 from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused
@@ -224,7 +225,7 @@ class _LogitLoss:
             self.collected.add(loss_metrics(flat, target, loss), training=training)
         if not training:
             return share(CrossEntropyLoss()(flat, target), target, num_items_in_batch)
-        if not isinstance(loss, _Loss):  # the losses of labo are accurate in half precision
+        if not isinstance(loss, Loss):  # the losses of labo are accurate in half precision
             flat = flat.float()
         mark_used(self.loss)
         value = self._value(loss, flat, target, num_items_in_batch, extras)
@@ -245,7 +246,7 @@ class _LogitLoss:
         more = (*self._extra(loss, logits), *stored)
         if "token_weight" in extras:
             return self._weighted(loss, logits, target, items, extras["token_weight"], more)
-        if not isinstance(loss, _Loss) and not (target != IGNORED).any():
+        if not isinstance(loss, Loss) and not (target != IGNORED).any():
             return logits[:0].sum()  # the mean of torch's own losses is NaN then
         return share(loss(logits, target, *more), target, items, getattr(loss, "weight", None))
 
@@ -259,13 +260,12 @@ class _LogitLoss:
         more: tuple[Tensor, ...],
     ) -> Tensor:
         """As in ``linear_loss``, from the values of the rows."""
-        if not isinstance(loss, _Loss) or not loss.rowwise:
+        if not isinstance(loss, Loss) or not loss.rowwise:
             raise ValueError(
                 "token_weight needs a row-wise loss of labo, and "
                 f"{type(loss).__name__} is not one: leave token_weight out of the batch"
             )
-        arguments = loss.arguments() | {"reduction": "none"}
-        values = type(loss).function(logits, target, *more, **arguments)
+        values = loss.current().having(reduction="none").compute(logits, target, *more)
         weights = token_weight.reshape(-1).to(values.dtype)
         if items is not None:
             return over(Mean(1.0, weights).reduce(values), target, items)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._checks import check_hyper
+from ...fields import POSITIVE
 from ..run.seeds import mix
 
 __all__ = [
@@ -48,7 +48,7 @@ ERASING_DRAWS = 1 + RESIZED_CROP_DRAWS
 
 def beta_draw(seed: int, step: int, a: float) -> float:
     """A draw from Beta(a, a) for mixup and CutMix: a pure function of the arguments."""
-    check_hyper(a=a)
+    POSITIVE.check("a", a)
     return random.Random(mix(seed, "beta", step)).betavariate(a, a)
 
 

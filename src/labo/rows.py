@@ -7,6 +7,8 @@ to :meth:`Rows.reduce`. No loss handles shapes or reductions itself.
 from __future__ import annotations
 
 import math
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,13 @@ from . import _checks
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float32 for half types, otherwise the same. The precision rule of the library."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def exact(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype of sums: float64, or ``dtype`` on a device that has no float64."""
+    if device.type == "xpu" and not torch.compiler.is_compiling():
+        return torch.float64 if torch.xpu.get_device_properties(device).has_fp64 else wide(dtype)
+    return wide(dtype) if device.type == "mps" else torch.float64
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -142,6 +151,38 @@ def log_sum(logits: Tensor) -> Tensor:
     return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
 
 
+def log_or_none(total: Tensor) -> Tensor:
+    """The log of a sum; -inf without a gradient if it is 0 because there is no class."""
+    empty = total == 0
+    return total.masked_fill(empty, 1.0).log().masked_fill(empty, -math.inf)
+
+
+def over_tau(x: Tensor, tau: float | Tensor) -> Tensor:
+    """x / tau; -inf, without a gradient for tau, where x is -inf."""
+    masked = x == -math.inf
+    return (x.masked_fill(masked, 0.0) / tau).masked_fill(masked, -math.inf)
+
+
+def spread_of(logits: Tensor, masked: Tensor, centered: bool) -> Tensor:
+    """max(|z|, 0.001) + 1e-7 per row, or max(|z - mean z|, 0.001) / sqrt(n - 1) + 1e-7.
+
+    Over the n classes that are not masked; 1e-7 is from the authors' code.
+    """
+    z = logits.masked_fill(masked, 0.0)
+    size = z.detach().abs().amax(-1, keepdim=True).clamp(min=1e-3)
+    z = z / size  # squares do not overflow
+    per_root: float | Tensor = 1.0
+    if centered:
+        count = row_sum((~masked).to(z.dtype))
+        mean = spread(row_sum(z) / count.clamp(min=1), z.shape[-1])
+        z = (z - mean).masked_fill(masked, 0.0)
+        per_root = 1 / (count - 1).clamp(min=1).sqrt()
+    # The length is at least 0.001: below that it has no gradient.
+    least = (1e-3 / size.squeeze(-1)).square()
+    length = size.squeeze(-1) * row_sum(z.square()).clamp(min=least).sqrt()
+    return length * per_root + 1e-7
+
+
 class Rows:
     """Logits and labels as rows of classes.
 
@@ -164,7 +205,6 @@ class Rows:
         dim: int = -1,
         *,
         linear: bool = True,
-        z_loss: float = 0.0,
     ) -> None:
         """Check the arguments and bring them into rows.
 
@@ -176,10 +216,7 @@ class Rows:
             reduction: "none", "mean" or "sum".
             dim: the dimension of the classes.
             linear: whether the loss is linear in the label, and so accepts class probabilities.
-            z_loss: lambda of a z-loss that is added to the values.
         """
-        _checks.check_hyper(reduction=reduction, z_loss=z_loss)
-        self.z_loss = z_loss
         _checks.check_tensors(logits, target)
         logits, target = _checks.local("logits", logits), _checks.local("target", target)
         _checks.check_logits(logits, dim)
@@ -227,6 +264,26 @@ class Rows:
         x = x.movedim(self.dim, -1)
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
+    def per_row(self, name: str, x: Any) -> Any:
+        """A hyper-parameter: a number, a tensor without dimensions, or one value per row, (M,)."""
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return x
+        if x.shape != self.shape:
+            raise ValueError(
+                f"{name} must be a number or have the shape {tuple(self.shape)} of the samples, "
+                f"got {tuple(x.shape)}"
+            )
+        return x.reshape(-1).to(self.logits.dtype)
+
+    def like(self, logits: Tensor) -> Rows:
+        """The rows of other logits with the same labels; they have the layout of those given."""
+        other = copy(self)
+        other.logits = other.flatten(upcast(logits))
+        if self.valid is not None:
+            other.logits = other.logits.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        other.shifted = shifted(other.logits)
+        return other
+
     def teacher(self, name: str, logits: Tensor | None) -> Tensor:
         """Teacher logits as rows without a graph, (M, K).
 
@@ -246,10 +303,12 @@ class Rows:
 
     def label(self) -> Tensor:
         """The label as a distribution, (M, K): the probabilities, or one-hot."""
-        if self.soft:
-            return self.target
+        return self.target if self.soft else self.is_label().to(self.logits.dtype)
+
+    def is_label(self) -> Tensor:
+        """(M, K) bool: which class is the label."""
         classes = torch.arange(self.num_classes, device=self.target.device)
-        return (self.target.unsqueeze(-1) == classes).to(self.logits.dtype)
+        return self.target.unsqueeze(-1) == classes
 
     def pick(self, x: Tensor) -> Tensor:
         """sum_j label_j x_j, (M,), for x of shape (M, K) or (K,)."""
@@ -289,8 +348,6 @@ class Rows:
 
         The mean is 0 if no row counts or all labels have weight 0.
         """
-        if self.z_loss:
-            values = values + self.weigh(self.z_loss * log_sum(self.logits).square())
         if self.valid is not None:
             values = values.masked_fill(~self.valid, 0.0)
         if self.reduction == "none":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .chunks import Mean, Rows
+from ..chunks import Mean, Rows
 from .quantized import QuantizedWeight, as_weight, by_blocks
 
 

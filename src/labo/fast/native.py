@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from .._checks import out_of_range
-from .algebra import COEFFICIENTS, FROM_ROW, FROM_TABLE, SUMS, Passes
-from .spec import RowSpec
+from ..sums import FROM_ROW, FROM_TABLE, Passes
+from .columns import COEFFICIENTS, SUMS
+from .kernel import Kernel
 
 # With fewer logits per thread another thread costs more time than it saves.
 _PER_THREAD = 1 << 18
 
 _LARGEST = torch.finfo(torch.float32).max
 
-STATISTICS = 5  # numbers per row, see :func:`labo.fused.metrics.row_statistics`
+STATISTICS = 5  # numbers per row, see :func:`labo.metrics.row_statistics`
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _ROWS_ARGUMENTS: list[Any] = [
@@ -257,7 +258,7 @@ def total(values: Tensor, divisor: float) -> Tensor:
 def rows(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    kernel: Kernel,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -265,9 +266,9 @@ def rows(
     out: Tensor | None = None,
     statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Values and gradients of rows; the contract is in :mod:`labo.fused.spec`.
+    """Values and gradients of rows; the contract is in :mod:`labo.fast.dispatch`.
 
-    ``statistics``, (N, 5) float64, is filled as by :func:`labo.fused.metrics.row_statistics`.
+    ``statistics``, (N, 5) float64, is filled as by :func:`labo.metrics.row_statistics`.
     """
     if problem := refuses(logits):
         raise ValueError(problem)
@@ -315,7 +316,7 @@ def rows(
             y + start * 8,
             ignore_index,
             w,
-            *spec[:4],
+            *kernel[:4],
             scale,
             None if f is None else f + start * 4,
             v + start * 4,
@@ -363,7 +364,7 @@ def sums(
     ignore_index: int,
     source: Tensor | None = None,
 ) -> Tensor:
-    """The sums of every row; see :mod:`labo.fused.algebra`."""
+    """The sums of every row; see :mod:`labo.fast.formula`."""
     found = torch.empty(len(logits), len(SUMS), dtype=torch.float64)
     _run_formula(logits, target, plan, weight, ignore_index, source, found, None, None)
     return found
@@ -379,7 +380,7 @@ def gradient(
     coefficients: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """The gradient of every row, written to ``out``; see :mod:`labo.fused.algebra`."""
+    """The gradient of every row, written to ``out``; see :mod:`labo.fast.formula`."""
     _check_overlap(out, logits)
     fixed = (logits, target, plan, weight, ignore_index, source)
     _run_formula(*fixed, None, _contiguous(coefficients), out)
@@ -387,7 +388,7 @@ def gradient(
 
 
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
-    """See :data:`labo.fused.spread.Moments`."""
+    """See :data:`labo.fast.spread.Moments`."""
     count, classes = logits.shape
     logits = _contiguous(_readable(logits.detach()))
     found = torch.empty(count, 2, dtype=torch.float64)

@@ -1,57 +1,47 @@
-"""The algorithm behind :mod:`labo.fused.parallel`: rows whose columns are split over processes.
+"""The algorithm behind :mod:`labo.heads.parallel`: rows whose columns are split over processes.
 
 Each process sums over its columns, the sums are added up over the processes, and each process
 writes the gradient of its columns. The two passes over the logits are those of
-:mod:`labo.fused.algebra`, by any backend.
+:mod:`labo.fast.formula`, by any backend.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from .._rows import wide
-from . import blocked, native
-from .algebra import (
+from .._torch import disable_compile, fsdp_states
+from ..fast.columns import COEFFICIENTS, MIXED, SUMS
+from ..fast.dispatch import backend_of
+from ..fast.formula import differentiate, entries_of, masses_of, plan_of, u_of
+from ..rows import wide
+from ..sums import (
     BEYOND_MARGIN,
-    COEFFICIENTS,
     COUNT,
     EMIX,
-    FORMULAS,
     FROM_ROW,
     FROM_TABLE,
     FROM_TEACHER,
-    MIXED,
     NO_MASSES,
     QU,
-    SUMS,
     TEMPERED,
     TOP,
     UE,
     WQU,
-    FormulaSpec,
     Passes,
     R,
-    differentiate,
-    entries_of,
-    masses_of,
-    u_of,
 )
-from .spec import Spec, as_formula
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+    from ..loss import Loss
 
 # Group = dist.ProcessGroup, which exists only where PyTorch was built with torch.distributed.
 Group = Any
@@ -60,31 +50,20 @@ Group = Any
 _IGNORED = torch.iinfo(torch.int64).min
 
 
-def backend_of(logits: Tensor) -> ModuleType:
-    """The fastest backend for these logits, with the functions of :mod:`labo.fused.algebra`."""
-    if logits.is_cpu and native.refuses(logits) is None and logits.dtype in native.SHARD_DTYPES:
-        return native
-    if logits.is_cuda and logits.dtype != torch.float64 and _HAS_TRITON:
-        from . import kernels
-
-        return kernels
-    return blocked
-
-
-def check_formula(spec: FormulaSpec) -> None:
-    """Refuse a formula whose sums cannot be added up over the processes."""
+def check_formula(loss: Loss) -> None:
+    """Refuse a loss whose sums cannot be added up over the processes."""
     obstacles = {
         BEYOND_MARGIN: "a margin below the largest logit of the whole row",
         FROM_TABLE: "a table of classes",
         FROM_TEACHER: "teacher logits",
     }
-    formula = FORMULAS[spec.name]
-    obstacle = obstacles.get(formula.masses)
-    if formula.spread is not None:
+    plan = plan_of(loss, loss.weight is not None)
+    obstacle = obstacles.get(plan.masses)
+    if plan.spread is not None:
         obstacle = "the norm or standard deviation of the whole row"
-    if formula.largest:
+    if plan.top_k:
         obstacle = "the largest logits of the whole row"
-    if formula.stored:
+    if plan.stored:
         obstacle = "stored classes of a teacher"
     if obstacle:
         raise ValueError(
@@ -117,25 +96,22 @@ def all_classes(width: int, device: torch.device, group: Group) -> int:
     return int(total)
 
 
-def class_row(
-    loss: Any, spec: Spec, width: int, device: torch.device, group: Group
-) -> Tensor | None:
-    """The masses of a formula that has them for each class, (V,), or None.
+def class_row(loss: Loss, width: int, device: torch.device, group: Group) -> Tensor | None:
+    """The masses of a loss that has them for each class, (V,), or None.
 
     Args:
-        loss: the loss Module.
-        spec: of the loss.
+        loss: the loss.
         width: the number of classes of this process.
         device: of the row.
         group: the processes.
     """
-    if FORMULAS[as_formula(spec).name].masses != FROM_ROW:
+    if plan_of(loss, loss.weight is not None).masses != FROM_ROW:
         return None
     row = loss.class_row(all_classes(width, device, group))
     return None if row is None else row.to(device)
 
 
-def _row_maximum(maximum: Tensor, width: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def row_maximum(maximum: Tensor, width: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """The maximum of each row, the first column of this process, and the number of all columns.
 
     How many columns each process has goes with the same message. The last two are tensors, so that
@@ -174,7 +150,7 @@ class _Statistics(NamedTuple):
     """What value and gradient of every row follow from; float64, the same on all processes."""
 
     values: Tensor  # (N,)
-    # (N, 13), see labo.fused.algebra; top_at counts columns of this process. None for values only.
+    # (N, 13), see labo.fast.formula; top_at counts columns of this process. None for values only.
     coefficients: Tensor | None
     column: Tensor  # the target as a column of this process; out of range if it is elsewhere
     start: Tensor  # the first column of this process
@@ -190,35 +166,30 @@ class _Statistics(NamedTuple):
         return scaled
 
 
-class ShardedRows:
+class SplitRows:
     """The rows of a loss whose columns are split over the processes of ``group``.
 
     Args:
-        spec: the loss.
+        loss: the loss; its class weights are those of the whole vocabulary.
         target: (N,) int64, the same on all processes.
-        weight: (V,) class weights of the whole vocabulary, or None.
-        ignore_index: target of rows that do not count.
         group: the processes.
-        class_row: (V,), the masses of a formula that has them for each class, or None.
+        class_row: (V,), the masses of a loss that has them for each class, or None.
         keep: keep the statistics of a chunk for its gradient in the backward pass.
     """
 
     def __init__(
         self,
-        spec: Spec,
+        loss: Loss,
         target: Tensor,
-        weight: Tensor | None,
-        ignore_index: int,
         group: Group,
         class_row: Tensor | None = None,
         keep: bool = False,
     ) -> None:
-        self.spec = as_formula(spec)
-        check_formula(self.spec)
-        self.plan = FORMULAS[self.spec.name].plan(self.spec.parameters, weight is not None)
+        check_formula(loss)
+        self.loss = loss
+        self.weight, self.ignore_index = loss.weight, loss.ignore_index
+        self.plan = plan_of(loss, self.weight is not None)
         self.target = target
-        self.weight = weight
-        self.ignore_index = ignore_index
         self.group = group
         self.class_row = class_row
         self.kept: dict[int, _Statistics] | None = {} if keep else None
@@ -280,7 +251,7 @@ class ShardedRows:
         whole = self.weight is None and self.class_row is None
         sums = local_sums(None, None) if whole else None
         here = _maximum(logits) if sums is None else sums[:, SUMS.index("top")]
-        maximum, start, classes = _row_maximum(here, width, self.group)
+        maximum, start, classes = row_maximum(here, width, self.group)
         self._check(target, classes)
         if sums is None:
             sums = local_sums(
@@ -311,7 +282,7 @@ class ShardedRows:
             found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
         w_y = 1.0 if self.weight is None else self.weight[y].double()
         factor = 1.0 if with_gradient else None
-        values, slopes = differentiate(self.spec, plan, found, w_y, y, classes, factor)
+        values, slopes = differentiate(self.loss, plan, found, w_y, y, classes, factor)
         values, coefficients = values.masked_fill(~valid, 0.0), None
         if slopes is not None:
             coefficients = slopes.coefficients
@@ -346,15 +317,15 @@ class ShardedRows:
 
 
 class _ChunkRows(NamedTuple):
-    """A chunk of :class:`ShardedRows`."""
+    """A chunk of :class:`SplitRows`."""
 
-    all: ShardedRows
+    all: SplitRows
     part: slice
 
     def rows(
         self, logits: Tensor, target: Tensor, factor: float | Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`labo.fused.dispatch.RowLoss.rows`; the targets are those of the rows."""
+        """As :meth:`labo.fast.dispatch.FastRows.rows`; the targets are those of the rows."""
         return self.all(logits, self.part, factor, out)
 
 
@@ -406,12 +377,12 @@ def _shifted(
 # ------------------------------------------------------------------ losses on logits
 
 
-class _ShardedLoss(torch.autograd.Function):
+class _SplitLoss(torch.autograd.Function):
     """The value from the sums; the gradient from the same sums in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: ShardedRows, divisor: float | Tensor, reduction: str
+        ctx: Any, logits: Tensor, rows: SplitRows, divisor: float | Tensor, reduction: str
     ) -> Tensor:
         logits = _waited(logits)
         ctx.rows, ctx.divisor = rows, divisor
@@ -434,43 +405,35 @@ def _reduced(values: Tensor, logits: Tensor, divisor: float | Tensor, reduction:
     return values.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
-def row_loss(
-    logits: Tensor,
-    target: Tensor,
-    spec: Spec,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    dim: int,
-    group: Group = None,
-    class_row: Tensor | None = None,
-) -> Tensor:
-    """A loss on this process's columns; arguments as in :mod:`labo.functional`.
+@disable_compile
+def row_loss(logits: Tensor, target: Tensor, loss: Loss, group: Group = None) -> Tensor:
+    """A loss on this process's columns.
 
     Args:
         logits: a DTensor that is split over the classes, or this process's columns with ``group``.
         target: (...) class indices among all classes.
-        weight: (V,) class weights.
-        spec, ignore_index, reduction, dim: as everywhere.
+        loss: the loss; its class weights are those of all classes.
         group: the processes that hold the columns of plain ``logits``; None for all.
-        class_row: as for :class:`ShardedRows`.
     """
-    target, weight = replicated("target", target), replicated("weight", weight)
+    check_formula(loss)
+    target = replicated("target", target)
+    loss = loss.having(weight=replicated("weight", loss.weight))
+    dim, reduction = loss.dim, loss.reduction
     if _checks.is_dtensor(logits):
         logits, group = _columns_of(logits, dim)
     check_columns(logits, target, dim)
-    flat = logits.movedim(dim, -1).reshape(target.numel(), logits.shape[dim])
-    labels, class_row = target.reshape(-1).long(), replicated("class_row", class_row)
-    rows = ShardedRows(spec, labels, weight, ignore_index, group, class_row)
+    width = logits.shape[dim]
+    row = class_row(loss, width, logits.device, group)
+    flat = logits.movedim(dim, -1).reshape(target.numel(), width)
+    rows = SplitRows(loss, target.reshape(-1).long(), group, row)
     divisor = rows.divisor() if reduction == "mean" else 1.0
     value: Tensor
     if flat.requires_grad and torch.is_grad_enabled():
-        value = _ShardedLoss.apply(flat, rows, divisor, reduction)
+        value = _SplitLoss.apply(flat, rows, divisor, reduction)
     else:
         flat = _waited(flat)
-        found = rows.statistics(flat, slice(0, len(flat)), with_gradient=False)
-        value = _reduced(found.values, flat, divisor, reduction)
+        statistics = rows.statistics(flat, slice(0, len(flat)), with_gradient=False)
+        value = _reduced(statistics.values, flat, divisor, reduction)
     return value.reshape(target.shape) if reduction == "none" else value
 
 
@@ -577,7 +540,7 @@ def _check_same_rows(target: Tensor, group: Group) -> None:
 
 
 def gather_weight(weight: Any) -> Any:
-    """See :func:`labo.fused.parallel.gather_weight`."""
+    """See :func:`labo.heads.parallel.gather_weight`."""
     if not _checks.is_dtensor(weight):
         return weight
     from torch.distributed.tensor import Partial
@@ -597,14 +560,9 @@ def _fsdp_group(weight: DTensor) -> Any:
     Nothing in the parameter itself tells it from one that is split for tensor parallelism, and
     PyTorch has no public list of the modules under ``fully_shard``.
     """
-    try:
-        from torch.distributed._composable_state import _module_state_mapping as states
-    except ImportError:
-        return None
     found = None
     is_parameter = weight.is_leaf and weight.requires_grad  # then not a result of another one
-    for reference in list(states.values()):
-        state = reference()
+    for state in fsdp_states():
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in groups or [getattr(state, "_fsdp_param_group", None)]:
             mesh_info = getattr(group, "mesh_info", None)

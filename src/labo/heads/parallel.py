@@ -6,7 +6,7 @@ group, for which there are the functions of this module. All processes hold the 
 same targets.
 
 Every loss that has fused backends is computed exactly, with the K of the whole vocabulary, from a
-few sums per row (:mod:`labo.fused.algebra`). Losses with a teacher, with a table (OLS), with a
+few sums per row (:mod:`labo.sums`). Losses with a teacher, with a table (OLS), with a
 margin (MbLS) or with a norm (LogitNorm) are not.
 
 1. each process takes the maximum of its columns, and with u = z - maximum the sums over them that
@@ -29,15 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from . import shards
-from .adapted import LowRankWeight
-from .linear import (
+from ..linear import (
     LinearLossOptions,
     ReturnMetrics,
     check_tensors,
-    loss_and_spec,
-    sharded_linear_loss,
+    split_linear_loss,
+    splittable,
 )
+from . import split
+from .low_rank import LowRankWeight
 
 __all__ = ["gather_weight", "linear_loss", "logits_loss"]
 
@@ -72,10 +72,7 @@ def logits_loss(
         value: Tensor = loss(logits, target)
         return value
     _checks.check_tensors(logits, target)
-    member, spec = loss_and_spec(loss)
-    shared = (member.weight, member.ignore_index, member.reduction, member.dim)
-    row = shards.class_row(member, spec, logits.shape[member.dim], logits.device, group)
-    return shards.row_loss(logits, target, spec, *shared, group, row)
+    return split.row_loss(logits, target, splittable(loss), group)
 
 
 def linear_loss(
@@ -131,10 +128,10 @@ def linear_loss(
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
         raise ValueError("labo.parallel.linear_loss takes plain tensors; labo.linear_loss DTensors")
     widest = torch.tensor([len(linear_weight)], device=input.device)
-    shards.all_reduce(widest, group, "MAX")
-    input, target = shards.SumGradient.apply(input, group), shards.replicated("target", target)
-    head = shards.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))
-    return sharded_linear_loss(head, loss, softcap, options, token_weight, z_loss, return_metrics)
+    split.all_reduce(widest, group, "MAX")
+    input, target = split.SumGradient.apply(input, group), split.replicated("target", target)
+    head = split.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))
+    return split_linear_loss(head, loss, softcap, options, token_weight, z_loss, return_metrics)
 
 
 def gather_weight(weight: Tensor) -> Tensor:
@@ -150,5 +147,5 @@ def gather_weight(weight: Tensor) -> Tensor:
     Returns:
         A plain tensor.
     """
-    whole: Tensor = shards.gather_weight(weight)
+    whole: Tensor = split.gather_weight(weight)
     return whole

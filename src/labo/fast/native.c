@@ -20,7 +20,7 @@
  * reading comes from memory, the others find the row in the cache. The bits of a row depend on
  * that row alone: not on its neighbours, nor on whether and where its gradient is written.
  *
- * All other losses are formulas of sums over a row (labo/fused/algebra.py). They take two calls: one
+ * All other losses are formulas of sums over a row (labo/fast/algebra.py). They take two calls: one
  * gives the sums of every row, and the other writes a gradient that is linear in a few functions of
  * the logits, with coefficients that PyTorch has computed from the sums. The sums may be those of a
  * part of the columns: this is also how logits that are split over processes are done.
@@ -112,7 +112,7 @@ typedef struct {
         at_target, top_at, at_top;
 } formula_gradient;
 
-/* What training logs of a row beside its value; part of the interface (labo/fused/metrics.py). */
+/* What training logs of a row beside its value; part of the interface (labo/metrics.py). */
 typedef struct {
     double nll, entropy, correct, top, log_e;
 } row_statistics;

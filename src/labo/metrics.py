@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._rows import row_sum, times
-from . import shards
-from .algebra import COEFFICIENTS, SUMS, UE, Passes, statistics_of
+from .fast.columns import SUMS
+from .fast.dispatch import backend_of
+from .fast.formula import statistics_of
+from .rows import row_sum, times
+from .sums import UE, Passes
 
 # The columns of the statistics of the rows.
 NLL, ENTROPY, CORRECT, MAXIMUM, LOG_E = range(5)
@@ -59,7 +61,7 @@ class LossMetrics(NamedTuple):
 
 
 def row_statistics(
-    logits: Tensor, target: Tensor, ignore_index: int, group: Any = None, *, split: bool = False
+    logits: Tensor, target: Tensor, ignore_index: int, group: Any = None, *, divided: bool = False
 ) -> Tensor:
     """(N, 5) float64: NLL, entropy, whether the target is highest, maximum, log of the sum of e.
 
@@ -69,26 +71,28 @@ def row_statistics(
             entropy, and the most probable class of the target is to be highest.
         ignore_index: target of rows that do not count, which are 0.
         group: the processes that hold the other columns.
-        split: whether there are other columns.
+        divided: whether there are other columns.
     """
     soft = target.is_floating_point()
     labels = target.argmax(1) if soft else target
-    sums = shards.backend_of(logits).sums(logits, labels, Passes(UE), None, ignore_index)
+    sums = backend_of(logits).sums(logits, labels, Passes(UE), None, ignore_index)
     maximum, e, ue = (sums[:, SUMS.index(name)] for name in ("top", "e", "ue"))
     width, start = logits.shape[1], labels.new_zeros(())
     valid = labels != ignore_index
-    if split:
-        here, (maximum, start, _) = maximum, shards._row_maximum(maximum, width, group)
-        e, ue = shards.moved(shards.drop_of(here, maximum), e, ue)
+    if divided:
+        from .heads import split
+
+        here, (maximum, start, _) = maximum, split.row_maximum(maximum, width, group)
+        e, ue = split.moved(split.drop_of(here, maximum), e, ue)
     column = labels - start
     mine = valid & (column >= 0) & (column < width)
     z_y = torch.zeros_like(maximum)
     if width:
         picked = logits.gather(1, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
         z_y = torch.where(mine, picked.double(), z_y)
-    if split:
+    if divided:
         total = torch.stack([e, ue, z_y], 1)
-        shards.all_reduce(total, group)
+        split.all_reduce(total, group)
         e, ue, z_y = total.unbind(1)
     columns = statistics_of({"e": e, "ue": ue, "top": maximum, "u_y": z_y - maximum})
     if soft:
@@ -96,21 +100,6 @@ def row_statistics(
         columns[NLL] = columns[LOG_E] * row_sum(q) - row_sum(times(q, u))
     found = torch.stack(columns, 1)
     return found.masked_fill_(~valid.unsqueeze(1), 0.0)
-
-
-def probabilities_times(
-    logits: Tensor, statistics: Tensor, factor: Tensor, valid: Tensor, out: Tensor
-) -> Tensor:
-    """factor_i p_ij, written to ``out``; 0 for rows that do not count."""
-    nowhere, ignored = -1, -2
-    column = torch.full_like(valid, nowhere, dtype=torch.int64).masked_fill_(~valid, ignored)
-    from_e = factor * (-statistics[:, LOG_E]).exp()
-    named = {"top": statistics[:, MAXIMUM], "from_e": from_e, "top_at": torch.full_like(from_e, -1)}
-    zero = torch.zeros_like(from_e)
-    coefficients = torch.stack([named.get(name, zero) for name in COEFFICIENTS], 1)
-    fixed = (logits, column, Passes(0), None, ignored, None)
-    grad: Tensor = shards.backend_of(logits).gradient(*fixed, coefficients, out)
-    return grad
 
 
 def loss_metrics(logits: Tensor, target: Tensor, loss: Any) -> LossMetrics:

@@ -26,7 +26,7 @@ As in every backend, 0 * inf = 0, and u is finite where z is: a difference that 
 lowest finite number.
 
 The other losses, and logits whose columns are split over processes, have two kernels in common:
-one gives the sums that a formula asks for, the other its gradient (:mod:`labo.fused.algebra`).
+one gives the sums that a formula asks for, the other its gradient (:mod:`labo.fast.formula`).
 """
 
 # The arguments of a kernel have no Python types, and triton.jit and torch.cuda.device_of have none.
@@ -41,26 +41,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import algebra
-from .algebra import COEFFICIENTS, SUMS, Passes
+from .. import sums as row_sums
+from ..sums import Passes
+from .columns import COEFFICIENTS, SUMS
 
-# Of a formula, see `labo.fused.algebra`.
-UNIFORM = tl.constexpr(algebra.UNIFORM)
-TEMPERED = tl.constexpr(algebra.TEMPERED)
-BEYOND_MARGIN = tl.constexpr(algebra.BEYOND_MARGIN)
-FROM_ROW = tl.constexpr(algebra.FROM_ROW)
-FROM_TABLE = tl.constexpr(algebra.FROM_TABLE)
-FROM_TEACHER = tl.constexpr(algebra.FROM_TEACHER)
-COUNT = tl.constexpr(algebra.COUNT)
-UE = tl.constexpr(algebra.UE)
-R = tl.constexpr(algebra.R)
-QU = tl.constexpr(algebra.QU)
-QD = tl.constexpr(algebra.QD)
-WQU = tl.constexpr(algebra.WQU)
-TOP = tl.constexpr(algebra.TOP)
-OTHERS = tl.constexpr(algebra.OTHERS)
-UR = tl.constexpr(algebra.UR)
-EMIX = tl.constexpr(algebra.EMIX)
+# Of a formula, see `labo.fast.formula`.
+UNIFORM = tl.constexpr(row_sums.UNIFORM)
+TEMPERED = tl.constexpr(row_sums.TEMPERED)
+BEYOND_MARGIN = tl.constexpr(row_sums.BEYOND_MARGIN)
+FROM_ROW = tl.constexpr(row_sums.FROM_ROW)
+FROM_TABLE = tl.constexpr(row_sums.FROM_TABLE)
+FROM_TEACHER = tl.constexpr(row_sums.FROM_TEACHER)
+COUNT = tl.constexpr(row_sums.COUNT)
+UE = tl.constexpr(row_sums.UE)
+R = tl.constexpr(row_sums.R)
+QU = tl.constexpr(row_sums.QU)
+QD = tl.constexpr(row_sums.QD)
+WQU = tl.constexpr(row_sums.WQU)
+TOP = tl.constexpr(row_sums.TOP)
+OTHERS = tl.constexpr(row_sums.OTHERS)
+UR = tl.constexpr(row_sums.UR)
+EMIX = tl.constexpr(row_sums.EMIX)
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
@@ -703,7 +704,7 @@ def sums(
     ignore_index: int,
     source: Tensor | None = None,
 ) -> Tensor:
-    """The sums of every row; see `labo.fused.algebra`."""
+    """The sums of every row; see `labo.fast.formula`."""
     logits = _unit_stride(logits)
     _check(logits)
     rows, classes = logits.shape
@@ -764,7 +765,7 @@ def gradient(
     coefficients: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """The gradient of every row, written to ``out``; see `labo.fused.algebra`."""
+    """The gradient of every row, written to ``out``; see `labo.fast.formula`."""
     logits = _unit_stride(logits)
     _check(logits)
     _check(out)
@@ -817,7 +818,7 @@ def _source(
     """What the masses of a formula come from, and the stride of its rows; 0 for the same row."""
     if source is None:
         return None, 0
-    shapes = {algebra.FROM_ROW: (classes,), algebra.FROM_TABLE: (classes, classes)}
+    shapes = {row_sums.FROM_ROW: (classes,), row_sums.FROM_TABLE: (classes, classes)}
     shape = shapes.get(plan.masses, (rows, classes))
     if source.shape != shape:
         raise ValueError(f"source must have shape {shape}, got {tuple(source.shape)}")

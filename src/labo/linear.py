@@ -8,75 +8,39 @@ library is differentiated by autograd, chunk by chunk.
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .. import _checks
-from .._rows import wide
-from .._stored import stored_rows
-from . import metrics, shards
-from .adapted import LowRankWeight, adapted_loss
-from .algebra import autograd_enabled
-from .chunks import ChunkRows, Extras, Mean
-from .dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, RowLoss, choose, denominator, times_upstream
-from .quantized import QuantizedWeight, as_weight, by_blocks, product_dtype
-from .spec import Spec, as_formula, with_z_loss
+from . import _checks, metrics
+from ._torch import autograd_enabled, disable_compile
+from .chunks import ChunkRows, Mean
+from .fast.dispatch import (
+    LATE_GRADIENT,
+    ROW_LOSS_SCHEMA,
+    FastRows,
+    choose,
+    denominator,
+    times_upstream,
+)
+from .fields import describe, described
+from .heads import split
+from .heads.low_rank import LowRankWeight, adapted_loss
+from .heads.quantized import QuantizedWeight, as_weight, by_blocks, product_dtype
+from .loss import Loss
+from .rows import wide
+from .stored import stored_rows
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
 _AUTOGRAD_COPIES = 8
 # About how many bytes a formula takes for each stored class of a row.
 _STORED_BYTES = 80
-
-
-class RowwiseLoss(Protocol):
-    """What :func:`linear_loss` needs of a loss. The loss Modules of the library have it.
-
-    ``rowwise``: whether the value of a row depends on that row alone.
-    ``teacher_argument``: the name of its argument for teacher logits, or None.
-    ``teacher_is_stored``: whether it takes k stored classes and their log-probabilities instead.
-    """
-
-    rowwise: bool
-    weight: Tensor | None
-    ignore_index: int
-    reduction: str
-    dim: int
-
-    teacher_argument: str | None
-    teacher_is_stored: bool
-
-    def spec(self, teacher: bool = True) -> Spec | None:
-        """The loss as the fused backends know it, with or without a teacher, or None."""
-
-    def class_row(self, num_classes: int) -> Tensor | None:
-        """The row of classes that the formula of the loss takes, or None."""
-
-    def row_function(self) -> tuple[str, dict[str, Any]]:
-        """The registered name of the loss function, and its arguments for one value per row."""
-
-    def check_teacher(self, given: bool) -> None:
-        """Refuse missing teacher logits, and teacher logits that the loss does not take."""
-
-
-# The functions of the losses by name. Operators of torch.compile take strings, not functions.
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
-
-
-def register(function: Callable[..., Tensor]) -> str:
-    """Make a loss function known to the operators. Returns its name for them."""
-    name = f"{function.__module__}.{function.__qualname__}"
-    while _FUNCTIONS.setdefault(name, function) is not function:
-        name += "'"
-    return name
 
 
 @dataclass(frozen=True)
@@ -193,29 +157,26 @@ class _AutogradLoss(NamedTuple):
     """A loss that is differentiated by autograd, one chunk at a time.
 
     Attributes:
-        name: the registered name of its function.
-        arguments: the arguments of the function, for one value per row.
+        loss: for one value per row, by the reference.
         teacher: the teacher logits, (N, V), or hidden states (N, E), weight and perhaps bias of
             the teacher's output layer, or the stored classes, (N, k), and their log-probabilities;
             empty for a loss without a teacher.
         teacher_softcap: the cap of the teacher's output layer.
     """
 
-    name: str
-    arguments: dict[str, Any]
+    loss: Loss
     teacher: tuple[Any, ...] = ()
     teacher_softcap: float | None = None
 
     @property
     def weight(self) -> Tensor | None:
         """(V,) class weights."""
-        weight: Tensor | None = self.arguments["weight"]
-        return weight
+        return self.loss.weight
 
     @property
     def ignore_index(self) -> int:
         """Target of rows that do not count."""
-        return int(self.arguments["ignore_index"])
+        return self.loss.ignore_index
 
     def for_chunk(self, part: slice) -> _AutogradLoss:
         """The loss for the rows of a chunk: with their teacher logits, if there is a teacher."""
@@ -233,57 +194,38 @@ class _AutogradLoss(NamedTuple):
     def rows(
         self, logits: Tensor, target: Tensor, factor: float | Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`RowLoss.rows`, for one chunk."""
-        function = _FUNCTIONS[self.name]
+        """As :meth:`FastRows.rows`, for one chunk."""
         if factor is None:
             with torch.no_grad():
-                return function(logits, target, *self.teacher, **self.arguments), None
+                return self.loss.compute(logits, target, *self.teacher), None
         with autograd_enabled():
             leaf = logits.detach().requires_grad_()
-            values = function(leaf, target, *self.teacher, **self.arguments)
+            values = self.loss.compute(leaf, target, *self.teacher)
             upstream = factor if isinstance(factor, Tensor) else torch.full_like(values, factor)
             (grad,) = torch.autograd.grad(values, leaf, upstream.to(values.dtype))
         return values.detach(), out.copy_(grad)
 
-    def described(self) -> tuple[str, list[Tensor]]:
-        """Name, arguments and teacher as a text and tensors, for an operator.
-
-        Each line of the text is an argument; tensors are replaced by their index.
-        """
-        tensors = list(self.teacher)
-        lines = [self.name, f"{len(tensors)}", f"{self.teacher_softcap!r}"]
-        for name, value in self.arguments.items():
-            if isinstance(value, Tensor):
-                lines.append(f"{name}=tensor {len(tensors)}")
-                tensors.append(value)
-            else:
-                # float, because repr of a float of another library has its type in it
-                plain = float(value) if isinstance(value, float) else value
-                lines.append(f"{name}={plain!r}")
-        return "\n".join(lines), tensors
+    def pack(self) -> tuple[list[Tensor], str]:
+        """The arguments of an operator; the inverse is :meth:`unpack`."""
+        given = {f"teacher{i}": x for i, x in enumerate(self.teacher)}
+        given |= {"teacher_softcap": self.teacher_softcap}
+        text, tensors = describe(self.loss._registered, self.loss.values() | given)
+        return tensors, text
 
     @classmethod
-    def from_description(cls, text: str, tensors: Sequence[Tensor]) -> _AutogradLoss:
-        """The inverse of :meth:`described`."""
-        name, teachers, softcap, *lines = text.split("\n")
-        arguments: dict[str, Any] = {}
-        for line in lines:
-            key, _, value = line.partition("=")
-            if value.startswith("tensor "):
-                arguments[key] = tensors[int(value.removeprefix("tensor "))]
-            elif value in ("inf", "-inf", "nan"):
-                arguments[key] = float(value)
-            else:
-                arguments[key] = ast.literal_eval(value)
-        teacher = tuple(tensors[: int(teachers)])
-        return cls(name, arguments, teacher, ast.literal_eval(softcap))
+    def unpack(cls, tensors: Sequence[Tensor], text: str) -> _AutogradLoss:
+        kind, values = described(text, tensors)
+        softcap = values.pop("teacher_softcap")
+        names = [name for name in values if name.startswith("teacher")]
+        teacher = tuple(values.pop(name) for name in names)
+        return cls(kind.bare(values), teacher, softcap)  # type: ignore[attr-defined]
 
 
 @dataclass
 class _TaughtRows:
     """A fused loss with a teacher, whose output layer gives the logits of one chunk at a time."""
 
-    loss: RowLoss
+    loss: FastRows
     teacher: _Head
     buffer: Tensor | None = None
 
@@ -295,7 +237,7 @@ class _TaughtRows:
     def ignore_index(self) -> int:
         return self.loss.ignore_index
 
-    def for_chunk(self, part: slice) -> RowLoss:
+    def for_chunk(self, part: slice) -> FastRows:
         """The loss with the teacher's logits for the rows of a chunk."""
         rows = part.stop - part.start
         if self.buffer is None or len(self.buffer) < rows:  # the first chunk is the largest
@@ -304,17 +246,15 @@ class _TaughtRows:
         return self.loss._replace(source=self.teacher.logits(part, out=self.buffer[:rows]))
 
 
-_Loss = RowLoss | _AutogradLoss | _TaughtRows | shards.ShardedRows
+_Rows = FastRows | _AutogradLoss | _TaughtRows | split.SplitRows
 _NOTHING = (False, False, False)
 
 
-def _rows(loss: _Loss, target: Tensor, extras: Extras) -> ChunkRows:
+def _rows(loss: _Rows, target: Tensor, measure: bool) -> ChunkRows:
     """The rows of a call, as a chunk loop computes them."""
-    split = isinstance(loss, shards.ShardedRows)
-    group = loss.group if isinstance(loss, shards.ShardedRows) else None
-    return ChunkRows(
-        target, loss.for_chunk, loss.weight, loss.ignore_index, extras, group, split=split
-    )
+    divided = isinstance(loss, split.SplitRows)
+    group = loss.group if isinstance(loss, split.SplitRows) else None
+    return ChunkRows(target, loss.for_chunk, loss.ignore_index, measure, group, divided=divided)
 
 
 def _run(
@@ -489,7 +429,7 @@ def linear_loss(
     Args:
         input: (..., D) hidden states.
         linear_weight: (V, D). A DTensor that is split over the classes is used where it is (see
-            :mod:`labo.fused.parallel`), one that FSDP2 has split is gathered. Or a
+            :mod:`labo.heads.parallel`), one that FSDP2 has split is gathered. Or a
             :class:`labo.LowRankWeight`, for a layer with a LoRA or DoRA adapter. Or a frozen
             quantized weight, see :class:`labo.QuantizedWeight`.
         target: (...) class indices or (..., V) class probabilities.
@@ -522,16 +462,16 @@ def linear_loss(
         >>> linear_loss(hidden, head, torch.tensor([0, 1, 1]), LABOLoss(tau=1.25))
         tensor(1.2238)
     """
-    _checks.check_hyper(impl=impl)
+    Loss.fields["impl"].check(impl)
     _check_softcap(softcap)
-    extras = _check_extras(z_loss, return_metrics)
+    _check_extras(z_loss, return_metrics)
     check_tensors(input, linear_weight, target)
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias, target))):
-        local = shards.local_head(input, linear_weight, linear_bias, target)
+        local = split.local_head(input, linear_weight, linear_bias, target)
         if local.group is not None and (teacher_logits is not None or impl != "auto"):
             raise ValueError("a split linear_weight goes with neither a teacher nor impl=")
         if local.group is not None:
-            return sharded_linear_loss(
+            return split_linear_loss(
                 local, loss, softcap, options, token_weight, z_loss, return_metrics
             )
         input, linear_weight, linear_bias, target = local[:4]
@@ -565,9 +505,7 @@ def linear_loss(
     if teacher and isinstance(teacher_logits, TeacherHead):
         teacher_softcap = teacher_logits.softcap
         _check_softcap(teacher_softcap)
-    rows = _choose(active, head, labels, teacher, teacher_softcap, impl, z_loss)
-    if not isinstance(rows, _AutogradLoss):
-        extras = extras._replace(z_loss=0.0)  # the kernels add it
+    rows = _choose(_computing(active, teacher, z_loss, impl), head, labels, teacher, teacher_softcap)
     classes = len(head.weight)
     if target.is_floating_point():
         total: float | Tensor = max(1, len(labels))
@@ -578,25 +516,33 @@ def linear_loss(
         total = weighted_total(weights, labels, active.ignore_index, active.weight)
     mean = Mean(total if active.reduction == "mean" else 1.0, weights)
     copies = _AUTOGRAD_COPIES if isinstance(rows, _AutogradLoss) else 1
-    copies += isinstance(rows, _TaughtRows)
-    copies += (softcap is not None) + (extras.z_loss != 0)
+    copies += isinstance(rows, _TaughtRows) + (softcap is not None)
     row_bytes = classes * head.dtype.itemsize * copies
-    if isinstance(rows, RowLoss) and rows.stored is not None:
+    if isinstance(rows, FastRows) and rows.stored is not None:
         row_bytes += rows.stored.shape[1] * _STORED_BYTES
     most = _check_options(options).most_rows(row_bytes)
-    found: Tensor | None
+    statistics: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
         if torch.compiler.is_compiling():
             assert not isinstance(rows, _TaughtRows)
-            value, found = _compiled(head, labels, rows, most, mean, active.reduction, extras)
+            fixed = (most, mean, active.reduction, bool(return_metrics))
+            value, statistics = _compiled(head, labels, rows, *fixed)
         else:
-            chunked = _rows(rows, labels, extras)
+            chunked = _rows(rows, labels, bool(return_metrics))
             if adapter is None:
                 value = _eager(head, chunked, most, mean, active.reduction)
             else:
                 value = _adapted(adapter, head, chunked, most, mean, active.reduction)
-            found = chunked.statistics
-    return _finish(value, found, active, labels, classes, input.shape[:-1], return_metrics)
+            statistics = chunked.statistics
+    return _finish(value, statistics, active, labels, classes, input.shape[:-1], return_metrics)
+
+
+def _computing(active: Loss, teacher: Sequence[Any], z_loss: float, impl: str) -> Loss:
+    """The loss that computes: of this epoch, without a teacher if none is given."""
+    loss = active.current()
+    if not teacher and loss.teacher_optional:
+        loss = loss.without_teacher()
+    return loss.having(z_loss=loss.z_loss + z_loss, impl=impl, inplace=False)
 
 
 def _active(loss: Any) -> Any:
@@ -622,12 +568,10 @@ def _rowwise(loss: Any) -> Any:
 ReturnMetrics = Literal[False, True, "rows"]
 
 
-def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> Extras:
-    if not (_checks.is_number(z_loss) and math.isfinite(z_loss) and z_loss >= 0):
-        raise ValueError(f"z_loss must be a number of at least 0, got {z_loss!r}")
+def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> None:
+    Loss.fields["z_loss"].check(z_loss)
     if return_metrics not in (False, True, "rows"):
         raise ValueError(f'return_metrics must be False, True or "rows", got {return_metrics!r}')
-    return Extras(float(z_loss), bool(return_metrics))
 
 
 def _check_token_weight(
@@ -728,7 +672,7 @@ class LinearLoss(nn.Module):
         super().__init__()
         _check_softcap(softcap)
         _check_extras(z_loss, False)
-        _checks.check_hyper(impl=impl)
+        Loss.fields["impl"].check(impl)
         _check_options(options)
         _rowwise(loss)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -855,7 +799,7 @@ def _check(
     bias: Tensor | None,
     softcap: float | None,
     target: Tensor,
-    loss: RowwiseLoss,
+    loss: Loss,
 ) -> tuple[_Head, Tensor]:
     """The output layer with its rows, (N, D), and the targets, (N,) or (N, V)."""
     head = _lay_out(input, weight, bias, softcap, loss)
@@ -868,7 +812,7 @@ def _check(
 
 
 def _lay_out(
-    input: Tensor, weight: Any, bias: Tensor | None, softcap: float | None, loss: RowwiseLoss
+    input: Tensor, weight: Any, bias: Tensor | None, softcap: float | None, loss: Loss
 ) -> _Head:
     """The output layer with its rows, (N, D), in the dtype of autocast if that is on."""
     if loss.dim != -1:
@@ -888,7 +832,7 @@ _TEACHER_LAYER = ("the teacher's hidden states", "weight", "bias")
 
 def _check_teacher(
     teacher: Any,
-    loss: RowwiseLoss,
+    loss: Loss,
     target: Tensor,
     rows: torch.Size,
     classes: int,
@@ -963,38 +907,32 @@ def _teacher_layer(teacher: tuple[Any, ...]) -> list[Any]:
 
 
 def _choose(
-    loss: RowwiseLoss,
+    loss: Loss,
     head: _Head,
     target: Tensor,
     teacher: tuple[Any, ...],
     teacher_softcap: float | None,
-    impl: str,
-    z_loss: float,
-) -> RowLoss | _AutogradLoss | _TaughtRows:
+) -> FastRows | _AutogradLoss | _TaughtRows:
     """The loss on the backend that serves the call."""
     stored = bool(teacher) and loss.teacher_is_stored
     layer = teacher if len(teacher) > 1 and not stored else ()
-    fits = not target.is_floating_point()
+    reason = loss.reference_only(*teacher)
     if layer and torch.compiler.is_compiling():  # an operator has no such argument
-        fits = False
-    spec = loss.spec(teacher=bool(teacher)) if fits else None
+        reason = "this loss"
     logits = head.input.new_empty(0, len(head.weight), dtype=head.dtype)
-    only = None if spec else "this loss"
-    backend = choose(impl, logits, target[:0], loss.weight, reference_only=only)
-    if not spec or backend == "reference":
-        return _AutogradLoss(*loss.row_function(), teacher, teacher_softcap)
-    spec = with_z_loss(spec, z_loss)
+    backend = choose(loss, logits, target[:0], reason)
+    if backend == "reference":
+        plain = loss.having(reduction="none", impl="reference")
+        return _AutogradLoss(plain, teacher, teacher_softcap)
     if layer:
         bias = layer[2] if len(layer) > 2 else None
-        taught = RowLoss(loss.weight, loss.ignore_index, backend, spec)
-        return _TaughtRows(taught, _Head(layer[0], layer[1], bias, teacher_softcap))
+        taught = _Head(layer[0], layer[1], bias, teacher_softcap)
+        return _TaughtRows(FastRows(loss, backend), taught)
     if stored:
         index, log_t = teacher
-        return RowLoss(loss.weight, loss.ignore_index, backend, spec, log_t, index)
+        return FastRows(loss, backend, log_t, index)
     source = teacher[0] if teacher else loss.class_row(len(head.weight))
-    if source is not None:
-        source = source.to(head.input.device)
-    return RowLoss(loss.weight, loss.ignore_index, backend, spec, source)
+    return FastRows(loss, backend, None if source is None else source.to(head.input.device))
 
 
 def _eager(head: _Head, rows: ChunkRows, most: int, mean: Mean, reduction: str) -> Tensor:
@@ -1008,7 +946,7 @@ def _eager(head: _Head, rows: ChunkRows, most: int, mean: Mean, reduction: str) 
     return mean.weigh(values) if reduction == "none" else mean.reduce(values)
 
 
-@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
+@disable_compile
 def _eagerly(*args: Any, **options: Any) -> Any:
     return linear_loss(*args, **options)
 
@@ -1016,22 +954,24 @@ def _eagerly(*args: Any, **options: Any) -> Any:
 # ------------------------------------------------------------------ classes split over processes
 
 
-def loss_and_spec(loss: nn.Module) -> tuple[RowwiseLoss, Spec]:
+def splittable(loss: nn.Module) -> Loss:
     """The loss that computes (the current one of a warm-up), if it works on parts of rows."""
     active = _active(loss)
-    spec = active.spec(teacher=False) if getattr(active, "rowwise", False) else None
-    if spec is None:
-        raise ValueError(
-            f"{active!r} cannot work on logits that are split over processes: it has no fused "
-            "backend. Gather the logits or the weight first: full_tensor() of a DTensor"
-        )
-    shards.check_formula(as_formula(spec))
-    return active, spec
+    if isinstance(active, Loss) and active.rowwise:
+        computing = active.current()
+        computing = computing.without_teacher() if computing.teacher_optional else computing
+        if computing.reference_only() is None:
+            split.check_formula(computing)
+            return computing
+    raise ValueError(
+        f"{active!r} cannot work on logits that are split over processes: it has no fused "
+        "backend. Gather the logits or the weight first: full_tensor() of a DTensor"
+    )
 
 
-@_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
-def sharded_linear_loss(
-    shard: shards.LocalHead,
+@disable_compile
+def split_linear_loss(
+    shard: split.LocalHead,
     loss: nn.Module,
     softcap: float | None,
     options: LinearLossOptions | None,
@@ -1039,37 +979,37 @@ def sharded_linear_loss(
     z_loss: float = 0.0,
     return_metrics: ReturnMetrics = False,
 ) -> Any:
-    """:func:`linear_loss` on this process's classes; see :mod:`labo.fused.parallel`."""
+    """:func:`linear_loss` on this process's classes; see :mod:`labo.heads.parallel`."""
     _check_softcap(softcap)
-    extras = _check_extras(z_loss, return_metrics)
-    member, spec = loss_and_spec(loss)
-    spec, extras = with_z_loss(spec, z_loss), extras._replace(z_loss=0.0)
+    _check_extras(z_loss, return_metrics)
+    member = splittable(loss)
+    member = member.having(z_loss=member.z_loss + z_loss)
     input, target, reduction = shard.input, shard.target, member.reduction
     head = _lay_out(input, shard.weight, shard.bias, softcap, member)
-    shards.check_columns(input, target, -1)
+    split.check_columns(input, target, -1)
     late = reduction == "none" or head.input.dtype in LATE_GRADIENT
     labels = target.reshape(-1).long()
-    weight = shards.replicated("weight", member.weight)
-    row = shards.class_row(member, spec, len(head.weight), head.input.device, shard.group)
+    member = member.having(weight=split.replicated("weight", member.weight))
+    row = split.class_row(member, len(head.weight), head.input.device, shard.group)
     keep = late and torch.is_grad_enabled()
-    rows = shards.ShardedRows(spec, labels, weight, member.ignore_index, shard.group, row, keep)
+    rows = split.SplitRows(member, labels, shard.group, row, keep)
     total = rows.divisor()
     weights = _check_token_weight(token_weight, input, labels, member.ignore_index)
     if weights is not None:
-        total = weighted_total(weights, labels, member.ignore_index, weight)
+        total = weighted_total(weights, labels, member.ignore_index, member.weight)
     mean = Mean(total if reduction == "mean" else 1.0, weights)
     # The chunks must be the same on all processes, because each of them communicates.
     copies = 1 + (softcap is not None)
     row_bytes = max(1, shard.widest) * head.dtype.itemsize * copies
     most = _check_options(options).most_rows(row_bytes)
     with torch.autocast(input.device.type, enabled=False):
-        chunked = _rows(rows, labels, extras)
+        chunked = _rows(rows, labels, bool(return_metrics))
         value = _eager(head, chunked, most, mean, reduction)
     classes = 0
     if return_metrics:
-        classes = shards.all_classes(len(head.weight), labels.device, shard.group)
-    found = chunked.statistics
-    return _finish(value, found, member, labels, classes, input.shape[:-1], return_metrics)
+        classes = split.all_classes(len(head.weight), labels.device, shard.group)
+    statistics = chunked.statistics
+    return _finish(value, statistics, member, labels, classes, input.shape[:-1], return_metrics)
 
 
 # ------------------------------------------------------------------ low-rank adapters
@@ -1098,20 +1038,20 @@ def _adapted(
 def _compiled(
     head: _Head,
     target: Tensor,
-    loss: RowLoss | _AutogradLoss,
+    loss: FastRows | _AutogradLoss,
     most: int,
     mean: Mean,
     reduction: str,
-    extras: Extras,
+    measure: bool,
 ) -> tuple[Tensor, Tensor]:
     """One operator, which runs the chunks: the graph does not depend on their number.
 
     Returns the value and the statistics of the rows.
     """
     tensors = (head.input, head.weight, head.bias)
-    fixed = (head.softcap, target, most, *extras)
+    fixed = (head.softcap, target, most, measure)
     if isinstance(loss, _AutogradLoss):
-        values, found = linear_autograd_op(*tensors, *fixed, *loss.described())
+        values, found = linear_autograd_op(*tensors, *fixed, *loss.pack())
     elif reduction == "none" or head.input.dtype in LATE_GRADIENT:
         values, found = linear_rows_op(*tensors, *fixed, *loss.pack())
     else:
@@ -1131,20 +1071,20 @@ def _compiled(
 # The arguments that all operators begin with, and how they are used.
 _HEAD_SCHEMA = (
     "Tensor input, Tensor weight, Tensor? bias, float? softcap, Tensor target, int most_rows, "
-    "float z_loss, bool measure"
+    "bool measure"
 )
-_HEAD = 8  # their number
+_HEAD = 7  # their number
 
 
 def _run_operator(
     head: Sequence[Any],
-    loss: _Loss,
+    loss: _Rows,
     factor: float | Tensor | None = None,
     needs: Sequence[bool] = _NOTHING,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Values, statistics (empty if nobody asked for them) and gradients."""
-    input, weight, bias, softcap, target, most, *extras = head
-    rows = _rows(loss, target, Extras(*extras))
+    input, weight, bias, softcap, target, most, measure = head
+    rows = _rows(loss, target, measure)
     values, *grads = _run(_Head(input, weight, bias, softcap), rows, most, factor, needs)
     found = rows.statistics
     return values, _no_statistics(input) if found is None else found, tuple(grads)
@@ -1155,8 +1095,8 @@ def _no_statistics(like: Tensor, rows: Any = 0) -> Tensor:
 
 
 def _fake_statistics(arguments: Sequence[Any]) -> Tensor:
-    input, z_loss, measure = arguments[0], *arguments[_HEAD - 2 : _HEAD]
-    return _no_statistics(input, len(input) if z_loss or measure else 0)
+    input, measure = arguments[0], arguments[_HEAD - 1]
+    return _no_statistics(input, len(input) if measure else 0)
 
 
 def _present(like: Tensor, grads: Iterable[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
@@ -1173,7 +1113,7 @@ def _empty_gradients(
     return _present(input, (input.new_empty(shape) if need else None for shape, need in kept))
 
 
-def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any:
+def _values_operator(name: str, schema: str, build: Callable[..., _Rows]) -> Any:
     """An operator for the value of each row, (N,), whose backward pass computes them again.
 
     It also returns the statistics of the rows.
@@ -1230,10 +1170,10 @@ def _values_operator(name: str, schema: str, build: Callable[..., _Loss]) -> Any
 
 
 linear_rows_op, linear_rows_backward_op = _values_operator(
-    "linear_rows", ROW_LOSS_SCHEMA, RowLoss.unpack
+    "linear_rows", ROW_LOSS_SCHEMA, FastRows.unpack
 )
 linear_autograd_op, linear_autograd_backward_op = _values_operator(
-    "linear_autograd", "str loss, Tensor[] tensors", _AutogradLoss.from_description
+    "linear_autograd", "Tensor[] tensors, str loss", _AutogradLoss.unpack
 )
 
 
@@ -1251,7 +1191,7 @@ def linear_loss_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     What is not needed is empty.
     """
     *described, divisor, token_weight, needs = arguments
-    head, loss = described[:_HEAD], RowLoss.unpack(*described[_HEAD:])
+    head, loss = described[:_HEAD], FastRows.unpack(*described[_HEAD:])
     mean = Mean(divisor, token_weight)
     factor = mean.factor(len(head[0])) if any(needs) else None
     values, found, grads = _run_operator(head, loss, factor, needs)
@@ -1266,14 +1206,14 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needs, ctx.inputs = inputs[-1], len(inputs)
+    ctx.needs, ctx.others = inputs[-1], (*tree_map(lambda _: None, tuple(inputs[3:-1])), None)
     ctx.save_for_backward(*output[2:])
 
 
 def _return_gradients(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     kept = zip(ctx.saved_tensors, ctx.needs, strict=True)
     grads = ((grad * upstream).to(grad.dtype) if needed else None for grad, needed in kept)
-    return (*grads, *(None,) * (ctx.inputs - 3))
+    return (*grads, *ctx.others)
 
 
 linear_loss_op.register_autograd(_return_gradients, setup_context=_save_gradients)

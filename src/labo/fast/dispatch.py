@@ -1,11 +1,38 @@
-"""Chooses the backend for a loss on logits and connects it to autograd and ``torch.compile``."""
+"""Chooses the backend for a loss on logits and connects it to autograd and ``torch.compile``.
+
+Every fast backend computes a formula of row sums in two passes (:mod:`labo.fast.formula`). Cross
+entropy, label smoothing and LABO also have kernels of their own in C and Triton, which take one
+call (:class:`Kernel`). What computes rows has one contract:
+
+``rows(logits, target, ..., *, weight, ignore_index, factor, out) -> (values, grad)``
+
+- ``logits``: (N, K); ``target``: (N,) int64, checked before; ``weight``: (K,) class weights.
+- ``factor``: None for values only. For the gradient too: the number, or the (N,) numbers, that it
+  is multiplied with before it is rounded to the dtype of the logits.
+- ``out``: where the gradient is written, (N, K) of the dtype of the logits. May be ``logits``. A
+  buffer that is given may be overwritten also if there is no gradient.
+- ``values``: (N,), at least float32. The value and the gradient of an ignored row are 0, whatever
+  its logits are.
+
+The rules, which the reference follows too:
+
+- A class whose logit is -inf is masked. It has no part in a smoothing distribution, and its
+  gradient is 0 unless it is the label.
+- 0 * inf = 0. A masked label costs infinity, unless its share 1 - alpha (in the precision of the
+  computation) or its class weight is 0: then it costs nothing. 0 * NaN is NaN.
+- The mean divides by the sum of the weights of the labels. If that is 0, because no row counts or
+  because all labels have weight 0, the mean and its gradient are 0.
+- The computation uses u = z - max z in at least float32. Where z is finite u is too: if the
+  difference overflows, it is the lowest finite number. Such a class is not masked.
+- A row with a NaN or a +inf, or with all classes masked, has the value NaN.
+- The bits of a row depend on that row alone.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,12 +40,12 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._rows import row_sum, wide
-from .._stored import stored_rows
-from . import algebra, blocked, native, shards
-from .algebra import FormulaSpec
-from .spec import RowSpec, Spec, as_formula
-
+from .._torch import forward_mode
+from ..fields import describe, described
+from ..rows import row_sum, wide
+from ..sums import FROM_TEACHER
+from . import blocked, formula, native
+from .kernel import Kernel
 
 def backends() -> dict[str, str]:
     """The backends that are available here, or the reason why one is not.
@@ -72,36 +99,27 @@ def _fused_refuses(logits: Tensor, target: Tensor, weight: Tensor | None) -> str
         return None
     if not _checks.is_plain(logits, target):
         return "tensor subclasses and torch.func transforms"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if forward_mode():
         return "forward-mode differentiation"
     return None
 
 
-def choose(
-    impl: str,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    inplace: bool = False,
-    reference_only: str | None = None,
-) -> str:
-    """The backend that serves a call: "reference", "blocked" or "native".
+def choose(loss: Any, logits: Tensor, target: Tensor, reference_only: str | None) -> str:
+    """The backend that serves a call: "reference", "blocked", "native" or "parallel".
 
     "auto" takes the fastest one that supports the call. float64 goes to the reference, which alone
     can be differentiated twice. So do probability targets, tensor subclasses and ``torch.func``.
 
     Args:
-        impl: the backend that the caller asked for, checked.
-        logits: its logits.
-        target: its target.
-        weight: its class weights.
-        inplace: whether the gradient is to be written over the logits.
-        reference_only: an option of the loss that only the reference supports.
+        loss: with the backend that the caller asked for, ``impl``.
+        logits: as given.
+        target: as given.
+        reference_only: what the loss was given that only the reference supports.
     """
-    _checks.check_tensors(logits, target)
+    impl, inplace = loss.impl, loss.inplace
     if _checks.is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):  # type: ignore[attr-defined]
         return _choose_parallel(impl, target, inplace, reference_only)
-    reason = reference_only or _fused_refuses(logits, target, weight)
+    reason = reference_only or _fused_refuses(logits, target, loss.weight)
     if impl == "auto":
         backend = "reference" if reason else _fastest(logits, inplace)
     else:
@@ -140,67 +158,53 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     return "reference" if plain and not inplace else "blocked"
 
 
-ROW_LOSS_SCHEMA = (
-    "Tensor? class_weight, Tensor? source, Tensor? stored, int ignore_index, str backend, str loss"
-)
+ROW_LOSS_SCHEMA = "Tensor[] tensors, str backend, str loss"
 
 
-class RowLoss(NamedTuple):
-    """A loss of :mod:`labo.fused.spec` on a backend: all its arguments but logits and target.
+class FastRows(NamedTuple):
+    """A loss on a backend, with what its masses come from.
 
-    ``source`` is what the masses of a formula come from, see :mod:`labo.fused.algebra`. With stored
+    ``source`` is a row of classes, a table or a teacher's logits, see :mod:`labo.sums`. With stored
     classes it has their log-probabilities, (N, k), and ``stored`` has the classes, -1 for none.
     """
 
-    weight: Tensor | None
-    ignore_index: int
+    loss: Any
     backend: str
-    spec: Spec
     source: Tensor | None = None
     stored: Tensor | None = None
 
+    @property
+    def weight(self) -> Tensor | None:
+        weight: Tensor | None = self.loss.weight
+        return weight
+
+    @property
+    def ignore_index(self) -> int:
+        return int(self.loss.ignore_index)
+
     @classmethod
-    def unpack(
-        cls,
-        weight: Tensor | None,
-        source: Tensor | None,
-        stored: Tensor | None,
-        ignore_index: int,
-        backend: str,
-        described: str,
-    ) -> RowLoss:
+    def unpack(cls, tensors: Sequence[Tensor], backend: str, text: str) -> FastRows:
         """The inverse of :meth:`pack`."""
-        name, *numbers = described.split(" ")
-        parameters = [float(x) for x in numbers]
-        if name.isdecimal():
-            return cls(weight, ignore_index, backend, RowSpec(int(name), *parameters), source)
-        *own, z_loss = parameters
-        spec = FormulaSpec(name, tuple(own), z_loss)
-        return cls(weight, ignore_index, backend, spec, source, stored)
+        kind, values = described(text, tensors)
+        given = (values.pop("source", None), values.pop("stored", None))
+        return cls(kind.bare(values), backend, *given)  # type: ignore[attr-defined]
 
-    def pack(self) -> tuple[Any, ...]:
-        """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them.
+    def pack(self) -> tuple[list[Tensor], str, str]:
+        """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them."""
+        given = {"source": self.source, "stored": self.stored}
+        values = self.loss.values() | {name: x for name, x in given.items() if x is not None}
+        text, tensors = describe(self.loss._registered, values)
+        return tensors, self.backend, text
 
-        The loss is a text: the name of a formula, or the number of a mode, and the parameters.
-        """
-        spec = self.spec
-        if isinstance(spec, FormulaSpec):
-            name, numbers = spec.name, [*spec.parameters, spec.z_loss]
-        else:
-            name, numbers = f"{spec.mode}", [*spec[1:]]
-        # float, because torch.compile may have made a variable of a number
-        described = " ".join([name, *[f"{float(x)!r}" for x in numbers]])
-        return (self.weight, self.source, self.stored, self.ignore_index, self.backend, described)
-
-    def for_chunk(self, part: slice) -> RowLoss:
+    def for_chunk(self, part: slice) -> FastRows:
         """The loss for some of the rows: with what a teacher gives for them, if there is one."""
-        spec, source = self.spec, self.source
-        if source is None or not isinstance(spec, FormulaSpec):
+        source = self.source
+        if source is None:
             return self
         if self.stored is not None:
             return self._replace(source=source[part], stored=self.stored[part])
-        by_row = algebra.FORMULAS[spec.name].masses == algebra.FROM_TEACHER
-        return self._replace(source=source[part]) if by_row else self
+        plan = formula.plan_of(self.loss, self.weight is not None)
+        return self._replace(source=source[part]) if plan.masses == FROM_TEACHER else self
 
     def rows(
         self,
@@ -210,38 +214,35 @@ class RowLoss(NamedTuple):
         out: Tensor | None = None,
         statistics: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Values and gradients; the contract is in :mod:`labo.fused.spec`.
+        """Values and gradients; the contract is in the module.
 
         A loss that :meth:`measures` also fills ``statistics``, (N, 5), with those of
-        :mod:`labo.fused.metrics`.
+        :mod:`labo.metrics`.
         """
-        rows: Callable[..., tuple[Tensor, Tensor | None]] = blocked.rows
-        if isinstance(self.spec, FormulaSpec):
-            backend = self._module(logits)
-            rows = partial(algebra.rows, backend, source=self.source, stored=self.stored)
-        elif self.backend == "native":
-            rows = native.rows if logits.is_cpu else _triton_rows
-        if statistics is not None:
-            rows = partial(rows, statistics=statistics)
-        multiplier = self.spec.multiplier if isinstance(self.spec, RowSpec) else 1.0
+        shared: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
+        shared |= {"out": out} if statistics is None else {"out": out, "statistics": statistics}
+        kernel = self._kernel()
+        if kernel is None:
+            taught: dict[str, Any] = {"source": self.source, "stored": self.stored}
+            rest = shared | taught | {"factor": factor}
+            return formula.rows(self._module(logits), logits, target, self.loss, **rest)
+        multiplier = kernel.multiplier
         if multiplier != 1 and factor is not None:
             factor = factor * multiplier
-        values, grad = rows(
-            logits,
-            target,
-            self.spec,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            factor=factor,
-            out=out,
-        )
+        rows = native.rows if logits.is_cpu else _triton_rows
+        values, grad = rows(logits, target, kernel, factor=factor, **shared)
         return values if multiplier == 1 else values * multiplier, grad
+
+    def _kernel(self) -> Kernel | None:
+        """The kernel of the loss, if it has one on this backend."""
+        kernel: Kernel | None = self.loss.kernel() if self.backend == "native" else None
+        return kernel
 
     def measures(self, logits: Tensor) -> bool:
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
-        if isinstance(self.spec, FormulaSpec):
-            return algebra.FORMULAS[self.spec.name].measures
-        return self.backend == "native" and logits.is_cpu
+        if self._kernel() is None:
+            return formula.plan_of(self.loss, self.weight is not None).measures
+        return logits.is_cpu
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
@@ -258,6 +259,13 @@ class RowLoss(NamedTuple):
         return row_sum(values) / divisor
 
 
+def backend_of(logits: Tensor) -> ModuleType:
+    """The fastest backend for these logits, with the functions of :mod:`labo.fast.formula`."""
+    if _native_refuses(logits) is None:
+        return native if logits.is_cpu else _triton_module()
+    return blocked
+
+
 def _triton_module() -> ModuleType:
     from . import kernels
 
@@ -267,7 +275,7 @@ def _triton_module() -> ModuleType:
 def _triton_rows(
     logits: Tensor,
     target: Tensor,
-    spec: RowSpec,
+    kernel: Kernel,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -278,16 +286,16 @@ def _triton_rows(
 
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         logits = logits.contiguous()
-    shared: dict[str, Any] = {"mode": spec.mode, "ignore_index": ignore_index, "weight": weight}
+    shared: dict[str, Any] = {"mode": kernel.mode, "ignore_index": ignore_index, "weight": weight}
     values, statistics = kernels.row_statistics(
-        logits, target, alpha=spec.alpha, tau=spec.tau, rho=spec.rho, **shared
+        logits, target, alpha=kernel.alpha, tau=kernel.tau, rho=kernel.rho, **shared
     )
     if factor is None:
         return values, None
     if not isinstance(factor, Tensor):
         factor = torch.full_like(values, factor)
     grad = kernels.row_gradient(
-        logits, target, statistics, factor.float(), tau=spec.tau, out=out, **shared
+        logits, target, statistics, factor.float(), tau=kernel.tau, out=out, **shared
     )
     return values, grad
 
@@ -328,7 +336,7 @@ class _Call(NamedTuple):
     """What is constant in a call: one argument for autograd to look at instead of many."""
 
     target: Tensor
-    loss: RowLoss
+    rows: FastRows
     divisor: float | Tensor
     reduction: str
     inplace: bool
@@ -352,8 +360,8 @@ class _GradientWithValue(torch.autograd.Function):
         if isinstance(factor, Tensor):
             factor = factor.expand(len(call.target))
         out = logits if call.inplace else None
-        values, ctx.grad = call.loss.rows(logits, call.target, factor, out)
-        return call.loss.reduce(values, call.reduction, call.divisor)
+        values, ctx.grad = call.rows.rows(logits, call.target, factor, out)
+        return call.rows.reduce(values, call.reduction, call.divisor)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -370,10 +378,10 @@ class _GradientLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
         # Saved, so that autograd notices if they are changed before the backward pass.
-        loss = call.loss
-        ctx.save_for_backward(logits, call.target, loss.weight, loss.source, loss.stored)
+        rows = call.rows
+        ctx.save_for_backward(logits, call.target, rows.weight, rows.source, rows.stored)
         ctx.call = call
-        return call.loss.rows(logits, call.target)[0]
+        return call.rows.rows(logits, call.target)[0]
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
@@ -384,7 +392,7 @@ class _GradientLater(torch.autograd.Function):
         logits, target, *_ = ctx.saved_tensors
         if call.inplace:
             ctx.call = None  # the logits are gone
-        return call.loss.rows(logits, target, upstream, logits if call.inplace else None)[1], None
+        return call.rows.rows(logits, target, upstream, logits if call.inplace else None)[1], None
 
 
 def _refuse_second_derivative() -> None:
@@ -404,79 +412,38 @@ def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     return grad.mul_(upstream)
 
 
-def row_loss(
-    logits: Tensor,
-    target: Tensor,
-    spec: Spec | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    dim: int,
-    impl: str,
-    inplace: bool,
-    *,
-    reference_only: str = "this option of the loss",
-    source: Callable[[], Tensor] | None = None,
-    stored: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | None:
-    """The loss by a fused backend, or None if the reference has to compute it.
-
-    Arguments as in :mod:`labo.functional`, where the plain values are checked.
+def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> Tensor:
+    """The reduced loss by a fast backend.
 
     Args:
-        spec: the loss; None if only the reference has it, because of ``reference_only``.
-        source: checks and returns what the masses of a formula come from.
-        stored: stored classes and their log-probabilities, (..., k), not yet checked.
+        rows: the loss.
+        logits: as the caller gave them.
+        flat: (N, K), the logits as rows.
+        labels: (N,) int64, not yet checked.
     """
-    only = reference_only if spec is None else None
-    backend = choose(impl, logits, target, weight, inplace, only)
-    if backend == "reference" or spec is None:
-        return None
-    if backend == "parallel":
-        shards.check_formula(as_formula(spec))
-        shared = (weight, ignore_index, reduction, dim)
-        class_row = None if source is None else source()
-        return shards.row_loss(logits, target, spec, *shared, class_row=class_row)
-    _checks.check_logits(logits, dim)
-    _checks.check_target(logits.shape, target, dim)
-    classes = logits.shape[dim]
-    _checks.check_weight(weight, classes)
-    if weight is not None or target.device != logits.device:
-        _checks.check_devices(logits, target=target, weight=weight)
-    # Every view is a node in the graph, and at small sizes the time goes into nodes.
-    flat, labels = logits, target
-    if logits.dim() != 2 or dim == 0 or dim == -2:
-        flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
-    if labels.dtype != torch.int64:
-        labels = labels.long()
-    total = denominator(logits.dtype, labels, classes, ignore_index, weight)
+    loss, classes = rows.loss, flat.shape[1]
+    reduction, inplace = loss.reduction, loss.inplace
+    total = denominator(logits.dtype, labels, classes, loss.ignore_index, loss.weight)
     divisor = total if reduction == "mean" else 1.0
-    loss = RowLoss(weight, ignore_index, backend, spec, None if source is None else source())
-    if stored is not None:
-        valid = labels != ignore_index
-        index, log_t = stored_rows(*stored, logits, target.shape, classes, valid)
-        loss = loss._replace(source=log_t, stored=index)
     with_grad = logits.requires_grad and torch.is_grad_enabled()
     late = logits.dtype in LATE_GRADIENT
     if inplace:
         _check_inplace(logits)
     if torch.compiler.is_compiling():
-        values, _ = rows_op(flat, labels, with_grad and not late, *loss.pack())
-        value = values if reduction == "none" else row_sum(values) / divisor
-    elif not with_grad:
-        value = loss.reduce(loss.rows(flat, labels)[0], reduction, divisor)
-    else:
-        call = _Call(labels, loss, divisor, reduction, inplace)
-        if inplace:
-            # The kernels write behind autograd's back. This counts as a change of the logits, so
-            # that the backward pass of an operation that saved them raises.
-            logits.detach()[:0].zero_()
-        if late:
-            values = _GradientLater.apply(flat, call)
-            value = values if reduction == "none" else row_sum(values) / divisor
-        else:
-            value = _GradientWithValue.apply(flat, call)
-    return value.reshape(target.shape) if reduction == "none" else value
+        values, _ = rows_op(flat, labels, with_grad and not late, *rows.pack())
+        return values if reduction == "none" else row_sum(values) / divisor
+    if not with_grad:
+        return rows.reduce(rows.rows(flat, labels)[0], reduction, divisor)
+    call = _Call(labels, rows, divisor, reduction, inplace)
+    if inplace:
+        # The kernels write behind autograd's back. This counts as a change of the logits, so that
+        # the backward pass of an operation that saved them raises.
+        logits.detach()[:0].zero_()
+    if not late:
+        result: Tensor = _GradientWithValue.apply(flat, call)
+        return result
+    values = _GradientLater.apply(flat, call)
+    return values if reduction == "none" else row_sum(values) / divisor
 
 
 def _check_inplace(logits: Tensor) -> None:
@@ -522,7 +489,7 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
 )
 def rows_op(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
     """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K)."""
-    values, grad = RowLoss.unpack(*loss).rows(logits, target, 1.0 if with_grad else None)
+    values, grad = FastRows.unpack(*loss).rows(logits, target, 1.0 if with_grad else None)
     return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
 
 
@@ -540,7 +507,7 @@ def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tens
 )
 def rows_backward_op(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
     """The gradient of sum_i upstream_i value_i, (N, K)."""
-    _, grad = RowLoss.unpack(*loss).rows(logits, target, upstream)
+    _, grad = FastRows.unpack(*loss).rows(logits, target, upstream)
     assert grad is not None
     return grad
 
@@ -551,22 +518,22 @@ def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
 
 
 def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, target, ctx.with_grad, *given = inputs
-    tensors, ctx.loss = given[:3], given[3:]
+    logits, target, ctx.with_grad, tensors, *ctx.loss = inputs
+    ctx.tensors = len(tensors)
     if ctx.with_grad:
         ctx.save_for_backward(output[1])
     else:
         ctx.save_for_backward(logits, target, *tensors)
 
 
-def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
     if ctx.with_grad:
         (grad,) = ctx.saved_tensors
         grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
     else:
         logits, target, *tensors = ctx.saved_tensors
-        grad = rows_backward_op(logits, target, upstream, *tensors, *ctx.loss)
-    return (grad, None, None, *(None,) * 3, *(None for _ in ctx.loss))
+        grad = rows_backward_op(logits, target, upstream, tensors, *ctx.loss)
+    return (grad, None, None, [None] * ctx.tensors, None, None)
 
 
 rows_op.register_autograd(_rows_gradient, setup_context=_save_for_rows)

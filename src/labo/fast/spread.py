@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._rows import row_sum, wide
-
-NORM, DEVIATION = "norm", "deviation"
+from ..rows import row_sum, wide
 
 # Elements of a block of rows, whose copies stay in the cache.
 _BLOCK = 1 << 19
@@ -36,7 +34,7 @@ class Spread(NamedTuple):
 
 def spread(
     logits: Tensor,
-    kind: str,
+    centered: bool,
     moments: Moments | None,
     student: Tensor | None = None,
     own: Spread | None = None,
@@ -45,7 +43,7 @@ def spread(
 
     Args:
         logits: (N, K).
-        kind: ``NORM`` or ``DEVIATION``. Only the n classes that are not masked count.
+        centered: whether it is the standard deviation. Only the n classes that are not masked count.
         moments: of a backend on the CPU, see :data:`Moments`.
         student: (N, K), the logits of the student, whose masked classes do not count either.
         own: the spread of these.
@@ -55,34 +53,34 @@ def spread(
     if not logits.is_cpu or moments is None:
         everywhere = range(0, max(1, len(logits)), at_once)
         blocks = [slice(first, first + at_once) for first in everywhere]
-        return _masked_rows(logits, kind, student, blocks)
+        return _masked_rows(logits, centered, student, blocks)
     # Where values can be read at no cost, most rows turn out to need neither masks nor care.
-    center, squares = moments(logits, kind == DEVIATION)
+    center, squares = moments(logits, centered)
     plain = squares.isfinite()
     if own is not None:
         plain &= own.plain
     count = torch.full_like(squares, classes)
-    found = _finish(squares.sqrt(), center, count, kind, plain)
+    found = _finish(squares.sqrt(), center, count, centered, plain)
     if not bool(plain.all()):
         rest = (~plain).nonzero().squeeze(1)
-        masked = _masked_rows(logits, kind, student, rest.split(at_once))
+        masked = _masked_rows(logits, centered, student, rest.split(at_once))
         for x, y in zip(found, masked, strict=True):
             x[rest] = y
     return found
 
 
 def _masked_rows(
-    logits: Tensor, kind: str, student: Tensor | None, blocks: Sequence[slice | Tensor]
+    logits: Tensor, centered: bool, student: Tensor | None, blocks: Sequence[slice | Tensor]
 ) -> Spread:
     """The spread of the rows in these blocks, of which classes may be masked."""
     found = []
     for part in blocks:
         z = logits[part].to(wide(logits.dtype))
-        found.append(_masked(z, None if student is None else student[part], kind))
+        found.append(_masked(z, None if student is None else student[part], centered))
     return Spread(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
-def _masked(z: Tensor, student: Tensor | None, kind: str) -> Spread:
+def _masked(z: Tensor, student: Tensor | None, centered: bool) -> Spread:
     mask = z == -math.inf
     if student is not None:
         mask |= student == -math.inf
@@ -91,18 +89,18 @@ def _masked(z: Tensor, student: Tensor | None, kind: str) -> Spread:
     largest = z.abs().amax(1, keepdim=True).clamp(min=1e-30)
     z = z / largest  # squares do not overflow
     center = torch.zeros_like(count)
-    if kind == DEVIATION:
+    if centered:
         center = row_sum(z).double() / count
         z = (z - center.unsqueeze(1).to(z.dtype)).masked_fill_(mask, 0.0)
     unit = largest.squeeze(1).double()
     length = unit * row_sum(z.square()).double().sqrt()
-    return _finish(length, unit * center, count, kind, ~mask.any(1))
+    return _finish(length, unit * center, count, centered, ~mask.any(1))
 
 
-def _finish(length: Tensor, center: Tensor, count: Tensor, kind: str, plain: Tensor) -> Spread:
+def _finish(length: Tensor, center: Tensor, count: Tensor, centered: bool, plain: Tensor) -> Spread:
     """From |z - center| of each row and the number of its classes."""
     per_root = torch.ones_like(length)
-    if kind == DEVIATION:
+    if centered:
         per_root = 1 / (count - 1).clamp(min=1).sqrt()
     slope = (per_root / length).masked_fill(length <= 1e-3, 0.0)
     return Spread(length.clamp(min=1e-3) * per_root + 1e-7, center, slope, plain)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._rows import log_sum, row_sum, zero_log
+from .rows import log_sum, row_sum, zero_log
 
 
 def stored_rows(

@@ -1,0 +1,418 @@
+"""The base of every loss: fields, checks, shared arguments, choice of backend, reduction, function.
+
+A loss is one class. Its hyper-parameters are fields (:mod:`labo.fields`). Its value is either
+
+- ``value(self, row)``, a formula of the sums over a row of logits (:mod:`labo.sums`): then every
+  backend computes it, also on split columns and in :func:`labo.linear_loss`; or
+- ``on_rows(self, rows, ...)``, from the rows themselves (:mod:`labo.rows`), in plain PyTorch.
+
+The Module, the function in :mod:`labo.functional` and the recipe keys of the lab are derived.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import dataclass_transform
+
+from . import _checks
+from ._checks import TeacherError
+from .fast.dispatch import FastRows, choose, fast_loss
+from .fast.kernel import Kernel
+from .fields import (
+    NOT_NEGATIVE,
+    REQUIRED,
+    Field,
+    arguments_text,
+    collect,
+    hyper,
+    register,
+    state,
+    with_signature,
+)
+from .rows import Rows, log_sum, teacher_rows
+from .stored import stored_rows
+from .sums import PlainSums, RowSums, value_of
+
+__all__ = ["Loss", "hyper", "state"]
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+Self = TypeVar("Self", bound="Loss")
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(hyper, state))
+class Loss(nn.Module):
+    """A loss on logits and targets, called as ``loss(logits, target)``.
+
+    The hyper-parameters are attributes, tensors among them buffers. They may be changed.
+    """
+
+    weight: Tensor | None = hyper(
+        default=None,
+        doc="(K,) class weights, as in ``F.cross_entropy``: the term of class j in the cross "
+        "entropy of a label is multiplied by w_j, a term that is not a sum over the label by the "
+        "weight of the label",
+    )
+    ignore_index: int = hyper(default=-100, doc="rows with this target do not count")
+    reduction: str = hyper(
+        default="mean",
+        choices=("none", "mean", "sum"),
+        doc='"none", "mean" (over the rows that count, weighted by ``weight``) or "sum". The mean '
+        "is 0 if no row counts or if all labels have weight 0",
+    )
+    dim: int = hyper(default=-1, doc="the dimension of the classes")
+    z_loss: float = hyper(
+        default=0.0, within=NOT_NEGATIVE, doc="lambda of a z-loss that is added to each row"
+    )
+    impl: str = hyper(
+        default="auto",
+        choices=("auto", "reference", "blocked", "native"),
+        doc="the backend; all give the same results. ``reference`` is the plain formula, "
+        "differentiable any number of times, ``auto`` the fastest one that supports the call",
+    )
+    inplace: bool = hyper(
+        default=False,
+        doc="write the gradient over the logits, which are not read afterwards: it then takes no "
+        "memory of its own",
+    )
+
+    fields: ClassVar[dict[str, Field]]
+    name: ClassVar[str | None] = None  # in labo.LOSSES
+    function_name: ClassVar[str | None] = None  # in labo.functional
+    # Whether the value is linear in the label, so that class probabilities are taken.
+    linear: ClassVar[bool] = True
+    # Whether the value of a row depends on that row alone and the loss has no parameters.
+    rowwise: ClassVar[bool] = True
+    # Whether ``alpha`` is the weight of a smoothing distribution in the label.
+    smooths: ClassVar[bool] = False
+    # The name of the function's argument for teacher logits, if it has one.
+    teacher_argument: ClassVar[str | None] = None
+    teacher_optional: ClassVar[bool] = False
+    # Whether the teacher is given as stored classes and their log-probabilities, not as logits.
+    teacher_is_stored: ClassVar[bool] = False
+    # Whether the sums are over the classes other than the target.
+    leaves_out_target: ClassVar[bool] = False
+    # Fields of a base that the loss does not have.
+    without: ClassVar[tuple[str, ...]] = ()
+    # What the function takes after the target, with defaults, and as keywords.
+    inputs: ClassVar[dict[str, Any]] = {}
+    keywords: ClassVar[dict[str, Any]] = {}
+
+    _registered: ClassVar[str]
+    _own: ClassVar[tuple[str, ...]]  # the fields of the function that are not shared
+    _of_function: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _declare(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = self.fields.get(name)
+        if field is not None:
+            field.check(value)
+        super().__setattr__(name, value)
+
+    # ------------------------------------------------------------------ what a loss defines
+
+    def value(self, row: RowSums) -> Tensor:
+        """The value of each row, (N,), as a formula of sums."""
+        raise NotImplementedError
+
+    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
+        """The value of each row, (N,), for a loss that is no such formula."""
+        raise NotImplementedError
+
+    def reference_only(self, *inputs: Any) -> str | None:
+        """What the fast backends do not support in this call, or None."""
+        return None if _defines(type(self), "value") else "this loss"
+
+    def check_together(self) -> None:
+        """Refuse hyper-parameters that do not go together."""
+
+    def make_state(self) -> None:
+        """Register buffers and parameters; for the Module."""
+
+    def current(self: Self) -> Self:
+        """The loss with the hyper-parameters of this epoch or step."""
+        return self
+
+    def without_teacher(self) -> Loss:
+        """The loss that computes if no teacher is given, where it is optional."""
+        return self
+
+    def class_row(self, num_classes: int) -> Tensor | None:
+        """The row of classes, (K,), that the masses come from, if they do."""
+        return None
+
+    def kernel(self) -> Kernel | None:
+        """The loss as its own kernel knows it, if it has one."""
+        return None
+
+    @property
+    def smoothing_weight(self) -> float | str:
+        """The weight of the smoothing distribution: a number, "adaptive", or 0 without one."""
+        weight: float | str = self.alpha if self.smooths else 0.0  # type: ignore[assignment]
+        return weight
+
+    # ------------------------------------------------------------------ the Module
+
+    def forward(
+        self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
+    ) -> Tensor:
+        self.check_teacher(teacher_logits is not None)
+        inputs = () if teacher_logits is None else (teacher_logits,)
+        return self.current().compute(logits, target, *inputs)
+
+    def check_teacher(self, given: bool) -> None:
+        """Refuse missing teacher logits, and teacher logits that the loss does not take."""
+        name = type(self).__name__
+        if given and self.teacher_argument is None:
+            raise TeacherError(f"{name} takes no teacher logits")
+        if not given and self.teacher_argument is not None and not self.teacher_optional:
+            raise TeacherError(
+                f"{name} needs teacher_logits: the logits of a teacher, of the shape of the logits"
+            )
+
+    def extra_repr(self) -> str:
+        parts = []
+        for name, field in self.fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                parts.append(f"{name}=<{len(value)} classes>")
+            elif value != field.default or name in self._own:
+                parts.append(f"{name}={value!r}")
+        return ", ".join(parts)
+
+    # ------------------------------------------------------------------ without a Module
+
+    @classmethod
+    def bare(cls: type[Self], values: Mapping[str, Any]) -> Self:
+        """A loss that is no Module, for one call: hyper-parameters and no state."""
+        loss = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(loss, name, value)
+        return loss
+
+    def values(self) -> dict[str, Any]:
+        """The hyper-parameters that the function has, with their current values."""
+        return {name: getattr(self, name) for name in self._of_function}
+
+    def having(self: Self, **changes: Any) -> Self:
+        """A bare copy with other hyper-parameters."""
+        return type(self).bare(self.values() | changes)
+
+    def as_loss(self, other: type[Self], **own: Any) -> Self:
+        """Another loss with the shared arguments of this one."""
+        return other.bare({name: getattr(self, name) for name in _SHARED} | own)
+
+    def plan_key(self) -> tuple[Any, ...]:
+        """What the sums of the formula depend on; a tensor changes none."""
+        values = (getattr(self, name) for name in self._own)
+        return tuple(None if isinstance(value, Tensor) else value for value in values)
+
+    # ------------------------------------------------------------------ the computation
+
+    def compute(self, logits: Tensor, target: Tensor, *inputs: Any, **keywords: Any) -> Tensor:
+        """The reduced loss.
+
+        Args:
+            logits: (..., K), or classes in ``dim``.
+            target: (...) class indices, or (..., K) class probabilities.
+            inputs: what the function takes after the target.
+            keywords: further arguments of the function.
+        """
+        if not inputs and self.teacher_optional:
+            return self.without_teacher().compute_rows(logits, target, (), keywords)
+        return self.compute_rows(logits, target, inputs, keywords)
+
+    def compute_rows(
+        self, logits: Tensor, target: Tensor, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Tensor:
+        """:meth:`compute`, once it is known which loss computes."""
+        _checks.check_tensors(logits, target)
+        reason = self.reference_only(*inputs)
+        backend = choose(self, logits, target, reason)
+        if backend == "reference":
+            return self._plain(logits, target, inputs, keywords)
+        dim, classes = self.dim, 0
+        if backend == "parallel":
+            from .heads import split
+
+            return split.row_loss(logits, target, self)
+        _checks.check_logits(logits, dim)
+        _checks.check_target(logits.shape, target, dim)
+        classes = logits.shape[dim]
+        _checks.check_weight(self.weight, classes)
+        if self.weight is not None or target.device != logits.device:
+            _checks.check_devices(logits, target=target, weight=self.weight)
+        # Every view is a node in the graph, and at small sizes the time goes into nodes.
+        flat, labels = logits, target
+        if logits.dim() != 2 or dim == 0 or dim == -2:
+            flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
+        if labels.dtype != torch.int64:
+            labels = labels.long()
+        if self.teacher_is_stored:
+            index, log_t = stored_rows(
+                *inputs, logits, target.shape, classes, labels != self.ignore_index
+            )
+            rows = FastRows(self, backend, log_t, index)
+        else:
+            rows = FastRows(self, backend, self.source(logits, inputs))
+        value = fast_loss(rows, logits, flat, labels)
+        return value.reshape(target.shape) if self.reduction == "none" else value
+
+    def source(self, logits: Tensor, inputs: tuple[Any, ...]) -> Tensor | None:
+        """What the masses come from, for a fast backend, once it is known to fit."""
+        classes = logits.shape[self.dim]
+        if self.teacher_argument is not None:
+            name, given = self.teacher_argument, inputs[0] if inputs else None
+            shape = logits.movedim(self.dim, -1).shape[:-1]
+            teacher = teacher_rows(name, given, shape, classes, self.dim)
+            _checks.check_devices(logits, **{name: teacher})
+            return teacher
+        return self._class_row(logits, classes)
+
+    def _class_row(self, logits: Tensor, classes: int) -> Tensor | None:
+        row = self.class_row(classes)
+        if row is not None:
+            _checks.check_devices(logits, **{self._row_name: row})
+        return row
+
+    @property
+    def _row_name(self) -> str:
+        """The field that :meth:`class_row` is made of."""
+        return next((n for n in self._own if isinstance(getattr(self, n), Tensor)), "the row")
+
+    def _plain(
+        self, logits: Tensor, target: Tensor, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Tensor:
+        """The reference: sums in plain PyTorch, or the rows themselves."""
+        shared = (self.weight, self.ignore_index, self.reduction, self.dim)
+        rows = Rows(logits, target, *shared, linear=self.linear)
+        if _defines(type(self), "on_rows") and self.reference_only(*inputs) is not None:
+            values = self.on_rows(rows, *inputs, **keywords)
+            if self.z_loss:
+                values = values + rows.weigh(self.z_loss * log_sum(rows.logits).square())
+            return rows.reduce(values)
+        return rows.reduce(self.plain_values(rows, inputs))
+
+    def plain_values(self, rows: Rows, inputs: tuple[Any, ...] = ()) -> Tensor:
+        """The value of each row by the formula, in plain PyTorch, (M,)."""
+        stored = source = None
+        if self.teacher_is_stored:
+            stored = stored_rows(*inputs, rows.logits, rows.shape, rows.num_classes, rows.valid)
+        elif self.teacher_argument is not None:
+            source = rows.teacher(self.teacher_argument, inputs[0] if inputs else None)
+        else:
+            source = self.plain_source(rows, inputs)
+        sums = PlainSums(self, rows, source, stored)
+        return sums.averaged(value_of(self, sums))
+
+    def plain_source(self, rows: Rows, inputs: tuple[Any, ...]) -> Tensor | None:
+        """What the masses come from that are no teacher's."""
+        return self._class_row(rows.logits, rows.num_classes)
+
+
+def _defines(cls: type[Loss], method: str) -> bool:
+    return getattr(cls, method) is not getattr(Loss, method)
+
+
+def _declare(cls: type[Loss]) -> None:
+    """Constructor, arguments in the docstring, and the name for operators, from the fields."""
+    cls.fields = collect(cls)
+    cls._of_function = tuple(n for n, field in cls.fields.items() if not field.module_only)
+    cls._own = tuple(name for name in cls._of_function if name not in _SHARED)
+    fields = sorted(cls.fields.values(), key=lambda field: field.kw_only)
+    names = [field.name for field in fields]
+    own = inspect.Parameter("self", _POSITIONAL)
+
+    def build(self: Loss, *values: Any) -> None:
+        given = dict(zip(names, values, strict=True))
+        nn.Module.__init__(self)
+        for name in cls.fields:
+            value = given[name]
+            cls.fields[name].check(value)
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+        self.check_together()
+        self.make_state()
+
+    parameters = [own, *(field.parameter() for field in fields)]
+    init = with_signature("__init__", parameters, build, cls.__module__, None)
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    register(cls)
+    text = inspect.cleandoc(cls.__doc__ or "")
+    listed = arguments_text(f for f in cls.fields.values() if f.name not in _SHARED)
+    if listed and "\nArgs:\n" not in text:
+        head, mark, tail = text.partition("\nExample:")
+        text = f"{head}\nArgs:\n{listed}\n{mark}{tail}"
+    cls.__doc__ = text
+
+
+_SHARED: tuple[str, ...] = ()  # while Loss itself is declared
+_declare(Loss)
+_SHARED = tuple(Loss.fields)
+
+
+def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
+    """The loss as a function of logits, target, inputs and hyper-parameters."""
+    fields = [cls.fields[name] for name in cls._of_function]
+    positional = [field for field in fields if not field.kw_only]
+    named = [field for field in fields if field.kw_only]
+    tensor: dict[str, Any] = {"annotation": Tensor}
+    optional: dict[str, Any] = {"annotation": Tensor | None}
+
+    def given(name: str, default: Any, kind: Any) -> inspect.Parameter:
+        about = tensor if default is REQUIRED else optional
+        return inspect.Parameter(name, kind, default=default, **about)
+
+    parameters = [given("logits", REQUIRED, _POSITIONAL), given("target", REQUIRED, _POSITIONAL)]
+    parameters += [given(name, default, _POSITIONAL) for name, default in cls.inputs.items()]
+    parameters += [field.parameter() for field in positional]
+    own = [field for field in named if field.name not in _SHARED]
+    parameters += [field.parameter() for field in own]
+    parameters += [given(name, default, _KEYWORD) for name, default in cls.keywords.items()]
+    parameters += [field.parameter() for field in named if field.name in _SHARED]
+    names = tuple(parameter.name for parameter in parameters)
+
+    def call(*values: Any) -> Tensor:
+        taken = dict(zip(names, values, strict=True))
+        logits, target = taken.pop("logits"), taken.pop("target")
+        inputs = tuple(taken.pop(name) for name in cls.inputs)
+        keywords = {name: taken.pop(name) for name in cls.keywords}
+        if inputs and inputs[0] is None:
+            inputs = ()
+        return _checked(cls, taken).compute(logits, target, *inputs, **keywords)
+
+    name = cls.function_name
+    assert name is not None
+    function = with_signature(name, parameters, call, "labo.functional", Tensor)
+    function.__doc__ = function_doc(cls)
+    function.loss = cls  # type: ignore[attr-defined]
+    return function
+
+
+def function_doc(cls: type[Loss]) -> str:
+    """The docstring of a class for its function: without the example of the Module."""
+    text = (cls.__doc__ or "").partition("\nExample:")
+    reference = text[2].partition("\nReference:")[2]
+    shared = "weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss"
+    head = text[0].rstrip()
+    head += f"\n    {shared}." if "\nArgs:\n" in head else f"\n\nArgs:\n    {shared}."
+    return head + (f"\n\nReference:{reference}" if reference else "")
+
+
+def _checked(cls: type[Self], values: dict[str, Any]) -> Self:
+    """A bare loss, once its hyper-parameters are known to be in range."""
+    for name, value in values.items():
+        cls.fields[name].check(value)
+    loss = cls.bare(values)
+    loss.check_together()
+    return loss
