@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from . import calibration as calibration
     from . import functional as functional
     from . import smoothing as smoothing
+    from .fast.dispatch import backends as backends
     from .heads import parallel as parallel
     from .heads.low_rank import LowRankWeight as LowRankWeight
-    from .fast.dispatch import backends as backends
+    from .heads.quantized import QuantizedWeight as QuantizedWeight
     from .linear import LinearLoss as LinearLoss
     from .linear import LinearLossOptions as LinearLossOptions
     from .linear import TeacherHead as TeacherHead
     from .linear import linear_loss as linear_loss
-    from .metrics import LossMetrics as LossMetrics
-    from .heads.quantized import QuantizedWeight as QuantizedWeight
     from .losses import *  # noqa: F403
+    from .metrics import LossMetrics as LossMetrics
 
 _MODULES = {
     "calibration": "calibration",

@@ -105,11 +105,9 @@ class Field:
         elif self.kind is bool and not isinstance(value, bool):
             raise ValueError(f"{self.name} must be True or False, got {value!r}")
 
-    def parameter(self, kw_only: bool | None = None) -> inspect.Parameter:
-        by_name = self.kw_only if kw_only is None else kw_only
-        kind = inspect.Parameter.KEYWORD_ONLY
-        if not by_name:
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    def parameter(self) -> inspect.Parameter:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        kind = kinds[self.kw_only]
         return inspect.Parameter(self.name, kind, default=self.default, annotation=self.kind)
 
 
@@ -191,7 +189,9 @@ def with_signature(
     exec(source, scope)
     function: Callable[..., Any] = scope[name]
     function.__module__ = module
-    function.__annotations__ = {p.name: p.annotation for p in listed if p.annotation is not REQUIRED}
+    function.__annotations__ = {
+        p.name: p.annotation for p in listed if p.annotation is not REQUIRED
+    }
     function.__annotations__["return"] = returns
     return function
 

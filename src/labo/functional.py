@@ -1,4 +1,4 @@
-r"""Every loss as a pure function of logits and target, derived from its class in :mod:`labo.losses`.
+r"""Every loss as a pure function of logits and target, derived from its class in ``labo.losses``.
 
 All losses have the signature ``f(logits, target, *, <hyper-parameters>, weight=None,
 ignore_index=-100, reduction="mean", dim=-1, z_loss=0.0, impl="auto", inplace=False)``:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _checks

@@ -505,7 +505,9 @@ def linear_loss(
     if teacher and isinstance(teacher_logits, TeacherHead):
         teacher_softcap = teacher_logits.softcap
         _check_softcap(teacher_softcap)
-    rows = _choose(_computing(active, teacher, z_loss, impl), head, labels, teacher, teacher_softcap)
+    rows = _choose(
+        _computing(active, teacher, z_loss, impl), head, labels, teacher, teacher_softcap
+    )
     classes = len(head.weight)
     if target.is_floating_point():
         total: float | Tensor = max(1, len(labels))

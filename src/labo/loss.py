@@ -46,7 +46,11 @@ Self = TypeVar("Self", bound="Loss")
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(hyper, state))
-class Loss(nn.Module):
+class _WithFields(nn.Module):
+    """Tells type checkers that the fields of a subclass are the arguments of its constructor."""
+
+
+class Loss(_WithFields):
     """A loss on logits and targets, called as ``loss(logits, target)``.
 
     The hyper-parameters are attributes, tensors among them buffers. They may be changed.
@@ -99,9 +103,10 @@ class Loss(nn.Module):
     leaves_out_target: ClassVar[bool] = False
     # Fields of a base that the loss does not have.
     without: ClassVar[tuple[str, ...]] = ()
-    # What the function takes after the target, with defaults, and as keywords.
-    inputs: ClassVar[dict[str, Any]] = {}
-    keywords: ClassVar[dict[str, Any]] = {}
+    # What the function takes after the target, or may take, and as keywords.
+    inputs: ClassVar[tuple[str, ...]] = ()
+    optional_inputs: ClassVar[tuple[str, ...]] = ()
+    keywords: ClassVar[tuple[str, ...]] = ()
 
     _registered: ClassVar[str]
     _own: ClassVar[tuple[str, ...]]  # the fields of the function that are not shared
@@ -257,9 +262,8 @@ class Loss(nn.Module):
         if labels.dtype != torch.int64:
             labels = labels.long()
         if self.teacher_is_stored:
-            index, log_t = stored_rows(
-                *inputs, logits, target.shape, classes, labels != self.ignore_index
-            )
+            valid = labels != self.ignore_index
+            index, log_t = stored_rows(inputs[0], inputs[1], logits, target.shape, classes, valid)
             rows = FastRows(self, backend, log_t, index)
         else:
             rows = FastRows(self, backend, self.source(logits, inputs))
@@ -305,7 +309,9 @@ class Loss(nn.Module):
         """The value of each row by the formula, in plain PyTorch, (M,)."""
         stored = source = None
         if self.teacher_is_stored:
-            stored = stored_rows(*inputs, rows.logits, rows.shape, rows.num_classes, rows.valid)
+            stored = stored_rows(
+                inputs[0], inputs[1], rows.logits, rows.shape, rows.num_classes, rows.valid
+            )
         elif self.teacher_argument is not None:
             source = rows.teacher(self.teacher_argument, inputs[0] if inputs else None)
         else:
@@ -346,7 +352,7 @@ def _declare(cls: type[Loss]) -> None:
 
     parameters = [own, *(field.parameter() for field in fields)]
     init = with_signature("__init__", parameters, build, cls.__module__, None)
-    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    cls.__init__ = init  # type: ignore[method-assign]
     register(cls)
     text = inspect.cleandoc(cls.__doc__ or "")
     listed = arguments_text(f for f in cls.fields.values() if f.name not in _SHARED)
@@ -374,18 +380,19 @@ def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
         return inspect.Parameter(name, kind, default=default, **about)
 
     parameters = [given("logits", REQUIRED, _POSITIONAL), given("target", REQUIRED, _POSITIONAL)]
-    parameters += [given(name, default, _POSITIONAL) for name, default in cls.inputs.items()]
+    parameters += [given(name, REQUIRED, _POSITIONAL) for name in cls.inputs]
+    parameters += [given(name, None, _POSITIONAL) for name in cls.optional_inputs]
     parameters += [field.parameter() for field in positional]
     own = [field for field in named if field.name not in _SHARED]
     parameters += [field.parameter() for field in own]
-    parameters += [given(name, default, _KEYWORD) for name, default in cls.keywords.items()]
+    parameters += [given(name, None, _KEYWORD) for name in cls.keywords]
     parameters += [field.parameter() for field in named if field.name in _SHARED]
     names = tuple(parameter.name for parameter in parameters)
 
     def call(*values: Any) -> Tensor:
         taken = dict(zip(names, values, strict=True))
         logits, target = taken.pop("logits"), taken.pop("target")
-        inputs = tuple(taken.pop(name) for name in cls.inputs)
+        inputs = tuple(taken.pop(name) for name in (*cls.inputs, *cls.optional_inputs))
         keywords = {name: taken.pop(name) for name in cls.keywords}
         if inputs and inputs[0] is None:
             inputs = ()
@@ -403,9 +410,12 @@ def function_doc(cls: type[Loss]) -> str:
     """The docstring of a class for its function: without the example of the Module."""
     text = (cls.__doc__ or "").partition("\nExample:")
     reference = text[2].partition("\nReference:")[2]
-    shared = "weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss"
-    head = text[0].rstrip()
-    head += f"\n    {shared}." if "\nArgs:\n" in head else f"\n\nArgs:\n    {shared}."
+    soft = " or (..., K) class probabilities" if cls.linear else ""
+    given = f"    logits: (..., K).\n    target: (...) class indices{soft}.\n"
+    shared = f"    {', '.join(_SHARED)}: as for every loss."
+    head, _, own = text[0].rstrip().partition("\nArgs:\n")
+    own = f"{own}\n" if own else ""
+    head = f"{head.rstrip()}\n\nArgs:\n{given}{own}{shared}"
     return head + (f"\n\nReference:{reference}" if reference else "")
 
 

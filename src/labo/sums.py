@@ -21,8 +21,8 @@ A loss writes its value with the attributes of :class:`RowSums`. Three classes p
 
 - :class:`PlainSums` computes a sum when it is used, in plain PyTorch: any derivative, any dtype,
   class probabilities as labels. This is the reference.
-- :class:`Traced` notes which sums a formula uses. :func:`passes_of` calls the formula with it, once,
-  to know what the two passes of a fast backend have to compute.
+- :class:`Traced` notes which sums a formula uses. :func:`passes_of` calls the formula with it,
+  once, to know what the two passes of a fast backend have to compute.
 - :class:`FoundSums` has the sums that a fast backend has found (:mod:`labo.fast.formula`).
 
 Some losses take the logs of a mixture m = (1 - a) U + a p with the uniform distribution U. For n
@@ -33,15 +33,15 @@ classes and x = u + s, s = log(a n / ((1 - a) sum(e))), they are
 Some losses divide the logits of a row by their norm or standard deviation. In the sums that is a
 temperature of the row, and another one for a teacher (:class:`RowTau`).
 
-*Stored* classes are k classes of each row, whose numbers log t_j come from a teacher. They are in no
-sum, so that what is summed over the other classes keeps its digits when the stored ones have almost
-all of the mass. The formula gets their u, (N, k), one by one.
+*Stored* classes are k classes of each row, whose numbers log t_j come from a teacher. They are in
+no sum, so that what is summed over the other classes keeps its digits when the stored ones have
+almost all of the mass. The formula gets their u, (N, k), one by one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -114,8 +114,8 @@ class Formula(Protocol):
     """A loss whose value is a formula of the sums."""
 
     z_loss: float
-    leaves_out_target: bool
-    teacher_is_stored: bool
+    leaves_out_target: ClassVar[bool]
+    teacher_is_stored: ClassVar[bool]
 
     def value(self, row: RowSums) -> Tensor:
         """The value of each row, (N,)."""
@@ -345,9 +345,12 @@ class PlainSums(RowSums):
                 self.dtype
             )
         device = rows.logits.device
-        super().__init__(loss, w_y, torch.full((), rows.num_classes, dtype=self.dtype, device=device))
+        super().__init__(
+            loss, w_y, torch.full((), rows.num_classes, dtype=self.dtype, device=device)
+        )
         self.rows, self.source = rows, source
-        self.index, self._log_t = (None, None) if stored is None else stored
+        self.index = None if stored is None else stored[0]
+        self._log_t = None if stored is None else stored[1]
         self._found: dict[str, Tensor] = {}
         self._settings: dict[str, Any] = {"tau": 1.0}
         z = rows.shifted

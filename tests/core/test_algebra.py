@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import decimal
-import inspect
 import math
 
 import pytest
@@ -15,10 +14,11 @@ from torch import Tensor
 import labo
 from conftest import LOSS_CASES, LossCase, triton_for_native
 from labo import functional as F
-from labo.rows import largest
 from labo.fast import blocked, dispatch, native
 from labo.loss import Loss, hyper
+from labo.rows import largest
 from labo.sums import RowSums
+
 
 # Losses with these options are left to the reference.
 def has_formula(function) -> bool:
@@ -28,9 +28,7 @@ def has_formula(function) -> bool:
 
 REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied"}
 CASES = [
-    case
-    for case in LOSS_CASES
-    if has_formula(case.function) and case.name not in REFERENCE_ONLY
+    case for case in LOSS_CASES if has_formula(case.function) and case.name not in REFERENCE_ONLY
 ]
 Z_LOSS = [
     LossCase("ce-z", F.cross_entropy_loss, {"z_loss": 1e-3}),

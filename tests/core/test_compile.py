@@ -7,8 +7,8 @@ import torch
 import torch._dynamo.testing
 
 import labo
-from labo.loss import Loss
 from conftest import LOSS_CASES, MODULES
+from labo.loss import Loss
 
 LENGTHS = [5, 7, 64, 33_000, 3]  # sums over more than 2^15 rows are split elsewhere
 K = 6

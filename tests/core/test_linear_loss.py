@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import labo
 from conftest import MODULES, gradient
 from labo import linear
-from labo.heads import quantized
 from labo.fast.dispatch import FastRows
+from labo.heads import quantized
 from probes import LargestTensor
 
 N, D, V = 13, 6, 11

@@ -47,6 +47,7 @@ from ..sums import FROM_TEACHER
 from . import blocked, formula, native
 from .kernel import Kernel
 
+
 def backends() -> dict[str, str]:
     """The backends that are available here, or the reason why one is not.
 

@@ -22,9 +22,9 @@ emix             e_j log(1 + exp(-x_j))
 The backend writes the gradient, times a factor, in a second pass.
 
 No backend knows about stored classes: both passes read logits in which they are masked (in the
-buffer of the gradient, never in the logits of the caller), and their entries are added to the 0 that
-is the gradient of a masked class. The maximum of the sums is then that of the other classes, while
-u_y, u_stored and ``top`` have the maximum of all classes.
+buffer of the gradient, never in the logits of the caller), and their entries are added to the 0
+that is the gradient of a masked class. The maximum of the sums is then that of the other classes,
+while u_y, u_stored and ``top`` have the maximum of all classes.
 
 The sums of a mixture take a second call, because s is known after the first one. Both logs are held
 constant, as the masses are. With a temperature of each row the sums of u r and u q give the

@@ -10,8 +10,8 @@ CROSS_ENTROPY, LABEL_SMOOTHING, LABO, LABO_ADAPTIVE = range(4)
 class Kernel(NamedTuple):
     """A loss as its kernel knows it.
 
-    The modes have the same numbers in ``native.c`` and in the Triton kernels. Value and gradient are
-    those of the loss times ``multiplier``, which is left to the caller.
+    The modes have the same numbers in ``native.c`` and in the Triton kernels. Value and gradient
+    are those of the loss times ``multiplier``, which is left to the caller.
     """
 
     mode: int

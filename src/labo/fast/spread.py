@@ -43,7 +43,8 @@ def spread(
 
     Args:
         logits: (N, K).
-        centered: whether it is the standard deviation. Only the n classes that are not masked count.
+        centered: whether it is the standard deviation. Only the n classes that are not masked
+            count.
         moments: of a backend on the CPU, see :data:`Moments`.
         student: (N, K), the logits of the student, whose masked classes do not count either.
         own: the spread of these.

@@ -17,10 +17,10 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from pydantic import Field, ValidationError, create_model
-from torch import nn
+from torch import Tensor, nn
 
 from .. import fields, losses, smoothing
 from .._names import unknown_name
@@ -155,7 +155,7 @@ def _default(field: fields.Field) -> Any:
 
 def _without_tensor(kind: Any) -> Any:
     """A type as a recipe can give it."""
-    return float if kind == float | fields.Tensor else kind
+    return float if kind == float | Tensor else kind
 
 
 def _for_recipes(doc: str) -> str:
@@ -288,9 +288,7 @@ _SPECIAL: dict[str, Method] = {
         paper="Yuan et al. 2020",
     ),
     "cs-kd": Method(losses.CSKDLoss, SameClassPeer, needs=frozenset({"peers"})),
-    "beta-ls": Method(
-        losses.BetaSmoothingLoss, EMA, needs=frozenset({"one_target_per_sample"})
-    ),
+    "beta-ls": Method(losses.BetaSmoothingLoss, EMA, needs=frozenset({"one_target_per_sample"})),
     "kr-ls": Method(losses.KRLSLoss, needs=frozenset({"class_table"})),
     "ps-kd": Method(losses.PSKDLoss, past_self),
     "ols": Method(losses.OnlineLabelSmoothingLoss, needs=frozenset({"class_table"})),

@@ -17,9 +17,9 @@ from __future__ import annotations
 from .._names import Registry
 from ..loss import Loss
 from . import fixed, labo, tables, teachers, weights
+from .fixed import *  # noqa: F403
 from .labo import *  # noqa: F403
 from .labo import Warmup
-from .fixed import *  # noqa: F403
 from .tables import *  # noqa: F403
 from .teachers import *  # noqa: F403
 from .weights import *  # noqa: F403

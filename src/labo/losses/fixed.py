@@ -47,17 +47,13 @@ class LabelSmoothingLoss(Loss):
 
     name, function_name, smooths = "ls", "label_smoothing_loss", True
 
-    alpha: float = hyper(
-        default=0.1, within=UNIT, doc="mass moved away from the label, in [0, 1]"
-    )
+    alpha: float = hyper(default=0.1, within=UNIT, doc="mass moved away from the label, in [0, 1]")
     convention: str = hyper(
         default="torch",
         choices=("torch", "fairseq", "joeynmt"),
         doc='which classes share alpha, see the table: "torch", "fairseq" or "joeynmt"',
     )
-    padding_idx: int | None = hyper(
-        default=None, doc='the padding class, needed by "joeynmt" only'
-    )
+    padding_idx: int | None = hyper(default=None, doc='the padding class, needed by "joeynmt" only')
 
     def value(self, row: RowSums) -> Tensor:
         alpha, hard = self.alpha, row.nll()
@@ -108,9 +104,7 @@ class MaskedLabelSmoothingLoss(Loss):
     mask: Tensor = hyper(
         kw_only=False, doc="(K,) bool, True for classes that may get smoothing mass (at least two)"
     )
-    alpha: float = hyper(
-        default=0.1, within=UNIT, doc="mass moved away from the label, in [0, 1]"
-    )
+    alpha: float = hyper(default=0.1, within=UNIT, doc="mass moved away from the label, in [0, 1]")
 
     def value(self, row: RowSums) -> Tensor:
         allowed = row.masses(FROM_ROW)
@@ -151,17 +145,13 @@ class WeightedLabelSmoothingLoss(Loss):
         kw_only=False,
         doc="(K,) integers: 0 for target-only, 1 for common, 2 for source-only classes",
     )
-    alpha: float = hyper(
-        default=0.1, within=UNIT, doc="mass moved away from the label, in [0, 1]"
-    )
+    alpha: float = hyper(default=0.1, within=UNIT, doc="mass moved away from the label, in [0, 1]")
     shares: tuple[float, float, float] = hyper(
         default=(0.4, 0.4, 0.2),
         doc="shares of target-only, common and source-only classes in the smoothing mass; they are "
         "normalized",
     )
-    normalize: bool = hyper(
-        default=True, doc="make the label sum to 1; False is the authors' code"
-    )
+    normalize: bool = hyper(default=True, doc="make the label sum to 1; False is the authors' code")
 
     def value(self, row: RowSums) -> Tensor:
         mass = row.masses(FROM_ROW)
@@ -256,7 +246,7 @@ class TFRegLoss(Loss):
         return times(1 - self.alpha, row.nll()) + row.weigh(self.alpha * factor * kl)
 
     def _kl(self, row: RowSums, tau: float, log_total: Tensor) -> Tensor:
-        """KL(s || softmax(z / tau)), where s gives one value to the target and one to each other."""
+        """KL(s || softmax(z / tau)); s has one value for the target and one for each other."""
         logit = self.confidence / self.tau
         other = (1 - self.confidence) / (row.classes - 1).clamp(min=1) / self.tau
         flat = row.masses(UNIFORM)

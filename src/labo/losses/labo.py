@@ -113,8 +113,8 @@ class HeldLABOLoss(LABOLoss):
 
     .. math:: -\sum_j \hat P_{0,j} \log p_j + \beta_0\, \mathrm{KL}(P^*_0 \Vert U)
 
-    The label is a constant, so the gradient is :math:`p - \hat P_0`. Without ``held_logits``, as for
-    the first update on a batch, or with those of the same prediction, it is LABO.
+    The label is a constant, so the gradient is :math:`p - \hat P_0`. Without ``held_logits``, as
+    for the first update on a batch, or with those of the same prediction, it is LABO.
 
     Example:
         >>> loss, target = HeldLABOLoss(tau=1.25), torch.tensor([0])
@@ -127,11 +127,12 @@ class HeldLABOLoss(LABOLoss):
         Optimization; their limitations name the number of outer steps.
     """
 
-    name, function_name = None, "held_labo_loss"
+    name = None  # type: ignore[assignment]  # not in LOSSES
+    function_name = "held_labo_loss"
     without = ("alpha_grad",)
     teacher_argument = "held_logits"
     teacher_optional = True
-    inputs = {"held_logits": None}
+    optional_inputs = ("held_logits",)
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
         held = rows.teacher("held_logits", inputs[0])
@@ -150,9 +151,7 @@ class HeldLABOLoss(LABOLoss):
         return self.as_loss(LABOLoss, alpha_grad=False, **own)
 
 
-def labo_objective(
-    rows: Rows, held: Tensor, tau: float, alpha: float | str, rho: float
-) -> Tensor:
+def labo_objective(rows: Rows, held: Tensor, tau: float, alpha: float | str, rho: float) -> Tensor:
     """The objective at the optimum of other logits, (M, K), held constant; per row, (M,)."""
     strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
     return objective(rows, smoothing.tempered(held, tau), strength, strength * tau)

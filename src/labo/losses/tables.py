@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import _checks, smoothing
 from .._checks import TeacherError
-from ..fields import NOT_NEGATIVE, POSITIVE, REQUIRED, UNIT
+from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper, state
 from ..rows import Rows, exact, row_sum, shifted, spread, times, zero_log
 from ..sums import FROM_TABLE, RowSums
@@ -29,8 +29,8 @@ def _check_table(table: Tensor, logits: Tensor, num_classes: int) -> Tensor:
 class OnlineLabelSmoothingLoss(Loss):
     r"""Online label smoothing (OLS): soft labels from the model's own correct predictions.
 
-    :math:`w_h\,\mathrm{CE} + w_s\,\mathrm{CE}(S_y, p)` with row y of a class table S; a row of zeros
-    adds nothing.
+    :math:`w_h\,\mathrm{CE} + w_s\,\mathrm{CE}(S_y, p)` with row y of a class table S; a row of
+    zeros adds nothing.
 
     The Module collects the table. In training mode each call adds the correct predictions to the
     row of their class. After each epoch, ``end_epoch()`` makes their means the table of the next
@@ -52,7 +52,7 @@ class OnlineLabelSmoothingLoss(Loss):
     """
 
     name, function_name, rowwise = "ols", "online_label_smoothing_loss", False
-    inputs = {"table": REQUIRED}
+    inputs = ("table",)
     per_process = ("sums", "counts")  # buffers that add up over the processes
 
     num_classes: int = hyper(
@@ -151,9 +151,10 @@ class KRLSLoss(Loss):
     .. math:: \mathrm{CE} + \alpha\,\mathrm{KL}(p_{res} \Vert q_{res})
 
     trains the network with q_res held constant. In the same backward pass the table S, (K, K)
-    logits whose diagonal is not used, learns from :math:`\alpha\,\mathrm{KL}(q_{res} \Vert p_{res})`
-    with p_res held constant. That term adds nothing to the value. The authors released no code: the
-    order of the KL and what is detached follow the published algorithm. The method is experimental.
+    logits whose diagonal is not used, learns from :math:`\alpha\,\mathrm{KL}(q_{res} \Vert
+    p_{res})` with p_res held constant. That term adds nothing to the value. The authors released no
+    code: the order of the KL and what is detached follow the published algorithm. The method is
+    experimental.
 
     The Module has the table: pass ``table`` to the optimizer. We suggest a parameter group of its
     own without weight decay; the authors do not say.
@@ -168,7 +169,7 @@ class KRLSLoss(Loss):
     """
 
     name, function_name, linear, rowwise = "krls", "kr_ls_loss", False, False
-    inputs = {"table": REQUIRED}
+    inputs = ("table",)
 
     num_classes: int = hyper(kw_only=False, module_only=True, doc="K")
     alpha: float = hyper(default=0.5, within=UNIT, doc="strength, in [0, 1]")
@@ -248,8 +249,8 @@ class ConNetLoss(Loss):
     name, function_name, linear, rowwise = "connet", "connet_loss", False, False
     smooths = True
     teacher_argument = "states"
-    inputs = {"confidence": REQUIRED}
-    keywords = {"trusted": None, "mean_confidence": None}
+    inputs = ("confidence",)
+    keywords = ("trusted", "mean_confidence")
 
     features: int = hyper(kw_only=False, module_only=True, doc="D, the size of a state")
     alpha: float = hyper(default=0.1, within=UNIT, doc="smoothing of a row of mean confidence")

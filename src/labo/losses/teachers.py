@@ -1,4 +1,4 @@
-"""Distillation: from a teacher's logits, from stored classes, from other predictions of the model."""
+"""Distillation: from a teacher, from stored classes, from other predictions of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks, smoothing
 from .._checks import TeacherError
-from ..fields import NOT_NEGATIVE, POSITIVE, REQUIRED, UNIT
+from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper, state
 from ..rows import Rows, log_or_none, over_tau, row_sum, times, zero_log
 from ..stored import completed, divergence, log_or_0, renormalized
@@ -55,7 +55,7 @@ class DistillationLoss(Loss):
 
     name, function_name = "kd", "distillation_loss"
     teacher_argument = "teacher_logits"
-    inputs = {"teacher_logits": None}
+    optional_inputs = ("teacher_logits",)
 
     alpha: float = hyper(default=0.9, within=UNIT, doc="weight of the teacher, in [0, 1]")
     tau: float = hyper(default=4.0, within=POSITIVE, doc="temperature of teacher and model")
@@ -107,7 +107,7 @@ class DecoupledDistillationLoss(Loss):
 
     name, function_name, linear = "dkd", "decoupled_distillation_loss", False
     teacher_argument = "teacher_logits"
-    inputs = {"teacher_logits": None}
+    optional_inputs = ("teacher_logits",)
     leaves_out_target = True
 
     alpha: float = hyper(
@@ -174,9 +174,9 @@ def _binary_kl_term(a: Tensor, b: Tensor) -> Tensor:
 class TopKDistillationLoss(Loss):
     r"""Distillation from the stored k largest probabilities of a teacher.
 
-    Called as ``loss(logits, target, indices, log_probabilities)``: (..., k) the stored classes, each
-    at most once, a negative index for padding; and their log-probabilities under the whole softmax
-    of the teacher, held constant. In :func:`labo.linear_loss` the two are passed as
+    Called as ``loss(logits, target, indices, log_probabilities)``: (..., k) the stored classes,
+    each at most once, a negative index for padding; and their log-probabilities under the whole
+    softmax of the teacher, held constant. In :func:`labo.linear_loss` the two are passed as
     ``teacher_logits=(indices, log_probabilities)``.
 
     :math:`(1-\alpha)\,\mathrm{CE} + \alpha\,\mathrm{KL}`, where the KL divergence at temperature 1
@@ -209,7 +209,7 @@ class TopKDistillationLoss(Loss):
     function_name = "topk_distillation_loss"
     teacher_argument = "indices"
     teacher_is_stored = True
-    inputs = {"indices": REQUIRED, "log_probabilities": REQUIRED}
+    inputs = ("indices", "log_probabilities")
 
     alpha: float = hyper(default=0.5, within=UNIT, doc="weight of the teacher, in [0, 1]")
     tail: str = hyper(
@@ -281,11 +281,9 @@ class CSKDLoss(Loss):
 
     name, function_name = "cskd", "cs_kd_loss"
     teacher_argument = "peer_logits"
-    inputs = {"peer_logits": None}
+    optional_inputs = ("peer_logits",)
 
-    lam: float = hyper(
-        default=1.0, within=NOT_NEGATIVE, doc="weight lambda of the KL divergence"
-    )
+    lam: float = hyper(default=1.0, within=NOT_NEGATIVE, doc="weight lambda of the KL divergence")
     tau: float = hyper(default=4.0, within=POSITIVE, doc="temperature of both predictions")
 
     def value(self, row: RowSums) -> Tensor:
@@ -299,8 +297,8 @@ class PSKDLoss(Loss):
     ``loss(logits, target, teacher_logits)`` with the logits or log-probabilities of the past
     prediction, held constant. Without them, as in the first epoch, the loss is the cross entropy.
 
-    The Module has alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ... Call ``end_epoch()`` after
-    each epoch.
+    The Module has alpha_t = alpha (e + 1) / epochs in epoch e = 0, 1, ... Call ``end_epoch()``
+    after each epoch.
 
     Example:
         >>> loss = PSKDLoss(alpha=0.8, epochs=2)  # alpha_t is 0.4 in the first epoch
@@ -315,7 +313,7 @@ class PSKDLoss(Loss):
     name, function_name = "pskd", "ps_kd_loss"
     teacher_argument = "past_logits"
     teacher_optional = True
-    inputs = {"past_logits": None}
+    optional_inputs = ("past_logits",)
 
     epochs: int = hyper(
         kw_only=False, module_only=True, at_least=1, doc="epochs of the whole training"
@@ -323,7 +321,7 @@ class PSKDLoss(Loss):
     alpha: float | Tensor = hyper(
         default=0.8,
         within=UNIT,
-        doc="weight of the past prediction, in the Module that of the last epoch; it grows linearly",
+        doc="weight of the past prediction; in the Module that of the last epoch, reached linearly",
     )
     epoch: Tensor = state(init=False)
 
@@ -350,8 +348,8 @@ class BetaSmoothingLoss(Loss):
 
     Called as ``loss(logits, target, teacher_logits, draws=None)`` with the logits of the averaged
     model, which are used for the ranking only. One draw b from Beta(a, 1) per sample, from the
-    default generator of PyTorch if they are not given; the i-th smallest goes to the sample with the
-    i-th smallest confidence of the averaged model. The label is
+    default generator of PyTorch if they are not given; the i-th smallest goes to the sample with
+    the i-th smallest confidence of the averaged model. The label is
     :math:`(1-\alpha)\,\mathrm{onehot}(y) + \alpha\,(b` on y, :math:`(1-b)/(K-1)` elsewhere).
     The ranking makes the rows of a batch depend on each other.
 
@@ -368,13 +366,11 @@ class BetaSmoothingLoss(Loss):
     name, function_name, linear = "betals", "beta_smoothing_loss", False
     smooths, rowwise = True, False
     teacher_argument = "ema_logits"
-    inputs = {"ema_logits": None}
-    keywords = {"draws": None, "rng": None}
+    optional_inputs = ("ema_logits",)
+    keywords = ("draws", "rng")
 
     alpha: float = hyper(default=0.6, within=UNIT, doc="weight of the random label, in [0, 1]")
-    a: float = hyper(
-        default=3.0, within=POSITIVE, doc="first parameter of the Beta distribution"
-    )
+    a: float = hyper(default=3.0, within=POSITIVE, doc="first parameter of the Beta distribution")
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
         ema = torch.softmax(rows.teacher("ema_logits", inputs[0] if inputs else None), -1)
@@ -427,7 +423,7 @@ class RDropLoss(Loss):
     name, function_name = "rdrop", "r_drop_loss"
     rowwise = False  # linear_loss holds a second prediction constant
     teacher_argument = "other_logits"
-    inputs = {"other_logits": None}
+    optional_inputs = ("other_logits",)
 
     lam: float = hyper(
         default=1.0,

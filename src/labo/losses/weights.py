@@ -84,8 +84,8 @@ class MaxSuppressionLoss(Loss):
     .. math:: -\log p_y + \lambda \Bigl(\max_j z_j - \frac{1}{K} \sum_j z_j\Bigr)
 
     Label smoothing is the same with z_y in place of the maximum. The two agree where the prediction
-    is correct. With ``final_lam`` the strength goes linearly from ``lam`` in the first of ``epochs``
-    epochs to ``final_lam`` in the last one. Call ``end_epoch()`` after each epoch.
+    is correct. With ``final_lam`` the strength goes linearly from ``lam`` in the first of
+    ``epochs`` epochs to ``final_lam`` in the last one. Call ``end_epoch()`` after each epoch.
 
     Example:
         >>> loss = MaxSuppressionLoss(lam=0.1)
@@ -99,7 +99,9 @@ class MaxSuppressionLoss(Loss):
     name, function_name = "maxsup", "max_suppression_loss"
 
     lam: float | Tensor = hyper(
-        default=0.1, within=NOT_NEGATIVE, doc="strength lambda; with final_lam that of the first epoch"
+        default=0.1,
+        within=NOT_NEGATIVE,
+        doc="strength lambda; with final_lam that of the first epoch",
     )
     final_lam: float | None = hyper(
         default=None,
@@ -159,8 +161,8 @@ class MarginSmoothingLoss(Loss):
     lam: float = hyper(
         default=0.1,
         within=NOT_NEGATIVE,
-        doc="strength lambda, called alpha by the authors. Their paper sums over the classes; their "
-        "code, as here, takes the mean",
+        doc="strength lambda, called alpha by the authors. Their paper sums over the classes; "
+        "their code, as here, takes the mean",
     )
     margin: float = hyper(
         default=10.0,

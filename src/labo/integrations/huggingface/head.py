@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...linear import LinearLossOptions, TeacherHead
-from ...metrics import LossMetrics
 from ...losses import CrossEntropyLoss
+from ...metrics import LossMetrics
 from .logits import LazyLogits
 from .losses import (
     DISTILLATION,

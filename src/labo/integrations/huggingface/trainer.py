@@ -10,9 +10,9 @@ from transformers import Trainer
 
 from ...chunks import Mean
 from ...linear import weighted_total
-from ...metrics import loss_metrics
 from ...loss import Loss
 from ...losses import CrossEntropyLoss
+from ...metrics import loss_metrics
 from . import sft
 from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused
