@@ -62,7 +62,7 @@ from .run.lock import held
 from .run.progress import Display
 from .run.seeds import mix
 from .run.sharding import spread
-from .run.trackers import installed_trackers, start_trackers
+from .run.trackers import installed_trackers, missing_tensorboard, start_trackers
 from .tasks import Batch, Task, find_task, load_model
 
 T = TypeVar("T")
@@ -240,6 +240,9 @@ class Trainer:
                 self.display.say(line)
             for note in self.notes:
                 self.display.say(f"note: {note}")
+            missing = missing_tensorboard(self.recipe.train.log_with)
+            if missing is not None:
+                self.display.say(f"note: {missing}")
             self.restore()
             try:
                 self._loop()
