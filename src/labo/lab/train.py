@@ -820,7 +820,7 @@ def _accelerator(recipe: Recipe, run: RunDirectory) -> Accelerator:
         raise RequestError("train.precision: fp16 needs a GPU; bf16 works on a CPU")
     return make_accelerator(
         recipe.train.precision,
-        log_with=installed_trackers(recipe.train.log_with),
+        log_with=installed_trackers(recipe.train.log_with) or None,  # it warns about an empty list
         project_config=ProjectConfiguration(
             str(run.path), logging_dir=str(run.path / "tensorboard")
         ),
