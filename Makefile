@@ -48,6 +48,7 @@ fuzz: $(DEV)
 
 # Does constraints.txt resolve for every Python, for Linux (CPU and CUDA) and macOS? Needs a network.
 resolve: $(DEV)
+	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/python tools/resolve.py
 
 # torch comes first: a build of your choice that is installed here already stays.
