@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported; most of them never are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # What is installed, each into the same environment: torch; the lab; all that tests and tools need.
 TORCH := $(VENV)/.torch
 LAB := $(VENV)/.lab
