@@ -18,7 +18,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-
 README = Path(__file__).parents[1] / "README.md"
 
 

@@ -154,7 +154,11 @@ def replaced(name: str, *pins: str) -> list[Requirement]:
 @pytest.mark.parametrize(
     ("pins", "case", "problem"),
     [
-        (replaced("triton", "triton==3.9.0"), "CUDA, Python 3.12.0", "torch 2.13.0 requires triton"),
+        (
+            replaced("triton", "triton==3.9.0"),
+            "CUDA, Python 3.12.0",
+            "torch 2.13.0 requires triton",
+        ),
         (replaced("triton"), "CUDA, Python 3.12.0", "triton is not pinned"),
         (replaced("numpy", "numpy==2.4.6"), "macOS, Python 3.10.0", "numpy==2.4.6 is not for"),
         (replaced("numpy", "numpy==9"), "CPU, Python 3.13.0", "constraints.json does not have"),

@@ -198,7 +198,9 @@ def test_adapters_need_a_pretrained_model():
 def test_adapters_without_peft(tmp_path, monkeypatch):
     vit().save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(RequestError, match=r"^model\.lora needs PEFT: pip install 'torch-labo\[lora"):
+    with pytest.raises(
+        RequestError, match=r"^model\.lora needs PEFT: pip install 'torch-labo\[lora"
+    ):
         task(tmp_path, "model.lora={rank: 2}").build_model()
 
 
