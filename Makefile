@@ -2,51 +2,69 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+# Modules are compiled when they are first imported; most of them never are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# What is installed, each into the same environment: torch; the lab; all that tests and tools need.
+TORCH := $(VENV)/.torch
+LAB := $(VENV)/.lab
+DEV := $(VENV)/.dev
+SOURCES := pyproject.toml setup.py $(wildcard src/labo/fast/*.c)
 
-.PHONY: demo test check bench gpu docs results soak fuzz clean
+.PHONY: demo test check bench gpu docs results soak fuzz resolve clean
 
-demo: $(INSTALLED)
+demo: $(LAB)
 	$(BIN)/labo demo
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-check: $(INSTALLED)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)
+bench: $(DEV)
 	$(BIN)/python -m benchmarks
 
 # On a machine with a GPU: the kernels are tested and timed there; prints tables ready to paste.
-gpu: $(INSTALLED)
+gpu: $(DEV)
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU'"
 	LABO_ALL_KERNELS=1 $(BIN)/python -m pytest tests/core
 	$(BIN)/python -m benchmarks.gpu
 
-docs: $(INSTALLED)
+docs: $(DEV)
 	$(BIN)/mkdocs build --strict
 
 # The tables and figures of docs/results.md, from results/*.csv.
-results: $(INSTALLED)
+results: $(DEV)
 	$(BIN)/python tools/results.py
 
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
-soak: $(INSTALLED)
+soak: $(DEV)
 	LABO_SOAK=5 $(BIN)/python -m pytest tests/lab/run/test_resume.py
 
 # Damaged files for every reader and command, and the C kernel under sanitizers: half an hour.
-fuzz: $(INSTALLED)
+fuzz: $(DEV)
 	$(BIN)/python -m fuzz
 
-# torch comes first and pinned: unpinned it would bring gigabytes of GPU libraries.
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard src/labo/fast/*.c)
+# Does constraints.txt resolve for every Python, for Linux (CPU and CUDA) and macOS? Needs a network.
+resolve: $(DEV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python tools/resolve.py
+
+# torch comes first: a build of your choice that is installed here already stays.
+$(TORCH): constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .[dev]
+	$(PIP) torch setuptools
 	touch $@
+
+$(LAB): $(TORCH) $(SOURCES)
+	$(PIP) --no-build-isolation --editable .[lab]
+	touch $@
+
+$(DEV): $(TORCH) $(SOURCES)
+	$(PIP) --no-build-isolation --editable .[dev]
+	touch $(LAB) $@
 
 clean:
 	rm -rf $(VENV) build dist site src/*.egg-info src/labo/fast/*.so

@@ -13,11 +13,11 @@ from html import escape
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import labo
 from labo import smoothing
+from labo.lab.images.digits import read_digits
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "idea.svg"
 IMAGE = 821
@@ -120,8 +120,7 @@ def draw(image: Tensor, target: int, logits: Tensor) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images[:1200], dtype=torch.float32) / 16, torch.tensor(labels[:1200])
+    x, y = (values[:1200] for values in read_digits())
     chosen = int(arguments[0]) if arguments else IMAGE
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(draw(x[chosen], int(y[chosen]), predict(x, y)[chosen]), encoding="utf-8")

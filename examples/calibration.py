@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import labo
 from labo.calibration import TemperatureError, expected_calibration_error, fit_temperature
+from labo.lab.images.digits import read_digits
 
 LOSSES = {
     "cross entropy": labo.CrossEntropyLoss(),
@@ -65,9 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=30)
     epochs = parser.parse_args(arguments).epochs
 
-    images, labels = load_digits(return_X_y=True)
+    images, labels = read_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    x, y = images[order], labels[order]
     valid, test = slice(1000, 1300), slice(1300, None)
     columns = ("accuracy", "ECE", "NLL", "T", "ECE", "NLL")
     print(f"{'497 test images':22}" + "".join(f"{column:>10}" for column in columns))

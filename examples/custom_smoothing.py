@@ -18,10 +18,10 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import labo
+from labo.lab.images.digits import read_digits
 
 Smoothing = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,8 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=30)
     epochs = parser.parse_args(arguments).epochs
 
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = read_digits()
     table = resemblance(x[:1200], y[:1200])
     print("an 8 looks most like", table[8].topk(3).indices.tolist())
     distributions: dict[str, tuple[Smoothing, float]] = {

@@ -1,4 +1,4 @@
-"""Cross entropy, label smoothing and LABO on scikit-learn's handwritten digits.
+"""Cross entropy, label smoothing and LABO on handwritten digits.
 
     python examples/digits.py [--seeds 3] [--epochs 30]
 
@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import labo
+from labo.lab.images.digits import read_digits
 
 LOSSES: dict[str, Callable[[], nn.Module]] = {
     "cross entropy": nn.CrossEntropyLoss,
@@ -29,9 +29,9 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
 
 def split(seed: int) -> list[tuple[Tensor, Tensor]]:
     """Training, validation and test parts: 1000, 300 and 497 images of 8 x 8 pixels."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = read_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    x, y = images[order], labels[order]
     return [(x[part], y[part]) for part in (slice(1000), slice(1000, 1300), slice(1300, None))]
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import labo
+from labo.lab.images.digits import read_digits
 
 
 def train(x: Tensor, y: Tensor, steps: int, teacher: nn.Module | None = None) -> nn.Module:
@@ -46,8 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=500)
     steps = parser.parse_args(arguments).steps
 
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = read_digits()
     teacher = train(x[:1200], y[:1200], steps)
     models = {
         "teacher, 1200 images": teacher,

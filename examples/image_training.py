@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import labo
+from labo.lab.images.digits import read_digits
 
 
 def network() -> nn.Module:
@@ -51,8 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=15)
     options = parser.parse_args(arguments)
 
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = read_digits()
     print(f"{'loss':6}{'accuracy':>10}{'NLL':>8}{'confidence':>12}   on the last 597 images")
     for name in options.losses:
         model = train(labo.LOSSES[name](), x[:1200], y[:1200], options.epochs)

@@ -16,12 +16,12 @@ import argparse
 
 import lightning.pytorch as pl
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import labo
 from labo.integrations.lightning import RegularizationCallback
+from labo.lab.images.digits import read_digits
 
 
 class Classifier(pl.LightningModule):  # type: ignore[misc]
@@ -61,8 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=10)
     epochs = parser.parse_args(arguments).epochs
 
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+    data = TensorDataset(*read_digits())
     train, valid = (torch.utils.data.Subset(data, range(*part)) for part in ((1200,), (1200, 1797)))
     pl.seed_everything(0, verbose=False)
     loss = labo.Warmup(

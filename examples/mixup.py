@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import labo
+from labo.lab.images.digits import read_digits
 
 
 def mix(x: Tensor, y: Tensor, strength: float) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=30)
     epochs = parser.parse_args(arguments).epochs
 
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = read_digits()
     print(f"{'on the last 597 images':26}{'accuracy':>10}{'NLL':>8}{'confidence':>12}")
     for name in ("ce", "labo"):
         for strength in (0.0, 0.2):

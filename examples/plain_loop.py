@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import labo  # +
+from labo.lab.images.digits import read_digits
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,8 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=20)
     epochs = parser.parse_args(arguments).epochs
 
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x, y = read_digits()
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(x[:1200], y[:1200]), batch_size=64, shuffle=True)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

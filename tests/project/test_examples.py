@@ -22,7 +22,7 @@ TINY = {
     "plain_loop": ["--epochs", "1"],
     "seq2seq_trainer": ["--steps", "3"],
 }
-# What some need beyond torch and scikit-learn; these libraries give advice as warnings.
+# What some need beyond torch; these libraries give advice as warnings.
 NEEDS = {"causal_lm": "transformers", "lightning_module": "lightning"}
 NEEDS |= {"seq2seq_trainer": "transformers"}
 SHOWN = re.compile(r"^    \$ python examples/(\w+)\.py.*\n((?:    .*\n)+)", re.MULTILINE)

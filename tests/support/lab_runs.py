@@ -40,7 +40,6 @@ _server.set_forkserver_preload(
         "labo.lab.images.task",
         "labo.lab.translation.task",
         "labo.lab.language_modeling.task",
-        "sklearn.datasets",
         "torch.utils.tensorboard",
         "torch._dynamo",
     ]

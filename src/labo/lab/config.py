@@ -152,7 +152,8 @@ class Train(Section):
         ("tensorboard",),
         description="Where metrics are logged besides `metrics.jsonl`, one or a list of "
         + ", ".join(f"`{name}`" for name in TRACKERS)
-        + ". All but TensorBoard have to be installed and set up as their documentation says.",
+        + ". They have to be installed and set up as their documentation says. TensorBoard is left "
+        "out if it is not installed (`pip install 'torch-labo[tensorboard]'`); the run says so.",
     )
     eval_every: int = Field(
         1,

@@ -160,10 +160,12 @@ def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_hea
         train_heads: whether these are trained, as new ones must be.
 
     Raises:
-        RequestError: no layer has such a name, or PEFT cannot adapt it.
+        RequestError: PEFT is not installed, no layer has such a name, or PEFT cannot adapt it.
     """
-    from peft import inject_adapter_in_model
-
+    try:
+        from peft import inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise RequestError("model.lora needs PEFT: pip install 'torch-labo[lora]'") from error
     layers = [name for name, module in model.named_modules() if hasattr(module, "weight")]
     for target in options.targets:
         if any(f".{head}".endswith(f".{target}") for head in heads):

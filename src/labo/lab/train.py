@@ -62,7 +62,7 @@ from .run.lock import held
 from .run.progress import Display
 from .run.seeds import mix
 from .run.sharding import spread
-from .run.trackers import installed_trackers, start_trackers
+from .run.trackers import installed_trackers, missing_tensorboard, start_trackers
 from .tasks import Batch, Task, find_task, load_model
 
 T = TypeVar("T")
@@ -240,6 +240,9 @@ class Trainer:
                 self.display.say(line)
             for note in self.notes:
                 self.display.say(f"note: {note}")
+            missing = missing_tensorboard(self.recipe.train.log_with)
+            if missing is not None:
+                self.display.say(f"note: {missing}")
             self.restore()
             try:
                 self._loop()
@@ -817,7 +820,7 @@ def _accelerator(recipe: Recipe, run: RunDirectory) -> Accelerator:
         raise RequestError("train.precision: fp16 needs a GPU; bf16 works on a CPU")
     return make_accelerator(
         recipe.train.precision,
-        log_with=installed_trackers(recipe.train.log_with),
+        log_with=installed_trackers(recipe.train.log_with) or None,  # it warns about an empty list
         project_config=ProjectConfiguration(
             str(run.path), logging_dir=str(run.path / "tensorboard")
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,15 @@ def test_wrong_requests(tmp_path, more, message):
 def test_adapters_need_a_pretrained_model():
     with pytest.raises(RequestError, match="lora: adapters are for a pretrained model"):
         load_recipe("digits", ["model.lora={rank: 2}"])
+
+
+def test_adapters_without_peft(tmp_path, monkeypatch):
+    vit().save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        RequestError, match=r"^model\.lora needs PEFT: pip install 'torch-labo\[lora"
+    ):
+        task(tmp_path, "model.lora={rank: 2}").build_model()
 
 
 def test_freezing_a_fresh_network():

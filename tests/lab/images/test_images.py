@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import struct
-import sys
 import tarfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -20,10 +19,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn import datasets
 
 from labo.lab import compressed as compressed_files
 from labo.lab.errors import DataError, RequestError
 from labo.lab.images import sources, task
+from labo.lab.images.digits import read_digits
 from labo.lab.images.sources import ImageDataset, ImageSplit, load_images
 from labo.lab.run import checksums
 
@@ -751,10 +752,11 @@ def test_folders_without_pillow(tmp_path, monkeypatch):
         load_images("folder", tmp_path)
 
 
-def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with refused("pip install scikit-learn"):
-        load_images("digits")
+def test_the_digits_are_those_of_scikit_learn():
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images, found = read_digits()
+    assert torch.equal(images, torch.tensor(pixels, dtype=torch.float32) / 16)
+    assert torch.equal(found, torch.tensor(labels))
 
 
 def test_holdout_is_a_function_of_its_seed_alone():

@@ -60,6 +60,19 @@ def test_metrics_and_recipe_are_passed_on(tmp_path, monkeypatch):
     assert list((out / "tensorboard" / "labo").iterdir())
 
 
+def test_without_tensorboard_a_run_says_where_metrics_go(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    out = tmp_path / "run"
+    train(load_recipe("digits", ["train.max_steps=1"]), out)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "TensorBoard" in line]
+    assert lines == [
+        "note: metrics go to metrics.jsonl alone; to have them in TensorBoard too: "
+        "pip install 'torch-labo[tensorboard]'"
+    ]
+    assert (out / "metrics.jsonl").is_file()
+    assert not (out / "tensorboard").exists()
+
+
 def test_a_tracker_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_available_trackers", [])
     with pytest.raises(

@@ -51,7 +51,7 @@ class ImageData(config.Section):
     name: str = Field(
         description="The data set: "
         + ", ".join(f"`{name}`" for name in [*BUILT_IN, *ON_DISK])
-        + ", or `package.module:function` for your own. `digits` comes with scikit-learn; the "
+        + ", or `package.module:function` for your own. `digits` comes with the package; the "
         "others need `root`."
     )
     arguments: dict[str, Any] = Field(

@@ -19,6 +19,8 @@ _TENSORBOARD = "tensorboard"
 def installed_trackers(names: Sequence[str]) -> list[str]:
     """These trackers. TensorBoard, which is the default, is left out if it is not installed.
 
+    :func:`missing_tensorboard` is the line that says so.
+
     Raises:
         RequestError: another one is not installed.
     """
@@ -29,6 +31,14 @@ def installed_trackers(names: Sequence[str]) -> list[str]:
         if name not in available and name != _TENSORBOARD:
             raise RequestError(f"train.log_with: {name} is not installed: pip install {name}")
     return [name for name in names if name in available]
+
+
+def missing_tensorboard(names: Sequence[str]) -> str | None:
+    """What to say if these trackers include TensorBoard and it is not installed."""
+    if _TENSORBOARD not in names or _TENSORBOARD in installed_trackers(names):
+        return None
+    install = f"pip install 'torch-labo[{_TENSORBOARD}]'"
+    return f"metrics go to metrics.jsonl alone; to have them in TensorBoard too: {install}"
 
 
 def start_trackers(accelerator: Accelerator, recipe: Recipe, path: Path, step: int) -> None:
