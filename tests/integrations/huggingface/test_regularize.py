@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -288,23 +289,32 @@ def test_a_callback_without_its_loss_is_noticed(tmp_path):
         trainer.train()
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_noticed(tmp_path):
-    class Own(transformers.Trainer):
+def test_a_trainer_that_does_not_use_the_loss_is_noticed(tmp_path):
+    """What cannot be seen from its code is seen after the first step."""
+
+    class Sometimes(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if self.state.global_step == 3:
+                return super().compute_loss(model, inputs)
             return model(**inputs).loss
 
-    args = arguments(tmp_path, max_steps=1)
-    trainer = Own(model=build("Llama"), args=args, train_dataset=examples(4), data_collator=collate)
+    args, data = arguments(tmp_path, max_steps=1), examples(4)
+    trainer = Sometimes(model=build("Llama"), args=args, train_dataset=data, data_collator=collate)
     with pytest.raises(ValueError, match="LABOLoss was not computed in step 1"):
         hf.regularize(trainer, labo.LABOLoss()).train()
 
 
 def test_a_fused_warmup_without_its_callback_warns():
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
-    fused = hf.fuse_head(build("Llama"), loss)
-    with pytest.warns(UserWarning, match=r"callbacks=\[RegularizationCallback\(loss\)\]"):
-        fused(**collate(examples(2)), num_items_in_batch=9)  # as the Trainer does
-    fused(**collate(examples(2)))
+    fused, batch = hf.fuse_head(build("Llama"), loss), collate(examples(2))
+    for _ in range(10):
+        fused(**batch, num_items_in_batch=9)  # as the Trainer does
+        loss.step()
+    for _ in range(7):
+        fused(**batch, num_items_in_batch=9)
+    with pytest.warns(UserWarning, match=r"in 8 .* callbacks=\[RegularizationCallback\(loss\)\]"):
+        fused(**batch, num_items_in_batch=9)
+    fused(**batch)
 
 
 def test_liger_and_a_loss_on_logits(tmp_path):
@@ -333,6 +343,8 @@ def test_decoder_inputs_are_made_from_the_labels(family, tmp_path, monkeypatch):
     torch.testing.assert_close(value, by_hand(model, batch, labo.LABOLoss()))
     assert "decoder_input_ids" not in batch
     monkeypatch.setattr(model, "prepare_decoder_input_ids_from_labels", None)
+    torch.testing.assert_close(trainer.compute_loss(model, batch), value)
+    monkeypatch.delattr(sys.modules[type(model).__module__], "shift_tokens_right")
     with pytest.raises(ValueError, match="cannot make decoder inputs from labels"):
         trainer.compute_loss(model, batch)
 
