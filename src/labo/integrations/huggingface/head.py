@@ -36,6 +36,7 @@ from .models import (
     added_loss,
     check_flag,
     check_pair,
+    check_tokenizers,
     find_head,
     four_tokens,
     gathers_again,
@@ -213,6 +214,7 @@ def _check_teacher(teacher: nn.Module, model: nn.Module, head: Any) -> nn.Module
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"teacher must be a model of transformers, got {teacher!r:.80}")
     check_pair(teacher, model)
+    check_tokenizers(teacher, model)
     if is_fused(base):
         raise ValueError("the teacher is fused: call unfuse_head(teacher) first")
     its_head = find_head(base)

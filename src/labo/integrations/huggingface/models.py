@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -292,6 +293,43 @@ def check_pair(teacher: Any, model: nn.Module) -> None:
             f"{type(unwrapped(model)).__name__} is an encoder-decoder and the other one is not: "
             "both must take the same inputs"
         )
+
+
+def check_tokenizers(teacher: nn.Module, model: nn.Module, processor: Any = None) -> None:
+    """Raise an error if the indices of teacher and model stand for other tokens.
+
+    The tokenizers are that of the Trainer (``processor``), and those of the folders that the models
+    were loaded from, as far as these are on this machine. What is not known is not compared.
+    """
+    ours = _vocabulary(getattr(processor, "tokenizer", processor)) or _saved_vocabulary(model)
+    theirs = _saved_vocabulary(teacher)
+    common = ours.keys() & theirs.keys()
+    other = [index for index in sorted(common) if ours[index] != theirs[index]]
+    if len(other) > len(common) // 100:  # reserved tokens get new names in later versions
+        index = other[0]
+        raise ValueError(
+            "the teacher has another tokenizer than the model, so their classes are different: "
+            f"index {index} is {theirs[index]!r} for the teacher and {ours[index]!r} for the model"
+        )
+
+
+def _vocabulary(tokenizer: Any) -> dict[int, str]:
+    """Tokens by index; empty if this is not a tokenizer."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return {index: token for token, index in vocabulary.items()}
+
+
+def _saved_vocabulary(model: nn.Module) -> dict[int, str]:
+    """That of the folder or the cached repository that a model was loaded from."""
+    name = getattr(unwrapped(model), "name_or_path", "")
+    if not name:
+        return {}
+    try:
+        return _vocabulary(
+            AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        )
+    except Exception:  # there is none, or it needs code or a package that is not there
+        return {}
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -35,6 +35,7 @@ from .models import (
     check_flag,
     check_pair,
     check_task,
+    check_tokenizers,
     check_whole,
     checked_shift,
     classes_last,
@@ -108,6 +109,7 @@ def regularize(
     check_task(model)
     if teacher is not None:
         check_pair(teacher, model)
+        check_tokenizers(teacher, model, trainer.processing_class)
     fused = fused_part(model)
     if fused is not None:
         _check_fused(trainer, fused, loss, teacher, shift, metrics)
