@@ -69,7 +69,7 @@ def shifts(model: nn.Module) -> bool:
     model = unwrapped(model)
     if is_encoder_decoder(model):
         return False
-    causal = _is_causal(model)
+    causal = is_causal(model)
     # Some old decoders (MarianForCausalLM) expect labels that are shifted already.
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     own_way = code is not None and "CrossEntropyLoss" in code.co_names
@@ -81,7 +81,7 @@ def shifts(model: nn.Module) -> bool:
     return causal
 
 
-def _is_causal(model: nn.Module) -> bool:
+def is_causal(model: nn.Module) -> bool:
     names = {cls.__name__ for cls in type(model).__mro__}  # MyLlama(LlamaForCausalLM) is causal
     listed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return not names.isdisjoint(listed) or trainer_counts_shifted(model)
@@ -95,7 +95,7 @@ def checked_shift(model: nn.Module, given: bool | None) -> bool:
     """
     base = unwrapped(model)
     shift = shifts(base) if given is None else given
-    if not (_is_causal(base) or is_encoder_decoder(base)):
+    if not (is_causal(base) or is_encoder_decoder(base)):
         return shift  # a classifier has other labels
     if _own_loss_shifts(base) is not (not shift):
         return shift

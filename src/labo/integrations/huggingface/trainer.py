@@ -40,6 +40,7 @@ from .models import (
     checked_shift,
     classes_last,
     has_prompt_positions,
+    is_causal,
     is_encoder_decoder,
     is_segmentation,
     set_counted,
@@ -51,6 +52,9 @@ from .models import (
 )
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
+
+# What the Trainer uses to count targets.
+_COUNTED_BY = Trainer._get_num_items_in_batch.__code__.co_names
 
 
 def regularize(
@@ -115,8 +119,7 @@ def regularize(
         _check_fused(trainer, fused, loss, teacher, shift, metrics)
         if fused.collected is not None:
             log_metrics(trainer, fused.collected)
-        if has_prompt_positions(model):  # the first label is predicted, too
-            trainer._loss_shifts_labels = False
+        _count_targets(trainer, fused.shift)
         trainer.add_callback(RegularizationCallback(loss))
         return trainer
     if sft.is_sft_trainer(trainer):
@@ -132,10 +135,8 @@ def regularize(
         _LogitLoss(trainer, loss.to(trainer.args.device), teacher, shift, collected).attach()
         if collected is not None:
             log_metrics(trainer, collected)
-    # The number of targets. The Trainer derives it from the loss_type of the model that it was
-    # made with, which GPT-2 does not have.
-    trainer._loss_shifts_labels = shift and not has_prompt_positions(model)
-    # It drops the columns of a data set that the model does not name.
+    _count_targets(trainer, shift)
+    # The Trainer drops the columns of a data set that the model does not name.
     trainer._set_signature_columns_if_needed()
     trainer._signature_columns = [*trainer._signature_columns, *Columns._fields]
     trainer.add_callback(RegularizationCallback(loss))
@@ -177,6 +178,8 @@ def compute_loss_func(
         reason = "makes its decoder inputs from the labels, which it does not get"
     elif is_segmentation(base):
         reason = "ignores pixels that the Trainer counts"
+    elif is_causal(base) and "_loss_shifts_labels" not in _COUNTED_BY:
+        reason = "does not predict first labels, which this version of transformers counts,"
     if reason is not None:
         raise ValueError(
             f"{type(base).__name__} {reason} in a Trainer with a compute_loss_func: use "
@@ -279,6 +282,31 @@ def _check_fused(
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, RegularizationCallback) for callback in callbacks):
         raise ValueError("the trainer has a RegularizationCallback already: leave it out")
+
+
+def _count_targets(trainer: Any, shift: bool) -> None:
+    """Let a Trainer count the labels that are predicted, and no others.
+
+    By itself it counts by the ``loss_type`` of the model that it was made with, which GPT-2 does
+    not have; older versions always count the first label of each row. Neither knows the virtual
+    tokens of PEFT or the ignored pixels of segmentation.
+    """
+    own = trainer._get_num_items_in_batch
+
+    def targets(batch: Any) -> Any:
+        if batch.get("shift_labels") is not None:
+            return batch["shift_labels"]
+        labels, model = without_ignored_pixels(trainer.model, batch["labels"]), trainer.model
+        first = shift and not has_prompt_positions(model) and isinstance(labels, Tensor)
+        return labels[..., 1:] if first else labels
+
+    def count(batches: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if all("labels" in batch for batch in batches):
+            batches = [{"labels": targets(batch)} for batch in batches]
+        return own(batches, *args, **kwargs)
+
+    trainer._get_num_items_in_batch = count
+    trainer._loss_shifts_labels = False
 
 
 class LossFunction:
@@ -438,18 +466,10 @@ class _LogitLoss(LossFunction):
         self.trainer: Any = trainer
         self.teacher = teacher
         self.trainers_own = trainer.compute_loss
-        self.counted = self.trainer._get_num_items_in_batch
 
     def attach(self) -> None:
         self.trainer.compute_loss = self.compute_loss
         self.trainer.compute_loss_func = self
-        if is_segmentation(self.model()):
-            self.trainer._get_num_items_in_batch = self.count
-
-    def count(self, batches: list[Any], *args: Any) -> Any:
-        """The Trainer's number of targets, without pixels that the model ignores."""
-        labels = [without_ignored_pixels(self.model(), batch.get("labels")) for batch in batches]
-        return self.counted([{"labels": each} for each in labels], *args)
 
     def compute_loss(
         self,
