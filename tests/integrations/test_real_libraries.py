@@ -25,6 +25,16 @@ def run(page: str, library: str) -> dict:
     return scope
 
 
+def run_script(folder, *names: str) -> None:
+    """Run files of a folder in another process: these libraries change global state."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    changed = {"PYTHONPATH": path, "DISABLE_VERSION_CHECK": "1"}  # the latter: LLaMA-Factory
+    command = [sys.executable, *(str(folder / name) for name in names)]
+    environment = os.environ | changed
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 # ------------------------------------------------------------------ torchtitan
 
 
@@ -194,14 +204,68 @@ def test_llamafactory(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     (tmp_path / "code.py").write_text(snippet("language_models", "llamafactory"))
     (tmp_path / "script.py").write_text(SFT)
-    names = ("script.py", "code.py", "settings.json", "found.json")
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *(str(tmp_path / name) for name in names)],
-        capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "DISABLE_VERSION_CHECK": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(tmp_path, "script.py", "code.py", "settings.json", "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["batches"] == 4
     assert found["loss"] == pytest.approx(found["expected"], rel=1e-3)
+
+
+# ------------------------------------------------------------------ Eole
+
+NMT = """
+import json, sys
+exec(open(sys.argv[1]).read())
+import torch
+from eole.config.run import TrainConfig
+from eole.train_single import main
+
+seen = []
+compute = LossCompute._compute_ce_loss
+
+
+def keep(self, output, target):
+    loss, scores = compute(self, output, target)
+    seen.append((torch.is_grad_enabled(), self.padding_idx, scores.detach(), target, loss.detach()))
+    return loss, scores
+
+
+LossCompute._compute_ce_loss = keep
+main(TrainConfig(**json.load(open(sys.argv[2]))), device_id=-1)
+torch.save(seen, sys.argv[3])
+"""
+
+
+def test_eole(tmp_path):
+    """Two steps and a validation of a tiny Transformer."""
+    pytest.importorskip("eole")
+    lines = [" ".join(f"w{(i * j) % 20}" for j in range(1, 3 + i % 4)) for i in range(16)]
+    for end in ("src", "tgt"):
+        (tmp_path / end).write_text("\n".join(lines) + "\n")
+    (tmp_path / "vocab").write_text("".join(f"w{i}\t9\n" for i in range(20)))
+    pairs = {"path_src": "src", "path_tgt": "tgt"}
+    settings = {
+        "data": {"corpus": pairs, "valid": pairs}, "src_vocab": "vocab", "tgt_vocab": "vocab",
+        "src_vocab_size": 30, "tgt_vocab_size": 30, "share_vocab": False, "seed": 1,
+        "training": {
+            "world_size": 1, "gpu_ranks": [], "batch_type": "sents", "batch_size": 8,
+            "train_steps": 2, "valid_steps": 2, "save_checkpoint_steps": 2, "model_path": "out",
+            "num_workers": 0, "optim": "sgd", "learning_rate": 0.1, "label_smoothing": 0.0,
+            "normalization": "tokens", "bucket_size": 16, "compute_dtype": "fp32",
+        },
+        "model": {
+            "architecture": "transformer", "hidden_size": 16, "layers": 1, "heads": 2,
+            "transformer_ff": 32,
+            "embeddings": {"word_vec_size": 16, "position_encoding_type": "SinusoidalInterleaved"},
+        },
+    }  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "code.py").write_text(snippet("other_libraries", "eole"))
+    (tmp_path / "script.py").write_text(NMT)
+    run_script(tmp_path, "script.py", "code.py", "settings.json", "seen.pt")
+    seen = torch.load(tmp_path / "seen.pt")
+    assert [training for training, *_ in seen[:2]] == [True, True]
+    assert not seen[-1][0]
+    for training, padding, scores, target, value in seen:
+        kind = labo.LABOLoss if training else labo.CrossEntropyLoss
+        expected = kind(ignore_index=padding, reduction="sum")(scores.double(), target)
+        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
