@@ -53,9 +53,6 @@ from .models import (
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
-# What the Trainer uses to count targets.
-_COUNTED_BY = Trainer._get_num_items_in_batch.__code__.co_names
-
 
 def regularize(
     trainer: _Trainer,
@@ -178,7 +175,9 @@ def compute_loss_func(
         reason = "makes its decoder inputs from the labels, which it does not get"
     elif is_segmentation(base):
         reason = "ignores pixels that the Trainer counts"
-    elif is_causal(base) and "_loss_shifts_labels" not in _COUNTED_BY:
+    elif is_causal(base) and not _mentions(
+        Trainer._get_num_items_in_batch.__code__, ("_loss_shifts_labels",)
+    ):
         reason = "does not predict first labels, which this version of transformers counts,"
     if reason is not None:
         raise ValueError(
