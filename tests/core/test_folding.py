@@ -25,6 +25,8 @@ from transformers import (
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import labo
@@ -219,11 +221,11 @@ def test_a_folded_model_is_saved_and_loaded(name, tmp_path):
     assert_folded(before, logits_of(type(model).from_pretrained(tmp_path).eval()))
 
 
-def refused(model, error, sentence):
+def refused(model, error, sentence, **options):
     """The model is refused, and as it was."""
     kept, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
     with pytest.raises(error, match=sentence):
-        fold_temperature(model, T)
+        fold_temperature(model, T, **options)
     assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
     assert model.config.to_dict() == config
     assert not any(module._forward_hooks for module in model.modules())
@@ -245,6 +247,46 @@ def test_tied_embeddings_without_a_scale_are_refused(make, embeddings):
     refused(built(make), ValueError, f"also that of {embeddings} .tied embeddings.*no logit scale")
 
 
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=40, **sizes, decoder_start_token_id=0, pad_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+TIED = {
+    "gpt2": gpt2,
+    "llama": lambda: llama(tie_word_embeddings=True),
+    "gemma": lambda: gemma(tie_word_embeddings=True),
+    "marian": marian,
+    "t5": t5,
+    "bert": lambda: BertForMaskedLM(BertConfig(**BERT)),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_embeddings_that_are_untied(name, tmp_path):
+    model = built(TIED[name])
+    before, inputs = logits_of(model), model.get_input_embeddings().weight.clone()
+    fold_temperature(model, T, untie=True).save_pretrained(tmp_path)
+    assert_folded(before, logits_of(model))
+    assert torch.equal(model.get_input_embeddings().weight, inputs)
+    assert_folded(before, logits_of(type(model).from_pretrained(tmp_path).eval()))
+
+
+def test_untying_is_undone_for_a_model_that_is_refused():
+    model = built(lambda: Squared(LlamaConfig(**SMALL, tie_word_embeddings=True)))
+    tied = copy.deepcopy(model.all_tied_weights_keys)
+    refused(model, ValueError, "do not come out divided", untie=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.all_tied_weights_keys == tied
+
+
+def test_a_scale_is_preferred_to_untying():
+    model = built(FOLDED["cohere, tied"])
+    fold_temperature(model, T, untie=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_an_untied_gpt2_is_folded():
     model = built(gpt2)
     before = logits_of(model)
@@ -252,13 +294,14 @@ def test_an_untied_gpt2_is_folded():
     assert_folded(before, logits_of(fold_temperature(model, T)))
 
 
-def test_an_unknown_use_of_the_logits_is_refused():
-    class Squared(LlamaForCausalLM):
-        def forward(self, *args, **kwargs):
-            outputs = super().forward(*args, **kwargs)
-            outputs.logits = outputs.logits**2
-            return outputs
+class Squared(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits**2
+        return outputs
 
+
+def test_an_unknown_use_of_the_logits_is_refused():
     config = LlamaConfig(**SMALL, tie_word_embeddings=False)
     refused(Squared(config), ValueError, "the logits of Squared do not come out divided")
     config = CohereConfig(**SMALL, tie_word_embeddings=True)
@@ -348,6 +391,10 @@ def test_tied_weights_of_any_module():
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match=r"also that of 0 \(tied embeddings\)"):
         fold_temperature(model, T)
+    before, tokens = model[0].weight.clone(), torch.arange(6)
+    logits = model(tokens)
+    assert_folded(logits, fold_temperature(model, T, untie=True)(tokens))
+    assert torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan, None, "2"])

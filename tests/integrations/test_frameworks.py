@@ -1,15 +1,12 @@
 """The snippets of docs/language_models.md, against stubs with the signatures of the frameworks.
 
-The signatures were read in the sources of torchtitan (components/loss.py), litgpt 0.5.13
-(litgpt/utils.py), nanochat (nanochat/gpt.py) and axolotl (integrations/base.py).
+The signatures were read in the sources of litgpt 0.5.13 (litgpt/utils.py), nanochat
+(nanochat/gpt.py) and axolotl (integrations/base.py).
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,17 +16,8 @@ from torch import nn
 import labo
 from labo.integrations.huggingface import RegularizationCallback
 from labo.integrations.huggingface.head import is_fused
-from scripts import ROOT
+from scripts import snippet
 from tiny_models import V, build, by_hand, collate, examples
-
-LINES = 30
-
-
-def snippet(library: str) -> str:
-    page = (ROOT / "docs/language_models.md").read_text()
-    (code,) = re.findall(rf"<!-- needs {library} -->\n```py\n(.*?)```", page, re.DOTALL)
-    assert code.count("\n") <= LINES
-    return code
 
 
 @pytest.fixture
@@ -48,34 +36,10 @@ def run(monkeypatch):
             monkeypatch.setitem(sys.modules, module.__name__, module)
             setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
         scope: dict[str, object] = {}
-        exec(compile(snippet(library), library, "exec"), scope)
+        exec(compile(snippet("language_models", library), library, "exec"), scope)
         return scope
 
     return execute
-
-
-def test_torchtitan(run):
-    class BaseLoss(ABC):
-        @dataclass(kw_only=True, slots=True)
-        class Config:
-            pass
-
-        @abstractmethod
-        def __init__(self, config, *, compile_config=None): ...
-
-        def _maybe_compile(self, compile_config):
-            self.compiled = compile_config is not None
-
-        def __call__(self, pred, labels, global_valid_tokens=None, **kwargs):
-            loss = self.fn(pred, labels)
-            return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
-
-    loss_class = run("torchtitan", torchtitan__components__loss={"BaseLoss": BaseLoss})["LABO"]
-    loss = loss_class(loss_class.Config(tau=2.0))
-    logits, labels = torch.randn(6, V), torch.tensor([3, -100, 1, 0, 5, 9])
-    value, metrics = loss(logits, labels, torch.tensor(5))
-    torch.testing.assert_close(value, labo.LABOLoss(tau=2.0)(logits, labels))
-    assert metrics == {}
 
 
 def test_litgpt(run):

@@ -159,6 +159,25 @@ def test_resumed_equals_uninterrupted(name, save_on_train_epoch_end, tmp_path):
         assert torch.equal(resumed.teacher.model.weight, straight.teacher.model.weight)
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (warmup(9), "its steps is 3 and that of Warmup is 9"),
+        (
+            labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(tau=2.0), 3),
+            "its after.tau is 1.25",
+        ),
+    ],
+)
+def test_resuming_with_another_loss_is_refused(other, message, tmp_path):
+    run = trainer(tmp_path)
+    run.fit(Module(warmup(3)), data())
+    path = tmp_path / "model.ckpt"
+    run.save_checkpoint(path)
+    with pytest.raises(ValueError, match=f"has the state of another loss: {message}"):
+        trainer(tmp_path, max_epochs=2).fit(Module(other), data(), ckpt_path=path)
+
+
 def test_nothing_is_saved_twice_and_no_teacher_is_needed_to_load(tmp_path):
     class Student(Module):
         def __init__(self):
@@ -191,6 +210,15 @@ def test_a_frozen_teacher_is_hidden(tmp_path):
     assert not model.training
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+def test_an_average_that_nobody_updates_is_warned_about(tmp_path):
+    module = Module(labo.DistillationLoss(), "ema")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    run = pl.Trainer(accelerator="cpu", max_epochs=20, enable_checkpointing=False, **quiet)
+    with pytest.warns(UserWarning, match="100 training passes without a step"):
+        run.fit(module, data())
+    trainer(tmp_path, max_epochs=21, enable_checkpointing=False).fit(module, data())
 
 
 def test_the_average_is_the_mean_until_its_decay():

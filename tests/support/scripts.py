@@ -1,8 +1,9 @@
-"""Scripts of the project as modules, for the tests that run them."""
+"""Scripts and snippets of the project, for the tests that run them."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -19,3 +20,11 @@ def load_script(path: Path) -> ModuleType:
 
 def load_example(name: str) -> ModuleType:
     return load_script(EXAMPLES / f"{name}.py")
+
+
+def snippet(page: str, library: str) -> str:
+    """The code for another library on a page of the documentation, in at most 30 lines."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    (code,) = re.findall(rf"<!-- needs {library} -->\n```py\n(.*?)```", text, re.DOTALL)
+    assert code.count("\n") <= 30
+    return code

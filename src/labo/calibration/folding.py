@@ -1,12 +1,14 @@
 """A temperature becomes part of a model: its logits come out divided.
 
-Only a linear output layer whose weight is used nowhere else can be divided. Where a model does more
+Only a linear output layer whose weight is used nowhere else can be divided; a tied one gets a
+weight of its own first, if that is asked for. Where a model does more
 with its logits (a scale, a soft cap, an added bias), that is changed along with it, and the result
 is compared with the logits from before. What cannot be done exactly is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +30,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 @torch.no_grad()
-def fold_temperature(model: _Model, temperature: float) -> _Model:
+def fold_temperature(model: _Model, temperature: float, *, untie: bool = False) -> _Model:
     r"""Divide the logits of a model by a temperature for good, in place.
 
     .. math:: \mathrm{softmax}(W' h + b') = \mathrm{softmax}((W h + b) / T), \qquad
@@ -49,14 +51,19 @@ def fold_temperature(model: _Model, temperature: float) -> _Model:
               (Gemma) and an added bias (Marian, BART) are divided as well. The model is run on four
               tokens before and after, to be sure.
         temperature: T, as from :func:`labo.calibration.fit_temperature`.
+        untie: give the output layer a weight of its own if it is tied to the embeddings and the
+            model has no logit scale. In a language model of transformers every tied weight gets its
+            own copy, and ``tie_word_embeddings`` becomes False, so that the model is saved and
+            loaded that way. It is larger by these copies.
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: the division would change more or less than the logits: tied embeddings without
-            a logit scale, an adapter or another layer type in place of ``nn.Linear``, weights that
-            are quantized, sharded or computed, or an unknown use of the logits. Nothing is changed.
+            a logit scale (and without ``untie``), an adapter or another layer type in place of
+            ``nn.Linear``, weights that are quantized, sharded or computed, or an unknown use of the
+            logits. Nothing is changed.
         TypeError: it cannot be told which layer makes the logits.
 
     Example:
@@ -67,11 +74,13 @@ def fold_temperature(model: _Model, temperature: float) -> _Model:
     """
     POSITIVE.check("temperature", temperature)
     if callable(getattr(model, "get_output_embeddings", None)):
-        _fold_language_model(model, temperature)
+        _fold_language_model(model, temperature, untie)
         return model
     head = _output_layer(model)
     layer = head.linear if isinstance(head, LinearLoss) else head
     _must_be_divisible(layer)
+    if untie and _tied_to(layer, model) is not None:
+        layer.weight = nn.Parameter(layer.weight.clone(), layer.weight.requires_grad)
     _must_be_untied(layer, model)
     _divide(layer, temperature)
     if isinstance(head, LinearLoss) and head.softcap is not None:
@@ -139,8 +148,8 @@ def _must_be_untied(layer: nn.Linear, model: nn.Module) -> None:
     if other is not None:
         raise ValueError(
             f"the weight of the output layer is also that of {other} (tied embeddings), and the "
-            "model has no logit scale: dividing it would change the inputs as well. Untie the two, "
-            "or divide the logits where they are used"
+            "model has no logit scale: dividing it would change the inputs as well. Pass "
+            "untie=True to give it a weight of its own, or divide the logits where they are used"
         )
 
 
@@ -205,7 +214,7 @@ class _Plan:
             _divide(self.layer, temperature)
 
 
-def _fold_language_model(model: Any, temperature: float) -> None:
+def _fold_language_model(model: Any, temperature: float, untie: bool) -> None:
     layer = model.get_output_embeddings()
     if layer is None:
         raise TypeError(
@@ -214,22 +223,56 @@ def _fold_language_model(model: Any, temperature: float) -> None:
         )
     _must_be_divisible(layer)
     caps, scales = tuple(_numbers(model, _CAPS)), _numbers(model, _SCALES)
-    if _tied_to(layer, model) is None:
-        plans = [_Plan(layer, getattr(model, "final_logits_bias", None), caps)]
-    else:
-        if not scales:
-            _must_be_untied(layer, model)
-        # The same name multiplies in some families and divides in others: try both.
-        plans = [_Plan(None, None, (*caps, scale)) for scale in scales]
-        plans += [_Plan(None, None, caps, (scale,)) for scale in scales]
-    for plan in plans:
-        if _halves_logits(plan, model, layer):
-            plan.apply(temperature)
-            return
+    with ExitStack() as undo:
+        if untie and not scales and _tied_to(layer, model) is not None:
+            before = _logits(model, layer)
+            undo.callback(_untie(model))
+            if _tied_to(layer, model) is None and not torch.equal(before, _logits(model, layer)):
+                raise ValueError(
+                    f"the logits of {type(model).__name__} change if its embeddings are not tied: "
+                    "divide them where they are used"
+                )
+        if _tied_to(layer, model) is None:
+            plans = [_Plan(layer, getattr(model, "final_logits_bias", None), caps)]
+        else:
+            if not scales:
+                _must_be_untied(layer, model)
+            # The same name multiplies in some families and divides in others: try both.
+            plans = [_Plan(None, None, (*caps, scale)) for scale in scales]
+            plans += [_Plan(None, None, caps, (scale,)) for scale in scales]
+        for plan in plans:
+            if _halves_logits(plan, model, layer):
+                plan.apply(temperature)
+                undo.pop_all()
+                return
     raise ValueError(
         f"the logits of {type(model).__name__} do not come out divided: it does something with "
         "them that fold_temperature does not know. Divide them where they are used"
     )
+
+
+def _untie(model: Any) -> Callable[[], None]:
+    """Give every tied weight of a model of transformers a copy of its own; how to undo it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    keys = base.all_tied_weights_keys
+    configs = (base.config, base.config.get_text_config(decoder=True))
+    ties = [getattr(config, "tie_word_embeddings", None) for config in configs]
+    places = [(base.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in keys]
+    shared = [getattr(module, name) for module, name in places]
+    for (module, name), tensor in zip(places, shared, strict=True):
+        setattr(module, name, nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
+    for config in configs:
+        config.tie_word_embeddings = False
+    base.all_tied_weights_keys = {}
+
+    def undo() -> None:
+        for (module, name), tensor in zip(places, shared, strict=True):
+            setattr(module, name, tensor)
+        for config, tied in zip(configs, ties, strict=True):
+            config.tie_word_embeddings = tied
+        base.all_tied_weights_keys = keys
+
+    return undo
 
 
 def _halves_logits(plan: _Plan, model: Any, layer: nn.Linear) -> bool:

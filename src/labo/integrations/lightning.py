@@ -7,12 +7,13 @@ optimized, not saved in ``state_dict()`` and not wrapped by DDP, so the checkpoi
 be loaded without its teacher.
 
 The state of the loss is saved in checkpoints as part of the LightningModule. The callback saves the
-state of an averaged teacher in addition, and has no state of its own.
+hyper-parameters of the loss and the state of an averaged teacher in addition.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -22,9 +23,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from .settings import check_settings, settings_of
+
 __all__ = ["EMATeacher", "FrozenTeacher", "RegularizationCallback"]
 
-_CHECKPOINT_KEY = "labo.teacher"
+_TEACHER_KEY = "labo.teacher"
+_LOSS_KEY = "labo.loss"
+_PATIENCE = 100
 
 
 class FrozenTeacher:
@@ -89,11 +94,25 @@ class EMATeacher(FrozenTeacher):
         super().__init__(copy.deepcopy(model))
         self.model.train()
         self.learner, self.decay, self.steps = model, decay, 0
+        self._calls = 0  # since the last step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the average."""
+        self._calls += torch.is_grad_enabled()  # not in validation
+        if self._calls == _PATIENCE:
+            warnings.warn(
+                f"EMATeacher has had {_PATIENCE} training passes without a step: give the Trainer "
+                "callbacks=[RegularizationCallback()], or call teacher.step() after each optimizer "
+                "step",
+                stacklevel=2,
+            )
+        return super().__call__(*args, **kwargs)
 
     @torch.no_grad()
     def step(self) -> None:
         """Update the average with the current weights."""
         self.steps += 1
+        self._calls = 0
         share = max(1 / (self.steps + 1), 1 - self.decay)
         for mean, new in zip(self.model.parameters(), self.learner.parameters(), strict=True):
             mean.lerp_(new, share)
@@ -114,7 +133,8 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
     After each optimizer step (not after each micro-batch of ``accumulate_grad_batches``) it calls
     ``step()`` of the loss and of the teacher, and after each epoch ``end_epoch()`` of the loss, if
     they have these methods. This includes losses inside a loss, as in :class:`labo.Warmup`. It
-    moves the teacher to the device and saves the state of an :class:`EMATeacher` in checkpoints.
+    moves the teacher to the device and saves the state of an :class:`EMATeacher` in checkpoints. A
+    checkpoint that was written with another loss or with other hyper-parameters is refused.
 
     DDP copies the buffers of the first process to all others before each forward pass. The callback
     excludes the buffers of the loss, because OLS collects different statistics in each process.
@@ -177,18 +197,21 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the state of the teacher, if it has one."""
+        """Save the hyper-parameters of the loss, and the state of the teacher, if it has one."""
+        checkpoint[_LOSS_KEY] = settings_of(_find(pl_module, self.loss_attr))
         for teacher in self._teachers(pl_module):
             if state := teacher.state_dict():
-                checkpoint[_CHECKPOINT_KEY] = state
+                checkpoint[_TEACHER_KEY] = state
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore the state of the teacher."""
+        """Restore the state of the teacher, and refuse a checkpoint of another loss."""
+        if _LOSS_KEY in checkpoint:  # else it was written without the callback
+            check_settings(checkpoint[_LOSS_KEY], _find(pl_module, self.loss_attr))
         for teacher in self._teachers(pl_module):
-            if _CHECKPOINT_KEY in checkpoint:
-                teacher.load_state_dict(checkpoint[_CHECKPOINT_KEY])
+            if _TEACHER_KEY in checkpoint:
+                teacher.load_state_dict(checkpoint[_TEACHER_KEY])
 
     def _notify(self, pl_module: pl.LightningModule, method: str) -> None:
         """Call a method of the loss and of the losses inside it."""

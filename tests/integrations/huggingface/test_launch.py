@@ -1,8 +1,9 @@
-"""A fused model in two processes of ``accelerate launch``: the step and the metrics of one."""
+"""The loop of docs/language_models.md with ``accelerate launch``: two processes are one."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,41 +11,27 @@ import torch
 
 from scripts import ROOT
 
-SCRIPT = """
+# What is compared, after the loop as printed.
+RECORD = """
 import json, sys
-import torch
-from accelerate import Accelerator
 
-import labo
-from labo.integrations.huggingface import fuse_head, take_metrics
-from tiny_models import build, collate, examples
-
-accelerator = Accelerator(cpu=True)
-model, loss = build("Llama"), labo.LABOLoss()
-fuse_head(model, loss, metrics=True)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-batch = collate(examples(4))
-items = (batch["labels"][:, 1:] != -100).sum()  # of all processes
-mine = slice(accelerator.process_index, None, accelerator.num_processes)
-part = {name: rows[mine] for name, rows in batch.items()}
-# DDP averages gradients over the processes.
-value = model(**part, num_items_in_batch=items / accelerator.num_processes).loss
-accelerator.backward(value)
-optimizer.step()
-base = accelerator.unwrap_model(model)
-sums = accelerator.reduce(torch.stack(take_metrics(base)), "sum")
+weights = [parameter.tolist() for parameter in accelerator.unwrap_model(model).parameters()]
+sums = accelerator.reduce(torch.stack(metrics), "sum")
 if accelerator.is_main_process:
-    weight = base.get_output_embeddings().weight
-    json.dump({"weight": weight.tolist(), "metrics": sums.tolist()}, open(sys.argv[1], "w"))
+    found = {"processes": accelerator.num_processes, "weights": weights, "metrics": sums.tolist()}
+    json.dump(found, open(sys.argv[1], "w"))
 """
 
 
-def test_two_processes_make_the_step_of_one(tmp_path, monkeypatch):
+def test_two_processes_make_the_steps_of_one(tmp_path, monkeypatch):
+    page = (ROOT / "docs/language_models.md").read_text()
+    (loop,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Accelerator" in x)
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT / 'tests/support'}")
+    script.write_text(loop + RECORD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines=1"]
+    # With --cpu accelerate starts one process, whatever --num_processes says.
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
     launch += ["--mixed_precision=no", "--dynamo_backend=no", "--num_processes=2"]
     launch += ["--main_process_port=0"]
     found = []
@@ -56,5 +43,7 @@ def test_two_processes_make_the_step_of_one(tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr
         found.append(json.loads(out.read_text()))
     one, two = found
-    for name in ("weight", "metrics"):
-        torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]))
+    assert (one["processes"], two["processes"]) == (1, 2)
+    torch.testing.assert_close(torch.tensor(two["metrics"]), torch.tensor(one["metrics"]))
+    for ours, theirs in zip(two["weights"], one["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-6)

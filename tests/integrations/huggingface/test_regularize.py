@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed.tensor
 import transformers
@@ -20,6 +22,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainingArguments
 from transformers.utils.import_utils import ACCELERATE_MIN_VERSION
 
@@ -288,23 +292,32 @@ def test_a_callback_without_its_loss_is_noticed(tmp_path):
         trainer.train()
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_noticed(tmp_path):
-    class Own(transformers.Trainer):
+def test_a_trainer_that_does_not_use_the_loss_is_noticed(tmp_path):
+    """What cannot be seen from its code is seen after the first step."""
+
+    class Sometimes(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if self.state.global_step == 3:
+                return super().compute_loss(model, inputs)
             return model(**inputs).loss
 
-    args = arguments(tmp_path, max_steps=1)
-    trainer = Own(model=build("Llama"), args=args, train_dataset=examples(4), data_collator=collate)
+    args, data = arguments(tmp_path, max_steps=1), examples(4)
+    trainer = Sometimes(model=build("Llama"), args=args, train_dataset=data, data_collator=collate)
     with pytest.raises(ValueError, match="LABOLoss was not computed in step 1"):
         hf.regularize(trainer, labo.LABOLoss()).train()
 
 
 def test_a_fused_warmup_without_its_callback_warns():
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
-    fused = hf.fuse_head(build("Llama"), loss)
-    with pytest.warns(UserWarning, match=r"callbacks=\[RegularizationCallback\(loss\)\]"):
-        fused(**collate(examples(2)), num_items_in_batch=9)  # as the Trainer does
-    fused(**collate(examples(2)))
+    fused, batch = hf.fuse_head(build("Llama"), loss), collate(examples(2))
+    for _ in range(10):
+        fused(**batch, num_items_in_batch=9)  # as the Trainer does
+        loss.step()
+    for _ in range(7):
+        fused(**batch, num_items_in_batch=9)
+    with pytest.warns(UserWarning, match=r"in 8 .* callbacks=\[RegularizationCallback\(loss\)\]"):
+        fused(**batch, num_items_in_batch=9)
+    fused(**batch)
 
 
 def test_liger_and_a_loss_on_logits(tmp_path):
@@ -333,6 +346,8 @@ def test_decoder_inputs_are_made_from_the_labels(family, tmp_path, monkeypatch):
     torch.testing.assert_close(value, by_hand(model, batch, labo.LABOLoss()))
     assert "decoder_input_ids" not in batch
     monkeypatch.setattr(model, "prepare_decoder_input_ids_from_labels", None)
+    torch.testing.assert_close(trainer.compute_loss(model, batch), value)
+    monkeypatch.delattr(sys.modules[type(model).__module__], "shift_tokens_right")
     with pytest.raises(ValueError, match="cannot make decoder inputs from labels"):
         trainer.compute_loss(model, batch)
 
@@ -426,6 +441,21 @@ def test_logits_in_parts(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_part_of_the_classes_as_a_plain_tensor(tmp_path):
+    """What ColwiseParallel returns without use_local_output=False: the first of two processes."""
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        model, batch = build("Llama", tied=False, vocabulary=V + 1), collate(examples(2))
+        trainer = make_trainer("regularized", model, labo.LABOLoss(), arguments(tmp_path))
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+        with pytest.raises(ValueError, match="those of 31 classes out of 62: each process holds a"):
+            trainer.compute_loss(model, batch)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # ------------------------------------------------------------------ classifiers
 
 
@@ -508,6 +538,28 @@ def test_resuming_goes_on_with_the_warmup(way, tmp_path):
     other = make_trainer(way, build("Llama"), labo.LABOLoss(), args, data)
     with pytest.raises(ValueError, match="has the state of another loss"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"steps": 9}, "its steps is 2 and that of Warmup is 9"),
+        ({"tau": 1.5}, "its after.tau is 1.25 and that of Warmup is 1.5"),
+        ({"before": labo.CrossEntropyLoss()}, "its before.class is 'LabelSmoothingLoss'"),
+        ({"weight": torch.full((V,), 2.0)}, "its after.weight is 'a tensor"),
+        ({"weight": None}, "its after.weight is 'a tensor .* is None"),
+    ],
+)
+def test_resuming_with_another_loss_is_refused(other, message, tmp_path):
+    def loss(steps=2, tau=1.25, before=None, **weighted):
+        before, weight = before or labo.LabelSmoothingLoss(), weighted.get("weight", torch.ones(V))
+        return labo.Warmup(before, labo.LABOLoss(tau=tau, weight=weight), steps=steps)
+
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    make_trainer("regularized", build("Llama"), loss(), args, examples(8)).train()
+    trainer = make_trainer("regularized", build("Llama"), loss(**other), args, examples(8))
+    with pytest.raises(ValueError, match=f"the state of another loss: {message}"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_resuming_restores_a_table(tmp_path):
@@ -604,6 +656,40 @@ def test_teachers_refused(tmp_path):
     teacher.resize_token_embeddings(V + 3, mean_resizing=False)
     with pytest.raises(ValueError, match="both must have the same classes"):
         trainer(labo.DistillationLoss(), teacher=teacher).train()
+
+
+def saved_with(words: list[str], folder, seed: int):
+    """A model that was loaded from a folder with a tokenizer of these words."""
+    splits = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: index for index, word in enumerate(words)})
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splits)
+    tokenizer.save_pretrained(folder)
+    build("Llama", seed=seed).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder), tokenizer
+
+
+@pytest.mark.parametrize("way", ["regularized", "its tokenizer given", "fused"])
+def test_a_teacher_with_another_tokenizer(way, tmp_path):
+    """Of the same size: the indices stand for other words."""
+    words = [f"w{index}" for index in range(V)]
+    model, tokenizer = saved_with(words, tmp_path / "model", 0)
+    other, _ = saved_with(words[::-1], tmp_path / "other", 1)
+    same, _ = saved_with(words, tmp_path / "same", 1)
+    if way == "its tokenizer given":
+        model = build("Llama")
+
+    def train(teacher):
+        loss = labo.DistillationLoss()
+        if way == "fused":
+            return hf.fuse_head(model, loss, teacher=teacher)
+        settings = {"processing_class": tokenizer} if way == "its tokenizer given" else {}
+        trainer = transformers.Trainer(model=model, args=arguments(tmp_path), **settings)
+        return hf.regularize(trainer, loss, teacher=teacher)
+
+    with pytest.raises(ValueError, match=r"another tokenizer .*: index 0 is 'w60' .* and 'w0'"):
+        train(other)
+    train(same)
 
 
 # ------------------------------------------------------------------ PEFT and processes

@@ -1,15 +1,16 @@
 """Hugging Face: the losses of labo in a ``Trainer``, and language models that store no logits.
 
-Two entry points:
+The entry points:
 
 - :func:`regularize` gives a loss to a ``Trainer``, ``Seq2SeqTrainer`` or TRL ``SFTTrainer``, with
   its warm-up, its checkpoints and, if wanted, a teacher.
+- :func:`compute_loss_func` makes a loss the ``compute_loss_func`` of a ``Trainer``.
 - :func:`fuse_head` gives a loss to a causal or encoder-decoder model: output layer and loss become
   one :func:`labo.linear_loss`, in a ``Trainer`` or in any other training loop.
   ``regularize(trainer, loss)`` counts the steps of its warm-up in a ``Trainer`` and logs the
   metrics of the model; :func:`take_metrics` returns them elsewhere.
 
-Both follow the same rules:
+All follow the same rules:
 
 - The loss is the sum over the targets of a micro-batch divided by the number of targets in the
   whole batch (``num_items_in_batch``). Gradient accumulation and data parallelism do not change it.
@@ -23,6 +24,13 @@ Both follow the same rules:
 
 from .callback import RegularizationCallback
 from .head import fuse_head, take_metrics, unfuse_head
-from .trainer import regularize
+from .trainer import compute_loss_func, regularize
 
-__all__ = ["RegularizationCallback", "fuse_head", "regularize", "take_metrics", "unfuse_head"]
+__all__ = [
+    "RegularizationCallback",
+    "compute_loss_func",
+    "fuse_head",
+    "regularize",
+    "take_metrics",
+    "unfuse_head",
+]

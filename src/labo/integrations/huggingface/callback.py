@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...losses import OnlineLabelSmoothingLoss, Warmup
+from ..settings import check_settings, settings_of
 from .losses import FOLLOWED, follows_training, take_used
 
 
@@ -30,8 +31,9 @@ class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
     warm-up; :func:`regularize` adds it by itself.
 
     The state of the loss is written to ``trainer_state.json`` in every checkpoint and read by
-    ``train(resume_from_checkpoint=...)``, so that a warm-up continues from its step. A ``train()``
-    that does not resume starts from the state that the loss had at the first ``train()``.
+    ``train(resume_from_checkpoint=...)``, so that a warm-up continues from its step. A checkpoint
+    of another loss or of other hyper-parameters is refused. A ``train()`` that does not resume
+    starts from the state that the loss had at the first ``train()``.
 
     An optimizer step in which the loss was not computed raises an error: the Trainer then trains
     with another loss.
@@ -117,7 +119,8 @@ class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
         """
         packed = base64.b64encode(safetensors.torch.save(self._state())).decode("ascii")
         saved: Any = state.stateful_callbacks
-        saved[self._KEY] = {"loss": packed, "epochs": self.epochs}
+        settings = settings_of(self.loss)
+        saved[self._KEY] = {"loss": packed, "settings": settings, "epochs": self.epochs}
 
     def _restore(self, state: TrainerState) -> None:
         saved = state.stateful_callbacks.get(self._KEY)
@@ -128,6 +131,7 @@ class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
                     "written without RegularizationCallback"
                 )
             return
+        check_settings(saved["settings"], self.loss)
         try:
             self.loss.load_state_dict(safetensors.torch.load(base64.b64decode(saved["loss"])))
         except RuntimeError as error:

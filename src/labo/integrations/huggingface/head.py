@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -21,16 +20,15 @@ from ...metrics import LossMetrics
 from .logits import LazyLogits
 from .losses import (
     DISTILLATION,
-    FOLLOWED,
     Columns,
     Summed,
     active,
     check_loss,
     check_rowwise,
-    follows_training,
     mark_used,
     over,
     share,
+    warn_uncounted,
 )
 from .metrics import Collected
 from .models import (
@@ -38,14 +36,16 @@ from .models import (
     added_loss,
     check_flag,
     check_pair,
+    check_tokenizers,
     find_head,
+    four_tokens,
     gathers_again,
     is_dtensor,
     is_sharded,
     output_layer,
+    set_counted,
     shifted,
     shifts,
-    trainer_counts_shifted,
     unwrapped,
     with_decoder_inputs,
 )
@@ -136,10 +136,7 @@ def fuse_head(
         eval_logits=eval_logits,
         collected=Collected() if metrics else None,
     )
-    if trainer_counts_shifted(base) != shift:
-        # The Trainer counts targets by loss_type, which GPT-2 does not have. It would count the
-        # first label of each row, and the loss would be too small.
-        base.loss_type = "ForCausalLM" if shift else None
+    set_counted(base, shift)
     _add_tap(head)
     base.__class__ = _fused_class(kind)
     return model
@@ -217,6 +214,7 @@ def _check_teacher(teacher: nn.Module, model: nn.Module, head: Any) -> nn.Module
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"teacher must be a model of transformers, got {teacher!r:.80}")
     check_pair(teacher, model)
+    check_tokenizers(teacher, model)
     if is_fused(base):
         raise ValueError("the teacher is fused: call unfuse_head(teacher) first")
     its_head = find_head(base)
@@ -317,7 +315,7 @@ def _fused_forward(model: Any, forward: Callable[..., Any], inputs: dict[str, An
     inputs.setdefault("use_cache", False)
     training, head = torch.is_grad_enabled(), find_head(model)
     if training and items is not None and not torch.compiler.is_compiling():
-        _warn_without_callback(fused.loss)
+        warn_uncounted(fused.loss)
 
     def in_training(hidden: Tensor, _: Tensor) -> tuple[Tensor, None]:
         layer = output_layer(model, head)
@@ -415,19 +413,6 @@ def _eval_logits(
 
     shape = (*hidden.shape[:-1], len(weight))
     return LazyLogits(compute, shape, dtype, device)
-
-
-def _warn_without_callback(loss: nn.Module) -> None:
-    """Warn about a warm-up whose steps nobody seems to count.
-
-    Not an error: another loop may pass ``num_items_in_batch`` too, and call ``loss.step()``.
-    """
-    if loss not in FOLLOWED and follows_training(loss):
-        warnings.warn(
-            f"nothing counts the optimizer steps for {type(loss).__name__}: give the Trainer "
-            "callbacks=[RegularizationCallback(loss)], or call loss.step() after each step",
-            stacklevel=2,
-        )
 
 
 # ------------------------------------------------------------------ a replaced forward pass
@@ -595,13 +580,14 @@ def check_equal(model: Any, head: Any, shift: bool) -> None:
     """Raise an error if the model's own loss on four tokens is not what the fused one would be."""
     name = type(model).__name__
     layer = output_layer(model, head)
-    if model.main_input_name != "input_ids" or layer.weight.is_meta:
+    inputs = None if layer.weight.is_meta else four_tokens(model)
+    if inputs is None:
         raise ValueError(
-            f"{name} cannot be tried on four tokens: it must take input_ids and have its weights "
-            "in memory"
+            f"{name} cannot be tried on four tokens: it must take input_ids or be an "
+            "encoder-decoder, and have its weights in memory"
         )
-    device = model.get_input_embeddings().weight.device
-    tokens = torch.arange(4, device=device).remainder(len(layer.weight)).unsqueeze(0)
+    tokens: Tensor = inputs["labels"]
+    device = tokens.device
     seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -614,13 +600,7 @@ def check_equal(model: Any, head: Any, shift: bool) -> None:
     head.eval()  # the dropout of an adapter would not be the same twice
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            outputs = model(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                labels=tokens,
-                use_cache=False,
-                return_dict=True,
-            )
+            outputs = model(**inputs)
         handle.remove()
         own: Tensor = outputs.loss
         target = shifted(tokens) if shift else tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,10 @@ IGNORED = -100
 # Losses whose steps are being counted by a RegularizationCallback.
 FOLLOWED: WeakSet[nn.Module] = WeakSet()
 
+# For other losses: the counts of their warm-ups, and the training passes since these changed.
+_UNCOUNTED: WeakKeyDictionary[nn.Module, tuple[list[int], int]] = WeakKeyDictionary()
+_PATIENCE = 8
+
 
 def leaves(loss: nn.Module) -> Iterator[nn.Module]:
     """The losses that a warm-up switches between, or the loss itself."""
@@ -49,6 +54,26 @@ def active(loss: nn.Module) -> nn.Module:
 def follows_training(loss: nn.Module) -> bool:
     """Whether the loss has to be told about steps or epochs."""
     return any(isinstance(part, Warmup) or hasattr(part, "end_epoch") for part in loss.modules())
+
+
+def warn_uncounted(loss: nn.Module) -> None:
+    """Called in each training pass: warn about a loss whose steps nobody seems to count.
+
+    Not an error: a loop of one's own calls ``loss.step()``, after any number of micro-batches.
+    """
+    if loss in FOLLOWED or not follows_training(loss):
+        return
+    counts = [part.steps_done for part in loss.modules() if isinstance(part, Warmup)]
+    before, passes = _UNCOUNTED.get(loss, (counts, 0))
+    passes = passes + 1 if before == counts else 1
+    _UNCOUNTED[loss] = counts, passes
+    if passes == _PATIENCE:
+        warnings.warn(
+            f"nothing has counted the optimizer steps for {type(loss).__name__} in {passes} "
+            "training passes: give the Trainer callbacks=[RegularizationCallback(loss)], or call "
+            "loss.step() after each step",
+            stacklevel=2,
+        )
 
 
 def check_loss(loss: nn.Module, *, teacher: bool) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...heads.low_rank import LowRankWeight
@@ -46,6 +50,16 @@ def trainer_counts_shifted(model: nn.Module) -> bool:
     return own_loss is ForCausalLMLoss and not is_encoder_decoder(model)
 
 
+def set_counted(model: Any, shift: bool) -> None:
+    """Let a Trainer that is made with the model count the targets as they are.
+
+    It counts them by ``loss_type``, which GPT-2 does not have. It would count the first label of
+    each row, and the loss would be too small.
+    """
+    if trainer_counts_shifted(model) != shift:
+        model.loss_type = "ForCausalLM" if shift else None
+
+
 def shifts(model: nn.Module) -> bool:
     """Whether the logits at a position predict the label of the next position.
 
@@ -55,17 +69,95 @@ def shifts(model: nn.Module) -> bool:
     model = unwrapped(model)
     if is_encoder_decoder(model):
         return False
-    name = type(model).__name__
-    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or trainer_counts_shifted(model)
+    causal = is_causal(model)
     # Some old decoders (MarianForCausalLM) expect labels that are shifted already.
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     own_way = code is not None and "CrossEntropyLoss" in code.co_names
     if (causal and own_way) or (not causal and getattr(model, "loss_type", None) is None):
         raise ValueError(
-            f"it is not known whether a position of {name} predicts its own label or the next "
-            "one: pass shift=False or shift=True to regularize"
+            f"it is not known whether a position of {type(model).__name__} predicts its own label "
+            "or the next one: pass shift=False or shift=True to regularize"
         )
     return causal
+
+
+def is_causal(model: nn.Module) -> bool:
+    names = {cls.__name__ for cls in type(model).__mro__}  # MyLlama(LlamaForCausalLM) is causal
+    listed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return not names.isdisjoint(listed) or trainer_counts_shifted(model)
+
+
+def checked_shift(model: nn.Module, given: bool | None) -> bool:
+    """``given``, or what the class of the model says, compared with the model's own loss.
+
+    Raises:
+        ValueError: the model's own loss contradicts its class.
+    """
+    base = unwrapped(model)
+    shift = shifts(base) if given is None else given
+    if not (is_causal(base) or is_encoder_decoder(base)):
+        return shift  # a classifier has other labels
+    if _own_loss_shifts(base) is not (not shift):
+        return shift
+    name, own = type(base).__name__, "the label of its own position" if shift else "the next label"
+    found = f"the loss of {name} on four tokens is that of logits that predict {own}"
+    if given is None:
+        raise ValueError(f"{found}: pass shift={not shift} to regularize")
+    warnings.warn(
+        f"{found}, and shift={shift} was given. This is right only if the labels of your batches "
+        "are shifted already",
+        stacklevel=3,
+    )
+    return shift
+
+
+@torch.no_grad()
+def _own_loss_shifts(model: Any) -> bool | None:
+    """Whether the model's own loss on four tokens shifts the labels; None if it is neither case."""
+    inputs = four_tokens(model)
+    if inputs is None or any(is_dtensor(p) or p.numel() == 0 for p in model.parameters()):
+        return None
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        outputs = model(**inputs)
+        logits, own = outputs.logits.float(), outputs.loss.float()
+        added = added_loss(model, outputs, logits)
+        own = own if added is None else own - added.to(own)
+        labels = inputs["labels"].to(logits.device)
+        next_one = nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+        same = nn.functional.cross_entropy(logits[0], labels[0])
+    except Exception:  # it takes more than tokens, or returns something else
+        return None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    off = [float((value.to(own) - own).abs() / own.abs()) for value in (same, next_one)]
+    # half precision may be off by a per cent; logits that are all equal do not tell
+    if not min(off) < 0.03 or min(off) > 0.1 * max(off):
+        return None
+    return off[1] < off[0]
+
+
+def four_tokens(model: Any) -> dict[str, Any] | None:
+    """Inputs with labels to try a language model on, or None if it takes others."""
+    if not hasattr(model, "main_input_name") or model.device.type == "meta":
+        return None
+    classes = getattr(model.config.get_text_config(decoder=True), "vocab_size", 4)
+    tokens = torch.arange(4, device=model.device).remainder(classes).unsqueeze(0)
+    inputs: dict[str, Any] = {"labels": tokens, "use_cache": False, "return_dict": True}
+    if model.main_input_name == "input_ids":
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **inputs}
+    if not is_encoder_decoder(model):
+        return None
+    # Speech or images: the decoder is tried on encoder states that are made up.
+    config = model.config
+    encoder = getattr(config, "encoder", getattr(config, "vision_config", config))
+    shape = (1, 4, encoder.hidden_size)
+    states = torch.linspace(-1, 1, 4 * shape[-1], device=model.device, dtype=model.dtype)
+    made_up = BaseModelOutput(states.reshape(shape))
+    made_up.attention_mask = None  # Moonshine reads it
+    return {"encoder_outputs": made_up, **inputs}
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -87,13 +179,99 @@ def with_decoder_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         or any(inputs.get(name) is not None for name in DECODER_INPUTS)
     ):
         return inputs
-    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if make is None:
+    return {**inputs, "decoder_input_ids": _decoder_inputs(model, inputs["labels"])}
+
+
+def _decoder_inputs(model: Any, labels: Tensor) -> Tensor:
+    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):  # the latter: Pix2Struct
+        make = getattr(model, name, None)
+        if make is not None:
+            return make(labels)
+    config = model.config
+    parts = (config, config.get_text_config(decoder=True))
+    for cls in type(model).__mro__:  # Whisper and other speech models have a function beside them
+        shift = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
+        found = [
+            next((x for part in parts if (x := getattr(part, name, None)) is not None), None)
+            for name in ("pad_token_id", "decoder_start_token_id")
+        ]
+        if shift is not None and None not in found:
+            return shift(labels, *found)
+    raise ValueError(
+        f"{type(model).__name__} cannot make decoder inputs from labels: let the collator add "
+        "decoder_input_ids to the batch"
+    )
+
+
+# ------------------------------------------------------------------ tasks and their logits
+
+
+def check_task(model: nn.Module) -> None:
+    """Raise an error for a model that does not choose one of several classes."""
+    base = unwrapped(model)
+    config, name = getattr(base, "config", None), type(base).__name__
+    task = getattr(config, "problem_type", None)
+    if task in ("multi_label_classification", "regression"):
         raise ValueError(
-            f"{type(model).__name__} cannot make decoder inputs from labels: let the collator add "
-            "decoder_input_ids to the batch"
+            f"{name} has problem_type={task!r}, and the losses of labo are for one class per "
+            "label: train it with its own loss, or set problem_type='single_label_classification'"
         )
-    return {**inputs, "decoder_input_ids": make(labels=inputs["labels"])}
+    if is_segmentation(base) and getattr(config, "use_auxiliary_head", False):
+        raise ValueError(
+            f"{name} adds the loss of an auxiliary head, whose logits it does not return: load it "
+            "with use_auxiliary_head=False"
+        )
+
+
+def is_segmentation(model: nn.Module) -> bool:
+    """Whether the logits are maps, (N, K, H, W), for labels (N, H, W)."""
+    return any("ForSemanticSegmentation" in cls.__name__ for cls in type(unwrapped(model)).__mro__)
+
+
+def without_ignored_pixels(model: nn.Module, labels: Any) -> Any:
+    """Labels with ``IGNORED`` in the place of the number that the model has for it (255)."""
+    base = unwrapped(model)
+    if not is_segmentation(base) or not isinstance(labels, Tensor):
+        return labels
+    config, names = base.config, ("semantic_loss_ignore_index", "loss_ignore_index")
+    for number in (getattr(config, name) for name in names if hasattr(config, name)):
+        labels = labels.masked_fill(labels == number, IGNORED)
+    return labels
+
+
+def classes_last(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits in the shape of the labels and a last dimension of classes.
+
+    The maps of a segmentation model are enlarged to the size of the labels, as in its own loss.
+    """
+    if logits.dim() != 4 or labels.dim() != 3:
+        return logits
+    size = labels.shape[1:]
+    if is_segmentation(model) and logits.shape[2:] != size:
+        logits = nn.functional.interpolate(logits, size=size, mode="bilinear", align_corners=False)
+    known = is_segmentation(model) or labels.shape != logits.shape[:-1]
+    return logits.movedim(1, -1) if known and logits.shape[2:] == size else logits
+
+
+def has_prompt_positions(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens before the inputs, so that there are more logits."""
+    config: Any = getattr(model, "active_peft_config", None)
+    prompts = getattr(config, "is_prompt_learning", False)
+    return prompts and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def check_whole(model: nn.Module, logits: Tensor) -> None:
+    """Raise an error for logits that are one process's part of the classes."""
+    head = getattr(unwrapped(model), "get_output_embeddings", lambda: None)()
+    weight: Any = getattr(head, "weight", None)
+    part = "a DTensor" if is_dtensor(logits) else None
+    if is_dtensor(weight) and logits.shape[-1] == len(weight.to_local()) < len(weight):
+        part = f"those of {logits.shape[-1]} classes out of {len(weight)}"
+    if part is not None:
+        raise ValueError(
+            f"the logits are {part}: each process holds a part of the classes. Let the output "
+            "layer gather them (colwise_gather_output in the tensor-parallel plan)"
+        )
 
 
 # ------------------------------------------------------------------ a teacher
@@ -115,6 +293,43 @@ def check_pair(teacher: Any, model: nn.Module) -> None:
             f"{type(unwrapped(model)).__name__} is an encoder-decoder and the other one is not: "
             "both must take the same inputs"
         )
+
+
+def check_tokenizers(teacher: nn.Module, model: nn.Module, processor: Any = None) -> None:
+    """Raise an error if the indices of teacher and model stand for other tokens.
+
+    The tokenizers are that of the Trainer (``processor``), and those of the folders that the models
+    were loaded from, as far as these are on this machine. What is not known is not compared.
+    """
+    ours = _vocabulary(getattr(processor, "tokenizer", processor)) or _saved_vocabulary(model)
+    theirs = _saved_vocabulary(teacher)
+    common = ours.keys() & theirs.keys()
+    other = [index for index in sorted(common) if ours[index] != theirs[index]]
+    if len(other) > len(common) // 100:  # reserved tokens get new names in later versions
+        index = other[0]
+        raise ValueError(
+            "the teacher has another tokenizer than the model, so their classes are different: "
+            f"index {index} is {theirs[index]!r} for the teacher and {ours[index]!r} for the model"
+        )
+
+
+def _vocabulary(tokenizer: Any) -> dict[int, str]:
+    """Tokens by index; empty if this is not a tokenizer."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return {index: token for token, index in vocabulary.items()}
+
+
+def _saved_vocabulary(model: nn.Module) -> dict[int, str]:
+    """That of the folder or the cached repository that a model was loaded from."""
+    name = getattr(unwrapped(model), "name_or_path", "")
+    if not name:
+        return {}
+    try:
+        return _vocabulary(
+            AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        )
+    except Exception:  # there is none, or it needs code or a package that is not there
+        return {}
 
 
 def check_flag(name: str, value: Any) -> None:
