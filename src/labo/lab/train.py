@@ -166,10 +166,11 @@ class _Lock:
     """:func:`labo.lab.run.lock.held`, with a refusal put into a list instead of raised."""
 
     def __init__(self, run: RunDirectory, problem: list[Exception | None]) -> None:
-        self.lock, self.problem = held(run.path), problem
+        self.run, self.lock, self.problem = run, held(run.path), problem
 
     def __enter__(self) -> None:
         try:
+            self.run.refuse_links()
             self.lock.__enter__()
         except LabError as error:
             self.problem[0] = error

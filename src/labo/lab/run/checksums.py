@@ -14,9 +14,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from ..errors import RequestError
-from .files import Document, read_json, sha256, write_json
+from .files import Document, create, read_json, sha256, write_json
 
 MANIFEST = "manifest.json"
 FORCE = "LABO_VERIFY"
@@ -29,10 +32,21 @@ class DamagedError(RequestError):
     """A file is missing, or its content is not what was written."""
 
 
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"names a file elsewhere: {name!r}")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_inside)]
+"""The name of a file in a manifest, relative to the folder of the manifest and inside of it."""
+
+
 class Manifest(Document):
     """The checksums of a folder. While a file is replaced, its old and its new one are listed."""
 
-    sha256: dict[str, list[str]]
+    sha256: dict[FileName, list[str]]
 
 
 class _Remembered(Document):
@@ -98,7 +112,8 @@ def _remember(
     unfinished = memory.with_name(f".{memory.name}.{os.getpid()}.tmp")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(document), encoding="utf-8")
+        with create(unfinished) as file:
+            file.write(json.dumps(document).encode())
         os.replace(unfinished, memory)
     except (OSError, UnicodeError):
         unfinished.unlink(missing_ok=True)  # no cache: the files are hashed again next time
@@ -120,8 +135,6 @@ def verify(
     Raises:
         DamagedError: a file is missing, or its checksum is another one.
     """
-    for name in expected:
-        check_name(folder, name)
     try:
         if remember:
             found = digests(folder, expected)
@@ -135,13 +148,6 @@ def verify(
         accepted = [checksums] if isinstance(checksums, str) else list(checksums)
         if found[name] not in accepted:
             raise DamagedError(f"{folder / name} is damaged (its checksum does not fit)")
-
-
-def check_name(folder: Path, name: str) -> None:
-    """Refuse a name in a manifest that leads out of its folder."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise DamagedError(f"{folder}: its manifest names a file elsewhere: {name!r}")
 
 
 def verify_folder(folder: Path) -> bool:

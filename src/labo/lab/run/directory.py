@@ -165,6 +165,19 @@ class RunDirectory:
             begun[DATA] = found if known is None else f"{known}+{found}"
             self._write_recipe(self.document(), begun)
 
+    def refuse_links(self) -> None:
+        """Refuse to write through a symbolic link in the directory, to a folder elsewhere.
+
+        Files need no check: they are replaced or made anew, which follows no link.
+        """
+        folders = (self.best, self.checkpoints, self.kept, self.records, self.path / "tensorboard")
+        for path in (*folders, *self.best.glob("*/")):
+            if path.is_symlink():
+                raise RequestError(
+                    f"{path} is a symbolic link: labo writes only into the run directory itself; "
+                    "put the folder in its place"
+                )
+
     @property
     def finished(self) -> bool:
         return self.results_file.exists()
@@ -296,8 +309,8 @@ class RunDirectory:
 
     def log(self, line: Mapping[str, Any]) -> None:
         try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with atomic.append(self.metrics_file) as file:
+                file.write((json.dumps(line) + "\n").encode())
         except OSError as error:
             raise LabError(f"cannot write {self.metrics_file}: {error.strerror}") from error
 
@@ -360,7 +373,8 @@ def write_model(
         atomic.put_in_place(model)
         checksums.write_manifest(folder, {name: [value] for name, value in new.items()})
         for name in old.keys() - new.keys():
-            (folder / name).unlink(missing_ok=True)
+            if (folder / name).parent.resolve().is_relative_to(folder.resolve()):
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         atomic.temporary(model).unlink(missing_ok=True)
         raise LabError(f"cannot write {model}: {error.strerror or error}") from error

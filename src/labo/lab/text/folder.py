@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..run.files import (
     Document,
     flush,
     read_json,
+    remove_folder,
     replace_folder,
     replaced,
     seal_fits,
@@ -62,7 +62,7 @@ class FolderManifest(Document):
 
     format: int
     checksum: str
-    sha256: dict[str, str]
+    sha256: dict[checksums.FileName, str]
 
     @property
     def content_fingerprint(self) -> str:
@@ -145,13 +145,13 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
             os.replace(old, out)  # a replacement that was killed between two renames
         check_free(out, maker, force)
         for leftover in (folder, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove_folder(leftover)
         folder.mkdir()
         try:
             yield folder
             replace_folder(folder, out)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
 
 
 def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = ()) -> None:
