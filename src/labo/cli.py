@@ -75,6 +75,22 @@ def _verify(value: bool) -> bool:
     return value
 
 
+def _trust_code(value: bool) -> bool:
+    if value:
+        from .lab.custom import trust_code
+
+        trust_code()
+    return value
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=_trust_code,
+        help="Import and run functions that a run or model folder names.",
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option(
@@ -95,6 +111,7 @@ def train(
     ] = False,
     accept_data: AcceptData = False,
     verify: Verify = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Train a model. The same command continues a run that was stopped."""
@@ -141,6 +158,7 @@ def evaluate(
     ] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Score the selected model of a run, and write one record per example.
@@ -205,6 +223,7 @@ def average(
     split: Annotated[
         list[str] | None, typer.Option(help="Split to score: valid or test. Default: valid.")
     ] = None,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Average the models that a run kept, and score the average.
@@ -233,6 +252,7 @@ def calibrate(
     fold: Annotated[
         bool, typer.Option("--fold", help="Divide the logits of the saved model for good.")
     ] = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Fit a temperature to the model of a run on validation, and store it with the model."""
@@ -273,6 +293,7 @@ def compare(
     ] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Train several methods with several seeds, and print a table.
@@ -829,6 +850,7 @@ def predict(
     ] = None,
     to: Annotated[str, typer.Option("--format", help="Output format: csv or jsonl.")] = "csv",
     top: Annotated[int, typer.Option(min=1, help="Number of classes for each image.")] = 5,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Write the most probable classes of images, a line for each file."""
@@ -971,6 +993,7 @@ def export(
             "trained."
         ),
     ] = None,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Export a model to CTranslate2 or ONNX, and print the code that loads it."""

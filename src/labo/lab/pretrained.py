@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .config import Names, Section
 from .errors import RequestError
-from .run.files import sha256
+from .run.files import Document, read_json, sha256
 
 __all__ = [
     "Lora",
@@ -113,7 +113,19 @@ def _checked(folder: str | Path) -> Path:
             f"{folder}: holds no *.safetensors; other formats can run code and are not read "
             "(save_pretrained of a current transformers writes safetensors)"
         )
+    _refuse_kernels(
+        folder / "config.json", read_json(folder / "config.json", Document).model_dump()
+    )
     return folder
+
+
+def _refuse_kernels(path: Path, value: Any, name: str = "") -> None:
+    """Refuse a config that names code of a hub: ``attn_implementation: OWNER/REPOSITORY``."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            _refuse_kernels(path, inside, key if "implementation" in key else name)
+    elif name and isinstance(value, str) and "/" in value:
+        raise RequestError(f"{path}: {name}: {value} is code from elsewhere, which is not run")
 
 
 def folder_digest(folder: str | Path) -> str:
