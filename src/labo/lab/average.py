@@ -140,7 +140,7 @@ def _chosen(
 
 def _read(run: RunDirectory, model: KeptModel) -> dict[str, Tensor]:
     name = kept_name(model.step)
-    known = checksums.manifest_of(run.kept)
+    known = checksums.manifest_of(run.kept).sha256
     if name not in known:
         raise RequestError(f"{run.kept / checksums.MANIFEST} has no checksum of {name}")
     checksums.verify(run.kept, {name: known[name]})

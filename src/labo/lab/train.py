@@ -730,6 +730,7 @@ class Trainer:
             "devices": self.state.devices,
             "peak_memory": peak_memory(),
             "notes": self.notes,
+            "model": self.run.model,
             **found["valid"].about,
         }
         if self.accelerator.is_main_process:
@@ -781,8 +782,10 @@ def repair_best(
                 f"{error}, and no checkpoint has the selected model of step {step}: train the "
                 "recipe again with another --out"
             ) from error
+        calibrated = (run.best / "calibration.json").is_file()
         run.select(*task.model_files(build(), weights))
-        report(f"{error}; {run.best} was written again from the checkpoint of step {step}")
+        lost = ", without its temperature: run labo calibrate again" if calibrated else ""
+        report(f"{error}; {run.best} was written again from the checkpoint of step {step}{lost}")
 
 
 def _selected_weights(run: RunDirectory, recipe: Recipe) -> tuple[int, dict[str, Tensor] | None]:

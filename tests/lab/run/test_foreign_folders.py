@@ -70,7 +70,7 @@ def test_manifests_with_names_elsewhere_are_damaged(name, copy):
         path.write_text(json.dumps(manifest))
     with pytest.raises(checksums.DamagedError, match="names a file elsewhere"):
         checksums.verify_folder(copy / "best")
-    assert checksums.manifest_of(copy / "best") == {}
+    assert checksums.manifest_of(copy / "best").sha256 == {}
     said = []
     assert not list(checkpoint.usable(copy / "checkpoints", "", files.Document, said.append))
     assert "names a file elsewhere" in said[0]

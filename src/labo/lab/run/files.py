@@ -167,7 +167,7 @@ def flush(path: Path) -> None:
 def create(path: Path) -> BinaryIO:
     """A new, empty file, open for writing. What has the name is removed; no link is followed."""
     path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+    return path.open("xb")
 
 
 def append(path: Path) -> BinaryIO:
@@ -176,8 +176,7 @@ def append(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is a symbolic link.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o666), "ab")
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def temporary(path: Path) -> Path:
