@@ -211,6 +211,8 @@ class Trainer:
         }
         method = METHODS[recipe.method["name"]]
         self.loss, self.teacher = method.build(recipe.method, facts)
+        if not accept_data:
+            run.check_teacher(self.teacher.fingerprint)
         self.loss.to(self.accelerator.device)
         self.parallel.place(self.module)
         self.model, self.optimizer = self.parallel.prepare(
@@ -229,9 +231,9 @@ class Trainer:
     def train(self, test: bool) -> dict[str, Any]:
         """The loop; ``test`` says whether it ends on the test split."""
         if self.accelerator.is_main_process:
-            self.run.start(self.recipe, self.task.fingerprint)
+            self.run.start(self.recipe, self.task.fingerprint, self.teacher.fingerprint)
             if self.accept_data:
-                self.run.accept_data(self.task.fingerprint)
+                self.run.accept_data(self.task.fingerprint, self.teacher.fingerprint)
         self.accelerator.wait_for_everyone()
         with (
             self.interruptions.handled(),

@@ -396,7 +396,7 @@ class LanguageModelingTask(TokenTask):
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
         return head.at(self.learned(batch))
 
-    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
         stored, documents = StoredTeacher(folder), self._train.documents
         vocabulary = vocabulary_digest(self.data.tokenizer)
         stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=len(documents))
@@ -407,7 +407,7 @@ class LanguageModelingTask(TokenTask):
                 places = places[:0]
             return stored_rows(stored, documents, places)
 
-        return read
+        return stored.about.content_fingerprint[:12], read
 
     # ------------------------------------------------------------------ training batches
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
     from torch import Tensor
 
 DATA = "data"  # the key of the provenance that names the data
+TEACHER = "teacher"  # and the one that names what a teacher was read from
 MODEL = "model.safetensors"
 
 KEPT = "models.json"  # in ``kept``: the step and the scores of each model
@@ -106,17 +107,19 @@ class RunDirectory:
                 "choose another --out"
             )
 
-    def start(self, recipe: Recipe, data: str | None = None) -> None:
+    def start(self, recipe: Recipe, data: str | None = None, teacher: str = "") -> None:
         """Make the directory and write the recipe; a run that is there already stays.
 
         Args:
             recipe: of the run.
             data: the fingerprint of the data.
+            teacher: that of the teacher, if it is read from files.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.recipe_file.exists():
-                self._write_recipe(recipe.as_document(), {**made_with(), DATA: data})
+                read = {DATA: data} | ({TEACHER: teacher} if teacher else {})
+                self._write_recipe(recipe.as_document(), {**made_with(), **read})
             self.checkpoints.mkdir(exist_ok=True)
             self.best.mkdir(exist_ok=True)
         except OSError as error:
@@ -159,13 +162,25 @@ class RunDirectory:
                 "evaluate or compare"
             )
 
-    def accept_data(self, found: str) -> None:
-        """Go on with other data. The run then names both, joined by "+"."""
+    def check_teacher(self, found: str) -> None:
+        """Refuse a teacher that is not that of the run; as :meth:`check_data`."""
+        begun = self.begun_with().get(TEACHER) if self.recipe_file.is_file() else None
+        if begun is not None and begun.split("+")[-1] != found:
+            raise RequestError(
+                f"the teacher of {self.path} has changed: {begun} when it was begun, {found} now; "
+                "restore it, choose another --out, or pass --accept-data to labo train or compare"
+            )
+
+    def accept_data(self, found: str, teacher: str = "") -> None:
+        """Go on with other data, or another teacher. The run then names both, joined by "+"."""
         begun = self.begun_with()
-        known = begun.get(DATA)
-        if known is None or known.split("+")[-1] != found:
-            begun[DATA] = found if known is None else f"{known}+{found}"
-            self._write_recipe(self.document(), begun)
+        accepted = dict(begun)
+        for key, now in ((DATA, found), (TEACHER, teacher)):
+            known = begun.get(key)
+            if now and (known is None or known.split("+")[-1] != now):
+                accepted[key] = now if known is None else f"{known}+{now}"
+        if accepted != begun:
+            self._write_recipe(self.document(), accepted)
 
     def refuse_links(self) -> None:
         """Refuse to write through a symbolic link in the directory, to a folder elsewhere.
@@ -237,7 +252,7 @@ class RunDirectory:
         method = dict(recipe.method)
         for name in {"teacher", "stored"} & method.keys():
             # Where a folder is on this machine is no part of the experiment.
-            method[name] = method[name] and Path(method[name]).name
+            method[name] = begun.get(TEACHER) or (method[name] and Path(method[name]).name)
         parts = {
             "labo": begun.get("labo"),
             "git": begun.get("git"),

@@ -418,7 +418,7 @@ class TranslationTask(TokenTask):
         head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
         return head.at(self.learned(batch))
 
-    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
         for name in ("bpe_dropout", "switchout_target"):
             if getattr(self.recipe.data, name):
                 raise RequestError(
@@ -433,7 +433,7 @@ class TranslationTask(TokenTask):
             counted = bool(self.learned(batch).any())  # not so of Batch.without_targets
             return stored_rows(stored, batch.index.tolist() if counted else [])
 
-        return read
+        return stored.about.content_fingerprint[:12], read
 
     # ------------------------------------------------------------------ training batches
 
