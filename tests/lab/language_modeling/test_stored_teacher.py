@@ -228,10 +228,14 @@ def test_training_from_files(texts, model, tmp_path):
     values = losses(tmp_path / "run")
     assert values[-1] < values[0]
 
+    held = StoredTeacher(stored)
+
     # Another store under the same name is another experiment.
     signature = RunDirectory(tmp_path / "run").results()["signature"]
     (tmp_path / "run" / "results.json").unlink()
     store(model, texts, stored, top_k=4, force=True)
+    with pytest.raises(DataError, match="was replaced while it was read"):
+        held.sample(0)
     with pytest.raises(RequestError, match=r"the teacher of .* has changed: stored@"):
         train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "other")

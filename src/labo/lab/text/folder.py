@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -214,6 +215,50 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
     except RequestError as error:
         raise DataError(f"{error}; {again}") from error
     return manifest
+
+
+class PreparedFolder:
+    """What the folders of all kinds of text share.
+
+    What is read is kept, and all that a training uses is read by :meth:`hold`. A folder that is
+    replaced meanwhile (``--force``) does not mix with it.
+
+    Attributes:
+        path: the folder.
+        fingerprint: 64 hex digits, the same for the same content.
+    """
+
+    path: Path
+    fingerprint: str
+
+    def hold(self) -> None:
+        """Read or map every file.
+
+        Raises:
+            DataError: a file is damaged, or the folder was replaced meanwhile.
+        """
+        for split in SPLITS:
+            self.split(split)
+        _ = self.tokenizer_files, self.counts
+        if read_json(self.path / MANIFEST, FolderManifest).content_fingerprint != self.fingerprint:
+            raise DataError(f"{self.path} was replaced while it was read: run the command again")
+
+    def split(self, name: str) -> Any:
+        raise NotImplementedError
+
+    @property
+    def counts(self) -> Any:
+        """The content of frequencies.json."""
+        raise NotImplementedError
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the tokenizers; those of a second one have the name of its folder first."""
+        return {
+            prefix + path.name: path.read_bytes()
+            for folder, prefix in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/"))
+            for path in sorted((self.path / folder).glob("*"))
+        }
 
 
 def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizerFast:

@@ -34,7 +34,7 @@ from ..run.files import (
 )
 from ..run.lock import locked
 from ..run.progress import notice
-from .folder import FolderManifest, Maker, check_free, read_manifest, seal
+from .folder import MANIFEST, FolderManifest, Maker, check_free, read_manifest, seal
 
 TASK = "stored_teacher"
 MAKER = Maker("labo teacher", TASK)
@@ -263,6 +263,9 @@ class StoredTeacher:
         return indices[here].reshape(-1, self.top_k), log_p[here].reshape(-1, self.top_k)
 
     def _reader(self, part: int) -> pa.ipc.RecordBatchFileReader:
+        now = read_json(self.path / MANIFEST, FolderManifest)
+        if now.content_fingerprint != self.about.content_fingerprint:
+            raise DataError(f"{self.path} was replaced while it was read: run the command again")
         return pa.ipc.open_file(pa.memory_map(os.fspath(self.path / _part(part))))
 
     def _record_batch(self, number: int) -> tuple[npt.NDArray[Any], ...]:
