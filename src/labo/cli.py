@@ -1103,8 +1103,10 @@ def main(arguments: list[str] | None = None) -> Any:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return app(arguments)
-    except Exception as error:
-        if "--debug" in arguments:
+    except BaseException as error:
+        # A Rust library (tokenizers) raises its panics as no Exception.
+        panicked = type(error).__name__ == "PanicException"
+        if "--debug" in arguments or not (isinstance(error, Exception) or panicked):
             raise
         status, message = _status_and_message(error)
         if _is_main_process() or status == 1:
@@ -1113,7 +1115,7 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.exit(status)
 
 
-def _status_and_message(error: Exception) -> tuple[int, str]:
+def _status_and_message(error: BaseException) -> tuple[int, str]:
     """Exit status and message for an error."""
     from .lab.errors import LabError
 

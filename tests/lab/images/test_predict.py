@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from labo.cli import main
 from labo.lab.calibrate import calibrate_run
@@ -129,3 +131,31 @@ def test_wrong_requests(run, tmp_path, capsys):
     (other / "config.json").write_text(json.dumps(facts))
     with pytest.raises(RequestError, match="does not say the size of the images"):
         Predictor(other)
+
+
+def test_weights_that_are_no_numbers_are_refused(run, pictures, tmp_path, capsys):
+    copy = shutil.copytree(run / "best", tmp_path / "copy")
+    for name in ("manifest.json", "calibration.json"):
+        (copy / name).unlink(missing_ok=True)
+    weights = load_file(copy / "model.safetensors")
+    next(tensor for tensor in weights.values() if tensor.dim() > 1)[0] = torch.nan
+    save_file(weights, copy / "model.safetensors")
+    assert status("predict", copy, pictures) == 2
+    assert "are not all finite" in capsys.readouterr().err
+
+
+def test_sizes_that_the_weights_do_not_have_are_refused(run, pictures, tmp_path, capsys):
+    copy = shutil.copytree(run / "best", tmp_path / "copy")
+    (copy / "manifest.json").unlink()
+    facts = json.loads((copy / "config.json").read_text()) | {"num_classes": 10**9}
+    (copy / "config.json").write_text(json.dumps(facts))
+    assert status("predict", copy, pictures) == 2
+    assert "num_classes is 1000000000, but the weights have" in capsys.readouterr().err
+
+
+def test_a_small_file_of_a_huge_image_is_refused(run, tmp_path, capsys):
+    Image.new("1", (12000, 12000)).save(tmp_path / "bomb.png")
+    assert (tmp_path / "bomb.png").stat().st_size < 30_000
+    assert status("predict", run, tmp_path / "bomb.png") == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "bomb.png" in line]
+    assert "144000000 pixels" in line

@@ -22,7 +22,15 @@ from .. import config
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
-from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze
+from ..pretrained import (
+    Lora,
+    adapter_files,
+    add_lora,
+    check_finite,
+    check_sizes,
+    folder_digest,
+    freeze,
+)
 from ..run import files as atomic
 from ..run.distributed import gather_rows, in_step
 from ..run.progress import notice, track
@@ -398,8 +406,10 @@ class ImageTask(Task):
                     f"{facts['model']} has changed since {folder} was trained: it was "
                     f"{facts['version']}, it is {version}"
                 )
+        check_sizes(folder / "config.json", facts, [folder / "model.safetensors"])
         model = _fresh_model(facts, f"{folder / 'config.json'}: model")
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
+        check_finite(model, folder)
         return model
 
     def facts(self) -> dict[str, Any]:

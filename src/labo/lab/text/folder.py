@@ -271,7 +271,7 @@ def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizer
     from transformers import PreTrainedTokenizerFast
 
     try:
-        with panics_refused():
+        with panics_refused(folder):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             found = len(tokenizer)
             tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong type show here
