@@ -346,9 +346,11 @@ def analyze(
     if split not in ("valid", "test"):
         raise RequestError(f"--split {split}: must be valid or test")
     options = [text for text in runs if "=" in text and not Path(text).exists()]
-    paths = [str(path) for path in runs_in(text for text in runs if text not in options)]
+    missing: dict[Path, str] = {}
+    paths = [str(path) for path in runs_in((r for r in runs if r not in options), missing)]
     settings = analysis.read_settings(paths, options)
     documents, left_out = analysis.write_analyses(paths, **settings)
+    left_out += [f"left out: {path}: {reason}" for path, reason in missing.items()]
     comparison = analysis.analyze_runs(paths, split, **settings)
     print(as_text(documents, comparison, left_out), end="")
 
@@ -366,9 +368,13 @@ def report(
     from .lab.compare.plan import runs_in
     from .lab.report import write_report
 
-    for listing in write_report(runs_in(runs), out):
+    left_out: dict[Path, str] = {}
+    paths = runs_in(runs, left_out)
+    for listing in write_report(paths, out, left_out):
         if listing.state.kind != "finished":
             print(f"{listing.path} is {listing.state}")
+    for path, reason in left_out.items():
+        print(f"{path} is left out: {reason}")
     print(f"{out} is written")
 
 

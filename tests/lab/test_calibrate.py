@@ -283,7 +283,7 @@ def test_it_goes_with_a_copy_of_the_model_folder_and_with_an_export(text, copied
 def test_a_run_that_is_not_finished(images, copied):
     path = copied(images)
     (path / "results.json").unlink()
-    with pytest.raises(RequestError, match=r"is no run with results\.json"):
+    with pytest.raises(RequestError, match="is unfinished: the command that started it"):
         calibrate_run(path)
 
 

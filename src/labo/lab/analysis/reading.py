@@ -40,7 +40,7 @@ class State:
 
     Example:
         >>> print(State("unfinished", step=120))
-        unfinished at step 120
+        unfinished at step 120: the command that started it continues it
     """
 
     kind: str  # finished, unfinished or broken
@@ -50,7 +50,9 @@ class State:
     def __str__(self) -> str:
         if self.kind == "broken":
             return f"broken: {self.reason}"
-        return self.kind if self.kind == "finished" else f"{self.kind} at step {self.step or 0}"
+        if self.kind == "finished":
+            return self.kind
+        return f"{self.kind} at step {self.step or 0}: the command that started it continues it"
 
 
 @dataclass(frozen=True)

@@ -322,8 +322,14 @@ class RunDirectory:
         return read_facts(self.best / "config.json")
 
     def must_have(self, path: Path) -> None:
-        if not path.is_file():
-            raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
+        if path.is_file():
+            return
+        if self.recipe_file.is_file() and not self.finished:
+            raise RequestError(
+                f"{self.path} is unfinished: the command that started it continues it (it has no "
+                f"{path.relative_to(self.path)} yet)"
+            )
+        raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
 
     def verify_best(self) -> None:
         """Compare ``best`` with its checksums.
