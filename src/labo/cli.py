@@ -341,7 +341,7 @@ def analyze(
     from .lab.analysis import run as analysis
     from .lab.analysis.printing import as_text
     from .lab.compare.plan import runs_in
-    from .lab.errors import RequestError
+    from .lab.errors import RequestError, printable
 
     if split not in ("valid", "test"):
         raise RequestError(f"--split {split}: must be valid or test")
@@ -352,7 +352,7 @@ def analyze(
     documents, left_out = analysis.write_analyses(paths, **settings)
     left_out += [f"left out: {path}: {reason}" for path, reason in missing.items()]
     comparison = analysis.analyze_runs(paths, split, **settings)
-    print(as_text(documents, comparison, left_out), end="")
+    print(printable(as_text(documents, comparison, left_out)), end="")
 
 
 @app.command()
@@ -1114,9 +1114,11 @@ def main(arguments: list[str] | None = None) -> Any:
         panicked = type(error).__name__ == "PanicException"
         if "--debug" in arguments or not (isinstance(error, Exception) or panicked):
             raise
+        from .lab.errors import printable
+
         status, message = _status_and_message(error)
         if _is_main_process() or status == 1:
-            for line in message.splitlines():
+            for line in printable(message).splitlines():
                 print(f"labo: {line}", file=sys.stderr)
         sys.exit(status)
 

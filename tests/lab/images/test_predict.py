@@ -17,7 +17,7 @@ from labo.cli import main
 from labo.lab.calibrate import calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
-from labo.lab.images.predict import Predictor
+from labo.lab.images.predict import Prediction, Predictor, write_predictions
 from labo.lab.images.sources import load_images
 from labo.lab.images.views import View
 from labo.lab.recipes import load_recipe
@@ -159,3 +159,23 @@ def test_a_small_file_of_a_huge_image_is_refused(run, tmp_path, capsys):
     assert status("predict", run, tmp_path / "bomb.png") == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "bomb.png" in line]
     assert "144000000 pixels" in line
+
+
+def test_names_in_a_table_are_neither_formulas_nor_commands():
+    file = io.StringIO()
+    names = ("=1+1", "+a", "-b", "@c", "\x1b[31mred\n", "cat")
+    prediction = Prediction(Path("=evil.png"), names, (0.5, 0.1, 0.1, 0.1, 0.1, 0.1))
+    write_predictions([prediction], file, "csv")
+    row = list(csv.reader(io.StringIO(file.getvalue())))[1]
+    assert [row[0], *row[1::2]] == [
+        *("'=evil.png", "'=1+1", "'+a", "'-b", "'@c"),
+        *("\\x1b[31mred\\x0a", "cat"),
+    ]
+
+
+def test_messages_have_no_control_characters(run, tmp_path, capsys):
+    (tmp_path / "\x1b[2J.png").write_text("no image")
+    assert status("predict", run, tmp_path / "\x1b[2J.png") == 1
+    said = capsys.readouterr().err
+    assert "\\x1b[2J.png: not a readable image" in said
+    assert "\x1b" not in said
