@@ -1131,5 +1131,10 @@ def _status_and_message(error: BaseException) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, ModuleNotFoundError):
         return 2, f"{error.name} is not installed: pip install 'torch-labo[lab]'"
+    if isinstance(error, OSError) and error.strerror:  # a full or read-only disk
+        where = (
+            f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        )
+        return 1, f"{where}{error.strerror}"
     first_line = str(error).partition("\n")[0]
     return 1, f"{type(error).__name__}: {first_line} (--debug shows the traceback)"
