@@ -75,6 +75,22 @@ def _verify(value: bool) -> bool:
     return value
 
 
+def _trust_code(value: bool) -> bool:
+    if value:
+        from .lab.custom import trust_code
+
+        trust_code()
+    return value
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=_trust_code,
+        help="Import and run functions that a run or model folder names.",
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option(
@@ -95,6 +111,7 @@ def train(
     ] = False,
     accept_data: AcceptData = False,
     verify: Verify = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Train a model. The same command continues a run that was stopped."""
@@ -141,6 +158,7 @@ def evaluate(
     ] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Score the selected model of a run, and write one record per example.
@@ -205,6 +223,7 @@ def average(
     split: Annotated[
         list[str] | None, typer.Option(help="Split to score: valid or test. Default: valid.")
     ] = None,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Average the models that a run kept, and score the average.
@@ -233,6 +252,7 @@ def calibrate(
     fold: Annotated[
         bool, typer.Option("--fold", help="Divide the logits of the saved model for good.")
     ] = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Fit a temperature to the model of a run on validation, and store it with the model."""
@@ -273,6 +293,7 @@ def compare(
     ] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Train several methods with several seeds, and print a table.
@@ -320,16 +341,18 @@ def analyze(
     from .lab.analysis import run as analysis
     from .lab.analysis.printing import as_text
     from .lab.compare.plan import runs_in
-    from .lab.errors import RequestError
+    from .lab.errors import RequestError, printable
 
     if split not in ("valid", "test"):
         raise RequestError(f"--split {split}: must be valid or test")
     options = [text for text in runs if "=" in text and not Path(text).exists()]
-    paths = [str(path) for path in runs_in(text for text in runs if text not in options)]
+    missing: dict[Path, str] = {}
+    paths = [str(path) for path in runs_in((r for r in runs if r not in options), missing)]
     settings = analysis.read_settings(paths, options)
     documents, left_out = analysis.write_analyses(paths, **settings)
+    left_out += [f"left out: {path}: {reason}" for path, reason in missing.items()]
     comparison = analysis.analyze_runs(paths, split, **settings)
-    print(as_text(documents, comparison, left_out), end="")
+    print(printable(as_text(documents, comparison, left_out)), end="")
 
 
 @app.command()
@@ -345,9 +368,13 @@ def report(
     from .lab.compare.plan import runs_in
     from .lab.report import write_report
 
-    for listing in write_report(runs_in(runs), out):
+    left_out: dict[Path, str] = {}
+    paths = runs_in(runs, left_out)
+    for listing in write_report(paths, out, left_out):
         if listing.state.kind != "finished":
             print(f"{listing.path} is {listing.state}")
+    for path, reason in left_out.items():
+        print(f"{path} is left out: {reason}")
     print(f"{out} is written")
 
 
@@ -829,6 +856,7 @@ def predict(
     ] = None,
     to: Annotated[str, typer.Option("--format", help="Output format: csv or jsonl.")] = "csv",
     top: Annotated[int, typer.Option(min=1, help="Number of classes for each image.")] = 5,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Write the most probable classes of images, a line for each file."""
@@ -971,6 +999,7 @@ def export(
             "trained."
         ),
     ] = None,
+    trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
     """Export a model to CTranslate2 or ONNX, and print the code that loads it."""
@@ -1080,17 +1109,21 @@ def main(arguments: list[str] | None = None) -> Any:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return app(arguments)
-    except Exception as error:
-        if "--debug" in arguments:
+    except BaseException as error:
+        # A Rust library (tokenizers) raises its panics as no Exception.
+        panicked = type(error).__name__ == "PanicException"
+        if "--debug" in arguments or not (isinstance(error, Exception) or panicked):
             raise
+        from .lab.errors import printable
+
         status, message = _status_and_message(error)
         if _is_main_process() or status == 1:
-            for line in message.splitlines():
+            for line in printable(message).splitlines():
                 print(f"labo: {line}", file=sys.stderr)
         sys.exit(status)
 
 
-def _status_and_message(error: Exception) -> tuple[int, str]:
+def _status_and_message(error: BaseException) -> tuple[int, str]:
     """Exit status and message for an error."""
     from .lab.errors import LabError
 
@@ -1098,5 +1131,10 @@ def _status_and_message(error: Exception) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, ModuleNotFoundError):
         return 2, f"{error.name} is not installed: pip install 'torch-labo[lab]'"
+    if isinstance(error, OSError) and error.strerror:  # a full or read-only disk
+        where = (
+            f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        )
+        return 1, f"{where}{error.strerror}"
     first_line = str(error).partition("\n")[0]
     return 1, f"{type(error).__name__}: {first_line} (--debug shows the traceback)"

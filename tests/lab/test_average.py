@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import lab_runs
 from labo import cli
 from labo.lab import train
 from labo.lab.average import average_models
 from labo.lab.errors import RequestError
 from labo.lab.recipes import load_recipe
+from labo.lab.run.directory import RunDirectory
 from labo.lab.train import KeptModel, ranked
 
 SETTINGS = ["train.epochs=5", "train.batch_size=300", "train.select=accuracy", "optim.lr=1e-2"]
@@ -84,5 +87,44 @@ def test_what_cannot_be_averaged_is_said(finished, tmp_path):
         average_models(copy)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(RequestError, match="holds no model of labo"):
+    with pytest.raises(RequestError, match="is no average of this run"):
         average_models(finished, out=tmp_path / "mine")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["best", "kept", "records", "other"])
+def test_only_an_average_of_this_run_is_replaced(name, finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    if name == "records":
+        RunDirectory(run).write_records("test.jsonl", ["{}"])
+    if name == "other":  # an average of another run
+        average_models(run, last=1, out=run / name)
+        mark = run / name / "average.json"
+        mark.write_text(mark.read_text().replace('"recipe": "', '"recipe": "0'))
+    before = contents(run / name)
+    assert "manifest.json" in {path.name for path in before}
+    with pytest.raises(RequestError, match="is no average of this run: choose an --out"):
+        average_models(run, last=1, out=run / name)
+    assert contents(run / name) == before
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_an_average_that_was_killed_can_be_made_again(number, finished, tmp_path):
+    run_path = shutil.copytree(finished, tmp_path / "run")
+    arguments, log = ["average", str(run_path), "--last", "1"], tmp_path / "log"
+    assert lab_runs.run(arguments, log, kill=("rename", number)) == {-signal.SIGKILL}
+    assert lab_runs.run(arguments, log) == {0}, log.read_text()
+    kept = max((run_path / "kept").glob("*.safetensors"))
+    found, wanted = load_file(run_path / "average" / "model.safetensors"), load_file(kept)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_average_that_was_killed_early_can_be_made_again(number, finished, tmp_path):
+    run_path = shutil.copytree(finished, tmp_path / "run")
+    arguments, log = ["average", str(run_path), "--last", "1"], tmp_path / "log"
+    assert lab_runs.run(arguments, log, kill=("flush", number)) == {-signal.SIGKILL}
+    assert lab_runs.run(arguments, log) == {0}, log.read_text()

@@ -5,22 +5,26 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM
 
 from lab_runs import log_of, run
 from labo.calibration import fit_temperature
+from labo.lab.analysis.reading import read_run
 from labo.lab.calibrate import _Replayed, calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.recipes import recipe_of
 from labo.lab.run.calibration import divisor_of, read_calibration
 from labo.lab.run.directory import RunDirectory
+from labo.lab.run.files import sealed
 from labo.lab.tasks import find_task, load_model
 from labo.lab.translation.export import export
 from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
@@ -224,7 +228,7 @@ def test_translation_is_evaluated_with_it(text, copied):
     assert records[0]["forced"]["tempered"]["temperature"] == pytest.approx(found.temperature)
     # Another temperature than the fitted one shows who is asked.
     file = path / "best" / "calibration.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.25}))
+    file.write_text(json.dumps(sealed(json.loads(file.read_text()) | {"temperature": 0.25})))
     scores = evaluate_run(path, ("test",))["test"]
     after = read_records(path)
     for one, other in zip(records, after, strict=True):
@@ -279,7 +283,7 @@ def test_it_goes_with_a_copy_of_the_model_folder_and_with_an_export(text, copied
 def test_a_run_that_is_not_finished(images, copied):
     path = copied(images)
     (path / "results.json").unlink()
-    with pytest.raises(RequestError, match=r"is no run with results\.json"):
+    with pytest.raises(RequestError, match="is unfinished: the command that started it"):
         calibrate_run(path)
 
 
@@ -293,17 +297,80 @@ def test_no_temperature_is_best(images, copied, monkeypatch):
     assert not (path / "best" / "calibration.json").exists()
 
 
-@pytest.mark.parametrize("use", [evaluate_run, calibrate_run])
-def test_a_file_of_another_model(use, images, copied):
+def test_a_file_of_another_model(images, copied):
     path = copied(images)
-    calibrate_run(path, fold=True)
-    model = path / "best" / "model.safetensors"
-    shutil.copy(images / "best" / "model.safetensors", model)  # as if folding had been cut short
-    if use is calibrate_run:
-        assert calibrate_run(path).temperature == calibrate_run(path).temperature
-        return
+    found = calibrate_run(path)
+    file = path / "best" / "calibration.json"
+    file.write_text(json.dumps(sealed(json.loads(file.read_text()) | {"model": "0" * 64})))
     with pytest.raises(RequestError, match=r"belongs to another model than model\.safetensors"):
         evaluate_run(path, ("test",))
+    assert calibrate_run(path).temperature == found.temperature
+
+
+@pytest.mark.parametrize("change", ["edited", "without its checksum"])
+def test_a_changed_temperature_is_not_used(change, images, copied):
+    path = copied(images)
+    calibrate_run(path)
+    file = path / "best" / "calibration.json"
+    document = json.loads(file.read_text()) | {"temperature": 0.25}
+    if change == "without its checksum":
+        del document["checksum"]
+    file.write_text(json.dumps(document))
+    with pytest.raises(RequestError, match=r"calibration\.json was changed after it was written"):
+        evaluate_run(path, ("test",))
+
+
+# ------------------------------------------------------------------ a fold is another model
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_fold_that_was_killed_is_completed_with_the_right_temperature(
+    number, images, copied, tmp_path
+):
+    path = copied(images)
+    wanted = calibrate_run(path).temperature
+    arguments, log = ["calibrate", str(path), "--fold"], tmp_path / "log"
+    assert run(arguments, log, kill=("rename", number)) == {-signal.SIGKILL}
+    run(arguments, log)  # refuses if the fold was done
+    found = read_calibration(path / "best")
+    assert found.folded
+    assert found.temperature == pytest.approx(wanted, abs=1e-4)
+    weights, folded = (
+        load_file(folder / "best" / "model.safetensors") for folder in (images, path)
+    )
+    (head,) = [name for name in weights if not torch.equal(weights[name], folded[name])][:1]
+    ratio = (weights[head] / folded[head]).nanmedian().item()
+    assert ratio == pytest.approx(wanted, rel=1e-4)
+
+
+def test_results_and_records_are_of_one_model(images, copied):
+    path = copied(images)
+    directory = RunDirectory(path)
+    evaluate_run(path, ("valid", "test"))
+    before = directory.results()
+    found = calibrate_run(path, fold=True)
+    assert directory.stale_splits() == ["valid", "test"]
+    scores = evaluate_run(path, ("test",))  # the other split is scored again too
+    after = directory.results()
+    assert {split: after[split] for split in ("valid", "test")} == scores
+    for split in scores:
+        assert after[split]["nll"] != before[split]["nll"]
+        assert after[split]["accuracy"] == before[split]["accuracy"]
+    assert after["signature"] == f"{before['signature']}|folded:{found.temperature:.6g}"
+    assert directory.stale_splits() == []
+    assert read_run(path).state.kind == "finished"
+
+
+def test_records_of_another_model_than_the_results_are_refused(images, copied):
+    path = copied(images)
+    evaluate_run(path, ("valid", "test"))
+    calibrate_run(path, fold=True)
+    directory = RunDirectory(path)
+    directory.write_records("test.jsonl", ["{}\n"])  # as if the evaluation had been killed here
+    assert not (directory.records / "valid.jsonl").exists()
+    assert "are of different models: labo evaluate" in str(read_run(path).state)
+    evaluate_run(path, ("test",))
+    assert read_run(path).state.kind == "finished"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"temperature": -1}'])

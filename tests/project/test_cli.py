@@ -12,6 +12,7 @@ from typing import get_type_hints
 
 import pytest
 
+from labo import cli
 from labo.cli import _status_and_message, app
 from labo.lab.methods import METHODS, methods_for
 from labo.lab.tasks import TASKS
@@ -126,3 +127,22 @@ def test_the_default_run_directory(tmp_path):
     done = labo("train", "digits", "method=CS_KD", "seed=3", "train.max_steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "digits-cs-kd-s3" / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device", "/data/x"), "/data/x: No space left on device"),
+        (OSError(30, "Read-only file system", b"/data/x"), "/data/x: Read-only file system"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_an_error_of_the_disk_is_one_line(error, line, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report"])
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"labo: {line}\n"

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .calibrate import calibrate_run as calibrate
     from .compare.execute import compare
     from .config import Recipe
+    from .custom import trust_code
     from .errors import LabError, RequestError
     from .evaluate import evaluate_run as evaluate
     from .images.folders import FolderImages
@@ -89,6 +90,7 @@ __all__ = [
     "load_model",
     "load_recipe",
     "train",
+    "trust_code",
     "write_report",
 ]
 
@@ -114,6 +116,7 @@ _HOMES = {
     "load_model": "tasks",
     "load_recipe": "recipes",
     "train": "train",
+    "trust_code": "custom",
     "write_report": "report",
 }
 

@@ -12,17 +12,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import RequestError
+from .errors import LabError, RequestError
 from .recipes import recipe_of
 from .run import checksums
 from .run.directory import KEPT, RunDirectory, kept_name, write_model
 from .run.distributed import make_accelerator
-from .run.files import Document, read_json, read_tensors, seal_fits
+from .run.files import (
+    Document,
+    read_json,
+    read_tensors,
+    seal_fits,
+    temporary,
+    write_json,
+)
 from .run.progress import ProgressBars
 from .tasks import find_task
 from .train import KeptModel, owned, ranked
 
 __all__ = ["Averaged", "average_models", "average_weights"]
+
+
+_MARK = "average.json"  # in a folder that ``labo average`` made
+
+
+class _Mark(Document):
+    """What a folder is the average of: the digest of the recipe."""
+
+    recipe: str
 
 
 class _Kept(Document):
@@ -69,16 +85,37 @@ def average_models(
     task = find_task(recipe.task)(recipe)
     run.check_data(task.fingerprint)
     folder = run.path / "average" if out is None else Path(out)
-    if folder.exists() and not (folder / checksums.MANIFEST).is_file() and any(folder.iterdir()):
-        raise RequestError(f"{folder} exists and holds no model of labo: choose another --out")
     accelerator = make_accelerator(recipe.train.precision)
     with owned(run, accelerator), ProgressBars():
         models = _chosen(run, best, last, task.higher_is_better[recipe.train.select])
         weights = average_weights([_read(run, model) for model in models])
-        write_model(folder, *task.model_files(task.build_model(), weights))
+        if accelerator.is_main_process:
+            _claim(folder, recipe.digest())
+            write_model(folder, *task.model_files(task.build_model(), weights))
+        accelerator.wait_for_everyone()
         model = task.load_model(folder).to(accelerator.device)
         scores = {split: task.evaluate(model, split, accelerator).metrics for split in splits}
     return Averaged(folder, tuple(model.step for model in models), scores)
+
+
+def _claim(folder: Path, recipe: str) -> None:
+    """Mark a folder as an average of a run of this recipe, before anything else is in it.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    mark = folder / _MARK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {*folder.iterdir()} - {temporary(mark)}  # which a killed start leaves
+    except OSError as error:
+        raise LabError(f"cannot write {folder}: {error.strerror}") from error
+    if not found:
+        write_json(mark, {"recipe": recipe})
+    elif mark not in found or read_json(mark, _Mark).recipe != recipe:
+        raise RequestError(
+            f"{folder} exists and is no average of this run: choose an --out that is new or empty"
+        )
 
 
 def _chosen(
@@ -103,7 +140,7 @@ def _chosen(
 
 def _read(run: RunDirectory, model: KeptModel) -> dict[str, Tensor]:
     name = kept_name(model.step)
-    known = checksums.manifest_of(run.kept)
+    known = checksums.manifest_of(run.kept).sha256
     if name not in known:
         raise RequestError(f"{run.kept / checksums.MANIFEST} has no checksum of {name}")
     checksums.verify(run.kept, {name: known[name]})

@@ -14,8 +14,8 @@ from ..calibration import TemperatureError, TemperatureFit, fit_temperature
 from .errors import RequestError
 from .recipes import recipe_of
 from .run import files as atomic
-from .run.calibration import FILE, MODEL, Calibration, read_calibration, write_calibration
-from .run.directory import RunDirectory, made_with
+from .run.calibration import FILE, Calibration, read_calibration
+from .run.directory import MODEL, RunDirectory, made_with
 from .run.distributed import make_accelerator
 from .run.progress import notice
 from .tasks import Task, find_task, load_model
@@ -59,11 +59,6 @@ def _calibrate(run: RunDirectory, task: Task, accelerator: Accelerator, fold: bo
         fit = _fit(task, model, accelerator)
     except TemperatureError as error:
         raise RequestError(f"{run.path}, {_SPLIT} split: {error}") from error
-    if fold:
-        task.fold_temperature(model, fit.temperature)
-        if accelerator.is_main_process:
-            run.select(*task.model_files(model, model.state_dict()))
-    accelerator.wait_for_everyone()
     calibration = Calibration(
         temperature=fit.temperature,
         folded=fold,
@@ -75,9 +70,20 @@ def _calibrate(run: RunDirectory, task: Task, accelerator: Accelerator, fold: bo
         model=atomic.sha256(run.best / MODEL),
         made_with=made_with(),
     )
+    if fold:
+        task.fold_temperature(model, fit.temperature)
     if accelerator.is_main_process:
-        write_calibration(run.best, calibration)
-    return calibration
+        if fold:  # model and temperature in one, so that a killed fold is either not done or whole
+            run.select(
+                *task.model_files(model, model.state_dict()),
+                lambda model: {FILE: calibration.model_copy(update={"model": model}).as_json()},
+            )
+        else:
+            atomic.write_text(run.best / FILE, calibration.as_json())
+    accelerator.wait_for_everyone()
+    found = read_calibration(run.best)
+    assert found is not None
+    return found
 
 
 def _must_not_be_folded(run: RunDirectory) -> None:

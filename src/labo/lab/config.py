@@ -250,8 +250,13 @@ class Recipe(Section):
 
     def digest(self) -> str:
         """A hash of all values of the recipe."""
-        text = json.dumps(self.as_document(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_of(self.as_document())
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """A hash of a complete recipe, given as plain values."""
+    text = json.dumps(document, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------ reading

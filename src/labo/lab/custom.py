@@ -2,13 +2,19 @@
 
 The module is imported from the installed packages or from the current folder. What a function gets
 and what it must return is up to the task; what is wrong is said in one line before training starts.
+
+Only calls that the user asked for are made: those of a recipe that was given to a command, with the
+arguments in it, or all after :func:`trust_code`. A run or model folder that is read may name
+functions too, and may be someone else's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 import sys
@@ -19,8 +25,14 @@ from typing import Any
 
 from .errors import RequestError
 from .run.files import sha256
+from .run.progress import notice
 
-__all__ = ["call_function", "function_version", "is_reference"]
+__all__ = ["call_function", "function_version", "is_reference", "trust", "trust_code"]
+
+# In the environment, for the processes that a command starts: a line for each call that may be
+# made, or _ALL.
+_TRUSTED = "LABO_TRUSTED_CODE"
+_ALL = "*"
 
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -35,6 +47,47 @@ def is_reference(name: str) -> bool:
     return _REFERENCE.fullmatch(name) is not None
 
 
+def trust(reference: str, arguments: Mapping[str, Any]) -> None:
+    """Let a function be imported, and be called with these arguments."""
+    _trust(_call(reference, arguments))
+
+
+def trust_code() -> None:
+    """Let every function that a run or model folder names be imported and called."""
+    _trust(_ALL)
+
+
+def _trust(line: str) -> None:
+    os.environ[_TRUSTED] = "\n".join(dict.fromkeys([*_trusted(), line]))
+
+
+def _trusted() -> list[str]:
+    return os.environ.get(_TRUSTED, "").splitlines()
+
+
+def _call(reference: str, arguments: Mapping[str, Any]) -> str:
+    text = json.dumps(arguments, sort_keys=True)
+    return f"{reference} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _must_be_trusted(key: str, reference: str, arguments: Mapping[str, Any] | None = None) -> None:
+    """Refuse a function that the user did not name; by default with any arguments."""
+    trusted = _trusted()
+    if arguments is None:
+        known = reference in {line.partition(" ")[0] for line in trusted}
+    else:
+        known = _call(reference, arguments) in trusted
+    if known:
+        return
+    if _ALL not in trusted:
+        raise RequestError(
+            f"{key}: {reference} is code that the folder names, not you: it is imported and run "
+            "only with --trust-code (in Python, after labo.lab.trust_code())"
+        )
+    if arguments is not None:
+        notice(f"{key}: {reference} is imported and run, as --trust-code allows")
+
+
 def find_function(key: str, reference: str) -> Callable[..., Any]:
     """The function that a recipe names.
 
@@ -43,8 +96,10 @@ def find_function(key: str, reference: str) -> Callable[..., Any]:
         reference: ``package.module:function``.
 
     Raises:
-        RequestError: the module cannot be imported, has no such name, or it is no function.
+        RequestError: the user did not name it, the module cannot be imported, has no such name, or
+            it is no function.
     """
+    _must_be_trusted(key, reference)
     module_name, _, path = reference.partition(":")
     if os.getcwd() not in sys.path:  # the labo command does not look there, python -m labo does
         sys.path.append(os.getcwd())
@@ -84,6 +139,7 @@ def call_function(
     Raises:
         RequestError: it is not there, does not take these arguments, or fails.
     """
+    _must_be_trusted(key, reference, arguments)
     function = find_function(key, reference)
     if twice := sorted(given.keys() & arguments.keys()):
         raise RequestError(f"{key}: {reference} gets {twice[0]} from the task, not from arguments")

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters but the line feed are escaped."""
+    return text.translate(_CONTROLS)
+
 
 class LabError(Exception):
     """The work failed."""

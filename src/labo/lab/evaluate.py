@@ -9,6 +9,7 @@ from typing import Any
 
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
+from .run.calibration import folded_temperature
 from .run.directory import RunDirectory
 from .run.distributed import make_accelerator
 from .run.progress import ProgressBars, notice
@@ -26,7 +27,8 @@ def evaluate_run(
     """Score the selected model of a run and write ``records/SPLIT.jsonl``.
 
     ``records/examples.json`` has a few samples of the last split with all their logits. If the
-    results of the run lack a split (``labo train --no-test``), its scores are added. A damaged
+    results of the run lack a split (``labo train --no-test``), its scores are added. If they are of
+    another model (before ``labo calibrate --fold``), all their splits are scored again. A damaged
     ``best`` is written again from a checkpoint if one has the selected weights.
 
     Scores and records are those of the model as it is saved. Beside them stands what a temperature
@@ -62,7 +64,8 @@ def evaluate_run(
         given = dict(options or {})
         if (temperature := stored_or_fitted(run, task, model, accelerator)) is not None:
             given["temperature"] = temperature
-        for split in splits:
+        # After a fold the scores of all splits are of another model: they are computed again.
+        for split in dict.fromkeys([*splits, *run.stale_splits()]):
             evaluation = task.evaluate(model, split, accelerator, **given)
             scores[split] = evaluation.metrics
             if accelerator.is_main_process:
@@ -71,5 +74,5 @@ def evaluate_run(
                 if (examples := task.examples(model, split, accelerator)) is not None:
                     run.write_records("examples.json", [json.dumps(examples) + "\n"])
         if accelerator.is_main_process and run.finished:
-            run.complete(scores)
+            run.complete(scores, folded_temperature(run.best))
     return scores

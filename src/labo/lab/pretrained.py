@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .config import Names, Section
 from .errors import RequestError
-from .run.files import sha256
+from .run.files import Document, open_regular, read_json, sha256
 
 __all__ = [
     "Lora",
     "adapter_files",
     "add_lora",
+    "check_finite",
+    "check_sizes",
     "folder_digest",
     "freeze",
     "load_config",
@@ -55,26 +60,30 @@ class Lora(Section):
     )
 
 
-def load_folder(kind: Any, folder: str | Path, **options: Any) -> Any:
+def load_folder(kind: Any, folder: str | Path, *, classes: int | None = None) -> Any:
     """A model from a folder on this machine, in float32, on the CPU.
 
     Args:
         kind: a class of transformers with ``from_pretrained``.
         folder: the folder.
-        options: of ``from_pretrained``.
+        classes: of a classifier, whose output layer is new if it is missing or has other classes.
 
     Raises:
-        RequestError: it holds no such model.
+        RequestError: it holds no such model, or only a part of one.
     """
     from transformers.utils import logging
 
     folder = _checked(folder)
+    options: dict[str, Any] = {}
+    if classes is not None:
+        options = {"num_labels": classes, "ignore_mismatched_sizes": True}
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # a new output layer is told by a note
     try:
-        return kind.from_pretrained(
+        model, found = kind.from_pretrained(
             folder,
+            output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -88,6 +97,67 @@ def load_folder(kind: Any, folder: str | Path, **options: Any) -> Any:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+    other = [name if isinstance(name, str) else name[0] for name in found["mismatched_keys"]]
+    for name in sorted([*found["missing_keys"], *other]):
+        if classes is None or name.startswith(f"{model.base_model_prefix}."):
+            raise RequestError(f"{folder}: its weights lack {name}, or have another shape of it")
+    check_finite(model, folder)
+    return model
+
+
+def check_finite(model: nn.Module, folder: Path) -> None:
+    """Refuse a model with a weight that is infinite or no number."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise RequestError(f"{folder}: its weights {name} are not all finite")
+    for name, buffer in model.named_buffers():
+        if bool(buffer.isnan().any()):
+            raise RequestError(f"{folder}: its weights {name} are not all finite")
+
+
+# Keys of a config that count layers, and others that are sizes of tensors.
+_LAYERS = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
+_SIZES = re.compile(r"(_size|_dim|_labels|_classes|_heads?|d_model|d_ff|n_embd|n_inner|width|ffn)$")
+
+
+def check_sizes(path: Path, config: Mapping[str, Any], weights: Iterable[Path]) -> None:
+    """Refuse a config with sizes that its weights cannot have, before a model is built from it.
+
+    Args:
+        path: the file of the config, for messages.
+        config: its content.
+        weights: the safetensors files.
+    """
+    sizes = [size for file in weights for size in _tensor_sizes(file)]
+    # A config may count what the weights do not have. Small numbers do no harm.
+    most_layers, most = max(1000, len(sizes)), max(1_000_000, sum(sizes))
+    for key, value in _numbers(config):
+        layers = _LAYERS.search(key) is not None
+        if value > (most_layers if layers else most) and (layers or _SIZES.search(key)):
+            raise RequestError(
+                f"{path}: {key} is {value}, but the weights have {len(sizes)} tensors of "
+                f"{sum(sizes)} numbers in all"
+            )
+
+
+def _tensor_sizes(file: Path) -> list[int]:
+    """How many numbers each tensor of a safetensors file has."""
+    try:
+        with open_regular(file), safe_open(file, "pt") as content:
+            names = list(content.keys())
+            return [math.prod(content.get_slice(name).get_shape()) for name in names]
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise RequestError(f"{file}: cannot be read ({error})") from error
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """All whole numbers in a config, with the key that they or their list have."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) is int:
+                yield key, number
 
 
 def load_config(folder: str | Path) -> Any:
@@ -113,7 +183,20 @@ def _checked(folder: str | Path) -> Path:
             f"{folder}: holds no *.safetensors; other formats can run code and are not read "
             "(save_pretrained of a current transformers writes safetensors)"
         )
+    path = folder / "config.json"
+    config = read_json(path, Document).model_dump()
+    _refuse_kernels(path, config)
+    check_sizes(path, config, folder.glob("*.safetensors"))
     return folder
+
+
+def _refuse_kernels(path: Path, value: Any, name: str = "") -> None:
+    """Refuse a config that names code of a hub: ``attn_implementation: OWNER/REPOSITORY``."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            _refuse_kernels(path, inside, key if "implementation" in key else name)
+    elif name and isinstance(value, str) and "/" in value:
+        raise RequestError(f"{path}: {name}: {value} is code from elsewhere, which is not run")
 
 
 def folder_digest(folder: str | Path) -> str:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from .._names import unknown_name
 from .config import Recipe, RecipeError, Section, explain, find_recipe, parse_yaml, read_document
+from .custom import is_reference, trust
 from .errors import RequestError
 from .methods import method_name, resolve
 from .run.directory import RunDirectory
@@ -89,7 +90,19 @@ def _refuse_unused(recipe: Recipe, keys: Iterable[str]) -> None:
 
 
 def build_recipe(document: Mapping[str, Any]) -> Recipe:
-    """Check a recipe given as a dict and fill in every default."""
+    """Check a recipe given as a dict and fill in every default.
+
+    The functions that it names may then be imported and called, with the arguments in it.
+    """
+    recipe = _build(document)
+    for section in recipe.as_document().values():
+        for value in section.values() if isinstance(section, dict) else ():
+            if isinstance(value, str) and is_reference(value):
+                trust(value, section.get("arguments", {}))
+    return recipe
+
+
+def _build(document: Mapping[str, Any]) -> Recipe:
     document = dict(document)
     task = document.get("task")
     if task is None:
@@ -116,8 +129,8 @@ def build_recipe(document: Mapping[str, Any]) -> Recipe:
 
 
 def recipe_of(run: RunDirectory) -> Recipe:
-    """The recipe of a run directory."""
+    """The recipe of a run directory. It may be someone else's: its functions are not trusted."""
     try:
-        return build_recipe(run.document())
+        return _build(run.document())
     except RecipeError as error:
         raise RequestError(f"{run.recipe_file}: {'; '.join(error.problems)}") from error

@@ -186,10 +186,11 @@ class Task(Protocol):
         """For each sample of a batch another one of the same class."""
         raise RequestError(f"{self.recipe.task} does not provide peers")
 
-    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
-        """Predictions that ``labo teacher`` stored, as a function of a training batch.
+    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
+        """Predictions that ``labo teacher`` stored: their name, and a function of a training batch.
 
-        It returns indices and log-probabilities, each (n, k), of the n targets of the batch.
+        The name is the same for the same content. The function returns indices and
+        log-probabilities, each (n, k), of the n targets of the batch.
         """
         raise RequestError(f"{self.recipe.task} does not provide stored_teacher")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -37,9 +38,11 @@ class Teacher:
 
     Attributes:
         notes: what the user should know before the run begins.
+        fingerprint: names exactly what the teacher was read from; empty if nothing was read.
     """
 
     notes: Sequence[str] = ()
+    fingerprint = ""
 
     def run(self, task: Task, model: nn.Module, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
         """The outputs of the model for ``batch``, and further ones that have a gradient too."""
@@ -84,6 +87,7 @@ class Frozen(Teacher):
                 f"method.teacher: {teacher} was trained with a different target vocabulary"
             )
         self.model = parallel.place(model.requires_grad_(False)).eval()
+        self.fingerprint = f"{Path(teacher).name}@{str(RunDirectory(teacher).model)[:12]}"
 
     @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
@@ -101,7 +105,8 @@ class Stored(Teacher):
         *,
         stored: Annotated[str, Field(description="the folder that `labo teacher` made.")],
     ) -> None:
-        self.read, self.device = task.stored_teacher(stored), accelerator.device
+        (content, self.read), self.device = task.stored_teacher(stored), accelerator.device
+        self.fingerprint = f"{Path(stored).name}@{content}"
 
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
         return (tuple(column.to(self.device) for column in self.read(batch)),)

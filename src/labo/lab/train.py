@@ -166,10 +166,11 @@ class _Lock:
     """:func:`labo.lab.run.lock.held`, with a refusal put into a list instead of raised."""
 
     def __init__(self, run: RunDirectory, problem: list[Exception | None]) -> None:
-        self.lock, self.problem = held(run.path), problem
+        self.run, self.lock, self.problem = run, held(run.path), problem
 
     def __enter__(self) -> None:
         try:
+            self.run.refuse_links()
             self.lock.__enter__()
         except LabError as error:
             self.problem[0] = error
@@ -210,6 +211,8 @@ class Trainer:
         }
         method = METHODS[recipe.method["name"]]
         self.loss, self.teacher = method.build(recipe.method, facts)
+        if not accept_data:
+            run.check_teacher(self.teacher.fingerprint)
         self.loss.to(self.accelerator.device)
         self.parallel.place(self.module)
         self.model, self.optimizer = self.parallel.prepare(
@@ -228,9 +231,9 @@ class Trainer:
     def train(self, test: bool) -> dict[str, Any]:
         """The loop; ``test`` says whether it ends on the test split."""
         if self.accelerator.is_main_process:
-            self.run.start(self.recipe, self.task.fingerprint)
+            self.run.start(self.recipe, self.task.fingerprint, self.teacher.fingerprint)
             if self.accept_data:
-                self.run.accept_data(self.task.fingerprint)
+                self.run.accept_data(self.task.fingerprint, self.teacher.fingerprint)
         self.accelerator.wait_for_everyone()
         with (
             self.interruptions.handled(),
@@ -732,6 +735,7 @@ class Trainer:
             "devices": self.state.devices,
             "peak_memory": peak_memory(),
             "notes": self.notes,
+            "model": self.run.model,
             **found["valid"].about,
         }
         if self.accelerator.is_main_process:
@@ -783,8 +787,10 @@ def repair_best(
                 f"{error}, and no checkpoint has the selected model of step {step}: train the "
                 "recipe again with another --out"
             ) from error
+        calibrated = (run.best / "calibration.json").is_file()
         run.select(*task.model_files(build(), weights))
-        report(f"{error}; {run.best} was written again from the checkpoint of step {step}")
+        lost = ", without its temperature: run labo calibrate again" if calibrated else ""
+        report(f"{error}; {run.best} was written again from the checkpoint of step {step}{lost}")
 
 
 def _selected_weights(run: RunDirectory, recipe: Recipe) -> tuple[int, dict[str, Tensor] | None]:

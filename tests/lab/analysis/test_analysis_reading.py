@@ -33,9 +33,13 @@ def test_a_finished_run(tmp_path):
 def test_an_unfinished_run_says_how_far_it_came(tmp_path):
     path = write_run(tmp_path / "r")
     (path / "results.json").unlink()
-    assert str(reading.read_run(path).state) == "unfinished at step 10"
+    assert str(reading.read_run(path).state) == (
+        "unfinished at step 10: the command that started it continues it"
+    )
     (path / "metrics.jsonl").unlink()
-    assert str(reading.read_run(path).state) == "unfinished at step 0"
+    assert str(reading.read_run(path).state) == (
+        "unfinished at step 0: the command that started it continues it"
+    )
 
 
 def test_the_line_that_was_being_written_is_left_out(tmp_path):

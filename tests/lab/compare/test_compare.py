@@ -453,19 +453,29 @@ def test_warnings_of_the_runs_reach_the_table(tmp_path):
     assert "base: it is too short" not in tabulate(comparison).notes
 
 
-def test_the_folder_of_a_comparison_stands_for_its_scored_runs(tmp_path):
-    for name in ("base-s0", "labo-s0", "labo-tau9-s0"):
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_folder_of_a_comparison_stands_for_its_scored_runs(marked, tmp_path):
+    recipe = "task: image_classification\nmethod: {name: base}\n"
+    for name in ("base-s0", "labo-s0", "labo-tau9-s0", "labo-tau8-s0"):
         (tmp_path / "out" / name / "records").mkdir(parents=True)
-    claim_folder(tmp_path / "out")
-    with pytest.raises(RequestError, match="no run in it is scored yet"):
-        runs_in([tmp_path / "out"])
+        (tmp_path / "out" / name / "recipe.yaml").write_text(recipe)
+    (tmp_path / "out" / "labo-tau9-s0" / "results.json").write_text("{}")
+    if marked:
+        claim_folder(tmp_path / "out")
+    with pytest.raises(RequestError, match=r"no run in it is scored yet \(it has 4 runs\)"):
+        runs_in([tmp_path / "out"], {})
     for name in ("base-s0", "labo-s0"):
         (tmp_path / "out" / name / "records" / "test.jsonl").touch()
-    assert runs_in([tmp_path / "x", str(tmp_path / "out")]) == [
+    left_out = {}
+    assert runs_in([tmp_path / "x", str(tmp_path / "out")], left_out) == [
         tmp_path / "x",
         tmp_path / "out" / "base-s0",
         tmp_path / "out" / "labo-s0",
     ]
+    assert {path.name: reason.partition(":")[0] for path, reason in left_out.items()} == {
+        "labo-tau8-s0": "unfinished at step 0",
+        "labo-tau9-s0": "not scored on the test split",
+    }
 
 
 def test_a_folder_with_runs_of_another_recipe_is_refused(tmp_path):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
-from labo.lab.custom import function_version
+from labo import cli
+from labo.lab.custom import function_version, trust
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.images.task import ImageTask
@@ -54,6 +58,7 @@ def far_label(root):
     return ImageSource.of((torch.zeros(3, 1, 4, 4).byte(), torch.arange(3)), classes="ab",
                           mean=[0.1], std=[0.1])
 """
+TRUSTED = "LABO_TRUSTED_CODE"
 RUN = ["data.name=mine:images", "model.name=mine:net", "train.batch_size=16", "method=ls"]
 RUN += ["optim.lr=0.01", "train.max_steps=20", "data.padding=0"]
 
@@ -94,6 +99,8 @@ def test_a_model_and_data_of_your_own_are_trained_saved_and_loaded(module, monke
 
 
 def test_the_version_is_that_of_the_package_or_the_hash_of_the_file(module):
+    for name in ("torch.nn:Linear", "mine:net"):
+        trust(name, {})
     assert function_version("k", "torch.nn:Linear") == torch.__version__.replace("+", ".")
     assert len(function_version("k", "mine:net")) == 12
 
@@ -132,3 +139,84 @@ def test_what_does_not_fit_is_one_line_before_training(module, settings, message
     with pytest.raises(RequestError, match=message) as caught:
         ImageTask(load_recipe("digits", [*RUN, *settings])).build_model()
     assert "\n" not in str(caught.value)
+
+
+EVIL = """
+from pathlib import Path
+Path("imported").touch()
+from mine import images, net
+"""
+
+
+@pytest.fixture
+def foreign(module, monkeypatch):
+    """A run that names functions, in a process whose user named none."""
+    monkeypatch.setenv(TRUSTED, "")
+    train(load_recipe("digits", RUN), "own")
+    shutil.copytree("own", "foreign")
+    Path("evil.py").write_text(EVIL)
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    monkeypatch.setenv(TRUSTED, "")
+    return Path("foreign")
+
+
+def in_model(run, reference):
+    path = run / "best" / "config.json"
+    facts = json.loads(path.read_text()) | {"model": reference, "in_channels": 1}
+    path.write_text(json.dumps(facts))
+    name, content = path.name, path.read_bytes()
+    manifest = json.loads((run / "best" / "manifest.json").read_text())
+    manifest["sha256"][name] = [hashlib.sha256(content).hexdigest()]
+    (run / "best" / "manifest.json").write_text(json.dumps(manifest))
+
+
+def in_recipe(run, reference):
+    path = run / "recipe.yaml"
+    path.write_text(path.read_text().replace("name: mine:images", f"name: {reference}"))
+
+
+def status_of(*arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*map(str, arguments)])
+    return end.value.code or 0
+
+
+BUILT_IN = ["data.name=digits", "model.name=small", "train.max_steps=1"]
+COMMANDS = {
+    "predict": ["predict", "foreign", "image.png"],
+    "export": ["export", "foreign", "--out", "model.onnx"],
+    "evaluate": ["evaluate", "foreign"],
+    "calibrate": ["calibrate", "foreign"],
+    "average": ["average", "foreign"],
+    "train": ["train", "digits", *BUILT_IN, "method=kd", "method.teacher=foreign"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_is_read_runs_no_code(command, foreign, capsys):
+    Image.new("RGB", (5, 6)).save("image.png")
+    in_model(foreign, "evil:net")
+    in_recipe(foreign, "evil:images")
+    assert status_of(*COMMANDS[command]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "evil:" in line]
+    assert "is code that the folder names, not you" in line
+    assert "--trust-code" in line
+    assert not Path("imported").exists()
+    assert "evil" not in sys.modules
+
+
+def test_code_is_run_with_the_flag_and_named(foreign, capsys):
+    in_recipe(foreign, "evil:images")
+    (foreign / "results.json").unlink()  # they are those of another recipe now
+    assert status_of("evaluate", "foreign", "--trust-code", "--accept-data") == 0
+    assert "data.name: evil:images is imported and run" in capsys.readouterr().err
+    assert Path("imported").exists()
+
+
+def test_a_function_of_the_recipe_is_trusted_with_its_own_arguments_only(foreign):
+    load_recipe("digits", RUN)
+    load_model(RunDirectory(foreign))
+    path = foreign / "best" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"options": {"width": 5}}))
+    with pytest.raises(RequestError, match="mine:net is code that the folder names"):
+        ImageTask.load_model(foreign / "best")

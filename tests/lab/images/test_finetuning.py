@@ -21,6 +21,7 @@ from transformers import (
 from lab_runs import log_of, metrics, outcome, run
 from labo.lab.errors import RequestError
 from labo.lab.images.task import ImageTask
+from labo.lab.pretrained import load_config
 from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
@@ -208,3 +209,17 @@ def test_freezing_a_fresh_network():
     recipe = load_recipe("digits", ["model.freeze=['0']"])
     model = ImageTask(recipe).build_model()
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attn_implementation": "owner/kernel"},
+        {"vision_config": {"_attn_implementation": {"": "owner/kernel@main"}}},
+    ],
+)
+def test_a_folder_that_names_code_of_a_hub_is_refused(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", **config}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(RequestError, match=r"owner/kernel.* is code from elsewhere"):
+        load_config(tmp_path)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from labo.cli import main
 from labo.lab.calibrate import calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
-from labo.lab.images.predict import Predictor
+from labo.lab.images.predict import Prediction, Predictor, write_predictions
 from labo.lab.images.sources import load_images
 from labo.lab.images.views import View
 from labo.lab.recipes import load_recipe
@@ -129,3 +131,51 @@ def test_wrong_requests(run, tmp_path, capsys):
     (other / "config.json").write_text(json.dumps(facts))
     with pytest.raises(RequestError, match="does not say the size of the images"):
         Predictor(other)
+
+
+def test_weights_that_are_no_numbers_are_refused(run, pictures, tmp_path, capsys):
+    copy = shutil.copytree(run / "best", tmp_path / "copy")
+    for name in ("manifest.json", "calibration.json"):
+        (copy / name).unlink(missing_ok=True)
+    weights = load_file(copy / "model.safetensors")
+    next(tensor for tensor in weights.values() if tensor.dim() > 1)[0] = torch.nan
+    save_file(weights, copy / "model.safetensors")
+    assert status("predict", copy, pictures) == 2
+    assert "are not all finite" in capsys.readouterr().err
+
+
+def test_sizes_that_the_weights_do_not_have_are_refused(run, pictures, tmp_path, capsys):
+    copy = shutil.copytree(run / "best", tmp_path / "copy")
+    (copy / "manifest.json").unlink()
+    facts = json.loads((copy / "config.json").read_text()) | {"num_classes": 10**9}
+    (copy / "config.json").write_text(json.dumps(facts))
+    assert status("predict", copy, pictures) == 2
+    assert "num_classes is 1000000000, but the weights have" in capsys.readouterr().err
+
+
+def test_a_small_file_of_a_huge_image_is_refused(run, tmp_path, capsys):
+    Image.new("1", (12000, 12000)).save(tmp_path / "bomb.png")
+    assert (tmp_path / "bomb.png").stat().st_size < 30_000
+    assert status("predict", run, tmp_path / "bomb.png") == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "bomb.png" in line]
+    assert "144000000 pixels" in line
+
+
+def test_names_in_a_table_are_neither_formulas_nor_commands():
+    file = io.StringIO()
+    names = ("=1+1", "+a", "-b", "@c", "\x1b[31mred\n", "cat")
+    prediction = Prediction(Path("=evil.png"), names, (0.5, 0.1, 0.1, 0.1, 0.1, 0.1))
+    write_predictions([prediction], file, "csv")
+    row = list(csv.reader(io.StringIO(file.getvalue())))[1]
+    assert [row[0], *row[1::2]] == [
+        *("'=evil.png", "'=1+1", "'+a", "'-b", "'@c"),
+        *("\\x1b[31mred\\x0a", "cat"),
+    ]
+
+
+def test_messages_have_no_control_characters(run, tmp_path, capsys):
+    (tmp_path / "\x1b[2J.png").write_text("no image")
+    assert status("predict", run, tmp_path / "\x1b[2J.png") == 1
+    said = capsys.readouterr().err
+    assert "\\x1b[2J.png: not a readable image" in said
+    assert "\x1b" not in said

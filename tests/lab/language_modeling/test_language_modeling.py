@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import labo
 from lab_runs import TEACHERLESS, log_of, losses, metrics, outcome, run
 from labo.calibration import fit_temperature
-from labo.lab.errors import RequestError
+from labo.lab.errors import DataError, RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.manual import manual_data, manual_sections
@@ -31,7 +32,7 @@ from labo.lab.language_modeling.model import (
 )
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
-from labo.lab.language_modeling.prepared import IGNORED
+from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.language_modeling.task import LanguageModelingTask, _Packed
 from labo.lab.methods import METHODS, methods_for
 from labo.lab.recipes import load_recipe
@@ -637,3 +638,33 @@ def test_no_block_is_longer_than_asked(texts):
     packed = _Packed.of(task(texts).data.split("train"), recipe(texts))
     assert packed.block_lengths.max() == 24
     assert packed.targets.sum() == packed.block_lengths.sum()
+
+
+# ------------------------------------------------------------------ data that are replaced
+
+
+def test_a_folder_that_is_replaced_does_not_mix_with_the_one_that_is_read(texts, tmp_path):
+    folder = shutil.copytree(texts, tmp_path / "data")
+    small = task(folder)
+    untouched = task(texts)
+    shutil.rmtree(folder)  # as prepare-text --force does, with another folder in its place
+    documents = [RawDocument(f"{n}", "text", (Part("x y", True),)) for n in range(40)]
+    prepare_documents(
+        folder, {"train": documents}, Tokenization(vocabulary=260, holdout=4, holdout_test=5)
+    )
+    model = untouched.build_model()
+    for split in ("valid", "test"):
+        wanted = untouched.evaluate(model, split, Accelerator()).metrics
+        assert small.evaluate(model, split, Accelerator()).metrics == wanted
+    assert small.model_files(model, model.state_dict())[1].keys() == (
+        untouched.model_files(model, model.state_dict())[1].keys()
+    )
+    assert (small.data.frequencies() == untouched.data.frequencies()).all()
+
+
+def test_a_folder_that_is_replaced_while_it_is_opened_is_refused(texts, examples, tmp_path):
+    folder = shutil.copytree(texts, tmp_path / "data")
+    data = PreparedDocuments(folder)
+    shutil.copy(examples / "prepared.json", folder / "prepared.json")
+    with pytest.raises(DataError, match="was replaced while it was read"):
+        data.hold()

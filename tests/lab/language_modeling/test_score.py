@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_generate import POSITIONS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from labo.cli import main
 from labo.lab.errors import RequestError
 from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.generate import Generator
+from labo.lab.language_modeling.model import load_causal
 from labo.lab.language_modeling.score import Scorer, score_files, score_stream
 from tiny_language import CHAT, SENTENCES, write_rows
 
@@ -117,3 +121,77 @@ def test_the_command(folder, tmp_path, capsysbinary):
 def test_nothing_to_score(folder):
     with pytest.raises(RequestError, match="here: nothing to score in it"):
         Scorer(folder).score([RawDocument("here", "text", (Part("", True),))])
+
+
+def changed(folder, tmp_path, change):
+    """A copy of a model folder whose weights or config a function has changed; no manifest."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "manifest.json").unlink(missing_ok=True)
+    weights = load_file(copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def lose(weights, config):
+    del weights[sorted(name for name in weights if weights[name].dim() == 2)[-1]]
+
+
+def lose_a_vector(weights, config):
+    del weights[sorted(name for name in weights if weights[name].dim() == 1)[-1]]
+
+
+def spoil(weights, config):
+    weights[min(weights)][..., 0] = math.nan
+
+
+def many_layers(weights, config):
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = 10**7
+
+
+def many_labels(weights, config):
+    config["num_labels"] = 10**9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lose, "its weights lack"),
+        (lose_a_vector, "its weights lack"),
+        (spoil, "are not all finite"),
+        (many_layers, "10000000, but the weights have"),
+        (many_labels, "num_labels is 1000000000, but the weights have"),
+    ],
+)
+@pytest.mark.parametrize("use", [Scorer, Generator, load_causal])
+def test_a_folder_without_all_its_weights_is_refused(use, change, message, folder, tmp_path):
+    with pytest.raises(RequestError, match=message) as caught:
+        use(changed(folder, tmp_path, change))
+    assert "\n" not in str(caught.value)
+
+
+def with_tokenizer(folder, tmp_path, **parts):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    path = copy / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return copy
+
+
+def test_a_tokenizer_that_multiplies_text_is_refused(folder, tmp_path):
+    ten = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    normalizer = {"type": "Sequence", "normalizers": [ten] * 9}
+    with pytest.raises(RequestError, match="its normalizer makes a text 1000000000 times as long"):
+        Scorer(with_tokenizer(folder, tmp_path, normalizer=normalizer))
+
+
+def test_an_expression_that_never_ends_is_one_line(folder, tmp_path, capsys):
+    slow = {"type": "Split", "pattern": {"Regex": "(a|a|b?)+$"}, "behavior": "Isolated"}
+    copy = with_tokenizer(folder, tmp_path, pre_tokenizer=slow | {"invert": False})
+    (tmp_path / "text").write_text("a" * 60 + "c")
+    with pytest.raises(SystemExit) as end:
+        main(["score", str(copy), str(tmp_path / "text")])
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("labo: PanicException: Onig")

@@ -21,6 +21,7 @@ from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.language_modeling.teacher import DocumentPredictions
 from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe
+from labo.lab.run.directory import RunDirectory
 from labo.lab.text import folder
 from labo.lab.text.head import head_loss
 from labo.lab.text.stored import StoredTeacher
@@ -84,7 +85,7 @@ def test_all_classes_are_dense_distillation(data, model, tmp_path):
     store(model, data, tmp_path / "stored", top_k=types, precision="float32")
     teacher = LanguageModel(GPT2LMHeadModel.from_pretrained(model)).eval()
     task = task_of(data)
-    read = task.stored_teacher(str(tmp_path / "stored"))
+    _, read = task.stored_teacher(str(tmp_path / "stored"))
     torch.manual_seed(0)
     student = task.build_model()
     dense, stored = (
@@ -226,6 +227,19 @@ def test_training_from_files(texts, model, tmp_path):
     train(recipe, tmp_path / "run")
     values = losses(tmp_path / "run")
     assert values[-1] < values[0]
+
+    held = StoredTeacher(stored)
+
+    # Another store under the same name is another experiment.
+    signature = RunDirectory(tmp_path / "run").results()["signature"]
+    (tmp_path / "run" / "results.json").unlink()
+    store(model, texts, stored, top_k=4, force=True)
+    with pytest.raises(DataError, match="was replaced while it was read"):
+        held.sample(0)
+    with pytest.raises(RequestError, match=r"the teacher of .* has changed: stored@"):
+        train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "other")
+    assert RunDirectory(tmp_path / "other").results()["signature"] != signature
 
 
 def test_what_is_refused(texts, model, tmp_path):

@@ -329,6 +329,23 @@ def test_unfair_comparisons_are_named(tmp_path):
 # ------------------------------------------------------------------ runs as they are
 
 
+def test_every_run_of_a_folder_is_shown_or_listed(tmp_path, capsys):
+    folder = tmp_path / "runs"
+    for seed in range(2):
+        write_run(folder / f"ls-s{seed}", LS, seed)
+        write_run(folder / f"labo-s{seed}", LABO, seed, records=False)
+    write_run(folder / "base-s0", BASE, finished=False)
+    out = tmp_path / "report.html"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", str(folder), "--out", str(out)])
+    assert not end.value.code
+    printed, page = capsys.readouterr().out, Page(out.read_text(encoding="utf-8")).text
+    assert "3 of 5 runs are missing from this page" in page
+    assert "labo-s0, labo-s1: not scored on the test split" in page
+    assert "base-s0: unfinished at step 20: the command that started it continues it" in page
+    assert f"{folder / 'labo-s1'} is left out: not scored on the test split" in printed
+
+
 def test_broken_half_done_and_missing_runs_are_listed(tmp_path):
     good = write_run(tmp_path / "good", LS)
     half = write_run(tmp_path / "half", LABO, finished=False)

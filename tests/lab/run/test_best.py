@@ -131,6 +131,64 @@ def test_records_have_checksums(copy):
         checksums.verify_folder(copy / "records")
 
 
+def edit_results(out):
+    path = out / "results.json"
+    results = json.loads(path.read_text())
+    results["test"]["accuracy"] = 0.999
+    path.write_text(json.dumps(results))
+
+
+def edit_records(out):
+    path = out / "records" / "test.jsonl"
+    path.write_text(path.read_text().replace('"prediction": 3', '"prediction": 4', 1))
+
+
+def edit_recipe(out):
+    path = out / "recipe.yaml"
+    path.write_text(path.read_text().replace("batch_size: 160", "batch_size: 16"))
+
+
+def add_records(out):
+    path = out / "records" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]["test.jsonl"]
+    path.write_text(json.dumps(manifest))
+
+
+EDITS = {
+    edit_results: "results.json was changed after it was written",
+    edit_records: "test.jsonl is damaged (its checksum does not fit)",
+    edit_recipe: "recipe.yaml is not the recipe of results.json",
+    add_records: "test.jsonl: manifest.json does not list it",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("command", ["analyze", "report"])
+def test_edited_numbers_are_not_reported(command, edit, copy, tmp_path):
+    assert evaluate(copy)[0] == {0}
+    edit(copy)
+    log = tmp_path / "log"
+    options = ["-o", str(tmp_path / "report.html")] if command == "report" else []
+    assert run([command, str(copy), *options], log) == {2}
+    assert EDITS[edit] in log.read_text()
+    assert not (copy / "analysis.json").exists()
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("edit", [edit_results, edit_records])
+def test_edited_numbers_are_not_compared(edit, tmp_path):
+    out, log = tmp_path / "runs", tmp_path / "log"
+    arguments = ["compare", "digits", *RUN, "--methods", "base", "--seeds", "1", "--jobs", "1"]
+    arguments += ["--out", str(out)]
+    assert run(arguments, log) == {0}, log.read_text()
+    edit(next(out.glob("*-s0")))
+    log.unlink()
+    assert run(arguments, log) == {0}
+    assert EDITS[edit] in log.read_text()
+    assert "0.999" not in (out / "table.csv").read_text()
+
+
 BROKEN = [b"{}", b"[]", b'{"step": "3"}', b"\xff\xfe", b'{"step": 3', b"", b"7", b"[" * 10_000]
 
 

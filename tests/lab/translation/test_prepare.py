@@ -1295,3 +1295,14 @@ def test_the_command_refuses_in_one_line(corpus, tmp_path, capsys, arguments, me
 def test_lines_end_at_line_feeds_only(tmp_path):
     write(tmp_path / "x", "a\x0bb\x0cc\u2028d\x85e\r\nf\rg\n\nh")
     assert list(read_lines(tmp_path / "x")) == ["a\x0bb\x0cc\u2028d\x85e", "f\rg", "", "h"]
+
+
+def test_what_is_held_is_not_read_again(plain, tmp_path):
+    folder = shutil.copytree(plain.path, tmp_path / "data")
+    data = Prepared(folder)
+    data.hold()
+    shutil.rmtree(folder)
+    for split in ("train", "valid", "test"):
+        assert len(data.split(split)) == len(plain.split(split))
+    assert data.tokenizer_files == plain.tokenizer_files
+    assert (data.frequencies("target") == plain.frequencies("target")).all()

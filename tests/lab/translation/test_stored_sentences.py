@@ -76,7 +76,7 @@ def test_all_classes_are_dense_distillation(case, tmp_path):
     assert found["targets"] == int(task.data.split("train").lengths("target").sum())
     folder = model / "best" if (model / "best").is_dir() else model
     beside = load_translator(folder).eval()
-    read = task.stored_teacher(str(tmp_path / "stored"))
+    _, read = task.stored_teacher(str(tmp_path / "stored"))
     torch.manual_seed(0)
     student = task.build_model()
     with torch.no_grad():

@@ -164,7 +164,7 @@ def compute_loss_func(
         ValueError: the loss or the model does not fit.
     """
     base = unwrapped(model)
-    if not isinstance(base, nn.Module) or isinstance(base, _Loss | Warmup):
+    if not isinstance(base, nn.Module) or isinstance(base, Loss | Warmup):
         raise TypeError(f"the first argument must be the model, got {model!r:.80}")
     check_loss(loss, teacher=False)
     check_flag("shift", shift)

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..config import read_document
 from ..errors import RequestError
+from ..run.directory import RunDirectory
 from ..run.files import sha256
 
 Floats = NDArray[np.float64]
@@ -39,7 +40,7 @@ class State:
 
     Example:
         >>> print(State("unfinished", step=120))
-        unfinished at step 120
+        unfinished at step 120: the command that started it continues it
     """
 
     kind: str  # finished, unfinished or broken
@@ -49,7 +50,9 @@ class State:
     def __str__(self) -> str:
         if self.kind == "broken":
             return f"broken: {self.reason}"
-        return self.kind if self.kind == "finished" else f"{self.kind} at step {self.step or 0}"
+        if self.kind == "finished":
+            return self.kind
+        return f"{self.kind} at step {self.step or 0}: the command that started it continues it"
 
 
 @dataclass(frozen=True)
@@ -188,9 +191,9 @@ def read_run(path: str | Path) -> Run:
         path: the directory; it must have a ``recipe.yaml``.
 
     Returns:
-        The run. ``state.kind`` is "broken" if ``recipe.yaml``, ``results.json`` or
-        ``best/config.json`` cannot be used. Wrong lines of ``metrics.jsonl`` are left out and named
-        in ``problems``.
+        The run. ``state.kind`` is "broken" if ``recipe.yaml``, ``results.json``, ``records`` or
+        ``best/config.json`` cannot be used, or do not have their checksums. Wrong lines of
+        ``metrics.jsonl`` are left out and named in ``problems``.
     """
     path = Path(path)
     if not (path / "recipe.yaml").is_file():
@@ -204,6 +207,7 @@ def read_run(path: str | Path) -> Run:
         recipe = content
         metrics = read_metrics(path / "metrics.jsonl", problems)
         results = read_results(path)
+        RunDirectory(path).verify_records()
         model = _read_object(path / "best" / "config.json", _Model) or {}
     except RequestError as error:
         state = State("broken", reason=str(error))
@@ -215,7 +219,10 @@ def read_run(path: str | Path) -> Run:
 
 def read_results(path: Path) -> dict[str, Any] | None:
     """``results.json`` of a run directory, checked; None if the run is not finished."""
-    return _read_object(path / "results.json", _Results)
+    found = _read_object(path / "results.json", _Results)
+    if found is not None:
+        RunDirectory(path).verify_results(found)
+    return found
 
 
 def sound_run(path: str | Path) -> Run:

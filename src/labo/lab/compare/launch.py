@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ..errors import RequestError
+from ..run.files import append
 from ..run.interrupt import terminated_as_interrupted
 
 _POLL_SECONDS = 0.2
@@ -178,7 +179,7 @@ class _Launch:
         environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if gpus := _gpus():
             environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-        with job.log.open("ab") as log:
+        with append(job.log) as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "labo", *job.arguments],
                 stdin=subprocess.DEVNULL,

@@ -174,23 +174,33 @@ class Comparison:
 _MARK = ".labo"
 
 
-def runs_in(paths: Iterable[str | Path]) -> list[Path]:
-    """Run directories, with the folder of a comparison replaced by the scored runs in it.
+def runs_in(paths: Iterable[str | Path], left_out: dict[Path, str]) -> list[Path]:
+    """Run directories, with a folder that has runs in it replaced by those that are scored.
 
     Of a grid these are the runs of the selected points.
+
+    Args:
+        paths: run directories, and folders with runs.
+        left_out: gets the other runs in such folders, and why they are left out.
 
     Raises:
         RequestError: such a folder has no scored run.
     """
     found: list[Path] = []
     for path in map(Path, paths):
-        if not (path / _MARK).is_file():
+        inside = sorted(file.parent for file in path.rglob("recipe.yaml"))
+        if path in inside or not (inside or (path / _MARK).is_file()):
             found.append(path)
             continue
-        inside = sorted(file.parent.parent for file in path.rglob("records/test.jsonl"))
-        if not inside:
-            raise RequestError(f"{path}: no run in it is scored yet")
-        found += inside
+        scored = [run for run in inside if (run / "records" / "test.jsonl").is_file()]
+        if not scored:
+            raise RequestError(f"{path}: no run in it is scored yet (it has {len(inside)} runs)")
+        found += scored
+        for run in inside:
+            if run not in scored:
+                state = read_run(run).state
+                finished = "not scored on the test split: labo evaluate RUN does it"
+                left_out[run] = finished if state.kind == "finished" else str(state)
     return found
 
 

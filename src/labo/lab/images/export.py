@@ -98,6 +98,7 @@ def export(run: str | Path, out: str | Path) -> str:
     onnx.helper.set_model_props(model, {"labo": json.dumps(facts)})
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        atomic.create(atomic.temporary(out)).close()
         onnx.save(model, atomic.temporary(out))
         atomic.put_in_place(out)
     except OSError as error:

@@ -87,10 +87,9 @@ def load_classifier(folder: str | Path, num_classes: int | None = None) -> Folde
     """
     from transformers import AutoModelForImageClassification
 
-    options: dict[str, Any] = {}
-    if num_classes is not None:
-        options = {"num_labels": num_classes, "ignore_mismatched_sizes": True}
-    return FolderClassifier(load_folder(AutoModelForImageClassification, folder, **options))
+    return FolderClassifier(
+        load_folder(AutoModelForImageClassification, folder, classes=num_classes)
+    )
 
 
 def head_note(folder: str, classes: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from .splits import IMAGENET_MEAN, IMAGENET_STD, ImageSource, ImageSplit
 __all__ = ["SUFFIXES", "FolderImages", "decode_image", "load_folders"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+_MOST_PIXELS = 1 << 26  # of an image; a file of a few kilobytes can have many more
 
 
 def decode_image(path: Path, channels: int = 3) -> Tensor:
@@ -29,8 +31,14 @@ def decode_image(path: Path, channels: int = 3) -> Tensor:
     """
     from PIL import Image, UnidentifiedImageError
 
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
     try:
         with open_regular(path) as content, Image.open(content) as file:
+            if file.width * file.height > _MOST_PIXELS:
+                raise DataError(
+                    f"{path}: it has {file.width * file.height} pixels, and {_MOST_PIXELS} are the "
+                    "most that are read"
+                )
             image = file.convert("L" if channels == 1 else "RGB")
     except UnidentifiedImageError as error:
         raise DataError(f"{path}: not a readable image") from error

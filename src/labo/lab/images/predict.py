@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor
 
-from ..errors import DataError, RequestError
+from ..errors import DataError, RequestError, printable
 from ..run.calibration import read_calibration
 from ..run.files import read_bytes
 from ..tasks import find_model
@@ -190,7 +190,8 @@ def write_predictions(predictions: Iterable[Prediction], file: TextIO, form: For
     """Write a line for each prediction.
 
     A table (``csv``) has the columns ``file``, ``class`` and ``probability``, then ``class_2``,
-    ``probability_2`` and so on.
+    ``probability_2`` and so on. A name that begins like a formula of a spreadsheet has an
+    apostrophe before it, and control characters are escaped.
     """
     if form == "jsonl":
         for prediction in predictions:
@@ -203,4 +204,11 @@ def write_predictions(predictions: Iterable[Prediction], file: TextIO, form: For
             further = [name for i in more for name in (f"class_{i}", f"probability_{i}")]
             table.writerow(["file", "class", "probability", *further])
         pairs = zip(prediction.classes, prediction.probabilities, strict=True)
-        table.writerow([prediction.file, *(cell for pair in pairs for cell in pair)])
+        cells = [str(prediction.file), *(cell for pair in pairs for cell in pair)]
+        table.writerow([_harmless(cell) if isinstance(cell, str) else cell for cell in cells])
+
+
+def _harmless(cell: str) -> str:
+    """A cell that no spreadsheet takes for a formula, and no terminal for a command."""
+    text = printable(cell).replace("\n", "\\x0a")
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -22,7 +22,15 @@ from .. import config
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
-from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze
+from ..pretrained import (
+    Lora,
+    adapter_files,
+    add_lora,
+    check_finite,
+    check_sizes,
+    folder_digest,
+    freeze,
+)
 from ..run import files as atomic
 from ..run.distributed import gather_rows, in_step
 from ..run.progress import notice, track
@@ -392,14 +400,16 @@ class ImageTask(Task):
         if facts["model"] is None:  # it was pre-trained
             return load_classifier(folder)
         if is_reference(facts["model"]):
-            version = function_version("model.name", facts["model"])
+            version = function_version(f"{folder / 'config.json'}: model", facts["model"])
             if version != facts["version"]:
                 notice(
                     f"{facts['model']} has changed since {folder} was trained: it was "
                     f"{facts['version']}, it is {version}"
                 )
-        model = _fresh_model(facts)
+        check_sizes(folder / "config.json", facts, [folder / "model.safetensors"])
+        model = _fresh_model(facts, f"{folder / 'config.json'}: model")
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
+        check_finite(model, folder)
         return model
 
     def facts(self) -> dict[str, Any]:
@@ -614,14 +624,14 @@ class ImageTask(Task):
 TASK = ImageTask
 
 
-def _fresh_model(facts: Mapping[str, Any]) -> nn.Module:
+def _fresh_model(facts: Mapping[str, Any], key: str = "model.name") -> nn.Module:
     name, sizes = facts["model"], (facts["num_classes"], facts["in_channels"])
     if is_reference(name):
         given = {"num_classes": sizes[0], "in_channels": sizes[1]}
-        own = call_function("model.name", name, given, facts.get("options", {}))
+        own = call_function(key, name, given, facts.get("options", {}))
         if not isinstance(own, nn.Module):
             raise RequestError(
-                f"model.name: {name} must return a torch.nn.Module, not {type(own).__name__}"
+                f"{key}: {name} must return a torch.nn.Module, not {type(own).__name__}"
             )
         return own
     if name in TRANSFORMERS:

@@ -19,7 +19,15 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from ..errors import DataError, RequestError
 from ..run.files import Document, read_json
 from ..text.arrow import read_table
-from ..text.folder import SPLITS, Count, FolderManifest, Maker, load_tokenizer, read_manifest
+from ..text.folder import (
+    SPLITS,
+    Count,
+    FolderManifest,
+    Maker,
+    PreparedFolder,
+    load_tokenizer,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -146,7 +154,7 @@ class _Frequencies(Document):
     tokens: list[Count]
 
 
-class PreparedDocuments:
+class PreparedDocuments(PreparedFolder):
     """A prepared folder.
 
     Args:
@@ -172,6 +180,7 @@ class PreparedDocuments:
         self.kind: str = checked.kind
         self.begin, self.end = checked.begin, checked.end
         self._vocabulary = checked.vocabulary
+        self._splits: dict[str, DocumentSplit] = {}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -179,6 +188,8 @@ class PreparedDocuments:
 
     def split(self, name: str) -> DocumentSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
+        if name in self._splits:
+            return self._splits[name]
         path = self.path / f"{name}.arrow"
         table = read_table(path, schema(self.kind, name))
         try:
@@ -186,10 +197,11 @@ class PreparedDocuments:
             split.check(self._vocabulary)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-        return split
+        return self._splits.setdefault(name, split)
 
-    def frequencies(self) -> npt.NDArray[np.int64]:
-        """(V,) how often each type occurs in the training split."""
+    @cached_property
+    def counts(self) -> list[int]:
+        """How often each type occurs in the training split."""
         path = self.path / "frequencies.json"
         try:
             counts = read_json(path, _Frequencies).tokens
@@ -197,4 +209,8 @@ class PreparedDocuments:
             raise DataError(str(error)) from error
         if len(counts) != self._vocabulary:
             raise DataError(f"{path}: {len(counts)} counts of types, not {self._vocabulary}")
-        return np.asarray(counts, dtype=np.int64)
+        return counts
+
+    def frequencies(self) -> npt.NDArray[np.int64]:
+        """(V,) how often each type occurs in the training split."""
+        return np.asarray(self.counts, dtype=np.int64)

@@ -235,6 +235,7 @@ class LanguageModelingTask(TokenTask):
         self.recipe = recipe
         options = recipe.data
         self.data = _load(options)
+        self.data.hold()
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.num_classes = len(self.data.tokenizer)
         if recipe.model.pretrained is not None:
@@ -386,9 +387,11 @@ class LanguageModelingTask(TokenTask):
                 model.causal, model.causal_weights(weights), options.lora, options.pretrained
             ),
         }
-        for path in sorted((self.data.path / "tokenizer").glob("*")):
-            if path.suffix in (".json", ".jinja", ".txt"):
-                files[path.name] = path.read_text(encoding="utf-8")
+        files |= {
+            name: content
+            for name, content in self.data.tokenizer_files.items()
+            if name.endswith((".json", ".jinja", ".txt"))
+        }
         return model.plain_weights(weights), files
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
@@ -396,7 +399,7 @@ class LanguageModelingTask(TokenTask):
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
         return head.at(self.learned(batch))
 
-    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
         stored, documents = StoredTeacher(folder), self._train.documents
         vocabulary = vocabulary_digest(self.data.tokenizer)
         stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=len(documents))
@@ -407,7 +410,7 @@ class LanguageModelingTask(TokenTask):
                 places = places[:0]
             return stored_rows(stored, documents, places)
 
-        return read
+        return stored.about.content_fingerprint[:12], read
 
     # ------------------------------------------------------------------ training batches
 

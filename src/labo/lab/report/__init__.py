@@ -14,9 +14,10 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -39,12 +40,17 @@ _SENTENCES_BUDGET = 1_500_000  # characters of all sentence browsers together
 __all__ = ["write_report"]
 
 
-def write_report(paths: Iterable[str | Path], out: str | Path) -> list[Listing]:
+def write_report(
+    paths: Iterable[str | Path],
+    out: str | Path,
+    left_out: Mapping[Path, str] = MappingProxyType({}),
+) -> list[Listing]:
     """Write a page about runs.
 
     Args:
         paths: run directories. One that is broken or unfinished is listed as such.
         out: the HTML file.
+        left_out: further runs that were asked for, and why they are not shown.
 
     Returns:
         The runs with their states.
@@ -61,13 +67,15 @@ def write_report(paths: Iterable[str | Path], out: str | Path) -> list[Listing]:
     if not out.parent.is_dir():
         raise RequestError(f"there is no folder {out.parent} to write {out.name} to")
     atomic.refuse_foreign(out, b'<meta name="generator" content="labo ')
-    page = _render(listings, make_groups(members))
+    page = _render(listings, make_groups(members), left_out)
     # A lone surrogate from the JSON of a record cannot be encoded as UTF-8.
     atomic.write_text(out, page.encode("utf-8", "replace").decode())
     return listings
 
 
-def _render(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> str:
+def _render(
+    listings: Sequence[Listing], groups: Sequence[ReportGroup], left_out: Mapping[Path, str]
+) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -94,14 +102,15 @@ def _render(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> str:
         method_text=method_text,
         groups=contexts,
         summary=summary.summary_figure(groups),
-        cautions=list(
-            dict.fromkeys(c for context in contexts for c in context["verdict"].cautions)
-        ),
+        cautions=[
+            *_missing(listings, left_out),
+            *dict.fromkeys(c for context in contexts for c in context["verdict"].cautions),
+        ],
         sections=_sections(contexts),
         browsers=_browsers(groups),
         label=_label(groups),
         explorer=embed.explorer_data(groups),
-        left_out=_left_out(listings, groups),
+        left_out=_left_out(listings, groups, left_out),
     )
 
 
@@ -152,12 +161,26 @@ def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
     return figures.label_figure(member, "label", find_report(member.run.task).class_name)
 
 
-def _left_out(listings: Sequence[Listing], groups: Sequence[ReportGroup]) -> list[str]:
+def _missing(listings: Sequence[Listing], left_out: Mapping[Path, str]) -> list[str]:
+    """How many of the runs that were asked for the statement does not rest on."""
+    missing = len(left_out) + sum(listing.state.kind != "finished" for listing in listings)
+    if not missing:
+        return []
+    asked = len(left_out) + len(listings)
+    return [f"{missing} of {asked} runs are missing from this page: see Left out and Runs."]
+
+
+def _left_out(
+    listings: Sequence[Listing], groups: Sequence[ReportGroup], left_out: Mapping[Path, str]
+) -> list[str]:
     """What the page lacks, and how to get it."""
     reasons: dict[str, list[str]] = {}
+    for path, reason in left_out.items():
+        reasons.setdefault(reason, []).append(path.name)
     for listing in listings:
         member = listing.member
         if member is None or member.analysis is None:
+            reasons.setdefault(str(listing.state), []).append(listing.name)
             continue
         notes = list(member.analysis["notes"])
         if listing.state.kind == "unfinished":

@@ -1,7 +1,8 @@
 """``calibration.json``: the temperature that was fitted to a model, in the folder of the model.
 
 It lies in ``best`` of a run, written by ``labo calibrate``, and goes with a copy of that folder. It
-names the model by its checksum, so that it is never applied to another one.
+names the model by its checksum, so that it is never applied to another one, and has a checksum of
+its own content.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import RequestError
 from . import files as atomic
+from .directory import MODEL
 
 FILE = "calibration.json"
-MODEL = "model.safetensors"
 
 
 class Calibration(BaseModel):
@@ -50,9 +51,10 @@ class Calibration(BaseModel):
         """What the logits of the saved model are still to be divided by; 1 if T is folded in."""
         return 1.0 if self.folded else self.temperature
 
-
-def write_calibration(folder: Path, calibration: Calibration) -> None:
-    atomic.write_json(folder / FILE, calibration.model_dump(mode="json"))
+    def as_json(self) -> str:
+        """The content of the file, with a checksum of it."""
+        sealed = atomic.sealed(self.model_dump(mode="json"))
+        return json.dumps(sealed, indent=2, allow_nan=False) + "\n"
 
 
 def read_calibration(folder: Path) -> Calibration | None:
@@ -66,9 +68,14 @@ def read_calibration(folder: Path) -> Calibration | None:
         return None
     again = "run `labo calibrate` again, or remove it"
     try:
-        found = Calibration.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        found = Calibration.model_validate(document)
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
         raise RequestError(f"{path} cannot be read: {again}") from error
+    if atomic.CHECKSUM not in document or not atomic.seal_fits(document):
+        raise RequestError(
+            f"{path} was changed after it was written (its checksum does not fit): {again}"
+        )
     try:
         model = atomic.sha256(folder / MODEL)
     except OSError as error:
@@ -76,6 +83,12 @@ def read_calibration(folder: Path) -> Calibration | None:
     if model != found.model:
         raise RequestError(f"{path} belongs to another model than {MODEL} beside it: {again}")
     return found
+
+
+def folded_temperature(folder: Path) -> float:
+    """The temperature that is folded into the model in a folder, or 1."""
+    found = read_calibration(folder)
+    return found.temperature if found is not None and found.folded else 1.0
 
 
 def divisor_of(folder: Path) -> float:

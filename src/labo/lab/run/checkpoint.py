@@ -13,7 +13,6 @@ number of processes can read them, and a checkpoint of one process can be split.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class _Manifest(atomic.Document):
 
     format: int
     recipe: str
-    sha256: dict[str, str]
+    sha256: dict[checksums.FileName, str]
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def save(
             # Those that are as new as this one were found damaged when the run was resumed.
             for path in _steps(folder):
                 if int(path.name.removeprefix("step-")) >= step:
-                    shutil.rmtree(path)
+                    atomic.remove_folder(path)
             os.replace(temporary, final)
             atomic.flush(folder)
             tidy(folder)
@@ -165,7 +164,7 @@ def save(
         raise LabError(f"cannot save {final}: {error.strerror or error}") from error
     finally:
         if main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            atomic.remove_folder(temporary)
     return final
 
 
@@ -237,7 +236,7 @@ def usable(
 def tidy(folder: Path) -> None:
     """Remove what a killed save left behind, and all but the newest two checkpoints."""
     for path in [*folder.glob(".step-*.tmp"), *_steps(folder)[:-KEPT]]:
-        shutil.rmtree(path)
+        atomic.remove_folder(path)
 
 
 def _read_or_refuse(path: Path, recipe: str, state: type[BaseModel]) -> Checkpoint | LabError:

@@ -14,9 +14,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from ..errors import RequestError
-from .files import Document, read_json, sha256, write_json
+from .files import Document, create, read_json, sha256, write_bytes, write_json
 
 MANIFEST = "manifest.json"
 FORCE = "LABO_VERIFY"
@@ -29,10 +32,27 @@ class DamagedError(RequestError):
     """A file is missing, or its content is not what was written."""
 
 
-class Manifest(Document):
-    """The checksums of a folder. While a file is replaced, its old and its new one are listed."""
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"names a file elsewhere: {name!r}")
+    return name
 
-    sha256: dict[str, list[str]]
+
+FileName = Annotated[str, AfterValidator(_inside)]
+"""The name of a file in a manifest, relative to the folder of the manifest and inside of it."""
+
+
+class Manifest(Document):
+    """The checksums of a folder. While a file is replaced, its old and its new one are listed.
+
+    Attributes:
+        sha256: file -> its checksums.
+        model: the checksum of the model that the files are about, for records.
+    """
+
+    sha256: dict[FileName, list[str]]
+    model: str | None = None
 
 
 class _Remembered(Document):
@@ -98,7 +118,8 @@ def _remember(
     unfinished = memory.with_name(f".{memory.name}.{os.getpid()}.tmp")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(document), encoding="utf-8")
+        with create(unfinished) as file:
+            file.write(json.dumps(document).encode())
         os.replace(unfinished, memory)
     except (OSError, UnicodeError):
         unfinished.unlink(missing_ok=True)  # no cache: the files are hashed again next time
@@ -120,8 +141,6 @@ def verify(
     Raises:
         DamagedError: a file is missing, or its checksum is another one.
     """
-    for name in expected:
-        check_name(folder, name)
     try:
         if remember:
             found = digests(folder, expected)
@@ -137,15 +156,12 @@ def verify(
             raise DamagedError(f"{folder / name} is damaged (its checksum does not fit)")
 
 
-def check_name(folder: Path, name: str) -> None:
-    """Refuse a name in a manifest that leads out of its folder."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise DamagedError(f"{folder}: its manifest names a file elsewhere: {name!r}")
-
-
-def verify_folder(folder: Path) -> bool:
+def verify_folder(folder: Path, *, remember: bool = False) -> bool:
     """Compare a folder with its ``manifest.json``; whether it has one.
+
+    Args:
+        folder: the folder.
+        remember: use and update the remembered digests.
 
     Raises:
         DamagedError: the manifest is damaged, or a file does not fit it.
@@ -156,17 +172,45 @@ def verify_folder(folder: Path) -> bool:
         manifest = read_json(folder / MANIFEST, Manifest)
     except RequestError as error:
         raise DamagedError(str(error)) from error
-    verify(folder, manifest.sha256)
+    verify(folder, manifest.sha256, remember=remember)
     return True
 
 
-def write_manifest(folder: Path, checksums: Mapping[str, Iterable[str]]) -> None:
-    write_json(folder / MANIFEST, {"sha256": {n: sorted(c) for n, c in sorted(checksums.items())}})
+def write_manifest(
+    folder: Path, checksums: Mapping[str, Iterable[str]], model: str | None = None
+) -> None:
+    listed = {name: sorted(found) for name, found in sorted(checksums.items())}
+    write_json(folder / MANIFEST, {"sha256": listed} | ({} if model is None else {"model": model}))
 
 
-def manifest_of(folder: Path) -> dict[str, list[str]]:
-    """The checksums in a folder's manifest; empty if it has none, or a damaged one."""
+def manifest_of(folder: Path) -> Manifest:
+    """The manifest of a folder; an empty one if it has none, or a damaged one."""
     try:
-        return dict(read_json(folder / MANIFEST, Manifest).sha256)
+        return read_json(folder / MANIFEST, Manifest)
     except RequestError:
-        return {}
+        return Manifest(sha256={})
+
+
+def write_listed(folder: Path, name: str, content: bytes, model: str | None = None) -> None:
+    """Write a file of a folder, and its checksum into the manifest.
+
+    Args:
+        folder: the folder.
+        name: of the file.
+        content: of the file.
+        model: what the file is about. Files about another model are removed.
+    """
+    manifest = manifest_of(folder)
+    known = manifest.sha256 if manifest.model == model else {}
+    new = hashlib.sha256(content).hexdigest()
+    write_manifest(folder, {**known, name: {*known.get(name, ()), new}}, model)
+    write_bytes(folder / name, content)
+    write_manifest(folder, {**known, name: [new]}, model)
+    remove_listed(folder, manifest.sha256.keys() - known.keys() - {name})
+
+
+def remove_listed(folder: Path, names: Iterable[str]) -> None:
+    """Remove files that a manifest names, unless a link leads to them."""
+    for name in names:
+        if (folder / name).parent.resolve().is_relative_to(folder.resolve()):
+            (folder / name).unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from ..config import (
     PROVENANCE,
     Recipe,
     differing_keys,
+    digest_of,
     dump_yaml,
     read_document,
     read_provenance,
@@ -46,7 +47,8 @@ if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
     from torch import Tensor
 
 DATA = "data"  # the key of the provenance that names the data
-
+TEACHER = "teacher"  # and the one that names what a teacher was read from
+MODEL = "model.safetensors"
 
 KEPT = "models.json"  # in ``kept``: the step and the scores of each model
 
@@ -63,6 +65,7 @@ class Results(atomic.Document):
     devices: list[str] = Field(default_factory=list)
     peak_memory: float | None = None
     sacrebleu: dict[str, str] = Field(default_factory=dict)
+    model: str | None = None  # the checksum of the weights that were scored
 
 
 class Facts(atomic.Document):
@@ -104,17 +107,19 @@ class RunDirectory:
                 "choose another --out"
             )
 
-    def start(self, recipe: Recipe, data: str | None = None) -> None:
+    def start(self, recipe: Recipe, data: str | None = None, teacher: str = "") -> None:
         """Make the directory and write the recipe; a run that is there already stays.
 
         Args:
             recipe: of the run.
             data: the fingerprint of the data.
+            teacher: that of the teacher, if it is read from files.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.recipe_file.exists():
-                self._write_recipe(recipe.as_document(), {**made_with(), DATA: data})
+                read = {DATA: data} | ({TEACHER: teacher} if teacher else {})
+                self._write_recipe(recipe.as_document(), {**made_with(), **read})
             self.checkpoints.mkdir(exist_ok=True)
             self.best.mkdir(exist_ok=True)
         except OSError as error:
@@ -157,13 +162,38 @@ class RunDirectory:
                 "evaluate or compare"
             )
 
-    def accept_data(self, found: str) -> None:
-        """Go on with other data. The run then names both, joined by "+"."""
+    def check_teacher(self, found: str) -> None:
+        """Refuse a teacher that is not that of the run; as :meth:`check_data`."""
+        begun = self.begun_with().get(TEACHER) if self.recipe_file.is_file() else None
+        if begun is not None and begun.split("+")[-1] != found:
+            raise RequestError(
+                f"the teacher of {self.path} has changed: {begun} when it was begun, {found} now; "
+                "restore it, choose another --out, or pass --accept-data to labo train or compare"
+            )
+
+    def accept_data(self, found: str, teacher: str = "") -> None:
+        """Go on with other data, or another teacher. The run then names both, joined by "+"."""
         begun = self.begun_with()
-        known = begun.get(DATA)
-        if known is None or known.split("+")[-1] != found:
-            begun[DATA] = found if known is None else f"{known}+{found}"
-            self._write_recipe(self.document(), begun)
+        accepted = dict(begun)
+        for key, now in ((DATA, found), (TEACHER, teacher)):
+            known = begun.get(key)
+            if now and (known is None or known.split("+")[-1] != now):
+                accepted[key] = now if known is None else f"{known}+{now}"
+        if accepted != begun:
+            self._write_recipe(self.document(), accepted)
+
+    def refuse_links(self) -> None:
+        """Refuse to write through a symbolic link in the directory, to a folder elsewhere.
+
+        Files need no check: they are replaced or made anew, which follows no link.
+        """
+        folders = (self.best, self.checkpoints, self.kept, self.records, self.path / "tensorboard")
+        for path in (*folders, *self.best.glob("*/")):
+            if path.is_symlink():
+                raise RequestError(
+                    f"{path} is a symbolic link: labo writes only into the run directory itself; "
+                    "put the folder in its place"
+                )
 
     @property
     def finished(self) -> bool:
@@ -173,9 +203,34 @@ class RunDirectory:
         """Write ``results.json``, with a checksum of its own content."""
         atomic.write_json(self.results_file, atomic.sealed(results))
 
-    def complete(self, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Add to the results the scores of splits they lack; what they have stays."""
+    @property
+    def model(self) -> str | None:
+        """The checksum of the selected weights; None if it is not known."""
+        listed = checksums.manifest_of(self.best).sha256.get(MODEL, [])
+        # While the weights are replaced, the old and the new ones are listed.
+        return atomic.sha256(self.best / MODEL) if len(listed) > 1 else next(iter(listed), None)
+
+    def stale_splits(self) -> list[str]:
+        """The splits with scores of another model than that in ``best``, such as before a fold."""
+        results = self.results() if self.finished else {}
+        other = "model" in results and results["model"] != self.model
+        return [split for split in ("valid", "test") if other and split in results]
+
+    def complete(self, scores: Mapping[str, Mapping[str, float]], temperature: float = 1.0) -> None:
+        """Add to the results the scores of splits they lack; what they have of this model stays.
+
+        Args:
+            scores: split -> metric -> value.
+            temperature: what is folded into the model, or 1.
+        """
         results = self.results()
+        if self.stale_splits():
+            results |= {**scores, "model": self.model}
+            if "signature" in results:
+                signature = re.sub(r"\|folded:[^|]*", "", results["signature"])
+                folded = "" if temperature == 1 else f"|folded:{temperature:.6g}"
+                results["signature"] = signature + folded
+            self.finish(results)
         completed = {**results, **scores, **results}
         if "signature" in results and (data := self.data) is not None:
             completed["signature"] = re.sub(
@@ -197,7 +252,7 @@ class RunDirectory:
         method = dict(recipe.method)
         for name in {"teacher", "stored"} & method.keys():
             # Where a folder is on this machine is no part of the experiment.
-            method[name] = method[name] and Path(method[name]).name
+            method[name] = begun.get(TEACHER) or (method[name] and Path(method[name]).name)
         parts = {
             "labo": begun.get("labo"),
             "git": begun.get("git"),
@@ -224,13 +279,42 @@ class RunDirectory:
         self.must_have(self.results_file)
         atomic.read_json(self.results_file, Results)
         found: dict[str, Any] = json.loads(atomic.read_bytes(self.results_file))
-        if not atomic.seal_fits(found):
+        self.verify_results(found)
+        found.pop(atomic.CHECKSUM, None)
+        return found
+
+    def verify_results(self, results: Mapping[str, Any]) -> None:
+        """Refuse results that were changed, or are of another recipe than that of the run."""
+        if not atomic.seal_fits(results):
             raise RequestError(
                 f"{self.results_file} was changed after it was written (its checksum does not "
                 "fit): remove it, and the command that trained the run writes it again"
             )
-        found.pop(atomic.CHECKSUM, None)
-        return found
+        signed = re.search(r"\|recipe:([^|]*)", str(results.get("signature")))
+        if signed is not None and signed[1] != digest_of(self.document()):
+            raise RequestError(
+                f"{self.recipe_file} is not the recipe of {self.results_file.name}: its digest is "
+                f"{digest_of(self.document())}, the signature has {signed[1]}"
+            )
+
+    def verify_records(self) -> None:
+        """Compare ``records`` with their checksums, and their model with that of the results.
+
+        Raises:
+            RequestError: a file was changed or is not listed, or they are of different models.
+        """
+        if not checksums.verify_folder(self.records, remember=True):
+            return
+        manifest = checksums.manifest_of(self.records)
+        for path in sorted(self.records.glob("*.json*")):
+            if path.name not in {*manifest.sha256, checksums.MANIFEST}:
+                raise checksums.DamagedError(f"{path}: {checksums.MANIFEST} does not list it")
+        scored = self.results().get("model") if self.finished else None
+        if scored is not None and manifest.model not in (None, scored):
+            raise RequestError(
+                f"{self.records} and {self.results_file.name} are of different models: "
+                f"labo evaluate {self.path} scores both splits again"
+            )
 
     def facts(self) -> dict[str, Any]:
         """What ``best/config.json`` says of the selected model."""
@@ -238,8 +322,14 @@ class RunDirectory:
         return read_facts(self.best / "config.json")
 
     def must_have(self, path: Path) -> None:
-        if not path.is_file():
-            raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
+        if path.is_file():
+            return
+        if self.recipe_file.is_file() and not self.finished:
+            raise RequestError(
+                f"{self.path} is unfinished: the command that started it continues it (it has no "
+                f"{path.relative_to(self.path)} yet)"
+            )
+        raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
 
     def verify_best(self) -> None:
         """Compare ``best`` with its checksums.
@@ -247,16 +337,21 @@ class RunDirectory:
         Raises:
             DamagedError: a file is missing or damaged.
         """
-        for name in ("config.json", "model.safetensors"):
+        for name in ("config.json", MODEL):
             if not (self.best / name).is_file():
                 raise checksums.DamagedError(f"{self.path} is no run with best/{name}")
         checksums.verify_folder(self.best)
 
     # ------------------------------------------------------------------ writing
 
-    def select(self, weights: Mapping[str, Tensor], files: Mapping[str, str | bytes]) -> None:
-        """Put a model into ``best``: its weights, and further files by name."""
-        write_model(self.best, weights, files)
+    def select(
+        self,
+        weights: Mapping[str, Tensor],
+        files: Mapping[str, str | bytes],
+        further: Callable[[str], Mapping[str, str]] = lambda checksum: {},
+    ) -> None:
+        """Put a model into ``best``; arguments as for :func:`write_model`."""
+        write_model(self.best, weights, files, further)
 
     def keep_model(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Put the weights of a step into ``kept``, with a checksum."""
@@ -266,7 +361,7 @@ class RunDirectory:
             raise LabError(f"cannot write {self.kept}: {error.strerror or error}") from error
         path = self.kept / kept_name(step)
         atomic.write_tensors(path, weights)
-        known = checksums.manifest_of(self.kept)
+        known = checksums.manifest_of(self.kept).sha256
         checksums.write_manifest(self.kept, known | {path.name: [atomic.sha256(path)]})
 
     def list_kept(self, models: Sequence[Mapping[str, Any]]) -> None:
@@ -275,29 +370,24 @@ class RunDirectory:
             return
         atomic.write_json(self.kept / KEPT, atomic.sealed({"models": list(models)}))
         names = {kept_name(model["step"]) for model in models}
-        known = checksums.manifest_of(self.kept)
+        known = checksums.manifest_of(self.kept).sha256
         checksums.write_manifest(self.kept, {n: c for n, c in known.items() if n in names})
         for path in self.kept.glob("step-*.safetensors"):
             if path.name not in names:
                 path.unlink()
 
     def write_records(self, name: str, lines: Iterable[str]) -> None:
-        """Write a file of ``records``, and its checksum into their manifest."""
+        """Write a file of ``records``. Those of another model are removed."""
         try:
             self.records.mkdir(exist_ok=True)
         except OSError as error:
             raise LabError(f"cannot make {self.records}: {error.strerror}") from error
-        text = "".join(lines)
-        known = checksums.manifest_of(self.records)
-        new = hashlib.sha256(text.encode()).hexdigest()
-        checksums.write_manifest(self.records, {**known, name: {*known.get(name, ()), new}})
-        atomic.write_text(self.records / name, text)
-        checksums.write_manifest(self.records, {**known, name: [new]})
+        checksums.write_listed(self.records, name, "".join(lines).encode(), self.model)
 
     def log(self, line: Mapping[str, Any]) -> None:
         try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with atomic.append(self.metrics_file) as file:
+                file.write((json.dumps(line) + "\n").encode())
         except OSError as error:
             raise LabError(f"cannot write {self.metrics_file}: {error.strerror}") from error
 
@@ -329,7 +419,10 @@ def kept_name(step: int) -> str:
 
 
 def write_model(
-    folder: Path, weights: Mapping[str, Tensor], files: Mapping[str, str | bytes]
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    files: Mapping[str, str | bytes],
+    further: Callable[[str], Mapping[str, str]] = lambda checksum: {},
 ) -> None:
     """Write a model folder, or put another model into one.
 
@@ -340,18 +433,20 @@ def write_model(
         folder: the folder.
         weights: written as ``model.safetensors``.
         files: further files by name.
+        further: files that name the checksum of the weights, as a function of it.
     """
-    model = folder / "model.safetensors"
-    contents = {
-        name: content.encode() if isinstance(content, str) else content
-        for name, content in files.items()
-    }
+    model = folder / MODEL
     try:
         folder.mkdir(exist_ok=True)
         atomic.write_temporary_tensors(model, weights)
+        checksum = atomic.sha256(atomic.temporary(model))
+        contents = {
+            name: content.encode() if isinstance(content, str) else content
+            for name, content in {**files, **further(checksum)}.items()
+        }
         new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        new[model.name] = atomic.sha256(atomic.temporary(model))
-        old = checksums.manifest_of(folder)
+        new[model.name] = checksum
+        old = checksums.manifest_of(folder).sha256
         both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
         checksums.write_manifest(folder, both)
         for name, content in contents.items():
@@ -359,8 +454,7 @@ def write_model(
             atomic.write_bytes(folder / name, content)
         atomic.put_in_place(model)
         checksums.write_manifest(folder, {name: [value] for name, value in new.items()})
-        for name in old.keys() - new.keys():
-            (folder / name).unlink(missing_ok=True)
+        checksums.remove_listed(folder, old.keys() - new.keys())
     except OSError as error:
         atomic.temporary(model).unlink(missing_ok=True)
         raise LabError(f"cannot write {model}: {error.strerror or error}") from error

@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -164,6 +164,21 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def create(path: Path) -> BinaryIO:
+    """A new, empty file, open for writing. What has the name is removed; no link is followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def append(path: Path) -> BinaryIO:
+    """A file open for adding to its end; made if it is missing.
+
+    Raises:
+        OSError: it cannot be opened, or is a symbolic link.
+    """
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
 def temporary(path: Path) -> Path:
     """The name of a file while it is being written."""
     return path.with_name(f".{path.name}.tmp")
@@ -182,7 +197,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     try:
-        temporary(path).write_bytes(content)
+        with create(temporary(path)) as file:
+            file.write(content)
         put_in_place(path)
     except OSError as error:
         temporary(path).unlink(missing_ok=True)
@@ -215,8 +231,7 @@ def write_temporary_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         plain[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     target = temporary(path)
-    target.unlink(missing_ok=True)
-    target.touch()
+    create(target).close()
     mode = target.stat().st_mode
     try:
         save_file(plain, target, metadata={"format": "pt"})
@@ -226,6 +241,14 @@ def write_temporary_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 # ------------------------------------------------------------------ folders
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all in it, if it can be; of a symbolic link, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
 
 _AT_CURRENT_FOLDER = -100
 _SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS

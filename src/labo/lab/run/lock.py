@@ -31,6 +31,7 @@ from .files import Document
 
 LOCK = ".lock"
 
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
@@ -98,14 +99,14 @@ def locked(path: Path, what: Path, *, wait: bool = False) -> Iterator[int | None
         wait: wait for the owner to end instead of refusing. The file is removed at the end.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, _OPEN, 0o666)
     except OSError as error:
         raise LabError(f"cannot write {path}: {error.strerror}") from error
     try:
         has_locks = _lock(descriptor, path, what, wait)
         while wait and has_locks and _was_removed(descriptor, path):  # by the owner before
             os.close(descriptor)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(path, _OPEN, 0o666)
             _lock(descriptor, path, what, wait)
         if not has_locks:
             _claim(descriptor, path, what)

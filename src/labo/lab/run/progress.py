@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from ..errors import printable
+
 Advance = Callable[[int], None]  # adds to the work done
 
 _QUIET_SECONDS = 60.0  # without a terminal, long work is reported once in so many seconds
@@ -19,7 +21,7 @@ _shown: list[_Bars] = []  # innermost last
 
 def notice(text: str) -> None:
     """Print a line that is no result."""
-    print(f"labo: {text}", file=sys.stderr)
+    print(f"labo: {printable(text)}", file=sys.stderr)
 
 
 @contextmanager

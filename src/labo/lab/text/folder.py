@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from ..run.files import (
     Document,
     flush,
     read_json,
+    remove_folder,
     replace_folder,
     replaced,
     seal_fits,
@@ -62,7 +63,7 @@ class FolderManifest(Document):
 
     format: int
     checksum: str
-    sha256: dict[str, str]
+    sha256: dict[checksums.FileName, str]
 
     @property
     def content_fingerprint(self) -> str:
@@ -145,13 +146,13 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
             os.replace(old, out)  # a replacement that was killed between two renames
         check_free(out, maker, force)
         for leftover in (folder, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove_folder(leftover)
         folder.mkdir()
         try:
             yield folder
             replace_folder(folder, out)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
 
 
 def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = ()) -> None:
@@ -216,6 +217,50 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
     return manifest
 
 
+class PreparedFolder:
+    """What the folders of all kinds of text share.
+
+    What is read is kept, and all that a training uses is read by :meth:`hold`. A folder that is
+    replaced meanwhile (``--force``) does not mix with it.
+
+    Attributes:
+        path: the folder.
+        fingerprint: 64 hex digits, the same for the same content.
+    """
+
+    path: Path
+    fingerprint: str
+
+    def hold(self) -> None:
+        """Read or map every file.
+
+        Raises:
+            DataError: a file is damaged, or the folder was replaced meanwhile.
+        """
+        for split in SPLITS:
+            self.split(split)
+        _ = self.tokenizer_files, self.counts
+        if read_json(self.path / MANIFEST, FolderManifest).content_fingerprint != self.fingerprint:
+            raise DataError(f"{self.path} was replaced while it was read: run the command again")
+
+    def split(self, name: str) -> Any:
+        raise NotImplementedError
+
+    @property
+    def counts(self) -> Any:
+        """The content of frequencies.json."""
+        raise NotImplementedError
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the tokenizers; those of a second one have the name of its folder first."""
+        return {
+            prefix + path.name: path.read_bytes()
+            for folder, prefix in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/"))
+            for path in sorted((self.path / folder).glob("*"))
+        }
+
+
 def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer of a folder.
 
@@ -226,7 +271,7 @@ def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizer
     from transformers import PreTrainedTokenizerFast
 
     try:
-        with panics_refused():
+        with panics_refused(folder):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             found = len(tokenizer)
             tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong type show here

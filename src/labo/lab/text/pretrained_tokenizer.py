@@ -36,7 +36,7 @@ def pretrained_tokenizer(folder: str | Path, *, fast: bool = True) -> Any:
             f"{folder}: its tokenizer needs a package: pip install 'torch-labo[sentencepiece]'"
         )
     try:
-        with panics_refused():
+        with panics_refused(folder):
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )

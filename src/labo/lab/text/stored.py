@@ -10,7 +10,6 @@ the parts that are complete, so that the work can go on after an interruption.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
@@ -27,6 +26,7 @@ from ..run.files import (
     Document,
     put_in_place,
     read_json,
+    remove_folder,
     replace_folder,
     sha256,
     temporary,
@@ -34,7 +34,7 @@ from ..run.files import (
 )
 from ..run.lock import locked
 from ..run.progress import notice
-from .folder import FolderManifest, Maker, check_free, read_manifest, seal
+from .folder import MANIFEST, FolderManifest, Maker, check_free, read_manifest, seal
 
 TASK = "stored_teacher"
 MAKER = Maker("labo teacher", TASK)
@@ -119,9 +119,9 @@ class StoredWriter:
         lock = self.out.with_name(f".{self.out.name}.lock")
         self._stack.enter_context(locked(lock, self.out, wait=True))
         check_free(self.out, MAKER, self._force)
-        self._parts = self._complete()
+        self._parts = [] if self.folder.is_symlink() else self._complete()
         if not self._parts:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
         self.folder.mkdir(exist_ok=True)
         kept = {_PROGRESS, *map(_part, range(len(self._parts)))}
         for path in self.folder.iterdir():
@@ -186,7 +186,7 @@ class StoredWriter:
         seal(self.folder, manifest, without=[_PROGRESS])
         (self.folder / _PROGRESS).unlink()  # last: hashing large files may be interrupted too
         replace_folder(self.folder, self.out)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
 
 def _part(number: int) -> str:
@@ -263,6 +263,9 @@ class StoredTeacher:
         return indices[here].reshape(-1, self.top_k), log_p[here].reshape(-1, self.top_k)
 
     def _reader(self, part: int) -> pa.ipc.RecordBatchFileReader:
+        now = read_json(self.path / MANIFEST, FolderManifest)
+        if now.content_fingerprint != self.about.content_fingerprint:
+            raise DataError(f"{self.path} was replaced while it was read: run the command again")
         return pa.ipc.open_file(pa.memory_map(os.fspath(self.path / _part(part))))
 
     def _record_batch(self, number: int) -> tuple[npt.NDArray[Any], ...]:

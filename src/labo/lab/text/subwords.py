@@ -12,6 +12,7 @@ character is another code point instead, and no mark; alphabets without marks it
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DataError
+from ..run.files import Document, read_json
 from .lines import read_lines
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ _PRIVATE_USE = 0xF0000
 _MOST_COUNTED = 4_000_000  # different words, about 100 bytes each
 _MOST_LEARNED = 1_000_000  # different words, about 1000 bytes each in the trainer
 _LONGEST_LEARNED = 1000  # characters of a word; the trainer's time grows with their square
+_MOST_GROWTH = 10_000  # by replacements, one after the other
 _LAST_CHARACTER = re.compile(r"\S(?!\S)")
 
 Lines = Callable[[], Iterable[str]]  # text that can be read more than once
@@ -338,14 +341,44 @@ def encode(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> Iterator
 
 
 @contextmanager
-def panics_refused() -> Iterator[None]:
+def panics_refused(folder: Path | None = None) -> Iterator[None]:
     """Within, a panic of the Rust library ``tokenizers`` becomes a DataError.
 
     It panics on tokenizer files that are valid JSON but do not fit together.
+
+    Args:
+        folder: the tokenizer that is read within, if one is. One that would make much of a little
+            text is refused.
     """
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        _refuse_growth(folder / "tokenizer.json")
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(f"the files of the tokenizer do not fit together ({error})") from error
+
+
+def _refuse_growth(path: Path) -> None:
+    """Refuse a tokenizer whose replacements multiply the length of a text."""
+    document = read_json(path, Document).model_dump()
+    for part in ("normalizer", "decoder"):
+        growth = _growth(document.get(part))
+        if growth > _MOST_GROWTH:
+            raise DataError(f"{path}: its {part} makes a text {growth} times as long")
+
+
+def _growth(part: Any) -> int:
+    """How many times as long a part of a tokenizer can make a text."""
+    if not isinstance(part, dict):
+        return 1
+    inside = part.get("normalizers") or part.get("decoders")
+    if isinstance(inside, list):
+        return math.prod(map(_growth, inside))
+    content, pattern = part.get("content"), part.get("pattern")
+    if not isinstance(content, str):
+        return 1
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    # An expression can also match between any two characters.
+    return -(-len(content) // len(replaced)) or 1 if replaced else 1 + len(content)

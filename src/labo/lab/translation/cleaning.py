@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import lru_cache
 from itertools import islice
@@ -51,17 +52,31 @@ def chunks(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
         yield chunk
 
 
-def map_in_order(function: Callable[[_T], _R], items: Iterable[_T], workers: int) -> Iterator[_R]:
-    """``map`` in several processes, which work a few items ahead."""
+def map_in_order(
+    function: Callable[[_T], _R], items: Iterable[_T], workers: int
+) -> Generator[_R, None, None]:
+    """``map`` in several processes, which work a few items ahead.
+
+    If it is closed or fails before its end, the processes are killed: their work is not wanted.
+    Ctrl-C, which they get too, is left to this process.
+    """
     workers = min(workers, _MOST_WORKERS)
     if workers == 1:
         yield from map(function, items)
         return
     pending: deque[Future[_R]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    ignored = (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, ignored)
+    try:
         for item in items:
             pending.append(pool.submit(function, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BaseException:
+        for process in list((pool._processes or {}).values()):  # shutdown would wait for them
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)

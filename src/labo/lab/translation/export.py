@@ -11,7 +11,6 @@ those of the run: the scores of CTranslate2 are calibrated if the temperature is
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
     unfinished = atomic.temporary(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by an export that was killed
+        atomic.remove_folder(unfinished)  # left by an export that was killed
         _MarianConverter(model, *tokenizers).convert(str(unfinished), quantization=quantization)
         _add_text(folder, unfinished)
         for file in sorted(unfinished.rglob("*")):
@@ -108,7 +107,7 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise LabError(f"CTranslate2 cannot convert {folder.path}: {reason}") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        atomic.remove_folder(unfinished)
     return usage(folder, out, model.config.max_position_embeddings)
 
 

@@ -26,6 +26,7 @@ from transformers.models.marian.modeling_marian import MarianAttention
 from ..._names import Registry
 from ...calibration import fold_temperature
 from ..errors import LabError, RequestError
+from ..pretrained import check_finite
 from ..run.files import Document, read_json, read_tensors
 from ..text.dropout import FastDropout
 from ..text.head import Head, mean_of_layers
@@ -312,6 +313,7 @@ def load_marian(folder: Path) -> MarianMTModel:
         raise RequestError(f"{weights} lacks {lost[0]}")
     if unknown:
         raise RequestError(f"{weights} has {unknown[0]}, which is no part of a Marian model")
+    check_finite(model, folder)
     return model.eval()
 
 

@@ -15,7 +15,7 @@ import shlex
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -297,9 +297,11 @@ class _Work:
                     self._unsplit if split == "train" else self._spill(split), columns
                 ) as file,
                 self.bars.bar(f"cleaning {split}", sizes.get(split)) as advance,
+                closing(
+                    map_in_order(run, chunks(self._short_enough(split, rows), _CHUNK), workers)
+                ) as cleaned,
             ):
-                wanted = self._short_enough(split, rows)
-                for chunk in map_in_order(run, chunks(wanted, _CHUNK), workers):
+                for chunk in cleaned:
                     kept = [row for row in chunk if self._is_kept(split, row)]
                     if split != "train":
                         kept = [self._shown(row) for row in kept]

@@ -28,6 +28,7 @@ from ..text.folder import (
     Count,
     FolderManifest,
     Maker,
+    PreparedFolder,
     load_tokenizer,
     read_manifest,
 )
@@ -207,7 +208,7 @@ class TextSplit:
         return text
 
 
-class Prepared:
+class Prepared(PreparedFolder):
     """A prepared folder.
 
     Args:
@@ -234,6 +235,7 @@ class Prepared:
         self.pairs = [entry.pair() for entry in checked.pairs]
         self.pretrained = any(pair.frame for pair in self.pairs)
         self.text = checked.text
+        self._splits: dict[str, TextSplit] = {}
         needed = [] if self.pretrained else [_SOURCE]
         needed += [_TARGET] if self._vocabulary.kind == "separate" else []
         for name in needed:
@@ -272,9 +274,11 @@ class Prepared:
 
     def split(self, name: str) -> TextSplit:
         """The training, validation or test split: "train", "valid" or "test"."""
-        split = read_split(self.path, name)
-        self._check_ids(split, self.path / f"{name}.arrow")
-        return split
+        if name not in self._splits:
+            split = read_split(self.path, name)
+            self._check_ids(split, self.path / f"{name}.arrow")
+            self._splits[name] = split
+        return self._splits[name]
 
     def _check_ids(self, split: TextSplit, path: Path) -> None:
         """Refuse ids without a type, and sentence pairs without a language pair or a token."""
@@ -290,14 +294,18 @@ class Prepared:
         if len(split) and not 0 <= split.pair.min() <= split.pair.max() < len(self.pairs):
             raise DataError(f"{path}: a language pair is outside [0, {len(self.pairs)})")
 
+    @cached_property
+    def counts(self) -> _Frequencies:
+        """How often each type occurs in the training split."""
+        try:
+            return read_json(self.path / "frequencies.json", _Frequencies)
+        except RequestError as error:
+            raise DataError(str(error)) from error
+
     def frequencies(self, side: Side) -> npt.NDArray[np.int64]:
         """(V,), how often each type occurs in the training split; </s> and tags count too."""
         path = self.path / "frequencies.json"
-        try:
-            found = read_json(path, _Frequencies)
-        except RequestError as error:
-            raise DataError(str(error)) from error
-        counts = found.source if side == "source" else found.target
+        counts = self.counts.source if side == "source" else self.counts.target
         size = getattr(self._vocabulary, side)
         if len(counts) != size:
             raise DataError(f"{path}: {len(counts)} counts of {side} types, not {size}")

@@ -269,6 +269,7 @@ class TranslationTask(TokenTask):
         self.recipe = recipe
         self.data = _load(recipe.data)
         self.fingerprint = f"{recipe.data.name}@{self.data.fingerprint[:12]}"
+        self.data.hold()
         tokenizers = self.data.tokenizer, self.data.target_tokenizer
         self.vocabularies = vocabulary_size(tokenizers[0]), vocabulary_size(tokenizers[1])
         self.num_classes = self.vocabularies[1]
@@ -407,9 +408,7 @@ class TranslationTask(TokenTask):
         if isinstance(model, FolderTranslator):
             apart = model.network_weights(weights)
             files |= adapter_files(model.network, apart, options.lora, options.pretrained)
-        for folder, prefix in (("tokenizer", ""), ("target_tokenizer", "target_tokenizer/")):
-            for path in sorted((self.data.path / folder).glob("*")):
-                files[prefix + path.name] = path.read_bytes()
+        files |= self.data.tokenizer_files
         return model.plain_weights(weights), files
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
@@ -418,7 +417,7 @@ class TranslationTask(TokenTask):
         head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
         return head.at(self.learned(batch))
 
-    def stored_teacher(self, folder: str) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
         for name in ("bpe_dropout", "switchout_target"):
             if getattr(self.recipe.data, name):
                 raise RequestError(
@@ -433,7 +432,7 @@ class TranslationTask(TokenTask):
             counted = bool(self.learned(batch).any())  # not so of Batch.without_targets
             return stored_rows(stored, batch.index.tolist() if counted else [])
 
-        return read
+        return stored.about.content_fingerprint[:12], read
 
     # ------------------------------------------------------------------ training batches
 

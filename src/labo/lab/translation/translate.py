@@ -72,7 +72,7 @@ class _Sizes(Document):
 def _load_tokenizer(folder: Path, size: int) -> PreTrainedTokenizerFast:
     """A tokenizer, which must have the special tokens, ids and size that models here have."""
     try:
-        with panics_refused():
+        with panics_refused(folder):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             special = [tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token]
             if tokenizer.convert_tokens_to_ids(special) != [BOS, PAD, EOS]:
