@@ -118,7 +118,7 @@ def fixture() -> dict[str, Any]:
     linux, macos = "manylinux_2_28_x86_64", "macosx_14_0_arm64"
     old = [pin for pin in pins() if pin.marker and "<" in str(pin.marker)]
     new = [pin for pin in pins() if pin not in old]
-    wheels = {}
+    wheels: dict[str, Any] = {}
     for python, chosen in (("3.10", old), ("3.12", new)):
         names = [f"{pin.name}{pin.specifier}" for pin in chosen]
         wheels |= metadata(names, python, linux, WITHOUT_SETTINGS)
