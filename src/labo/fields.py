@@ -1,7 +1,9 @@
 """The hyper-parameters of a loss as fields of its class, and what is derived from them.
 
->>> class Scaled(Loss):  # doctest: +SKIP
-...     factor: float = hyper(default=1.0, at_least=0.0, doc="factor of the cross entropy")
+.. code-block:: python
+
+    class Scaled(Loss):
+        factor: float = hyper(default=1.0, at_least=0.0, doc="factor of the cross entropy")
 
 A field is the only place that has the name, the default, the range and the meaning of a
 hyper-parameter. The constructor, the function, the checks, the help, the recipe keys and what the

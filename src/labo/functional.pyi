@@ -31,6 +31,9 @@ def anti_focal_loss(
         detach_factor: hold the factor fixed, as the authors' code does.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Raunak et al. 2020, On Long-Tailed Phenomena in Neural Machine Translation.
     """
@@ -68,6 +71,9 @@ def beta_smoothing_loss(
         a: first parameter of the Beta distribution.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Zhang and Sabuncu 2020, Self-Distillation as Instance-Specific Label Smoothing.
     """
@@ -99,6 +105,9 @@ def confidence_penalty_loss(
         beta: strength; the LABO paper does not give its own. Search {0.05, 0.1, 0.3, 0.5, 1, 2}.
         threshold: entropy in nats below which the penalty acts; None applies it always.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Pereyra et al. 2017, Regularizing Neural Networks by Penalizing Confident Output
@@ -156,6 +165,9 @@ def connet_loss(
         trust: probability that the label does not help a row, in training mode.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Lu et al. 2022, Learning Confidence for Transformer-based Neural Machine Translation.
     """
@@ -184,6 +196,9 @@ def cross_entropy_loss(
         logits: (..., K).
         target: (...) class indices or (..., K) class probabilities.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
     """
 
 def cs_kd_loss(
@@ -217,6 +232,9 @@ def cs_kd_loss(
         lam: weight lambda of the KL divergence.
         tau: temperature of both predictions.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Yun et al. 2020, Regularizing Class-wise Predictions via Self-knowledge Distillation.
@@ -270,6 +288,9 @@ def decoupled_distillation_loss(
         warmup_epochs: epochs until the teacher has its full weight; 0 and 1 mean no warm-up.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Zhao et al. 2022, Decoupled Knowledge Distillation.
     """
@@ -299,6 +320,9 @@ def dft_loss(
         logits: (..., K).
         target: (...) class indices.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Wu et al. 2025, On the Generalization of SFT: A Reinforcement Learning Perspective with
@@ -348,6 +372,9 @@ def distillation_loss(
         standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
         Sun et al. 2024, Logit Standardization in Knowledge Distillation.
@@ -386,6 +413,9 @@ def eaft_loss(
             (masked classes do not count); a number, such as 3.0 in the authors' code; or None.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Diao et al. 2026, Entropy-Adaptive Fine-Tuning: Resolving Confident Conflicts to Mitigate
         Forgetting.
@@ -416,6 +446,9 @@ def focal_loss(
         detach_factor: hold the factor constant, as the translation baselines of Raunak et al. do.
             The original differentiates through it. The values agree, the gradients do not.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Lin et al. 2017, Focal Loss for Dense Object Detection.
@@ -459,6 +492,9 @@ def generalized_entropy_loss(
             masked needs a probability above 0, because KL(p || u) is infinite otherwise.
         generator: the divergence: "kl", or "euclidean" for the squared distance.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Meister et al. 2020, Generalized Entropy Regularization or: There's Nothing Special about
@@ -507,6 +543,9 @@ def held_labo_loss(
             :func:`labo.smoothing.stationary_label_weight` makes up for that.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
         Optimization; their limitations name the number of outer steps.
@@ -551,6 +590,9 @@ def kr_ls_loss(
         alpha: strength, in [0, 1].
         order: "pq" for KL(p_res || q_res) as above, "qp" for KL(q_res || p_res).
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Ding et al. 2021, Knowledge Refinery: Learning from Decoupled Label.
@@ -598,6 +640,9 @@ def label_smoothing_loss(
         convention: which classes share alpha, see the table: "torch", "fairseq" or "joeynmt".
         padding_idx: the padding class, needed by "joeynmt" only.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision.
@@ -653,6 +698,9 @@ def labo_loss(
         alpha_grad: keep adaptive alpha in the graph, to study it.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
         Optimization.
@@ -684,6 +732,9 @@ def logit_norm_loss(
         target: (...) class indices or (..., K) class probabilities.
         tau: temperature. The smallest value that the loss can have grows with it.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Wei et al. 2022, Mitigating Neural Network Overconfidence with Logit Normalization.
@@ -717,6 +768,9 @@ def margin_smoothing_loss(
         margin: the difference m to the largest logit up to which there is no penalty.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Liu et al. 2022, The Devil is in the Margin: Margin-based Label Smoothing for Network
         Calibration.
@@ -749,6 +803,9 @@ def masked_label_smoothing_loss(
         mask: (K,) bool, True for classes that may get smoothing mass (at least two).
         alpha: mass moved away from the label, in [0, 1].
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Chen et al. 2022, Focus on the Target's Vocabulary: Masked Label Smoothing for Machine
@@ -785,6 +842,9 @@ def max_suppression_loss(
             authors' code goes from 0.1 to 0.2.
         epochs: epochs of the whole training; needed with final_lam.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Zhou et al. 2025, MaxSup: Overcoming Representation Collapse in Label Smoothing.
@@ -831,6 +891,9 @@ def online_label_smoothing_loss(
             makes it uniform again.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Zhang et al. 2021, Delving Deep into Label Smoothing.
     """
@@ -861,6 +924,9 @@ def poly1_loss(
         target: (...) class indices or (..., K) class probabilities.
         epsilon: what is added to the coefficient, -1 or more; 0 is cross entropy.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Leng et al. 2022, PolyLoss: A Polynomial Expansion Perspective of Classification Loss
@@ -897,6 +963,9 @@ def ps_kd_loss(
         alpha: weight of the past prediction; in the Module that of the last epoch, reached
             linearly.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Kim et al. 2021, Self-Knowledge Distillation with Progressive Refinement of Targets.
@@ -946,6 +1015,9 @@ def r_drop_loss(
         tau: temperature of label "labo".
         rho: how much entropy lowers the adaptive alpha of label "labo".
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Wu et al. 2021, R-Drop: Regularized Dropout for Neural Networks.
@@ -1033,6 +1105,9 @@ def tf_reg_loss(
         tau_squared: multiply the KL divergence of mode "paper" by tau squared.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Yuan et al. 2020, Revisiting Knowledge Distillation via Label Smoothing Regularization.
     """
@@ -1088,6 +1163,9 @@ def topk_distillation_loss(
         tail: "bucket", "uniform", "labo", "drop" or "renormalize", see the table.
         tau: temperature of the tail "labo".
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
     """
 
 def weighted_label_smoothing_loss(
@@ -1125,6 +1203,9 @@ def weighted_label_smoothing_loss(
         normalize: make the label sum to 1; False is the authors' code.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
     Reference:
         Chen et al. 2022, Focus on the Target's Vocabulary: Masked Label Smoothing for Machine
         Translation.
@@ -1156,6 +1237,9 @@ def z_loss(
         target: (...) class indices or (..., K) class probabilities.
         lam: strength lambda.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
         Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.

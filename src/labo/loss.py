@@ -416,6 +416,7 @@ def function_doc(cls: type[Loss]) -> str:
     head, _, own = text[0].rstrip().partition("\nArgs:\n")
     own = f"{own}\n" if own else ""
     head = f"{head.rstrip()}\n\nArgs:\n{given}{own}{shared}"
+    head += '\n\nReturns:\n    The reduced loss, or (...) for ``reduction="none"``.'
     return head + (f"\n\nReference:{reference}" if reference else "")
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import labo
+import labo.loss
 from labo.lab.methods import METHODS
 from scripts import EXAMPLES, ROOT
 
@@ -46,10 +47,19 @@ def test_doctests(name):
 
 
 @pytest.mark.parametrize("name", labo.functional.__all__)
-def test_every_function_has_equation_shapes_and_example(name):
+def test_every_function_has_equation_and_shapes(name):
     text = getattr(labo.functional, name).__doc__
-    for part in ("Args:", "Returns:", "Example:", "(..., K)", "math"):
+    for part in ("Args:", "Returns:", "(..., K)", "math"):
         assert part in text, part
+
+
+@pytest.mark.parametrize("loss", labo.losses.ALL, ids=lambda loss: loss.__name__)
+def test_every_loss_has_an_equation_arguments_and_an_example(loss):
+    for part in ("math", "Example:\n    >>> "):
+        assert part in loss.__doc__, part
+    for name, field in loss.fields.items():
+        assert field.doc
+        assert name in labo.loss.Loss.fields or f"    {name}: {field.doc}." in loss.__doc__
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

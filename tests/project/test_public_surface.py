@@ -14,9 +14,12 @@ from typing import Any
 
 import labo
 from labo import calibration, functional, parallel, smoothing
+from labo.loss import Loss
 
 RECORDED = Path(__file__).with_name("public_surface.json")
 MODULES = (functional, smoothing, parallel, calibration)
+# What a loss defines for the core, and what the core calls.
+OF_THE_CORE = {name for name in vars(Loss) if name not in ("forward", "smoothing_weight")}
 
 
 def parameters(of: Any) -> list[str]:
@@ -37,13 +40,13 @@ def parameters(of: Any) -> list[str]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """The constructor, and the public methods and properties that the library defines."""
+    """The constructor, and the public methods and properties that a user calls."""
     found: dict[str, Any] = {"()": parameters(cls)}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("labo"):
             continue
         for name, value in vars(base).items():
-            if name.startswith("_"):
+            if name.startswith("_") or (issubclass(cls, Loss) and name in OF_THE_CORE):
                 continue
             if inspect.isfunction(value):
                 found[name] = parameters(value)
