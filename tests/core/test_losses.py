@@ -414,3 +414,23 @@ def test_strength_of_max_suppression_grows_to_the_last_epoch():
     assert fresh.epoch == 4
     with pytest.raises(ValueError, match="final_lam needs epochs"):
         labo.MaxSuppressionLoss(final_lam=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_table_of_ols_survives_a_cast_to_half(dtype):
+    """3,000 samples of one class: a counter in half precision would stop at 2048 or at 256."""
+    logits, target = torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([0])
+    losses = [labo.OnlineLabelSmoothingLoss(3), labo.OnlineLabelSmoothingLoss(3).to(dtype)]
+    for loss in losses:
+        for _ in range(3000):
+            loss(logits, target)
+        assert loss.counts[0] == 3000
+        loss.end_epoch()
+    torch.testing.assert_close(losses[1].table, losses[0].table)
+
+
+def test_ols_counts_beyond_what_float32_can():
+    loss = labo.OnlineLabelSmoothingLoss(2)
+    loss.counts[0] = 2**24
+    loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    assert loss.counts[0] == 2**24 + 1

@@ -212,6 +212,14 @@ def test_a_frozen_teacher_is_hidden(tmp_path):
         assert torch.equal(value, before[key])
 
 
+def test_a_warm_up_without_the_callback_is_warned_about():
+    module = Module(warmup(3))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    run = pl.Trainer(accelerator="cpu", max_epochs=200, enable_checkpointing=False, **quiet)
+    with pytest.warns(UserWarning, match="1000 training passes without a step"):
+        run.fit(module, data())
+
+
 def test_an_average_that_nobody_updates_is_warned_about(tmp_path):
     module = Module(labo.DistillationLoss(), "ema")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -171,6 +172,10 @@ def objective(
     return values
 
 
+# Training passes without a step after which a warm-up warns.
+_PATIENCE = 1000
+
+
 class Warmup(nn.Module):
     """The warm-up of Algorithm 1: ``before`` while the step i < ``steps``, then ``after``.
 
@@ -208,6 +213,7 @@ class Warmup(nn.Module):
 
     def _set(self, steps_done: int) -> None:
         self.steps_done = steps_done
+        self._passes = 0  # in training, since the last step
         # forward reads this flag, not the count: torch.compile then compiles at most twice.
         self._warming = steps_done + 1 < self.steps
 
@@ -227,6 +233,16 @@ class Warmup(nn.Module):
         teacher_logits: Tensor | None = None,
         *draws: Tensor,
     ) -> Tensor:
+        if self._warming and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._passes += 1
+            if self._passes == _PATIENCE:
+                warnings.warn(
+                    f"Warmup has had {_PATIENCE} training passes without a step: call step() after "
+                    "each optimizer step. In Lightning use "
+                    "labo.integrations.lightning.RegularizationCallback, in a Hugging Face Trainer "
+                    "regularize(trainer, loss)",
+                    stacklevel=2,
+                )
         loss = self.before if self._warming else self.after
         unused = getattr(loss, "teacher_argument", "") is None
         extra = () if teacher_logits is None or unused else (teacher_logits, *draws)

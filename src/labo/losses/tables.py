@@ -12,7 +12,7 @@ from .. import _checks, smoothing
 from .._checks import TeacherError
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper, state
-from ..rows import Rows, exact, row_sum, shifted, spread, times, zero_log
+from ..rows import Rows, exact, row_sum, shifted, spread, times, upcast, zero_log
 from ..sums import FROM_TABLE, RowSums
 
 
@@ -103,7 +103,14 @@ class OnlineLabelSmoothingLoss(Loss):
         first = 0.0 if self.first_table == "zeros" else 1 / self.num_classes
         self.register_buffer("table", torch.full(shape, first))
         self.register_buffer("sums", torch.zeros(shape))
-        self.register_buffer("counts", torch.zeros(self.num_classes))
+        self.register_buffer("counts", torch.zeros(self.num_classes, dtype=torch.int64))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OnlineLabelSmoothingLoss:
+        """Move the buffers; a cast to half leaves the sums in float32, where they can grow."""
+        super()._apply(fn, recurse)
+        for name in ("table", "sums"):
+            setattr(self, name, upcast(getattr(self, name)))
+        return self
 
     def forward(
         self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
@@ -121,10 +128,9 @@ class OnlineLabelSmoothingLoss(Loss):
         right = rows.logits.argmax(-1) == rows.target
         if rows.valid is not None:
             right = right & rows.valid
-        hits = right.to(self.counts.dtype)
         predictions = torch.softmax(rows.logits, -1).to(self.sums.dtype)
-        self.sums.index_add_(0, rows.target, predictions * hits.unsqueeze(-1))
-        self.counts.index_add_(0, rows.target, hits)
+        self.sums.index_add_(0, rows.target, predictions * right.unsqueeze(-1))
+        self.counts.index_add_(0, rows.target, right.to(self.counts.dtype))
 
     @torch.no_grad()
     def end_epoch(self) -> None:
