@@ -81,7 +81,8 @@ def shifted(logits: Tensor) -> Tensor:
     # No finite number overflows when so small a one is subtracted.
     if _checks.can_read(logits) and bool(logits.amax() <= limits.max * limits.eps / 4):
         return logits
-    u = logits - logits.detach().amax(-1, keepdim=True)
+    top = logits.detach().amax(-1, keepdim=True)
+    u = logits - top.masked_fill(top == -math.inf, 0.0)
     overflown = (u == -math.inf) & (logits != -math.inf)
     # The second term is 0 and has the gradient 1.
     return torch.where(overflown, limits.min + (logits - logits.detach()), u)

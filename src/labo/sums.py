@@ -547,10 +547,10 @@ class PlainSums(RowSums):
         return self._finite(self._u) + shift.to(self._u.dtype).unsqueeze(-1)
 
     def _get_mix(self) -> Tensor:
-        return self._total(self._finite(torch.nn.functional.softplus(self._x())))
+        return self._total(self._finite(_log_1_exp(self._x())))
 
     def _get_emix(self) -> Tensor:
-        return self._total(self._exp_u() * torch.nn.functional.softplus(-self._x()))
+        return self._total(self._exp_u() * _log_1_exp(-self._x()))
 
     def _get_u_largest(self) -> Tensor:
         k = self._settings["top_k"]
@@ -571,6 +571,11 @@ class PlainSums(RowSums):
             label = self.rows.target.to(values.dtype)
             values = row_sum(times(label, values.T).contiguous())
         return values.to(self.rows.logits.dtype)
+
+
+def _log_1_exp(x: Tensor) -> Tensor:
+    """log(1 + exp(x)). The bits of softplus depend on where an element lies in memory."""
+    return torch.logaddexp(x.new_zeros(()), x)
 
 
 class FoundSums(RowSums):

@@ -115,7 +115,7 @@ def test_a_formula_has_one_temperature():
         def value(self, row: RowSums) -> Tensor:
             return row.tempered(1.0) + row.tempered(2.0)
 
-    with pytest.raises(ValueError, match="a formula has one tau, not 1.0 and 2.0"):
+    with pytest.raises(ValueError, match=r"a formula has one tau, not 1\.0 and 2\.0"):
         plan_of(Two(), weighted=False)
 
 

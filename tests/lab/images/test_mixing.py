@@ -131,7 +131,7 @@ def task(method: str, way: str) -> ImageTask:
 def built(method: str) -> nn.Module:
     """The loss as a run builds it."""
     hyper = task(method, "mixup").recipe.method
-    known = inspect.signature(METHODS[method].loss).parameters
+    known = {*inspect.signature(METHODS[method].loss).parameters, *METHODS[method].fields}
     given = {name: value for name, value in hyper.items() if name in known}
     return METHODS[method].loss(**given, reduction="sum")
 

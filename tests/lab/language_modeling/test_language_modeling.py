@@ -614,7 +614,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(examples, finished, tmp_path
     [
         ("no config", "there is no config.json"),
         ("pickle", r"holds no \*\.safetensors; other formats can run code"),
-        ("broken", "cannot be loaded as AutoModelForCausalLM"),
+        ("broken", "model.safetensors: cannot be read"),
         ("no causal model", "cannot be loaded as AutoModelForCausalLM"),
     ],
 )
