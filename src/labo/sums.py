@@ -575,7 +575,7 @@ class PlainSums(RowSums):
 
 def _log_1_exp(x: Tensor) -> Tensor:
     """log(1 + exp(x)). The bits of softplus depend on where an element lies in memory."""
-    return torch.logaddexp(x.new_zeros(()), x)
+    return -torch.nn.functional.logsigmoid(-x)
 
 
 class FoundSums(RowSums):
