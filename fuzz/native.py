@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 _ROOT = Path(__file__).parents[1]
-_KERNEL = _ROOT / "src" / "labo" / "fused" / "native.c"
+_KERNEL = _ROOT / "src" / "labo" / "fast" / "native.c"
 _BESIDE = _ROOT / "fuzz" / "beside.c"
-_LIBRARY = Path("labo", "fused", "_native.abi3.so")
+_LIBRARY = Path("labo", "fast", "_native.abi3.so")
 _FLAGS = ("-O1", "-std=c11", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-shared")
 SANITIZERS = "address,undefined,float-cast-overflow"
 _ISAS = ("avx512", "avx2", "portable")

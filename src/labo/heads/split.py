@@ -41,10 +41,9 @@ from ..sums import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from ..loss import Loss
-
 # Group = dist.ProcessGroup, which exists only where PyTorch was built with torch.distributed.
 Group = Any
+Loss = Any  # labo.loss.Loss, which imports this module when it meets a DTensor
 
 # Stands for ignore_index where targets count columns of a shard.
 _IGNORED = torch.iinfo(torch.int64).min
