@@ -8,6 +8,7 @@ a page needs neither a script nor a download to show them.
 from __future__ import annotations
 
 import html
+import importlib
 import re
 from typing import Any
 
@@ -61,7 +62,10 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = to_markdown(obj.docstring.value, obj)
+            text = obj.docstring.value
+            if obj.is_class and obj.path.startswith("labo.losses."):  # with its arguments
+                text = getattr(importlib.import_module(obj.module.path), obj.name).__doc__
+            obj.docstring.value = to_markdown(text, obj)
 
 
 def on_page_content(content: str, **_: Any) -> str:
