@@ -244,11 +244,11 @@ class Loss(_WithFields):
         backend = choose(self, logits, target, reason)
         if backend == "reference":
             return self._plain(logits, target, inputs, keywords)
-        dim, classes = self.dim, 0
         if backend == "parallel":
             from .heads import split
 
             return split.row_loss(logits, target, self)
+        dim = self.dim
         _checks.check_logits(logits, dim)
         _checks.check_target(logits.shape, target, dim)
         classes = logits.shape[dim]
