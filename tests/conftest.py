@@ -209,6 +209,22 @@ LOSS_CASES = [
 
 each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
 
+# One loss of each kind, for properties that all losses have from one helper of src: shapes, dtypes
+# of targets and logits, refusals, compilation. What depends on the formula runs on LOSS_CASES.
+_KINDS = {
+    "ls": "a kernel of one call",
+    "labo": "a kernel of one call, with a strength of each sample",
+    "fl": "a formula of sums",
+    "kd": "a formula with a teacher",
+    "topk-bucket": "a formula with stored classes of a teacher",
+    "krls": "on rows, with a table",
+    "rdrop": "on rows, with a second prediction",
+    "connet": "on the whole batch",
+}
+REPRESENTATIVES = [case for case in LOSS_CASES if case.name in _KINDS]
+
+each_kind = pytest.mark.parametrize("case", REPRESENTATIVES, ids=lambda case: case.name)
+
 # What Modules are built with, for K classes.
 _POSITIONAL: dict[str, Callable[[int], Any]] = {
     "num_classes": lambda k: k,
@@ -250,3 +266,4 @@ def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.native, "sums", kernels.sums)
     monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
     monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)
+    monkeypatch.setattr(dispatch.FastRows, "in_one_pass", lambda rows, logits: False)

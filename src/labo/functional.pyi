@@ -673,11 +673,10 @@ def labo_loss(
     .. math::
         R^* = \mathrm{lse}(z) - (1-\alpha) z_y - \alpha\tau\,(\mathrm{lse}(z/\tau) - \log K)
 
-    and its gradient in the logits is :math:`p - \hat P`. The value includes the KL term, as in
-        the
-    paper. That term changes the value and not the gradient: compare models by their NLL, not by
-    this value. With class weights the smoothing distribution is still that of Theorem 1, held
-    constant.
+    over the K classes that are not masked, and its gradient in the logits is :math:`p - \hat P`.
+    The value includes the KL term, as in the paper. That term changes the value and not the
+    gradient: compare models by their NLL, not by this value. With class weights the smoothing
+    distribution is still that of Theorem 1, held constant.
 
     alpha = "adaptive" is :math:`1 - \rho H(p)/\log K` for each sample, held constant. The paper
     does not say whether gradients flow through it. It matters: the paper's argument for ignoring

@@ -158,6 +158,12 @@ def log_or_none(total: Tensor) -> Tensor:
     return total.masked_fill(empty, 1.0).log().masked_fill(empty, -math.inf)
 
 
+def u_of(z: Tensor, top: Tensor, limits: torch.finfo) -> Tensor:
+    """u of single logits, float64: -inf if one is masked, else within the limits."""
+    u = z - top
+    return u if limits.bits == 64 else torch.where(z.isinf(), z, u.clamp(limits.min, limits.max))
+
+
 def over_tau(x: Tensor, tau: float | Tensor) -> Tensor:
     """x / tau; -inf, without a gradient for tau, where x is -inf."""
     masked = x == -math.inf
@@ -255,6 +261,10 @@ class Rows:
         self.target = self.target.masked_fill(~valid, 0)
         # Nothing in an ignored row, NaN included, may reach values or gradients.
         self.logits = self.logits.masked_fill(~valid.unsqueeze(-1), 0.0)
+
+    def count(self) -> Tensor:
+        """The number of classes that are not masked, (M,)."""
+        return row_sum((self.logits != -math.inf).to(self.logits.dtype))
 
     @property
     def num_classes(self) -> int:

@@ -51,7 +51,8 @@ def group_shares(
         dtype: of the result.
     """
     sizes = torch.stack([(groups == group).sum() for group in range(3)])
-    of_groups = torch.tensor(shares, dtype=dtype, device=groups.device)
+    # Filled on the device: a copy of the numbers would wait for it.
+    of_groups = torch.stack([torch.full_like(sizes[0], share, dtype=dtype) for share in shares])
     each = torch.where(sizes > 0, of_groups, 0.0) / sizes.clamp(min=1)
     return each / (each * sizes).sum()
 
@@ -135,8 +136,8 @@ def adaptive_alpha(logits: Tensor, rho: float = 0.5) -> Tensor:
 
     .. math:: \alpha = 1 - \rho\, H(p) / \log K
 
-    It ranges from 1 - rho (uniform prediction) to 1 (certain prediction): the more confident the
-    model, the less weight is left for the label itself.
+    K counts the classes that are not masked. It ranges from 1 - rho (uniform prediction) to 1
+    (certain prediction): the more confident the model, the less weight is left for the label.
 
     Args:
         logits: (..., K).
@@ -150,9 +151,10 @@ def adaptive_alpha(logits: Tensor, rho: float = 0.5) -> Tensor:
         tensor(0.6535)
     """
     UNIT.check("rho", rho)
-    num_classes = logits.shape[-1]
-    uniform_entropy = math.log(num_classes) if num_classes > 1 else 1.0
-    return 1 - rho * entropy(torch.log_softmax(shifted(upcast(logits)), -1)) / uniform_entropy
+    log_p = torch.log_softmax(shifted(upcast(logits)), -1)
+    count = (logits != -math.inf).sum(-1)
+    uniform_entropy = count.to(log_p.dtype).log().masked_fill(count <= 1, 1.0)
+    return 1 - rho * entropy(log_p) / uniform_entropy
 
 
 def virtual_teacher(
@@ -276,6 +278,14 @@ def _log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x >= 0 else x - math.log1p(math.exp(x))
 
 
+def alpha_of_entropy(entropy: float, num_classes: int, rho: float) -> float:
+    """:func:`adaptive_alpha` of a prediction with this entropy, in nats.
+
+    It is linear in the entropy: the mean over predictions is that of their mean entropy.
+    """
+    return 1 - rho * entropy / (math.log(num_classes) if num_classes > 1 else 1.0)
+
+
 def _alpha_at(log_odds: float, num_classes: int, alpha: float | str, rho: float) -> float:
     """alpha for a prediction with these log-odds of the label and the rest spread evenly."""
     if not isinstance(alpha, str):
@@ -283,7 +293,7 @@ def _alpha_at(log_odds: float, num_classes: int, alpha: float | str, rho: float)
     log_p, log_rest = _log_sigmoid(log_odds), _log_sigmoid(-log_odds)
     spread = log_rest - math.log(num_classes - 1)
     h = -math.exp(log_p) * log_p - math.exp(log_rest) * spread
-    return 1 - rho * h / math.log(num_classes)
+    return alpha_of_entropy(h, num_classes, rho)
 
 
 def _check_setting(num_classes: int, alpha: float | str, rho: float) -> None:

@@ -164,13 +164,13 @@ class RowSums:
     u_largest = _Sum("u of the largest logits, (N, k), after `largest`; a constant")
 
     w_y: float | Tensor  # the class weight of the target, or 1.0
-    classes: Tensor  # K, a tensor without dimensions
 
-    def __init__(self, loss: Formula, w_y: float | Tensor, classes: Tensor) -> None:
+    def __init__(self, loss: Formula, w_y: float | Tensor, classes: int | Tensor) -> None:
         self.others, self.stored = loss.leaves_out_target, loss.teacher_is_stored
         self.w_y, self.weighted = w_y, isinstance(w_y, Tensor)
-        self.classes = classes
+        self.num_classes = classes
         self._log_e: Tensor | None = None
+        self._log_p_y: Tensor | None = None
 
     def _sum(self, name: str) -> Tensor:
         raise NotImplementedError(name)
@@ -207,6 +207,13 @@ class RowSums:
         return self.u_largest
 
     @property
+    def classes(self) -> Tensor:
+        """K, a tensor without dimensions."""
+        if isinstance(self.num_classes, Tensor):
+            return self.num_classes.to(self.e.dtype)
+        return self.e.new_full((), self.num_classes)
+
+    @property
     def wq(self) -> Tensor:
         """The sum of w q, where w are the class weights."""
         return self._sum("wq" if self.weighted else "q")
@@ -231,9 +238,13 @@ class RowSums:
 
     def log_p_y(self) -> Tensor:
         """The log-probability of the target."""
-        if self.others:  # exact also where p_y is almost 1
-            return torch.nn.functional.logsigmoid(self.u_y - log_or_none(self.e))
-        return self.u_y - self.log_e
+        if self._log_p_y is None:
+            if self.others:  # exact also where p_y is almost 1
+                rest = log_or_none(self.e)
+                self._log_p_y = torch.nn.functional.logsigmoid(self.u_y - rest)
+            else:
+                self._log_p_y = self.u_y - self.log_e
+        return self._log_p_y
 
     def nll(self) -> Tensor:
         """w_y (-log p_y)."""
@@ -279,7 +290,7 @@ class Traced(RowSums):
 
     def __init__(self, loss: Formula, weighted: bool) -> None:
         one = torch.ones(1, dtype=torch.float64)
-        super().__init__(loss, one if weighted else 1.0, one[0] + 1)
+        super().__init__(loss, one if weighted else 1.0, 2)
         self.used: set[str] = set()
         self.settings: dict[str, Any] = {}
         self._one = one
@@ -344,10 +355,7 @@ class PlainSums(RowSums):
             w_y = (rows.weight.unsqueeze(1) if rows.soft else rows.weight[rows.target]).to(
                 self.dtype
             )
-        device = rows.logits.device
-        super().__init__(
-            loss, w_y, torch.full((), rows.num_classes, dtype=self.dtype, device=device)
-        )
+        super().__init__(loss, w_y, rows.num_classes)
         self.rows, self.source = rows, source
         self.index = None if stored is None else stored[0]
         self._log_t = None if stored is None else stored[1]
@@ -440,7 +448,7 @@ class PlainSums(RowSums):
     def _temperature(self, logits: Tensor) -> Tensor:
         tau, spread = self._settings["tau"], self._settings.get("spread")
         if spread is None:
-            return torch.full_like(self.classes, tau)
+            return self.e.new_full((), tau)
         masked = self.rows.logits == -math.inf
         return tau * spread_of(logits, masked, spread == DEVIATION).to(self.dtype)
 
@@ -584,9 +592,7 @@ class FoundSums(RowSums):
     def __init__(
         self, loss: Formula, sums: dict[str, Tensor], w_y: float | Tensor, classes: int | Tensor
     ) -> None:
-        if not isinstance(classes, Tensor):
-            classes = sums["e"].new_full((), classes)
-        super().__init__(loss, w_y, classes.to(sums["e"].dtype))
+        super().__init__(loss, w_y, classes)
         self.sums = sums
 
     def _sum(self, name: str) -> Tensor:

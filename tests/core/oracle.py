@@ -62,7 +62,7 @@ def label_smoothing(z, y, w, *, alpha=0.1, convention="torch", padding_idx=None)
 
 
 def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1, alpha_grad=False):
-    k = len(z)
+    k = (z != -np.inf).sum()
     if alpha == "adaptive":
         alpha = 1 - real(rho) * entropy(softmax(z)) / np.log(real(k))
     p = softmax(z / real(tau))
@@ -71,7 +71,7 @@ def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1, alpha_gr
 
 
 def held_labo(z, y, w, held, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1):
-    k = real(len(z))
+    k = real((z != -np.inf).sum())
     if alpha == "adaptive":
         alpha = 1 - real(rho) * entropy(softmax(held)) / np.log(k)
     p = softmax(held / real(tau))

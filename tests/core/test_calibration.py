@@ -48,7 +48,7 @@ def oracle(name, p, labels, bins=15):
     confidence = p.max(-1)
 
     def by_width(c, r):
-        index = np.minimum(np.floor(c * bins), bins - 1)
+        index = np.searchsorted(np.arange(1, bins) / bins, c, side="right")
         return [(c[index == b], r[index == b]) for b in range(bins) if (index == b).any()]
 
     if name == "brier":
@@ -161,11 +161,17 @@ def test_three_classes_and_a_temperature_by_hand():
     assert fit.nll_before == pytest.approx(-0.75 * math.log(0.9) - 0.25 * math.log(0.1))
 
 
-def test_edges_belong_to_the_bin_above_and_the_last_bin_is_closed():
-    found = calibration.ReliabilityBins.of(
-        torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.ones(4), bins=4
-    )
-    assert found.count.tolist() == [1, 1, 1, 1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_edges_belong_to_the_bin_above_and_the_last_bin_is_closed(dtype):
+    """Every edge, though 0.57 * 100 is 56.99999999999999 in floating point."""
+    for bins in (1, 3, 10, 15, 49, 100, 1000):
+        edges = (torch.arange(bins + 1, dtype=torch.float64) / bins).to(dtype)
+        found = calibration.ReliabilityBins.of(edges, torch.ones(bins + 1), bins)
+        assert found.count.tolist() == [1] * (bins - 1) + [2]
+        assert found.edges[:-1].tolist() == [b / bins for b in range(bins)]
+        below = edges[1:].nextafter(torch.zeros(()).to(dtype))
+        found = calibration.ReliabilityBins.of(below, torch.ones(bins), bins)
+        assert found.count.tolist() == [1] * bins
 
 
 def test_an_empty_bin_has_no_mean_and_no_gap():

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 
 import labo
-from conftest import LOSS_CASES, MODULES
+from conftest import LOSS_CASES, MODULES, each_kind
 from labo.loss import Loss
 
 LENGTHS = [5, 7, 64, 33_000, 3]  # sums over more than 2^15 rows are split elsewhere
@@ -40,7 +40,7 @@ def compile_for_all_lengths(case, marked):
     return compiles.frame_count
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+@each_kind
 def test_a_loss_is_compiled_once_for_all_lengths(case):
     assert compile_for_all_lengths(case, marked=True) == 1
 
@@ -50,10 +50,6 @@ def test_a_loss_is_compiled_twice_if_the_length_is_not_marked(name):
     """PyTorch has to find out that the length changes."""
     (case,) = [case for case in LOSS_CASES if case.name == name]
     assert compile_for_all_lengths(case, marked=False) == 2
-
-
-WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
-ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 
 
 def compile_linear_loss(name, reduction, marked):
@@ -71,7 +67,7 @@ def compile_linear_loss(name, reduction, marked):
     compiled = torch.compile(step, fullgraph=True, backend=compiles)
     for length in (5, 7, 64, 3):
         x, target = torch.randn(length, 4), torch.randint(K, (length,))
-        teacher = torch.randn(length, K) if name in WITH_TEACHER else None
+        teacher = torch.randn(length, K) if name == "kd" else None
         results = []
         for run in (compiled, step):
             leaf = x.clone().requires_grad_()
@@ -84,7 +80,7 @@ def compile_linear_loss(name, reduction, marked):
     return compiles.frame_count
 
 
-@pytest.mark.parametrize("name", ROWWISE)
+@pytest.mark.parametrize("name", ["ls", "labo", "fl", "mls", "kd"])
 def test_linear_loss_is_compiled_once_for_all_lengths(name):
     assert compile_linear_loss(name, "mean", marked=True) == 1
 
@@ -133,6 +129,34 @@ def test_compiled_linear_loss_tells_losses_of_one_name_apart():
         values.append(compiled(x))
         torch.testing.assert_close(values[-1], labo.linear_loss(x, weight, target, loss))
     torch.testing.assert_close(values[1], 3 * values[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"), [("cp", "native"), ("kd", "native"), ("labo", "blocked")]
+)
+def test_the_gradient_is_rounded_once(name, impl):
+    """The operator stores no gradient, where value and gradient take two passes anyway."""
+    (case,) = [case for case in LOSS_CASES if case.name == name]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    logits, target = torch.randn(32, 50).bfloat16(), torch.randint(50, (32,))
+    extra = case.extra(logits)
+
+    def loss(z):
+        return case(z, target, extra=extra, impl=impl, reduction="sum") / 3
+
+    grads = []
+    for run in (torch.compile(loss, fullgraph=True, backend=backend), loss):
+        leaf = logits.clone().requires_grad_()
+        grads += torch.autograd.grad(run(leaf), leaf)
+    (call,) = [node for node in graphs[0].graph.nodes if "labo.rows" in str(node.target)]
+    assert call.args[2] is False
+    assert torch.equal(*grads)
 
 
 def test_no_gradient_is_computed_under_no_grad():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import labo
 from conftest import gradient
 from labo import functional as F
-from labo.fast import dispatch, native
+from labo.fast import blocked, dispatch, native
 from labo.fast.kernel import CROSS_ENTROPY, Kernel
 from probes import LargestTensor
 
@@ -356,6 +356,17 @@ def test_no_gradient_is_computed_without_grad_mode(impl):
     assert seen.largest < logits.numel() / 2
 
 
+def test_no_buffer_of_a_wider_type():
+    """The gradient of bfloat16 logits takes its own size, also with a float32 factor per row."""
+    logits, target = sample(64, 60_000, dtype=torch.bfloat16)
+    logits.requires_grad_()
+    with torch.profiler.profile(profile_memory=True) as seen:
+        values = F.labo_loss(logits, target, reduction="none")
+        (values * torch.linspace(0.5, 1, 64)).sum().backward()
+    largest = max(event.cpu_memory_usage for event in seen.events())
+    assert logits.nbytes <= largest < 1.1 * logits.nbytes
+
+
 def test_in_place_refuses():
     logits, target = sample(4, 9)
     with pytest.raises(ValueError, match="contiguous"):
@@ -367,25 +378,38 @@ def test_in_place_refuses():
 
 
 @each_backend
-def test_second_backward_is_refused(impl):
+@pytest.mark.parametrize("function", [F.labo_loss, F.focal_loss])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_backward(impl, function, reduction):
+    """As with ``F.cross_entropy``: the gradients of both passes are added, with their factors."""
     logits, target = sample(4, 9)
-    loss = F.labo_loss(logits.requires_grad_(), target, impl=impl)
+    leaf = logits.clone().requires_grad_()
+    loss = function(leaf, target, impl=impl, reduction=reduction).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second backward pass through this loss"):
+    once = leaf.grad.clone()
+    (3 * loss).backward()
+    torch.testing.assert_close(leaf.grad, 4 * once)
+    loss = function(logits.clone().requires_grad_() * 1, target, impl=impl, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass through a loss with inplace"):
         loss.backward()
 
 
-@each_backend
-def test_gradient_is_handed_out_not_copied(impl, monkeypatch):
+@pytest.mark.parametrize(
+    ("impl", "owner", "function"),
+    [("native", dispatch, "times_upstream"), ("blocked", blocked, "gradient")],
+)
+def test_gradient_is_handed_out_not_copied(impl, owner, function, monkeypatch):
     """Autograd copies a gradient that someone else still holds: a worker thread, say."""
     logits, target = sample(64, 20_000)  # enough for several threads
-    made = []
+    made, keep = [], getattr(owner, function)
 
-    def spy(grad, upstream, keep=dispatch.times_upstream):
+    def spy(*arguments):
+        grad = keep(*arguments)
         made.append(grad.data_ptr())
-        return keep(grad, upstream)
+        return grad
 
-    monkeypatch.setattr(dispatch, "times_upstream", spy)
+    monkeypatch.setattr(owner, function, spy)
     leaf = logits.requires_grad_()
     F.labo_loss(leaf, target, impl=impl).backward()
     assert leaf.grad is not None

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from labo.fast.kernel import Kernel
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -74,27 +76,11 @@ def draw(
 
 
 def run(kernels: ModuleType, batch: Batch, setting: Setting, out: Tensor | None = None) -> Result:
-    values, statistics = kernels.row_statistics(
-        batch.logits,
-        batch.target,
-        mode=setting.mode,
-        alpha=setting.alpha,
-        tau=setting.tau,
-        rho=setting.rho,
-        ignore_index=IGNORE,
-        weight=batch.weight,
-    )
-    gradient = kernels.row_gradient(
-        batch.logits,
-        batch.target,
-        statistics,
-        batch.factor,
-        mode=setting.mode,
-        tau=setting.tau,
-        ignore_index=IGNORE,
-        weight=batch.weight,
-        out=out,
-    )
+    kernel = Kernel(setting.mode, setting.alpha, setting.tau, setting.rho)
+    fixed = (kernel, batch.weight, IGNORE)
+    values, statistics = kernels.row_statistics(batch.logits, batch.target, *fixed)
+    given = (batch.logits, batch.target, statistics, batch.factor)
+    gradient = kernels.row_gradient(*given, *fixed, out)
     assert values.dtype == statistics.dtype == torch.float32
     assert gradient.dtype == batch.logits.dtype
     return Result(values, gradient, statistics[:, 2])
@@ -108,6 +94,7 @@ def define(batch: Batch, setting: Setting, dtype: torch.dtype = torch.float64) -
     y = batch.target.where(counted, 0)
     w = z.new_ones(k) if batch.weight is None else batch.weight.to(dtype)
     log_p = z.log_softmax(1)
+    count = (z != -INF).sum(1).to(dtype)
 
     with torch.no_grad():
         alpha = z.new_full((n, 1), setting.alpha)
@@ -115,14 +102,15 @@ def define(batch: Batch, setting: Setting, dtype: torch.dtype = torch.float64) -
             alpha = torch.zeros_like(alpha)
         if setting.mode == ADAPTIVE:
             entropy = -torch.xlogy(log_p.exp(), log_p.exp()).sum(1, keepdim=True)
-            alpha = 1 - setting.rho * entropy.clamp(min=0) / (math.log(k) if k > 1 else 1)
+            largest = count.log().masked_fill(count <= 1, 1.0).unsqueeze(1)
+            alpha = 1 - setting.rho * entropy.clamp(min=0) / largest
         if setting.mode <= LS:
             present = (z != -INF).to(dtype)
             prior = present / present.sum(1, keepdim=True)
             divergence = z.new_zeros(n)
         else:
             prior = (z / setting.tau).softmax(1)
-            divergence = math.log(k) + torch.xlogy(prior, prior).sum(1)
+            divergence = count.log() + torch.xlogy(prior, prior).sum(1)
         label = (1 - alpha) * F.one_hot(y, k).to(dtype) + alpha * prior
         divergence = w[y] * alpha[:, 0] * setting.tau * divergence
 
@@ -413,3 +401,19 @@ def test_refuses_what_it_would_misread(kernels: ModuleType) -> None:
             run(kernels, Batch(logits, batch.target, batch.factor, None), Setting(CE))
     with pytest.raises(ValueError, match="shape"):
         run(kernels, batch, Setting(CE), out=batch.logits.new_empty(3, 8))
+
+
+@modes
+@weighting
+@pytest.mark.parametrize("mask", [-INF, torch.finfo(torch.float32).min, -1e30])
+def test_a_whole_block_is_masked(kernels: ModuleType, mode: int, weighted: bool, mask: float):
+    """Many models mask with a large finite number; the maximum then grows by that much at once."""
+    batch = draw(3, 2 * kernels.MAX_BLOCK + 5, weighted)
+    batch.logits[0, : kernels.MAX_BLOCK] = mask
+    batch.logits[1, kernels.MAX_BLOCK :] = mask
+    batch.logits[2, 3:] = mask
+    batch.target[:] = torch.tensor([kernels.MAX_BLOCK + 1, 4, 2])
+    setting = Setting(mode)
+    got, wanted = run(kernels, batch, setting), define(batch, setting)
+    torch.testing.assert_close(got.values.double(), wanted.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.gradient.double(), wanted.gradient, rtol=1e-4, atol=1e-6)

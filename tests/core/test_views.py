@@ -10,12 +10,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import labo
-from conftest import LOSS_CASES, MODULES, draws, triton_for_native
+from conftest import LOSS_CASES, MODULES, REPRESENTATIVES, draws, triton_for_native
 from labo import functional as F
 
 quick = settings(max_examples=12, deadline=None)
@@ -109,7 +109,11 @@ def extra_arguments(case, logits: Tensor, layout: str) -> list[Tensor]:
     return [arranger(x, layout) for x in case.extra(logits)]
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+# One loss of each kind, and every other kind of argument.
+ARGUMENTS = [case for case in LOSS_CASES if case.name in ("ols", "mls", "wls", "betals")]
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVES + ARGUMENTS, ids=lambda case: case.name)
 @quick
 @given(sizes, kinds, st.booleans())
 def test_any_layout_of_any_argument(case, size, kind, soft):
@@ -263,15 +267,15 @@ def test_any_layout_of_draws(size, kind):
 # ------------------------------------------------------------------ linear_loss
 
 
-WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
-ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
-
-
-@pytest.mark.parametrize("name", ROWWISE)
+@pytest.mark.parametrize("name", ["ls", "labo", "fl", "logitnorm", "mls", "kd", "pskd"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @quick
 @given(sizes, st.lists(layouts, min_size=8, max_size=8), st.booleans(), st.booleans())
 def test_any_layout_in_linear_loss(name, dtype, size, kind, weighted, as_layer):
+    # With all rows of the weight alike, and all biases, the logits of a row are equal up to
+    # rounding. LogitNorm at its small tau amplifies that rounding: the exact gradient is 0, in
+    # float32 it is 4e-3 and in float64 3e-12, for the layer and the loss apart as well.
+    assume(name != "logitnorm" or not {kind[2], kind[3]} <= {"expanded", "all expanded"})
     hidden, target, weight = problem(*size, dtype)
     width, classes = hidden.shape[1], hidden.shape[1]
     matrix = torch.randn(classes, width, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -291,7 +295,7 @@ def test_any_layout_in_linear_loss(name, dtype, size, kind, weighted, as_layer):
         loss = MODULES[name](classes)
         loss.reduction, loss.weight = reduction, w if weighted else None
         given = None
-        if name in WITH_TEACHER:
+        if name in ("kd", "pskd"):
             given = (teacher, teacher_matrix, teacher_bias) if as_layer else teacher
         options = labo.LinearLossOptions(batch_chunk_size=2)
         return labo.linear_loss(x, m, t, loss, linear_bias=b, teacher_logits=given, options=options)

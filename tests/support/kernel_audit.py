@@ -1,12 +1,14 @@
 """What can be known of the Triton kernels without a GPU; run as a script, prints JSON.
 
 ``compile TARGET [--all]`` compiles them ahead of time, as the host code would launch them:
-registers and spills. ``bytes`` runs them in the interpreter: bytes read and written.
+registers and spills. ``instructions TARGET`` counts those in the machine code, per logit. ``bytes``
+runs them in the interpreter: bytes read and written.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import os
@@ -15,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,13 @@ import labo
 from labo.fast import kernels
 from labo.fast.columns import COEFFICIENTS
 from labo.fast.formula import plan_of
+from labo.fast.kernel import Kernel
+from labo.loss import Loss
 from labo.sums import (
     COUNT,
     EMIX,
+    FROM_ROW,
+    FROM_TABLE,
     FROM_TEACHER,
     OTHERS,
     QD,
@@ -94,13 +102,10 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     logits = torch.zeros(rows, classes, dtype=DTYPES[dtype])
     target = torch.zeros(rows, dtype=torch.int64)
     weight = torch.ones(classes) if weighted else None
-    shared: dict[str, Any] = {"mode": mode, "tau": 1.25, "ignore_index": -100, "weight": weight}
+    fixed = (Kernel(mode, 0.1, 1.25, 0.5), weight, -100)
     sums, ones = torch.ones(rows, 5), torch.ones(rows)
-    yield (
-        "statistics",
-        lambda: kernels.row_statistics(logits, target, alpha=0.1, rho=0.5, **shared),
-    )
-    yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, **shared)
+    yield "statistics", lambda: kernels.row_statistics(logits, target, *fixed)
+    yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, *fixed)
     plan = plan_of(LOSSES[mode], weighted)
     mixture = RowMixture(*torch.ones(2, rows, dtype=torch.float64))
     if mode == 2:  # more than a formula with a mixture asks for
@@ -138,8 +143,9 @@ class _NoDevice:
         return 0
 
 
-def compile_variants(name: str, variants: list[Variant]) -> list[dict[str, Any]]:
-    """Registers and spilled bytes of every kernel, for one target."""
+@contextmanager
+def _compiled_kernels(name: str) -> Iterator[list[Any]]:
+    """Launches compile for a target, and nothing else; the list gets what they compiled."""
     from triton.runtime.jit import JITFunction
 
     driver.set_active(_NoDevice(TARGETS[name]))
@@ -151,24 +157,124 @@ def compile_variants(name: str, variants: list[Variant]) -> list[dict[str, Any]]
         compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    found = []
-    for variant in variants:
-        for kernel, launch in launches(variant):
+    yield compiled
+
+
+def compile_variants(name: str, variants: list[Variant]) -> list[dict[str, Any]]:
+    """Registers and spilled bytes of every kernel, for one target."""
+    usage = _amd_usage if name.startswith("gfx") else _nvidia_usage
+    records = []
+    with _compiled_kernels(name) as compiled:
+        of_variants = ((key, v, launch) for v in variants for key, launch in launches(v))
+        for kernel, variant, launch in itertools.chain(of_variants, formula_launches()):
             launch()
-            usage = _amd_usage if name.startswith("gfx") else _nvidia_usage
             registers, spilled = usage(compiled.pop())
             record = {"kernel": kernel, "variant": variant}
-            found.append(record | {"registers": registers, "spilled": spilled})
-    return found
+            records.append(record | {"registers": registers, "spilled": spilled})
+    return records
 
 
-def _nvidia_usage(compiled: Any) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def formula_launches() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Both passes of every plan that a loss with its defaults has."""
+    rows, classes = 2, 32768
+    logits = torch.zeros(rows, classes, dtype=torch.bfloat16)
+    target = torch.zeros(rows, dtype=torch.int64)
+    plans = {plan_of(loss, w): type(loss).__name__ for loss in _formulas() for w in (False, True)}
+    for plan, name in plans.items():
+        if plan.spread is not None:
+            plan = plan._replace(row_tau=RowTau(*torch.ones(4, rows, dtype=torch.float64)))
+        weight = torch.ones(classes) if plan.asked & WQU else None
+        row = torch.ones(classes)
+        source = {FROM_ROW: row, FROM_TABLE: row.expand(classes, -1), FROM_TEACHER: logits}
+        fixed = (logits, target, plan, weight, -100, source.get(plan.masses))
+        coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
+        yield "formula sums", name, partial(kernels.sums, *fixed)
+        if plan.asked & EMIX:
+            plan = plan._replace(mixture=RowMixture(*torch.ones(2, rows, dtype=torch.float64)))
+            fixed = (*fixed[:2], plan, *fixed[3:])
+        rest = (coefficients, torch.empty_like(logits))
+        yield "formula gradient", name, partial(kernels.gradient, *fixed, *rest)
+
+
+def _formulas() -> Iterator[Any]:
+    given = {"num_classes": 8, "epochs": 4, "features": 8}
+    given |= {"mask": torch.arange(8) % 3 != 1, "groups": torch.arange(8) % 3}
+    for module in labo.LOSSES.values():
+        parameters = inspect.signature(module).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        loss = module(*(given[name] for name in names)).current()
+        if type(loss).value is not Loss.value:
+            yield loss
+
+
+# ------------------------------------------------------------------ instructions
+
+
+def count_instructions(name: str, classes: int = 128256) -> list[dict[str, Any]]:
+    """Instructions of the kernels of CE, LS and LABO per bfloat16 logit, in NVIDIA's machine code.
+
+    Those of the statistics are in the loop over whole blocks; those of the gradient are the whole
+    code, which is more than is executed.
+    """
+    records = []
+    with _compiled_kernels(name) as compiled:
+        for mode in MODES:
+            for kernel, launch in launches((mode, "bfloat16", False, classes)):
+                if kernel not in ("statistics", "gradient"):
+                    continue
+                launch()
+                code = _machine_code(compiled.pop())
+                if kernel == "statistics":
+                    code = _main_loop(code)
+                per_logit = len(code) / kernels.LOGITS_PER_THREAD
+                barriers = sum("BAR.SYNC" in text for _, text in code)
+                record = {"kernel": kernel, "mode": mode, "instructions": per_logit}
+                records.append(record | {"barriers": barriers})
+    return records
+
+
+Code = list[tuple[int, str]]  # addresses and instructions
+
+
+def _machine_code(compiled: Any) -> Code:
+    text = _nvidia_tool("nvdisasm", compiled, "--print-code", "--no-dataflow")
+    labels: dict[str, int] = {}
+    code: Code = []
+    for line in text.splitlines():
+        label = re.match(r"(\.L_x_\d+):", line)
+        instruction = re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line)
+        if label:
+            labels[label[1]] = 16 * len(code)
+        elif instruction:
+            code.append((int(instruction[1], 16), instruction[2]))
+    while code and code[-1][1].strip() == "NOP":  # fills the last line of the cache
+        code.pop()
+    return [(at, re.sub(r"`\((\S+)\)", lambda m: str(labels.get(m[1], m[1])), i)) for at, i in code]
+
+
+def _main_loop(code: Code) -> Code:
+    """The first loop that computes exponentials."""
+    for i, (at, text) in enumerate(code):
+        jump = re.search(r"BRA\S* (?:!?U?P\d, )?(\d+)", text)
+        if jump and int(jump[1]) < at:
+            body = code[int(jump[1]) // 16 : i + 1]
+            if any("MUFU.EX2" in text for _, text in body):
+                return body
+    raise ValueError("the code has no such loop")
+
+
+def _nvidia_tool(tool: str, compiled: Any, *options: str) -> str:
+    """What a tool of the Triton wheel says of a kernel."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(path), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _nvidia_usage(compiled: Any) -> tuple[int, int]:
+    text = _nvidia_tool("cuobjdump", compiled, "--dump-resource-usage")
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
 
@@ -214,12 +320,14 @@ def count_bytes(rows: int = 1) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["compile", "bytes"])
+    parser.add_argument("what", choices=["compile", "instructions", "bytes"])
     parser.add_argument("target", choices=TARGETS, nargs="?")
     parser.add_argument("--all", action="store_true", help="the whole product of options")
     options = parser.parse_args()
     if options.what == "bytes":
         found = count_bytes()
+    elif options.what == "instructions":
+        found = count_instructions(options.target)
     else:
         variants = every_variant() if options.all else some_variants(options.target)
         found = compile_variants(options.target, variants)

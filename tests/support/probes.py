@@ -19,3 +19,18 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and not function.is_view:
                 self.largest = max(self.largest, x.numel())
         return result
+
+
+_FUSED = ("_GradientWithValueBackward", "_SecondPassBackward", "_KernelValuesBackward")
+
+
+def is_fused(loss: torch.Tensor) -> bool:
+    """Whether a fast backend has computed the loss: its node is in the graph."""
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None:
+            if type(node).__name__ in _FUSED:
+                return True
+            nodes += [edge for edge, _ in node.next_functions]
+    return False

@@ -9,7 +9,8 @@ together. The arguments that the functions share:
 
 - target: (...) class indices, or (..., K) class probabilities; a prediction is then right to the
   degree of the probability of the predicted class.
-- bins: B. A confidence on an edge belongs to the bin above it; the last bin is closed.
+- bins: B. Edge b is b / B, rounded to the precision of the confidences. A confidence on an edge
+  belongs to the bin above it; the last bin is closed.
 - temperature: T, 1 for the model as it is.
 - ignore_index: rows with this target do not count.
 - dim: the dimension of the classes.
@@ -19,13 +20,14 @@ A class whose logit is -inf is masked: its probability is 0. No gradients are re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..fields import POSITIVE, Range
-from ..rows import Rows
+from ..rows import Rows, upcast
 from ._batches import Batches, blocks
 
 __all__ = [
@@ -39,8 +41,6 @@ __all__ = [
 ]
 
 BINS = Range(at_least=1, whole=True)
-
-_NOTHING = "there is nothing to measure: no target counts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,25 +92,20 @@ class ReliabilityBins:
             )
         if adaptive:
             return cls._of_equal_mass(confidence, correct, bins)
-        index = (confidence * bins).long().clamp_(max=bins - 1)
-        edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-        return cls._of_bins(edges, index, confidence, correct)
+        edges = torch.arange(bins + 1, dtype=torch.float64) / bins
+        return cls._of_bins(edges, _bin_of(confidence, bins), confidence, correct)
 
     @classmethod
     def _of_equal_mass(cls, confidence: Tensor, correct: Tensor, bins: int) -> ReliabilityBins:
         """Runs of N / B confidences in ascending order, the longer runs first."""
-        if not len(confidence):
-            raise ValueError(_NOTHING)
-        confidence, order = confidence.sort()
+        count = _counted(len(confidence))
+        confidence, order = confidence.double().sort()
         # Equal confidences share their accuracy, so that the order of the samples does not matter.
         _, group, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
-        shared = torch.bincount(group, correct[order]) / size
-        count, (each, longer) = len(confidence), divmod(len(confidence), bins)
-        lengths = torch.full((min(bins, count),), each)
-        lengths[:longer] += 1
-        index = torch.arange(len(lengths)).repeat_interleave(lengths)
-        ends = lengths.cumsum(0)
-        edges = confidence[torch.cat([ends - lengths, torch.tensor([count - 1])])]
+        shared = torch.bincount(group, correct[order].double()) / size
+        runs = torch.arange(count).tensor_split(min(bins, count))
+        index = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(run) for run in runs]))
+        edges = confidence[[*(int(run[0]) for run in runs), count - 1]]
         return cls._of_bins(edges, index, confidence, shared[group])
 
     @classmethod
@@ -118,8 +113,8 @@ class ReliabilityBins:
         cls, edges: Tensor, index: Tensor, confidence: Tensor, correct: Tensor
     ) -> ReliabilityBins:
         bins = len(edges) - 1
-        count = torch.bincount(index, minlength=bins)
-        return cls(edges, count, *(torch.bincount(index, x, bins) for x in (confidence, correct)))
+        sums = (torch.bincount(index, x.double(), bins) for x in (confidence, correct))
+        return cls(edges, torch.bincount(index, minlength=bins), *sums)
 
     def __add__(self, other: ReliabilityBins) -> ReliabilityBins:
         if not torch.equal(self.edges, other.edges):
@@ -150,26 +145,33 @@ class ReliabilityBins:
     def expected_error(self) -> float:
         """The mean size of the gap over the predictions."""
         gaps = (self.confidence_sum - self.correct_sum).abs().sum()
-        return float(gaps / self._predictions())
+        return float(gaps / _counted(int(self.count.sum())))
 
     @property
     def maximum_error(self) -> float:
         """The largest size of the gap."""
-        self._predictions()
+        _counted(int(self.count.sum()))
         return float(self.gap.abs().max())
-
-    def _predictions(self) -> int:
-        count = int(self.count.sum())
-        if not count:
-            raise ValueError(_NOTHING)
-        return count
 
 
 def _flat(name: str, values: Tensor) -> Tensor:
-    values = values.detach().reshape(-1).cpu().double()
+    values = values.detach().reshape(-1).cpu()
+    values = upcast(values) if values.is_floating_point() else values.double()
     if not bool(((values >= 0) & (values <= 1)).all()):
         raise ValueError(f"{name} must lie in [0, 1]")
     return values
+
+
+def _bin_of(p: Tensor, bins: int) -> Tensor:
+    """The bin of each probability. p * B would be rounded: 0.57 * 100 is below 57."""
+    edges = torch.arange(1, bins, dtype=torch.float64) / bins
+    return torch.bucketize(p, edges.to(p.dtype), right=True)
+
+
+def _counted(count: int) -> int:
+    if not count:
+        raise ValueError("there is nothing to measure: no target counts")
+    return count
 
 
 @torch.no_grad()
@@ -210,17 +212,15 @@ def reliability_bins(
     BINS.check("bins", bins)
     POSITIVE.check("temperature", temperature)
     empty = torch.empty(0)
-    found = [(empty, empty)]
-    total = ReliabilityBins.of(empty, empty, bins)
-    for rows in blocks(logits, target, ignore_index, dim):
-        predictions = _confidence(rows, temperature)
-        if adaptive:  # the edges of the bins depend on all confidences
-            found.append(predictions)
-        else:
-            total = total + ReliabilityBins.of(*predictions, bins)
+    predictions = (
+        _confidence(rows, temperature) for rows in blocks(logits, target, ignore_index, dim)
+    )
     if not adaptive:
-        return total
-    confidence, correct = (torch.cat(column) for column in zip(*found, strict=True))
+        parts = (ReliabilityBins.of(*part, bins) for part in predictions)
+        return sum(parts, ReliabilityBins.of(empty, empty, bins))
+    # The edges of the bins depend on all confidences.
+    columns = zip((empty, empty), *predictions, strict=True)
+    confidence, correct = (torch.cat(column) for column in columns)
     return ReliabilityBins.of(confidence, correct, bins, adaptive=True)
 
 
@@ -381,24 +381,15 @@ def classwise_calibration_error(
         0.25
     """
     BINS.check("bins", bins)
-    POSITIVE.check("temperature", temperature)
-    count, gaps = 0, None
-    for rows in blocks(logits, target, ignore_index, dim):
-        p = rows.log_probabilities(temperature).exp().cpu().double()
-        classes = p.shape[-1]
-        index = (p * bins).long().clamp_(max=bins - 1)
-        index += torch.arange(classes) * bins
-        gap = (p - rows.label().cpu().double()).flatten()
-        found = torch.bincount(index.flatten(), gap, classes * bins)
-        if gaps is None:
-            gaps = torch.zeros_like(found)
-        if len(gaps) != len(found):
-            raise ValueError(f"a batch has {classes} classes, and one before {len(gaps) // bins}")
-        gaps += found
-        count += len(p)
-    if gaps is None:
-        raise ValueError(_NOTHING)
-    return float(gaps.abs().sum() / (count * (len(gaps) // bins)))
+
+    def gaps(rows: Rows) -> Tensor:
+        p = rows.log_probabilities(temperature).exp().cpu()
+        bin_of_class = torch.arange(p.shape[-1]) * bins + _bin_of(p, bins)
+        gap = p.double() - rows.label().cpu().double()
+        return torch.bincount(bin_of_class.flatten(), gap.flatten(), p.shape[-1] * bins)
+
+    means = _mean_over_rows(gaps, logits, target, temperature, ignore_index, dim)
+    return float(means.abs().sum() / (len(means) // bins))
 
 
 @torch.no_grad()
@@ -429,16 +420,29 @@ def brier_score(
         >>> round(brier_score(logits, torch.tensor([0, 1])), 4)
         0.25
     """
-    POSITIVE.check("temperature", temperature)
-    count, total = 0, 0.0
-    for rows in blocks(logits, target, ignore_index, dim):
+
+    def distance(rows: Rows) -> Tensor:
         p = rows.log_probabilities(temperature).exp()
-        if rows.soft:
-            p -= rows.target
-        else:
-            p.scatter_add_(-1, rows.target.unsqueeze(-1), p.new_full((len(p), 1), -1.0))
-        total += float(p.square_().sum(-1).cpu().double().sum())
-        count += len(p)
-    if not count:
-        raise ValueError(_NOTHING)
-    return total / count
+        return (p - rows.label()).square_().sum(-1).cpu().double().sum(0, keepdim=True)
+
+    return float(_mean_over_rows(distance, logits, target, temperature, ignore_index, dim))
+
+
+def _mean_over_rows(
+    of_block: Callable[[Rows], Tensor],
+    logits: Tensor | Batches,
+    target: Tensor | None,
+    temperature: float,
+    ignore_index: int,
+    dim: int,
+) -> Tensor:
+    """The sums of blocks, added up and divided by the number of rows."""
+    POSITIVE.check("temperature", temperature)
+    count, total, classes = 0, torch.zeros(1, dtype=torch.float64), None
+    for rows in blocks(logits, target, ignore_index, dim):
+        if rows.num_classes != (classes or rows.num_classes):
+            raise ValueError(f"a batch has {rows.num_classes} classes, and one before {classes}")
+        classes = rows.num_classes
+        total = total + of_block(rows)
+        count += len(rows.logits)
+    return total / _counted(count)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..rows import row_sum, wide
+from ..rows import row_sum, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
     COUNT,
@@ -39,7 +39,7 @@ _BLOCK_BYTES = {"cpu": 2 << 20}
 _BLOCK_BYTES_ELSEWHERE = 64 << 20
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def blocks(logits: Tensor) -> Iterator[slice]:
     """Blocks of rows whose copies in the wide type stay in the cache."""
     count, classes = logits.shape
     budget = _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES_ELSEWHERE)
@@ -131,7 +131,7 @@ def sums(
         all_sums[:, 0] = -math.inf
         return all_sums
     if plan.mixture is not None:
-        for part in _blocks(logits):
+        for part in blocks(logits):
             z = _rows_of(logits, target, plan, part)
             u, x = _mixture_of(plan.mixture, z, part)
             zero = x.new_zeros(())
@@ -142,12 +142,13 @@ def sums(
             for name, terms in sums_of.items():
                 all_sums[part, SUMS.index(name)] = row_sum(terms).double()
         return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
-    for part in _blocks(logits):
+    for part in blocks(logits):
         z = _rows_of(logits, target, plan, part)
         tau, source_tau = _taus(plan, part, z.dtype)
         top = z.amax(1, keepdim=True)
         found = {"top": top.squeeze(1)}
         top = top.masked_fill(top == -math.inf, 0.0)
+        found["u_y"] = _u_of_target(logits[part], target[part], top, plan)
         u = _finite(z - top)
         e = u.exp()
         found["e"] = row_sum(e)
@@ -176,6 +177,15 @@ def sums(
     return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
 
 
+def _u_of_target(logits: Tensor, target: Tensor, top: Tensor, plan: Passes) -> Tensor:
+    """u of the target, (N,) float64; 0 for a target that is no class of these columns."""
+    classes = logits.shape[1]
+    z_y = logits.gather(1, target.clamp(0, classes - 1).unsqueeze(1)).squeeze(1).double()
+    limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
+    u_y = u_of(z_y, top.squeeze(1).double(), limits)
+    return u_y.masked_fill((target < 0) | (target >= classes), 0.0)
+
+
 def _mass_sums(
     plan: Passes, u: Tensor, d: Tensor | None, q: Tensor, weight: Tensor | None
 ) -> dict[str, Tensor]:
@@ -193,7 +203,7 @@ def _mass_sums(
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """See :data:`labo.fast.spread.Moments`."""
     found = torch.zeros(2, len(logits), dtype=torch.float64, device=logits.device)
-    for part in _blocks(logits):
+    for part in blocks(logits):
         x = logits[part].to(wide(logits.dtype)).contiguous()  # bits depend on the strides
         if centered:
             center = row_sum(x) / x.shape[1]
@@ -223,7 +233,7 @@ def gradient(
     classes = logits.shape[1]
     if classes == 0:
         return out
-    for part in _blocks(logits):
+    for part in blocks(logits):
         z, y = _rows_of(logits, target, plan, part), target[part].unsqueeze(1)
         c = dict(
             zip(COEFFICIENTS, coefficients[part].to(z.dtype).unsqueeze(2).unbind(1), strict=True)

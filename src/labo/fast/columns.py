@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 # ``top`` and ``source_top`` are the largest logits of a row and of its teacher; ``top_at`` is the
-# first class that has it, if a formula asks for that; ``qd`` is the sum of (v - u) q / tau.
+# first class that has it, if a formula asks for that; ``u_y`` is u of the target, -inf if that is
+# masked, and finite if it is not; ``qd`` is the sum of (v - u) q / tau.
 SUMS = (
-    *("top", "source_top", "top_at", "count", "e", "ue", "r"),
+    *("top", "source_top", "top_at", "u_y", "count", "e", "ue", "r"),
     *("ur", "q", "qu", "qd", "wq", "wqu", "mix", "emix"),
 )
 MIXED = SUMS[-2:]  # those of a mixture
 # The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q + from_one + from_u u
 # + from_emix e log(1 + exp(-x)), except that at_target and at_top are the entries of the target and
-# of the class top_at (-1 for none). Masked classes have none of it.
+# of the class top_at (with TOP; -1 for none). Masked classes have none of it.
 COEFFICIENTS = (
     *("top", "source_top", "from_e", "from_ue", "from_r", "from_q"),
     *("from_wq", "from_one", "from_u", "from_emix", "at_target", "top_at", "at_top"),

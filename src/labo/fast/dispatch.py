@@ -220,24 +220,42 @@ class FastRows(NamedTuple):
         A loss that :meth:`measures` also fills ``statistics``, (N, 5), with those of
         :mod:`labo.metrics`.
         """
-        shared: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
-        shared |= {"out": out} if statistics is None else {"out": out, "statistics": statistics}
         kernel = self._kernel()
         if kernel is None:
-            taught: dict[str, Any] = {"source": self.source, "stored": self.stored}
-            rest = shared | taught | {"factor": factor}
-            return formula.rows(self._module(logits), logits, target, self.loss, **rest)
+            return self._formula(logits, target, out).rows(logits, factor, statistics)
         multiplier = kernel.multiplier
         if multiplier != 1 and factor is not None:
             factor = factor * multiplier
+        shared: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
+        shared |= {"out": out} if statistics is None else {"out": out, "statistics": statistics}
         rows = native.rows if logits.is_cpu else _triton_rows
         values, grad = rows(logits, target, kernel, factor=factor, **shared)
         return values if multiplier == 1 else values * multiplier, grad
+
+    def _formula(
+        self, logits: Tensor, target: Tensor, out: Tensor | None, some_ignored: bool | None = None
+    ) -> formula.FormulaRows:
+        given = (target, self.source, self.stored, out, some_ignored)
+        return formula.FormulaRows(self._module(logits), self.loss, *given)
+
+    def values(
+        self, logits: Tensor, target: Tensor, inplace: bool, some_ignored: bool | None
+    ) -> Tensor:
+        """The values, (N,), differentiable for the logits, with the gradient in a second pass."""
+        kernel, out = self._kernel(), logits.detach() if inplace else None
+        if kernel is None:
+            return self._formula(logits, target, out, some_ignored).values(logits)
+        values: Tensor = _KernelValues.apply(logits, target, kernel, self.loss, out)
+        return values if kernel.multiplier == 1 else values * kernel.multiplier
 
     def _kernel(self) -> Kernel | None:
         """The kernel of the loss, if it has one on this backend."""
         kernel: Kernel | None = self.loss.kernel() if self.backend == "native" else None
         return kernel
+
+    def in_one_pass(self, logits: Tensor) -> bool:
+        """Whether value and gradient come from one pass over the logits."""
+        return logits.is_cpu and self._kernel() is not None
 
     def measures(self, logits: Tensor) -> bool:
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
@@ -250,14 +268,6 @@ class FastRows(NamedTuple):
         if self.backend != "native":
             return blocked
         return native if logits.is_cpu else _triton_module()
-
-    def reduce(self, values: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
-        """Values (N,) to the result, without a graph."""
-        if reduction == "none":
-            return values
-        if self.backend == "native" and isinstance(divisor, float) and values.is_cpu:
-            return native.total(values, divisor)
-        return row_sum(values) / divisor
 
 
 def backend_of(logits: Tensor) -> ModuleType:
@@ -283,22 +293,14 @@ def _triton_rows(
     factor: float | Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    from . import kernels
-
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        logits = logits.contiguous()
-    shared: dict[str, Any] = {"mode": kernel.mode, "ignore_index": ignore_index, "weight": weight}
-    values, statistics = kernels.row_statistics(
-        logits, target, alpha=kernel.alpha, tau=kernel.tau, rho=kernel.rho, **shared
-    )
+    kernels = _triton_module()
+    fixed = (kernel, weight, ignore_index)
+    values, statistics = kernels.row_statistics(logits, target, *fixed)
     if factor is None:
         return values, None
     if not isinstance(factor, Tensor):
         factor = torch.full_like(values, factor)
-    grad = kernels.row_gradient(
-        logits, target, statistics, factor.float(), tau=kernel.tau, out=out, **shared
-    )
-    return values, grad
+    return values, kernels.row_gradient(logits, target, statistics, factor, *fixed, out)
 
 
 def denominator(
@@ -328,7 +330,7 @@ def denominator(
 
 
 # A factor that comes with the backward pass, such as that of a GradScaler, must be in the gradient
-# before it is rounded to float16, whose range is small. The gradient of these types is therefore
+# before it is rounded to float16, whose range is small. A gradient of these types is therefore
 # computed in the backward pass.
 LATE_GRADIENT = (torch.float16,)
 
@@ -342,75 +344,74 @@ class _Call(NamedTuple):
     reduction: str
     inplace: bool
 
-
-_SECOND_BACKWARD = (
-    "a second backward pass through this loss: its gradient was handed out by the first one. "
-    'Compute the loss again, or use impl="reference"'
-)
+    def reduced(self, values: Tensor) -> Tensor:
+        """Values (N,) of a C kernel to the result, without a graph."""
+        return values if self.reduction == "none" else native.total(values, float(self.divisor))
 
 
 class _GradientWithValue(torch.autograd.Function):
-    """Value and gradient in the forward pass, times the upstream gradient in the backward pass.
+    """Value and gradient in one pass, times the upstream gradient in the backward pass.
 
-    The gradient includes the factor of the mean, so that usually nothing is left to do.
+    The gradient includes the factor of the mean, so that usually nothing is left to do. For a
+    second backward pass it is computed again.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
-        factor = 1 / call.divisor
-        if isinstance(factor, Tensor):
-            factor = factor.expand(len(call.target))
         out = logits if call.inplace else None
-        values, ctx.grad = call.rows.rows(logits, call.target, factor, out)
-        return call.rows.reduce(values, call.reduction, call.divisor)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        _refuse_second_derivative()
-        grad, ctx.grad = ctx.grad, None
-        if grad is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        return times_upstream(grad, upstream), None
-
-
-class _GradientLater(torch.autograd.Function):
-    """Values of the rows in the forward pass, their gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
-        # Saved, so that autograd notices if they are changed before the backward pass.
-        rows = call.rows
-        ctx.save_for_backward(logits, call.target, rows.weight, rows.source, rows.stored)
+        values, ctx.grad = call.rows.rows(logits, call.target, 1 / call.divisor, out)
         ctx.call = call
-        return call.rows.rows(logits, call.target)[0]
+        if not call.inplace:
+            ctx.save_for_backward(logits)
+        return call.reduced(values)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
-        _refuse_second_derivative()
-        call = ctx.call
-        if call is None:
-            raise RuntimeError(_SECOND_BACKWARD)
-        logits, target, *_ = ctx.saved_tensors
-        if call.inplace:
-            ctx.call = None  # the logits are gone
-        return call.rows.rows(logits, target, upstream, logits if call.inplace else None)[1], None
+        formula.refuse_second_derivative()
+        grad, ctx.grad = ctx.grad, None
+        if grad is not None:
+            return times_upstream(grad, upstream), None
+        if ctx.call.inplace:
+            raise RuntimeError(formula.SECOND_BACKWARD)
+        (logits,) = ctx.saved_tensors
+        factor = (upstream / ctx.call.divisor).expand(len(logits))
+        return ctx.call.rows.rows(logits, ctx.call.target, factor)[1], None
 
 
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "the fused losses are differentiable once: for a gradient of their gradient "
-            '(create_graph=True) use impl="reference"'
-        )
+class _KernelValues(torch.autograd.Function):
+    """Values by a Triton kernel, and in the backward pass their gradient, by another one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, kernel: Kernel, loss: Any, out: Tensor | None
+    ) -> Tensor:
+        ctx.fixed, ctx.out, ctx.spent = (kernel, loss.weight, loss.ignore_index), out, False
+        values, statistics = _triton_module().row_statistics(logits, target, *ctx.fixed)
+        ctx.save_for_backward(logits, target, loss.weight, statistics)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        formula.refuse_second_derivative()
+        if ctx.spent:
+            raise RuntimeError(formula.SECOND_BACKWARD)
+        ctx.spent = ctx.out is not None
+        logits, target, _, statistics = ctx.saved_tensors
+        given = (logits, target, statistics, upstream)
+        grad = _triton_module().row_gradient(*given, *ctx.fixed, ctx.out)
+        return grad, None, None, None, None
 
 
 def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     """A gradient that may be changed, times the upstream gradient (per row, or one number)."""
     if upstream.dim() == 0 and upstream.is_cpu and upstream.item() == 1:
         return grad
-    if upstream.dim() == 1:
-        upstream = upstream.unsqueeze(-1)
-    return grad.mul_(upstream)
+    if upstream.dim() == 0:
+        return grad.mul_(upstream)
+    # In blocks, because PyTorch copies what it multiplies to the wider of two types.
+    for part in blocked.blocks(grad):
+        grad[part].mul_(upstream[part].unsqueeze(-1))
+    return grad
 
 
 def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> Tensor:
@@ -427,24 +428,28 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
     total = denominator(logits.dtype, labels, classes, loss.ignore_index, loss.weight)
     divisor = total if reduction == "mean" else 1.0
     with_grad = logits.requires_grad and torch.is_grad_enabled()
-    late = logits.dtype in LATE_GRADIENT
+    late = logits.dtype in LATE_GRADIENT or not rows.in_one_pass(flat)
     if inplace:
         _check_inplace(logits)
     if torch.compiler.is_compiling():
         values, _ = rows_op(flat, labels, with_grad and not late, *rows.pack())
         return values if reduction == "none" else row_sum(values) / divisor
-    if not with_grad:
-        return rows.reduce(rows.rows(flat, labels)[0], reduction, divisor)
-    call = _Call(labels, rows, divisor, reduction, inplace)
-    if inplace:
+    if inplace and with_grad:
         # The kernels write behind autograd's back. This counts as a change of the logits, so that
         # the backward pass of an operation that saved them raises.
         logits.detach()[:0].zero_()
-    if not late:
-        result: Tensor = _GradientWithValue.apply(flat, call)
-        return result
-    values = _GradientLater.apply(flat, call)
-    return values if reduction == "none" else row_sum(values) / divisor
+    if rows.in_one_pass(flat):
+        call = _Call(labels, rows, divisor, reduction, inplace)
+        if with_grad:
+            result: Tensor = _GradientWithValue.apply(flat, call)
+            return result
+        return call.reduced(rows.rows(flat, labels)[0])
+    counted = isinstance(total, float) and loss.weight is None
+    some_ignored = bool(total != len(labels)) if counted else None
+    values = rows.values(flat, labels, inplace and with_grad, some_ignored)
+    if reduction != "none":
+        values = row_sum(values) / divisor
+    return values.to(wide(flat.dtype))
 
 
 def _check_inplace(logits: Tensor) -> None:
@@ -489,7 +494,14 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
     schema=f"(Tensor logits, Tensor target, bool with_grad, {ROW_LOSS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def rows_op(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
-    """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K)."""
+    """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K).
+
+    The caller asks for the gradient only where it comes with the values in one pass, in the C
+    kernels. Elsewhere the backward operator computes it from the logits, with the upstream factor
+    before the only rounding and no (N, K) buffer between the passes. That operator computes the
+    sums of the rows again: 8 bytes for a bfloat16 logit, where eager mode, which keeps them, moves
+    6, and a stored gradient that is multiplied later 10.
+    """
     values, grad = FastRows.unpack(*loss).rows(logits, target, 1.0 if with_grad else None)
     return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
 

@@ -19,7 +19,8 @@ w u q            w_j q_j
 emix             e_j log(1 + exp(-x_j))
 ===============  =====================
 
-The backend writes the gradient, times a factor, in a second pass.
+The backend writes the gradient in a second pass, in the backward pass: what comes from upstream,
+such as the factor of a GradScaler, is in the coefficients before anything is rounded.
 
 No backend knows about stored classes: both passes read logits in which they are masked (in the
 buffer of the gradient, never in the logits of the caller), and their entries are added to the 0
@@ -45,13 +46,13 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import autograd_enabled
-from ..rows import largest, wide
+from ..rows import largest, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
     DEVIATION,
@@ -63,7 +64,6 @@ from ..sums import (
     TOP,
     UE,
     UR,
-    Formula,
     FoundSums,
     Passes,
     RowTau,
@@ -92,87 +92,201 @@ _PLANS: dict[Any, Passes] = {}
 _MOST_PLANS = 1000
 
 
-def rows(
-    backend: ModuleType,
-    logits: Tensor,
-    target: Tensor,
-    loss: Formula,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    factor: float | Tensor | None = None,
-    out: Tensor | None = None,
-    source: Tensor | None = None,
-    stored: Tensor | None = None,
-    statistics: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Values and gradients of rows by a backend; the contract is in :mod:`labo.fast.dispatch`.
+SECOND_BACKWARD = (
+    "a second backward pass through a loss with inplace=True: the first one wrote its gradient "
+    "over the logits. Compute the loss again, or leave inplace out"
+)
+
+
+def refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the fused losses are differentiable once: for a gradient of their gradient "
+            '(create_graph=True) use impl="reference"'
+        )
+
+
+def variables_of(plan: Passes) -> tuple[str, ...]:
+    """The sums that a formula is differentiated for."""
+    fixed_tau = plan.row_tau is None
+    used = (name for name in _VARIABLES if name in plan.used)
+    return tuple(name for name in used if not (fixed_tau and name == "tau"))
+
+
+def differentiate(
+    loss: Any,
+    plan: Passes,
+    sums: dict[str, Tensor],
+    w_y: float | Tensor,
+    y: Tensor,
+    classes: int | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The values of a formula, (N,), and the coefficients of their gradients, (N, 13).
+
+    For rows whose sums come from several processes; :class:`FormulaRows` leaves it to autograd.
+    """
+    names = variables_of(plan)
+    with autograd_enabled():
+        leaves = [sums[name].detach().requires_grad_() for name in names]
+        given = sums | dict(zip(names, leaves, strict=True))
+        values = value_of(loss, FoundSums(loss, given, w_y, classes))
+        ones = torch.ones_like(values)
+        grads = torch.autograd.grad(values, leaves, ones, allow_unused=True)
+    slopes = {name: x for name, x in zip(names, grads, strict=True) if x is not None}
+    return values.detach(), coefficients_of(plan, sums, slopes, w_y, y)
+
+
+class FormulaRows:
+    """The rows of a formula on a backend; the contract is in :mod:`labo.fast.dispatch`.
 
     Args:
+        backend: the module with the two passes.
+        loss: the formula.
         source: what the masses come from, see :mod:`labo.sums`; None if they come from the logits.
             With stored classes: their log-probabilities, (N, k).
         stored: (N, k) stored classes, -1 for padding.
-        statistics: (N, 5) float64, filled as by :func:`labo.metrics.row_statistics`, for a plan
-            that measures them.
+        out: where the gradient is written, (N, K); may be the logits. None for a new tensor.
+        some_ignored: whether some rows are ignored, if the caller knows.
     """
-    plan = plan_of(loss, weight is not None)
-    if statistics is not None:
-        plan = plan._replace(asked=plan.asked | UE)
-    if plan.spread is not None:
-        how = (plan.spread == DEVIATION, getattr(backend, "moments", None))
-        own = spread(logits, *how)
-        taught = own if source is None else spread(source, *how, logits, own)
-        sizes = (plan.tau * own.size, plan.tau * taught.size)
-        plan = plan._replace(row_tau=RowTau(*sizes, own.center, plan.tau * own.slope))
-    if weight is not None:
-        weight = weight.detach().to(wide(logits.dtype))
-    ignored = target == ignore_index
-    # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
-    some_ignored = not logits.is_cpu or bool(ignored.any())
-    y = target.masked_fill(ignored, 0) if some_ignored else target
-    z_y = logits.gather(1, y.unsqueeze(1)).squeeze(1).double()
-    z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
-    z_stored = log_t = None
-    if stored is not None and source is not None:
-        z_stored, log_t, source = entries_of(logits, stored), source.double(), None
-        logits = out = _without_stored(logits, stored, out)
-    fixed = (logits, target, plan, weight, ignore_index, source)
-    limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
-    sums = _by_name(plan, backend.sums(*fixed), z_y, limits)
-    if statistics is not None:
-        torch.stack(statistics_of(sums), 1, out=statistics)
-        statistics.masked_fill_(ignored.unsqueeze(1), 0.0)
-    if z_stored is not None and log_t is not None:
-        sums |= {"log_t": log_t, **_apart(sums, z_y, z_stored, limits)}
-    if z_largest is not None:
-        sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
-    if plan.asked & EMIX:
-        plan = plan.mixed(sums, sums["top"])
-        fixed = (logits, target, plan, weight, ignore_index, source)
-        again = _by_name(plan, backend.sums(*fixed), z_y, limits)
-        sums |= {name: again[name] for name in MIXED}
-    sums |= masses_of(plan, y, sums.get("sums_u_y", sums["u_y"]), source, sums["source_top"])
-    w_y = 1.0 if weight is None else weight[y].double()
-    values, slopes = differentiate(loss, plan, sums, w_y, y, logits.shape[1], factor, stored)
-    values = values.masked_fill(ignored, 0.0) if some_ignored else values
-    values = values.to(wide(logits.dtype))
-    if slopes is None:
-        return values, None
-    if some_ignored:
-        slopes = Slopes(*(x.masked_fill(ignored.unsqueeze(1), 0.0) for x in slopes))
-    if out is None:
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    grad: Tensor = backend.gradient(*fixed, slopes.coefficients, out)
-    if stored is not None:
-        _add_entries(grad, stored, slopes.entries)
-    return values, grad
 
+    def __init__(
+        self,
+        backend: ModuleType,
+        loss: Any,
+        target: Tensor,
+        source: Tensor | None = None,
+        stored: Tensor | None = None,
+        out: Tensor | None = None,
+        some_ignored: bool | None = None,
+    ) -> None:
+        self.some_ignored = some_ignored
+        self.backend, self.loss, self.target = backend, loss, target
+        self.weight, self.ignore_index = loss.weight, loss.ignore_index
+        self.plan = plan_of(loss, self.weight is not None)
+        self.stored, self.out = stored, out
+        self.source = source if stored is None else None
+        self.log_t = None if stored is None else source
+        # The logits with the stored classes masked, in the buffer of the gradient.
+        self._masked: Tensor | None = None
+        self._overwritten = False  # whether the logits may hold the gradient
 
-class Slopes(NamedTuple):
-    """The gradient of a formula: the coefficients, and the entries of the stored classes."""
+    def values(self, logits: Tensor, statistics: Tensor | None = None) -> Tensor:
+        """The values, (N,) float64, differentiable for the logits; 0 for ignored rows.
 
-    coefficients: Tensor  # (N, 13)
-    entries: Tensor  # (N, k)
+        ``statistics``, (N, 5) float64, is filled as by :func:`labo.metrics.row_statistics`, for a
+        plan that measures them.
+        """
+        with torch.no_grad():
+            w_y = self._first_pass(logits.detach(), statistics)
+        sums = self.sums
+        if logits.requires_grad and torch.is_grad_enabled():
+            names = variables_of(self.plan)
+            with_graph = _SecondPass.apply(logits, self, names, *(sums[name] for name in names))
+            sums = sums | dict(zip(names, with_graph, strict=True))
+        values = value_of(self.loss, FoundSums(self.loss, sums, w_y, logits.shape[1]))
+        return values if self.ignored is None else values.masked_fill(self.ignored, 0.0)
+
+    def rows(
+        self, logits: Tensor, factor: float | Tensor | None, statistics: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values, and the gradient of sum_i factor_i value_i, for a loop over chunks."""
+        dtype = wide(logits.dtype)
+        if factor is None:
+            with torch.no_grad():
+                return self.values(logits, statistics).to(dtype), None
+        with autograd_enabled():
+            leaf = logits.detach().requires_grad_()
+            values = self.values(leaf, statistics)
+            given = factor.double() if isinstance(factor, Tensor) else values.new_tensor(factor)
+            (grad,) = torch.autograd.grad(values, leaf, given.expand_as(values))
+        return values.detach().to(dtype), grad
+
+    def _first_pass(self, logits: Tensor, statistics: Tensor | None) -> float | Tensor:
+        """Finds the sums. Returns the class weights of the targets, or 1.0."""
+        plan, target, backend = self.plan, self.target, self.backend
+        if statistics is not None:
+            plan = plan._replace(asked=plan.asked | UE)
+        if plan.spread is not None:
+            how = (plan.spread == DEVIATION, getattr(backend, "moments", None))
+            own = spread(logits, *how)
+            taught = own if self.source is None else spread(self.source, *how, logits, own)
+            sizes = (plan.tau * own.size, plan.tau * taught.size)
+            plan = plan._replace(row_tau=RowTau(*sizes, own.center, plan.tau * own.slope))
+        if self.weight is not None:
+            self.weight = self.weight.detach().to(wide(logits.dtype))
+        y, self.ignored = target, None
+        if self.some_ignored is not False:
+            ignored = target == self.ignore_index
+            # On the CPU values can be read at no cost. Elsewhere that would wait for the device.
+            if self.some_ignored or not logits.is_cpu or bool(ignored.any()):
+                y, self.ignored = target.masked_fill(ignored, 0), ignored
+        self.y = y
+        z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
+        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
+        z_y = z_stored = None
+        if self.stored is not None:
+            z_y, z_stored = entries_of(logits, y.unsqueeze(1)), entries_of(logits, self.stored)
+            logits = self._masked = self._without_stored(logits)
+        sums = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
+        if statistics is not None:
+            torch.stack(statistics_of(sums), 1, out=statistics)
+            if self.ignored is not None:
+                statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
+        if z_y is not None and z_stored is not None and self.log_t is not None:
+            apart = _apart(sums, z_y.squeeze(1), z_stored, limits)
+            sums |= {"log_t": self.log_t.double(), **apart}
+        if z_largest is not None:
+            sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
+        if plan.asked & EMIX:
+            plan = plan.mixed(sums, sums["top"])
+            again = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
+            sums |= {name: again[name] for name in MIXED}
+        u_y = sums.get("sums_u_y", sums["u_y"])
+        sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
+        self.w_y = 1.0 if self.weight is None else self.weight[y].double()
+        self.plan, self.sums = plan, sums | temperatures(plan, sums["e"])
+        return self.w_y
+
+    def _fixed(self, plan: Passes) -> tuple[Any, ...]:
+        """What both passes take beside the logits."""
+        return self.target, plan, self.weight, self.ignore_index, self.source
+
+    def refuse_second_backward(self) -> None:
+        """Raise if an earlier backward pass has overwritten the logits."""
+        if self._overwritten:
+            raise RuntimeError(SECOND_BACKWARD)
+        self._overwritten = self.out is not None
+
+    def gradient(self, logits: Tensor, slopes: dict[str, Tensor]) -> Tensor:
+        """The gradient, written to ``out``; as the second pass of the formula."""
+        coefficients = coefficients_of(self.plan, self.sums, slopes, self.w_y, self.y)
+        stored, out = self.stored, self.out
+        if stored is not None:
+            # A target that is stored has no entry among the coefficients. It is in no sum.
+            targets = stored == self.y.unsqueeze(1)
+            at_target = coefficients[:, COEFFICIENTS.index("at_target")]
+            at_target.masked_fill_(targets.any(1), 0.0)
+            entries = slopes["u_stored"]
+            if "u_y" in slopes:
+                entries = entries + slopes["u_y"].unsqueeze(1) * targets
+            if self.ignored is not None:
+                entries = entries.masked_fill(self.ignored.unsqueeze(1), 0.0)
+            logits = out = self._without_stored(logits) if self._masked is None else self._masked
+            self._masked = None  # overwritten below
+        elif out is None:
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad: Tensor = self.backend.gradient(logits, *self._fixed(self.plan), coefficients, out)
+        return grad if stored is None else _add_entries(grad, stored, entries)
+
+    def _without_stored(self, logits: Tensor) -> Tensor:
+        """The logits with the stored classes masked, in the buffer of the gradient."""
+        out, stored = self.out, self.stored
+        assert stored is not None
+        if out is None:
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if out is not logits and out.data_ptr() != logits.data_ptr():
+            out.copy_(logits)
+        return _add_entries(out, stored, torch.full(stored.shape, -math.inf, device=out.device))
 
 
 def entries_of(logits: Tensor, index: Tensor) -> Tensor:
@@ -181,29 +295,20 @@ def entries_of(logits: Tensor, index: Tensor) -> Tensor:
     return z.masked_fill(index < 0, -math.inf)
 
 
-def _without_stored(logits: Tensor, index: Tensor, out: Tensor | None) -> Tensor:
-    """The logits with the stored classes masked, in the buffer of the gradient."""
-    if out is None:
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if out is not logits:
-        out.copy_(logits)
-    return _add_entries(out, index, torch.full(index.shape, -math.inf, device=index.device))
-
-
 def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
     """Add ``entries`` to the rows, in place, at the (N, k) indices that are not negative."""
     entries = entries.masked_fill(index < 0, 0.0).to(rows.dtype)
     return rows.scatter_add_(1, index.clamp(min=0), entries)
 
 
-def _by_name(plan: Passes, sums: Tensor, z_y: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
-    """The sums by name, and u_y."""
+def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
+    """The columns of the sums by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
     named = dict(zip(SUMS, sums.T.contiguous().unbind(), strict=True))
     if plan.asked & OTHERS:  # without other classes any finite maximum serves
         for name in ("top", "source_top"):
             named[name] = named[name].masked_fill(named[name] == -math.inf, 0.0)
-    return named | {"u_y": u_of(z_y, named["top"], limits)}
+    return named
 
 
 def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
@@ -232,19 +337,6 @@ def _apart(
     }
 
 
-def u_of(z: Tensor, top: Tensor, limits: torch.finfo) -> Tensor:
-    """u of single logits, float64: -inf if one is masked, else within the limits."""
-    u = z - top
-    if limits.bits == 64 or (u.is_cpu and _within(u, limits)):
-        return u
-    return torch.where(z.isinf(), z, u.clamp(limits.min, limits.max))
-
-
-def _within(u: Tensor, limits: torch.finfo) -> bool:
-    """Whether nothing has to be clamped; NaN says no."""
-    return u.numel() == 0 or bool(u.abs().amax() <= limits.max)
-
-
 def masses_of(
     plan: Passes, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
 ) -> dict[str, Tensor]:
@@ -267,58 +359,17 @@ def masses_of(
     return {"q_y": mass.masked_fill(masked, 0.0)}
 
 
-def differentiate(
-    loss: Formula,
-    plan: Passes,
-    sums: dict[str, Tensor],
-    w_y: float | Tensor,
-    y: Tensor,
-    classes: int | Tensor,
-    factor: float | Tensor | None,
-    stored: Tensor | None = None,
-) -> tuple[Tensor, Slopes | None]:
-    """The values of a formula, (N,), and the slopes of sum_i factor_i value_i.
-
-    Args:
-        loss, plan: the formula and what it uses.
-        sums: the sums, u_y, q_y and v_y, and u_stored and log_t with stored classes.
-        w_y: the class weights of the targets, or 1.0.
-        y: the targets.
-        classes: K.
-        factor: None for values only.
-        stored: (N, k) stored classes.
-    """
-    zero = torch.zeros_like(sums["e"])
-    sums = sums | {"u_top": zero}
+def temperatures(plan: Passes, like: Tensor) -> dict[str, Tensor]:
+    """The temperatures of the rows and of a teacher's, if the formula uses them, and u_top."""
+    named = {"u_top": torch.zeros_like(like)} if plan.asked & TOP else {}
     if plan.row_tau is not None:
-        sums |= {"tau": plan.row_tau.tau, "source_tau": plan.row_tau.source_tau}
-    elif "tau" in plan.used:
-        sums |= dict.fromkeys(("tau", "source_tau"), zero.new_full((), plan.tau))
-    if factor is None:
-        with torch.no_grad():
-            return value_of(loss, FoundSums(loss, sums, w_y, classes)), None
-    variables = [name for name in _VARIABLES if name in plan.used]
-    if plan.row_tau is None and "tau" in variables:
-        variables.remove("tau")
-    with autograd_enabled():
-        leaves = [sums[name].detach().requires_grad_() for name in variables]
-        sums |= dict(zip(variables, leaves, strict=True))
-        values = value_of(loss, FoundSums(loss, sums, w_y, classes))
-        upstream = factor.double() if isinstance(factor, Tensor) else torch.full_like(zero, factor)
-        grads = torch.autograd.grad(values, leaves, upstream, allow_unused=True)
-    slopes = {name: x for name, x in zip(variables, grads, strict=True) if x is not None}
-    coefficients = _coefficients(plan, sums, slopes, w_y, y)
-    if stored is None:
-        return values.detach(), Slopes(coefficients, zero.new_empty(len(zero), 0))
-    # A target that is stored has no entry among the coefficients. It is in no sum.
-    targets = stored == y.unsqueeze(1)
-    at_target = coefficients[:, COEFFICIENTS.index("at_target")]
-    at_target.masked_fill_(targets.any(1), 0.0)
-    of_y = slopes.get("u_y", zero).unsqueeze(1)
-    return values.detach(), Slopes(coefficients, slopes["u_stored"] + of_y * targets)
+        return named | {"tau": plan.row_tau.tau, "source_tau": plan.row_tau.source_tau}
+    if "tau" in plan.used:
+        named |= dict.fromkeys(("tau", "source_tau"), like.new_full((), plan.tau))
+    return named
 
 
-def _coefficients(
+def coefficients_of(
     plan: Passes,
     sums: dict[str, Tensor],
     slopes: dict[str, Tensor],
@@ -326,7 +377,7 @@ def _coefficients(
     y: Tensor,
 ) -> Tensor:
     """The coefficients of the gradient from the derivatives for the sums; only those not 0."""
-    u_y, top = (sums.get(f"sums_{name}", sums[name]).detach() for name in ("u_y", "top"))
+    u_y, top = (sums.get(f"sums_{name}", sums[name]) for name in ("u_y", "top"))
     zero = torch.zeros_like(u_y)
     masked_y = u_y == -math.inf if plan.asked & (UE | UR | EMIX) else None
 
@@ -343,7 +394,7 @@ def _coefficients(
     if plan.row_tau is not None and masked_y is not None:
         of_tau = of("tau") - of("r") * sums["ur"] / tau**2
         if "qd" in slopes:
-            of_tau = of_tau + slopes["qd"] * sums["qu"].detach() / tau**2
+            of_tau = of_tau + slopes["qd"] * sums["qu"] / tau**2
         c["from_u"] = of_tau * plan.row_tau.slope
         c["from_one"] = c["from_u"] * (top - plan.row_tau.center)
         linear = c["from_one"] + c["from_u"] * u_y
@@ -367,6 +418,26 @@ def _coefficients(
         c["at_target"] = c["at_target"] + of_top.masked_fill(c["top_at"] != y, 0.0)
         at_top = c["from_e"] + c["from_r"] + of_top
         c["at_top"] = at_top if plan.masses == BEYOND_MARGIN else at_top + c["from_q"]
-    else:
-        c["top_at"] = zero - 1
     return torch.stack([c.get(name, zero) for name in COEFFICIENTS], 1)
+
+
+class _SecondPass(torch.autograd.Function):
+    """The sums as they are; autograd brings the derivatives for them to the second pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: FormulaRows, names: tuple[str, ...], *sums: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Saved, so that autograd notices if they are changed before the backward pass.
+        ctx.save_for_backward(logits, rows.target, rows.weight, rows.source, rows.stored)
+        ctx.set_materialize_grads(False)
+        ctx.rows, ctx.names = rows, names
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        ctx.rows.refuse_second_backward()  # before PyTorch finds that they have changed
+        logits, *_ = ctx.saved_tensors
+        known = {n: x for n, x in zip(ctx.names, slopes, strict=True) if x is not None}
+        return (ctx.rows.gradient(logits, known), None, None, *(None for _ in slopes))

@@ -13,6 +13,8 @@ comes from unnormalized masses ``q`` and their sum ``Q``:
     3     LABO, adaptive  exp(u_j / tau)         1 - rho H(p) / log K
     ====  ==============  =====================  ==========================
 
+U and K count the classes that are not masked.
+
 With class weights ``w`` (all one when there are none), and the KL term in modes 2 and 3 only,
 
     value    = -sum_j w_j P_hat_j l_j + w_y alpha tau KL(P || U)
@@ -44,6 +46,7 @@ from torch import Tensor
 from .. import sums as row_sums
 from ..sums import Passes
 from .columns import COEFFICIENTS, SUMS
+from .kernel import Kernel
 
 # Of a formula, see `labo.fast.formula`.
 UNIFORM = tl.constexpr(row_sums.UNIFORM)
@@ -68,17 +71,22 @@ LABO = tl.constexpr(2)
 ADAPTIVE = tl.constexpr(3)
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+HIGHEST = tl.constexpr(torch.finfo(torch.float32).max)
 # The unit of q, except that of LABO: with it the sum of q u over a row does not overflow.
 MASS = tl.constexpr(2.0**-24)
 
 # Columns of the statistics: max z, 1 / sum exp(u), alpha, 1 / Q, sum_k w_k P_hat_k.
 STATISTICS = 5
 
-# The forward kernels keep a block of logits, its exponentials and its weights in registers, at 8
-# elements a thread at most 72 on NVIDIA and 80 on AMD, and 96 for a formula with all its options.
-# Without a limit ptxas prefers fewer with a few bytes spilled (tests/core/test_kernels_compile.py).
-MAX_BLOCK = 4096
-ELEMENTS_PER_THREAD = 8
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+# A kernel keeps a block of logits, its exponentials and its weights in registers. The kernels of a
+# formula need up to 111 of them at 8 logits a thread. Without a limit ptxas prefers fewer with a
+# few bytes spilled (tests/core/test_kernels_compile.py).
+MAX_BLOCK = 8192
+LOGITS_PER_THREAD = 32
+MAX_FORMULA_BLOCK = 4096
+FORMULA_LOGITS_PER_THREAD = 8
 MAX_REGISTERS = 128
 HIP = torch.version.hip is not None
 
@@ -90,6 +98,105 @@ def _finite(u):
 
 
 @triton.jit
+def _moved(products, masses, shrink, d):
+    """The sum of u q after every u has changed by d, and every q by the factor ``shrink``.
+
+    In this order a large d, after a block of classes masked with a large finite number, does not
+    overflow: its factor is 0 then.
+    """
+    return shrink * products + (shrink * d) * masses
+
+
+@triton.jit
+def _exp(x):
+    """exp(x): GPUs have an instruction for powers of 2."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def _in_lanes(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """A block as (repeats, lanes, vector): what a thread loads is in one lane.
+
+    Sums over the first and the last axis then need no other thread.
+    """
+    return tl.reshape(x, [x.shape[0] // (LANES * VECTOR), LANES, VECTOR])
+
+
+@triton.jit
+def _lane_sum(x):
+    return tl.sum(tl.sum(x, axis=2), axis=0)
+
+
+@triton.jit
+def _per_lane(x):
+    return x[None, :, None]
+
+
+@triton.jit
+def _add_block(
+    sums,
+    logits,
+    weight,
+    start,
+    K,
+    inv_tau,
+    MODE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The sums of every lane with those of the next block, under its running maximum."""
+    top, lowest, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = sums
+    cols = start + tl.arange(0, BLOCK)
+    if WHOLE:
+        z = tl.load(logits + cols)
+    else:
+        z = tl.load(logits + cols, mask=cols < K, other=-float("inf"))
+    z = _in_lanes(z, LANES, VECTOR).to(tl.float32)
+
+    # A maximum that grows from `top` by -d shifts every u so far by d. While `top` is -inf
+    # nothing has been summed, and any finite d will do; -inf - -inf must not occur.
+    new_top = tl.maximum(top, tl.max(tl.max(z, axis=2), axis=0))
+    origin = tl.where(new_top == -float("inf"), 0.0, new_top)
+    d = tl.where(top == -float("inf"), 0.0, _finite(top - origin))
+    top = new_top
+
+    u = z - _per_lane(origin)
+    e = tl.exp2(u * LOG2_E)
+    shrink = _exp(d)
+    if MODE == ADAPTIVE:
+        # A maximum may lose a NaN, but e has it too. The product is 0 for a masked class.
+        of_ue = _lane_sum(tl.maximum(u, LOWEST) * e)
+        ue = _moved(ue, s1, shrink, d) + of_ue
+    s1 = shrink * s1 + _lane_sum(e)
+
+    if MODE >= LS:
+        if MODE == LS:
+            masked = z == -float("inf")
+            q = tl.where(masked, 0.0, MASS)
+            uq = tl.where(masked, 0.0, _finite(u)) * MASS
+            q_shrink = 1.0
+        else:
+            q = tl.exp2(u * (inv_tau * LOG2_E))
+            uq = tl.maximum(u, LOWEST) * q
+            q_shrink = _exp(d * inv_tau)
+            lowest = tl.minimum(lowest, tl.min(tl.min(z, axis=2), axis=0))
+        # Only plain LS and the KL of weighted LABO need sum u q: weighted LS needs sum w u q,
+        # and in plain LABO it cancels between the cross entropy and the KL.
+        if (MODE == LS) != HAS_WEIGHT:
+            uq_sum = _moved(uq_sum, q_sum, q_shrink, d) + _lane_sum(uq)
+        if HAS_WEIGHT:
+            w = tl.load(weight + cols, mask=cols < K, other=0.0)
+            w = _in_lanes(w, LANES, VECTOR).to(tl.float32)
+            wuq_sum = _moved(wuq_sum, wq_sum, q_shrink, d) + _lane_sum(w * uq)
+            wq_sum = q_shrink * wq_sum + _lane_sum(w * q)
+        q_sum = q_shrink * q_sum + _lane_sum(q)
+    return top, lowest, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum
+
+
+@triton.jit
 def _row_sums(
     logits,
     weight,
@@ -98,57 +205,52 @@ def _row_sums(
     MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """The maximum of a row and the sums of e, ue, q, uq, wq and wuq, in one pass.
+    """The maximum of a row and the sums of e, ue, q, uq, wq and wuq, in one pass, and the count.
 
-    Sums that the mode does not need are 0.
+    Every lane has a running maximum of its own, and threads meet only at the end. Sums that the
+    mode does not need are 0.
     """
-    top = -float("inf")
-    s1 = 0.0  # sum e^u
-    ue = 0.0  # sum u e^u
-    q_sum = 0.0  # sum q
-    uq_sum = 0.0  # sum u q
-    wq_sum = 0.0  # sum w q
-    wuq_sum = 0.0  # sum w u q
-    for start in range(0, K, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        inside = cols < K
-        z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
-        masked = z == -float("inf")
+    zeros = tl.zeros([LANES], tl.float32)
+    infinite = zeros + float("inf")
+    # The maximum, the minimum, and the sums of e^u, u e^u, q, u q, w q and w u q.
+    sums = (-infinite, infinite, zeros, zeros, zeros, zeros, zeros, zeros)
+    whole = K // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        sums = _add_block(
+            sums, logits, weight, start, K, inv_tau, MODE, HAS_WEIGHT, BLOCK, LANES, VECTOR, True
+        )
+    for start in range(whole, K, BLOCK):  # the rest, if there is one
+        sums = _add_block(
+            sums, logits, weight, start, K, inv_tau, MODE, HAS_WEIGHT, BLOCK, LANES, VECTOR, False
+        )
+    tops, lowest, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = sums
 
-        # A maximum that grows from `top` by -d shifts every u so far by d. While `top` is -inf
-        # nothing has been summed, and any finite d will do; -inf - -inf must not occur.
-        new_top = tl.maximum(top, tl.max(z, axis=0))
-        origin = tl.where(new_top == -float("inf"), 0.0, new_top)
-        d = tl.where(top == -float("inf"), 0.0, _finite(top - origin))
-        top = new_top
+    top = tl.max(tops, axis=0)
+    origin = tl.where(top == -float("inf"), 0.0, top)
+    d = tl.where(tops == -float("inf"), 0.0, _finite(tops - origin))
+    shrink = _exp(d)
+    q_shrink = tl.full([LANES], 1.0, tl.float32) if MODE <= LS else _exp(d * inv_tau)
+    ue = tl.sum(_moved(ue, s1, shrink, d), axis=0)
+    uq_sum = tl.sum(_moved(uq_sum, q_sum, q_shrink, d), axis=0)
+    wuq_sum = tl.sum(_moved(wuq_sum, wq_sum, q_shrink, d), axis=0)
+    s1 = tl.sum(shrink * s1, axis=0)
+    q_sum = tl.sum(q_shrink * q_sum, axis=0)
+    wq_sum = tl.sum(q_shrink * wq_sum, axis=0)
 
-        u = _finite(z - origin)
-        finite_u = tl.where(masked, 0.0, u)
-        e = tl.exp(u)
-        shrink = tl.exp(d)
-        if MODE == ADAPTIVE:
-            ue = shrink * (ue + d * s1) + tl.sum(finite_u * e, axis=0)
-        s1 = shrink * s1 + tl.sum(e, axis=0)
-
-        if MODE >= LS:
-            if MODE == LS:
-                q = tl.where(masked, 0.0, MASS)
-                q_shrink = 1.0
-            else:
-                q = tl.exp(u * inv_tau)
-                q_shrink = tl.exp(d * inv_tau)
-            uq = finite_u * q
-            # Only plain LS and the KL of weighted LABO need sum u q: weighted LS needs sum w u q,
-            # and in plain LABO it cancels between the cross entropy and the KL.
-            if (MODE == LS) != HAS_WEIGHT:
-                uq_sum = q_shrink * (uq_sum + d * q_sum) + tl.sum(uq, axis=0)
-            if HAS_WEIGHT:
-                w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-                wuq_sum = q_shrink * (wuq_sum + d * wq_sum) + tl.sum(w * uq, axis=0)
-                wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
-            q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
-    return top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum
+    count = 1.0 * K  # of the classes that are not masked
+    if MODE > LS and tl.min(lowest, axis=0) == -float("inf"):
+        # To count in the pass above would cost every row for the few that have masked classes.
+        counts = zeros
+        for start in range(0, K, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            z = tl.load(logits + cols, mask=cols < K, other=-float("inf")).to(tl.float32)
+            present = tl.where(z == -float("inf"), 0.0, 1.0)
+            counts += _lane_sum(_in_lanes(present, LANES, VECTOR))
+        count = tl.sum(counts, axis=0)
+    return top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum, count
 
 
 @triton.jit
@@ -163,14 +265,16 @@ def _statistics_kernel(
     alpha,
     tau,
     inv_tau,
-    entropy_scale,
+    rho,
     ignore_index,
     MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """Value and statistics of one row, in one pass under a running maximum."""
+    """Value and statistics of one row, in one pass under running maxima."""
     row = tl.program_id(0).to(tl.int64)
     values += row
     statistics += row * WIDTH
@@ -182,8 +286,8 @@ def _statistics_kernel(
             tl.store(statistics + i, 0.0)
         return
     logits += row * row_stride
-    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum = _row_sums(
-        logits, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK
+    top, s1, ue, q_sum, uq_sum, wq_sum, wuq_sum, count = _row_sums(
+        logits, weight, K, inv_tau, MODE, HAS_WEIGHT, BLOCK, LANES, VECTOR
     )
 
     # A target outside [0, K) is taken as NaN, not read from memory, and makes the whole row NaN.
@@ -197,7 +301,7 @@ def _statistics_kernel(
     log_s1 = tl.log(s1)
     if MODE == ADAPTIVE:
         # s1 >= 1 (it includes the maximum) and ue <= 0, so that rounding cannot make H(p) negative.
-        alpha = 1.0 - entropy_scale * (log_s1 - ue / s1)
+        alpha = 1.0 - rho * (log_s1 - ue / s1) / tl.where(count > 1.0, tl.log(count), 1.0)
 
     # value = label_weight log s1 - sum_j w_j P_hat_j u_j + w_y alpha tau KL(P || U)
     hit = (1.0 - alpha) * w_y
@@ -210,11 +314,11 @@ def _statistics_kernel(
             label_weight += alpha * wq_sum * inv_q
             rest = -wuq_sum * inv_q
             if MODE != LS:
-                rest += w_y * (uq_sum * inv_q - tau * tl.log(q_sum / K))
+                rest += w_y * (uq_sum * inv_q - tau * tl.log(q_sum / count))
         elif MODE == LS:
             rest = -uq_sum * inv_q
         else:
-            rest = -tau * tl.log(q_sum / K)
+            rest = -tau * tl.log(q_sum / count)
     if not HAS_WEIGHT:
         label_weight = 1.0
     # A masked target costs +inf, unless its share of the label is 0: 0 * -inf = 0.
@@ -250,7 +354,8 @@ def _gradient_kernel(
     """One block of columns of the gradient of one row."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
-    cols = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    first = (program % blocks) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
     inside = cols < K
     out += row * out_stride + cols
     y = tl.load(target + row)
@@ -266,22 +371,30 @@ def _gradient_kernel(
     known = (y >= 0) & (y < K)
     factor = tl.where(known, tl.load(row_factor + row), float("nan"))
 
+    of_p = factor * inv_s1
+    of_q = 0.0
+    if HAS_WEIGHT:
+        of_p *= tl.load(statistics + 4)
+    if MODE >= LS:
+        of_q = factor * alpha * tl.load(statistics + 3)
+
     z = tl.load(logits + row * row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
     u = z - top
-    g = tl.exp(u) * inv_s1
-    hit = tl.where(cols == y, 1.0 - alpha, 0.0)
-    if HAS_WEIGHT:
-        w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(statistics + 4) * g - w * hit
-    else:
-        g -= hit
+    g = of_p * tl.exp2(u * LOG2_E)
     if MODE >= LS:
-        q = tl.where(z == -float("inf"), 0.0, MASS) if MODE == LS else tl.exp(u * inv_tau)
-        share = alpha * (q * tl.load(statistics + 3))
+        if MODE == LS:
+            share = tl.where(z == -float("inf"), 0.0, of_q * MASS)
+        else:
+            share = of_q * tl.exp2(u * (inv_tau * LOG2_E))
         if HAS_WEIGHT:
-            share *= w
+            share *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
         g -= share
-    tl.store(out, (factor * g).to(out.dtype.element_ty), mask=inside)
+    if (y >= first) & (y < first + BLOCK):
+        hit = factor * (1.0 - alpha)
+        if HAS_WEIGHT:
+            hit *= tl.load(weight + y, mask=known, other=0.0).to(tl.float32)
+        g = tl.where(cols == y, g - hit, g)
+    tl.store(out, g.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -421,7 +534,7 @@ def _formula_sums_kernel(
         if OTHERS & ASKED:
             z = tl.where(cols == y, -float("inf"), z)
         masked = z == -float("inf")
-        # As in _row_sums, a maximum that grows by -d shifts every u so far by d.
+        # As in _add_block, a maximum that grows by -d shifts every u so far by d.
         if TOP & ASKED:
             top_at = tl.where(tl.max(z, axis=0) > top, start + tl.argmax(z, axis=0), top_at)
         new_top = tl.maximum(top, tl.max(z, axis=0))
@@ -435,14 +548,14 @@ def _formula_sums_kernel(
         if COUNT & ASKED:
             count += tl.sum(tl.where(masked, 0.0, 1.0), axis=0)
         if UE & ASKED:
-            ue_sum = shrink * (ue_sum + d * e_sum) + tl.sum(finite_u * e, axis=0)
+            ue_sum = _moved(ue_sum, e_sum, shrink, d) + tl.sum(finite_u * e, axis=0)
         e_sum = shrink * e_sum + tl.sum(e, axis=0)
         if R & ASKED:
             r = tl.exp(u * inv_tau)
             r_shrink = tl.exp(d * inv_tau)
             if UR & ASKED:
                 of_ur = tl.sum(finite_u * (MASS * r), axis=0)
-                ur_sum = r_shrink * (ur_sum + d * (MASS * r_sum)) + of_ur
+                ur_sum = _moved(ur_sum, MASS * r_sum, r_shrink, d) + of_ur
             r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
         if MASSES > 0:
             v = finite_u
@@ -462,29 +575,35 @@ def _formula_sums_kernel(
             q = _masses(source, u, v, cols, masked, inv_tau, inv_source_tau, margin, MASSES)
             q *= MASS
             if QU & ASKED:
-                qu_sum = q_shrink * (qu_sum + d * q_sum) + tl.sum(finite_u * q, axis=0)
+                qu_sum = _moved(qu_sum, q_sum, q_shrink, d) + tl.sum(finite_u * q, axis=0)
             if QD & ASKED:
                 difference = _finite(v * inv_source_tau) - _finite(finite_u * inv_tau)
                 grown = _finite(dv * inv_source_tau) - _finite(d * inv_tau)
-                qd_sum = q_shrink * (qd_sum + grown * q_sum) + tl.sum(difference * q, axis=0)
+                qd_sum = _moved(qd_sum, q_sum, q_shrink, grown)
+                qd_sum += tl.sum(difference * q, axis=0)
             if WQU & ASKED:
                 w = tl.load(weight + cols, mask=cols < K, other=0.0).to(tl.float32)
-                wqu_sum = q_shrink * (wqu_sum + d * wq_sum) + tl.sum(w * finite_u * q, axis=0)
+                wqu_sum = _moved(wqu_sum, wq_sum, q_shrink, d)
+                wqu_sum += tl.sum(w * finite_u * q, axis=0)
                 wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
     tl.store(sums, top)
     tl.store(sums + 1, source_top)
     tl.store(sums + 2, 1.0 * top_at)
-    tl.store(sums + 3, count)
-    tl.store(sums + 4, e_sum)
-    tl.store(sums + 5, ue_sum)
-    tl.store(sums + 6, r_sum)
-    tl.store(sums + 7, ur_sum)
-    tl.store(sums + 8, q_sum)
-    tl.store(sums + 9, qu_sum)
-    tl.store(sums + 10, qd_sum)
-    tl.store(sums + 11, wq_sum)
-    tl.store(sums + 12, wqu_sum)
+    z_y = tl.load(logits + y, mask=(y >= 0) & (y < K), other=0.0).to(tl.float32)
+    u_y = z_y - tl.where(top == -float("inf"), 0.0, top)
+    u_y = _finite(tl.where(u_y > HIGHEST, HIGHEST, u_y))
+    tl.store(sums + 3, tl.where(z_y == -float("inf"), z_y, u_y))
+    tl.store(sums + 4, count)
+    tl.store(sums + 5, e_sum)
+    tl.store(sums + 6, ue_sum)
+    tl.store(sums + 7, r_sum)
+    tl.store(sums + 8, ur_sum)
+    tl.store(sums + 9, q_sum)
+    tl.store(sums + 10, qu_sum)
+    tl.store(sums + 11, qd_sum)
+    tl.store(sums + 12, wq_sum)
+    tl.store(sums + 13, wqu_sum)
 
 
 @triton.jit
@@ -562,15 +681,7 @@ def _formula_gradient_kernel(
 
 
 def row_statistics(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    mode: int,
-    alpha: float,
-    tau: float,
-    rho: float,
-    ignore_index: int,
-    weight: Tensor | None,
+    logits: Tensor, target: Tensor, kernel: Kernel, weight: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """Value of every row, and what its gradient needs, in one pass over the logits.
 
@@ -578,19 +689,17 @@ def row_statistics(
     each other. A target that is neither ``ignore_index`` nor in ``[0, K)`` gives NaN.
 
     Args:
-        logits: ``(N, K)`` of float32, bfloat16 or float16, unit stride along ``K >= 1``.
+        logits: ``(N, K)`` of float32, bfloat16 or float16.
         target: ``(N,)`` class indices, int64.
-        mode: 0 cross entropy, 1 LS, 2 LABO, 3 LABO with adaptive alpha.
-        alpha: Weight of ``P`` in the label; modes 1 and 2.
-        tau: Temperature of ``P = softmax(z / tau)``, positive; modes 2 and 3.
-        rho: Slope of ``alpha = 1 - rho H(p) / log K``; mode 3.
-        ignore_index: Target of the rows that do not count and are not read.
+        kernel: the loss.
         weight: ``(K,)`` class weights, or None.
+        ignore_index: Target of the rows that do not count and are not read.
 
     Returns:
         Values ``(N,)`` and statistics ``(N, 5)``, both float32. The statistics are ``max z``,
         ``1 / sum exp(u)``, ``alpha``, ``1 / Q`` and ``sum_k w_k P_hat_k``; zeros where ignored.
     """
+    logits = _unit_stride(logits)
     _check(logits)
     rows, classes = logits.shape
     target = _ready("target", target, logits, (rows,), torch.int64)
@@ -599,7 +708,7 @@ def row_statistics(
     statistics = logits.new_empty((rows, STATISTICS), dtype=torch.float32)
     if rows == 0:
         return values, statistics
-    block, options = _tile(classes)
+    block, options = _own_tile(classes, weight is not None)
     with torch.cuda.device_of(logits):
         _statistics_kernel[(rows,)](
             logits,
@@ -609,15 +718,16 @@ def row_statistics(
             statistics,
             logits.stride(0),
             classes,
-            float(alpha) if mode else 0.0,
-            float(tau),
-            1.0 / tau,
-            rho / (math.log(classes) if classes > 1 else 1.0),
+            float(kernel.alpha) if kernel.mode else 0.0,
+            float(kernel.tau),
+            1.0 / kernel.tau,
+            float(kernel.rho),
             ignore_index,
-            MODE=mode,
+            MODE=kernel.mode,
             HAS_WEIGHT=weight is not None,
             WIDTH=STATISTICS,
             BLOCK=block,
+            **_lanes(logits, block, options["num_warps"]),
             **options,
         )
     return values, statistics
@@ -628,11 +738,9 @@ def row_gradient(
     target: Tensor,
     statistics: Tensor,
     row_factor: Tensor,
-    *,
-    mode: int,
-    tau: float,
-    ignore_index: int,
+    kernel: Kernel,
     weight: Tensor | None,
+    ignore_index: int,
     out: Tensor | None = None,
 ) -> Tensor:
     """Gradient of ``sum_i row_factor_i value_i`` with respect to the logits.
@@ -645,16 +753,14 @@ def row_gradient(
         logits: ``(N, K)``, as given to `row_statistics`.
         target: ``(N,)`` class indices, int64.
         statistics: ``(N, 5)``, as returned by `row_statistics`.
-        row_factor: ``(N,)`` float32, the gradient of the loss with respect to each value.
-        mode: As given to `row_statistics`.
-        tau: As given to `row_statistics`.
-        ignore_index: As given to `row_statistics`.
-        weight: As given to `row_statistics`.
+        row_factor: ``(N,)``, the gradient of the loss with respect to each value.
+        kernel, weight, ignore_index: As given to `row_statistics`.
         out: ``(N, K)`` to write into, unit stride along ``K``; may be ``logits`` itself.
 
     Returns:
         ``out``, or a new contiguous tensor of the dtype of the logits.
     """
+    logits = _unit_stride(logits)
     _check(logits)
     if out is None:
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -666,10 +772,10 @@ def row_gradient(
     target = _ready("target", target, logits, (rows,), torch.int64)
     weight = None if weight is None else _ready("weight", weight, logits, (classes,))
     statistics = _ready("statistics", statistics, logits, (rows, STATISTICS), torch.float32)
-    row_factor = _ready("row_factor", row_factor, logits, (rows,), torch.float32)
+    row_factor = _ready("row_factor", row_factor.float(), logits, (rows,), torch.float32)
     if rows == 0:
         return out
-    block, options = _tile(classes)
+    block, options = _own_tile(classes, weight is not None, each_masked=classes % 16 != 0)
     blocks = triton.cdiv(classes, block)
     with torch.cuda.device_of(logits):
         # One axis: the second axis of a grid ends at 65535, and with one axis the programs go
@@ -685,9 +791,9 @@ def row_gradient(
             out.stride(0),
             classes,
             blocks,
-            1.0 / tau,
+            1.0 / kernel.tau,
             ignore_index,
-            MODE=mode,
+            MODE=kernel.mode,
             HAS_WEIGHT=weight is not None,
             WIDTH=STATISTICS,
             BLOCK=block,
@@ -848,8 +954,40 @@ def _ready(
     return x.contiguous()
 
 
-def _tile(classes: int) -> tuple[int, dict[str, int]]:
-    """Block size and launch options for rows of ``classes`` logits."""
-    block = min(triton.next_power_of_2(classes), MAX_BLOCK)
-    warps = max(1, block // ((64 if HIP else 32) * ELEMENTS_PER_THREAD))
+def _tile(
+    classes: int, most: int | None = None, per_thread: int = FORMULA_LOGITS_PER_THREAD
+) -> tuple[int, dict[str, int]]:
+    """Block size and launch options for rows of ``classes`` logits; of a formula if not told."""
+    block = min(triton.next_power_of_2(classes), most or MAX_FORMULA_BLOCK)
+    warps = max(1, block // (_warp() * per_thread))
     return block, {"num_warps": warps} | ({} if HIP else {"maxnreg": MAX_REGISTERS})
+
+
+def _own_tile(
+    classes: int, weighted: bool, each_masked: bool = False
+) -> tuple[int, dict[str, int]]:
+    """As `_tile`, for the losses with kernels of their own.
+
+    Weights need registers too. So do the addresses and masks of logits that are not loaded in
+    groups, because the rows are not aligned.
+    """
+    if weighted:
+        return _tile(classes, MAX_BLOCK // 2, LOGITS_PER_THREAD // 4)
+    if each_masked:
+        return _tile(classes, MAX_BLOCK // 2, LOGITS_PER_THREAD // 2)
+    return _tile(classes, MAX_BLOCK, LOGITS_PER_THREAD)
+
+
+def _lanes(logits: Tensor, block: int, num_warps: int) -> dict[str, int]:
+    """How the threads share a block: each loads 16 bytes at a time where rows are aligned.
+
+    The order of summation follows from the shape and the dtype alone.
+    """
+    size = logits.element_size()
+    lanes = min(block, _warp() * num_warps)
+    vector = 16 // size if logits.shape[1] * size % 16 == 0 else 1
+    return {"LANES": lanes, "VECTOR": min(vector, block // lanes)}
+
+
+def _warp() -> int:
+    return 64 if HIP else 32

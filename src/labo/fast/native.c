@@ -20,7 +20,7 @@
  * reading comes from memory, the others find the row in the cache. The bits of a row depend on
  * that row alone: not on its neighbours, nor on whether and where its gradient is written.
  *
- * All other losses are formulas of sums over a row (labo/fast/algebra.py). They take two calls: one
+ * All other losses are formulas of sums over a row (labo/fast/formula.py). They take two calls: one
  * gives the sums of every row, and the other writes a gradient that is linear in a few functions of
  * the logits, with coefficients that PyTorch has computed from the sums. The sums may be those of a
  * part of the columns: this is also how logits that are split over processes are done.
@@ -76,7 +76,7 @@ enum { CROSS_ENTROPY, LABEL_SMOOTHING, LABO_FIXED, LABO_ADAPTIVE };
 
 /* Sums over the classes of a row, of products of u, e = exp(u), q and w. */
 typedef struct {
-    double e, ue, q, qu, wq, wqu;
+    double e, ue, q, qu, wq, wqu, count;
 } row_sums;
 
 /* Where the masses q of a formula come from; part of the interface. */
@@ -92,14 +92,14 @@ enum {
  * The sums of a formula over the classes that are not masked, with u = z - top, e = exp(u),
  * r = exp(u / tau), masses q, class weights w and d = v / source_tau - u / tau, where
  * v = teacher's logit - source_top and source_tau is tau unless the rows have their own.
- * `top_at` is the first class with the logit `top`. Sums that were not asked for are 0. With OTHERS
- * the target counts as masked.
+ * `top_at` is the first class with the logit `top`; `u_y` is u of the target. Sums that were not
+ * asked for are 0. With OTHERS the target counts as masked.
  *
  * With x = u + shift, `mix` is the sum of log(1 + exp(x)) and `emix` that of e log(1 + exp(-x)). The
  * shift needs the sum of e: these two take a call of their own, which gives no other sum.
  */
 typedef struct {
-    double top, source_top, top_at, count, e, ue, r, ur, q, qu, qd, wq, wqu, mix, emix;
+    double top, source_top, top_at, u_y, count, e, ue, r, ur, q, qu, qd, wq, wqu, mix, emix;
 } formula_sums;
 
 /*
@@ -132,33 +132,36 @@ typedef struct {
     double center, squares;
 } row_moments;
 
-/* The arguments of labo_rows_*, labo_formula_* and labo_moments_*; strides count elements. */
+/*
+ * The arguments of labo_rows, labo_formula and labo_moments; part of the interface (native.py).
+ * Strides count elements, pointers that are not needed are NULL. bf16 is the type of logits and grad.
+ */
 typedef struct {
     const void *logits;
-    int64_t rows, classes, stride;
+    int64_t classes, stride, ignore_index;
     const int64_t *target;
-    int64_t ignore_index;
-    const float *weight; /* per class, or NULL */
-    int32_t mode;
-    double alpha, tau, rho, scale;
-    const float *row_scale; /* per row, or NULL */
-    float *values;
-    void *grad; /* NULL for values only; may be the logits */
+    const float *weight; /* per class */
+    void *grad;          /* NULL for values only; may be the logits */
     int64_t grad_stride;
-    row_statistics *statistics; /* per row, or NULL */
-    double log_classes;
-    /* of a formula */
+    int32_t bf16;
+    /* of labo_rows */
+    int32_t mode;
+    double alpha, tau, rho, scale, log_classes;
+    const float *row_scale; /* per row */
+    float *values;
+    row_statistics *statistics; /* per row */
+    /* of a formula: sums only, or from the coefficients the gradient only */
     int32_t asked, masses;
     double margin;
-    const temperatures *row_tau; /* per row, or NULL */
-    const mixture *row_mixture;  /* per row, or NULL */
-    const void *source; /* what the masses come from, or NULL */
+    const temperatures *row_tau; /* per row */
+    const mixture *row_mixture;  /* per row */
+    const void *source;          /* what the masses come from */
     int64_t source_stride;
-    bool source_bf16;
-    formula_sums *sums;                    /* sums only, or NULL */
-    const formula_gradient *coefficients; /* gradient only, or NULL */
+    formula_sums *sums;
+    const formula_gradient *coefficients;
+    int32_t source_bf16;
     /* of moments */
-    bool centered;
+    int32_t centered;
     row_moments *moments;
 } batch;
 
@@ -173,20 +176,21 @@ typedef struct {
 
 enum { PIECE = 1 << 18 };
 
-static fresh_memory fresh_part(const batch *b, int64_t size)
+static fresh_memory fresh_part(const batch *b, int64_t first, int64_t last, int64_t size)
 {
 #ifdef __linux__
-    const int64_t bytes = ((b->rows - 1) * b->grad_stride + b->classes) * size;
-    if (b->grad && b->rows > 0 && bytes >= 4 * PIECE) {
+    char *start = (char *)b->grad + first * b->grad_stride * size;
+    const int64_t bytes = ((last - first - 1) * b->grad_stride + b->classes) * size;
+    if (b->grad && last > first && bytes >= 4 * PIECE) {
         const size_t page = (size_t)sysconf(_SC_PAGESIZE);
         /* Whether the first page that is all ours has been touched tells it for the others. */
-        char *first = (char *)(((uintptr_t)b->grad + page - 1) / page * page);
+        char *whole = (char *)(((uintptr_t)start + page - 1) / page * page);
         unsigned char touched = 1;
-        if (mincore(first, page, &touched) == 0 && !(touched & 1))
-            return (fresh_memory){first, (char *)b->grad + bytes};
+        if (mincore(whole, page, &touched) == 0 && !(touched & 1))
+            return (fresh_memory){whole, start + bytes};
     }
 #else
-    (void)b, (void)size;
+    (void)b, (void)first, (void)last, (void)size;
 #endif
     return (fresh_memory){NULL, NULL};
 }
@@ -325,6 +329,11 @@ static uint16_t bf16_from_float(float x)
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+ALWAYS_INLINE double within_float(double x)
+{
+    return x < -FLT_MAX ? -FLT_MAX : x > FLT_MAX ? FLT_MAX : x;
+}
+
 ALWAYS_INLINE const char *element(const void *row, int64_t at, bool bf16)
 {
     return (const char *)row + at * (bf16 ? (int64_t)sizeof(uint16_t) : (int64_t)sizeof(float));
@@ -348,11 +357,12 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
 {
     const bool labo = b->mode == LABO_FIXED || b->mode == LABO_ADAPTIVE;
     const double log_e = log(s->e), per_e = 1.0 / s->e;
+    const double log_count = s->count == b->classes ? b->log_classes : log(s->count);
 
     double onehot_share = 1.0 - (b->mode == CROSS_ENTROPY ? 0.0 : b->alpha);
     if (b->mode == LABO_ADAPTIVE) {
         const double entropy = log_e - s->ue * per_e;
-        const double largest = b->classes == 1 ? 1.0 : b->log_classes;
+        const double largest = s->count <= 1.0 ? 1.0 : log_count;
         onehot_share = b->rho * (entropy < 0.0 ? 0.0 : entropy) / largest;
     }
     const double alpha = 1.0 - onehot_share;
@@ -373,7 +383,7 @@ static row_result finish_row(const batch *b, int64_t i, const target_entry *y, c
     double value = masked && no_share ? 0.0 : onehot_part * (log_e - y->u);
     value += alpha * (mean_w * log_e - mean_wu);
     if (labo)
-        value += w_target * alpha * (b->tau * (b->log_classes - log(s->q)) + mean_u);
+        value += w_target * alpha * (b->tau * (log_count - log(s->q)) + mean_u);
     row_result result = {.value = value};
     if (!b->grad)
         return result;
@@ -728,9 +738,9 @@ INLINE double total(vec x)
 
 typedef struct {
     const char *name;
-    void (*run)(const batch *b, bool bf16);
-    void (*run_formula)(const batch *b, bool bf16);
-    void (*run_moments)(const batch *b, bool bf16);
+    void (*run)(const batch *b, int64_t first, int64_t last);
+    void (*run_formula)(const batch *b, int64_t first, int64_t last);
+    void (*run_moments)(const batch *b, int64_t first, int64_t last);
 } instruction_set;
 
 static const instruction_set portable = {"portable", run_batch_portable, run_formula_portable,
@@ -802,28 +812,9 @@ EXPORT double labo_sum(const float *values, int64_t rows)
     return sum;
 }
 
-EXPORT void labo_rows_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
-                          const int64_t *target, int64_t ignore_index, const float *weight,
-                          int32_t mode, double alpha, double tau, double rho, double scale,
-                          const float *row_scale, float *values, float *grad, int64_t grad_stride,
-                          row_statistics *statistics)
+EXPORT void labo_rows(const batch *b, int64_t first, int64_t last)
 {
-    const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
-                     tau, rho, scale, row_scale, values, grad, grad_stride, statistics,
-                     log((double)classes)};
-    active->run(&b, false);
-}
-
-EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes, int64_t stride,
-                           const int64_t *target, int64_t ignore_index, const float *weight,
-                           int32_t mode, double alpha, double tau, double rho, double scale,
-                           const float *row_scale, float *values, uint16_t *grad,
-                           int64_t grad_stride, row_statistics *statistics)
-{
-    const batch b = {logits, rows, classes, stride, target, ignore_index, weight, mode, alpha,
-                     tau, rho, scale, row_scale, values, grad, grad_stride, statistics,
-                     log((double)classes)};
-    active->run(&b, true);
+    active->run(b, first, last);
 }
 
 /*
@@ -832,64 +823,21 @@ EXPORT void labo_rows_bf16(const uint16_t *logits, int64_t rows, int64_t classes
  * The source has a row for each row of logits (with a stride of 0, the same one), or, for FROM_TABLE,
  * one for each class.
  */
-EXPORT void labo_formula_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
-                             const int64_t *target, int64_t ignore_index, const float *weight,
-                             int32_t asked, int32_t masses, double tau, double margin,
-                             const temperatures *row_tau, const mixture *row_mixture,
-                             const void *source, int64_t source_stride, int32_t source_bf16,
-                             formula_sums *sums, const formula_gradient *coefficients,
-                             float *grad, int64_t grad_stride)
+EXPORT void labo_formula(const batch *b, int64_t first, int64_t last)
 {
-    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
-                     .target = target, .ignore_index = ignore_index, .weight = weight,
-                     .asked = asked, .masses = masses, .tau = tau, .margin = margin,
-                     .row_tau = row_tau, .row_mixture = row_mixture, .source = source,
-                     .source_stride = source_stride, .source_bf16 = source_bf16 != 0,
-                     .sums = sums, .coefficients = coefficients, .grad = grad,
-                     .grad_stride = grad_stride};
-    active->run_formula(&b, false);
-}
-
-EXPORT void labo_formula_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
-                              int64_t stride, const int64_t *target, int64_t ignore_index,
-                              const float *weight, int32_t asked, int32_t masses, double tau,
-                              double margin, const temperatures *row_tau,
-                              const mixture *row_mixture, const void *source,
-                              int64_t source_stride, int32_t source_bf16, formula_sums *sums,
-                              const formula_gradient *coefficients, uint16_t *grad,
-                              int64_t grad_stride)
-{
-    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
-                     .target = target, .ignore_index = ignore_index, .weight = weight,
-                     .asked = asked, .masses = masses, .tau = tau, .margin = margin,
-                     .row_tau = row_tau, .row_mixture = row_mixture, .source = source,
-                     .source_stride = source_stride, .source_bf16 = source_bf16 != 0,
-                     .sums = sums, .coefficients = coefficients, .grad = grad,
-                     .grad_stride = grad_stride};
-    active->run_formula(&b, true);
+    active->run_formula(b, first, last);
 }
 
 /* The moments of every row. They are not finite if it has masked classes. */
-EXPORT void labo_moments_f32(const float *logits, int64_t rows, int64_t classes, int64_t stride,
-                             int32_t centered, row_moments *moments)
+EXPORT void labo_moments(const batch *b, int64_t first, int64_t last)
 {
-    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
-                     .centered = centered != 0, .moments = moments};
-    active->run_moments(&b, false);
-}
-
-EXPORT void labo_moments_bf16(const uint16_t *logits, int64_t rows, int64_t classes,
-                              int64_t stride, int32_t centered, row_moments *moments)
-{
-    const batch b = {.logits = logits, .rows = rows, .classes = classes, .stride = stride,
-                     .centered = centered != 0, .moments = moments};
-    active->run_moments(&b, true);
+    active->run_moments(b, first, last);
 }
 
 #else /* LANES is defined: the row loops, for one instruction set */
 
 typedef struct {
-    vec e, ue, q, qu, wq, wqu;
+    vec e, ue, q, qu, wq, wqu, count;
 } vec_sums;
 
 /* One vector in the type of the logits. */
@@ -907,6 +855,7 @@ INLINE void add_totals(row_sums *all, const vec_sums *s)
     all->qu += total(s->qu);
     all->wq += total(s->wq);
     all->wqu += total(s->wqu);
+    all->count += total(s->count);
 }
 
 /* The lowest finite number for -inf; NaN for NaN. */
@@ -985,6 +934,8 @@ INLINE vec_sums sum_stretch(vec_sums sums, const row_view *row, span s, int64_t 
             store(s.kept_q, at, q, false);
         if (v.mode == LABEL_SMOOTHING || v.weighted)
             sums.qu = mul_add(u, q, sums.qu);
+        if (v.mode != LABEL_SMOOTHING)
+            sums.count += zero_below(z, -FLT_MAX, splat(1.0f));
         if (v.weighted) {
             const vec wq = load(s.weight, at, false) * q;
             sums.wq += wq;
@@ -998,7 +949,7 @@ INLINE row_sums sum_row(const row_view *row, variant v)
 {
     const int64_t stretch = STRETCH * LANES;
     const vec none = splat(0.0f);
-    const vec_sums start = {none, none, none, none, none, none};
+    const vec_sums start = {none, none, none, none, none, none, none};
     const span whole = row->parts[0], tail = row->parts[1];
     row_sums all = {0};
     int64_t at = 0;
@@ -1085,8 +1036,9 @@ INLINE row_result choose_mode(const batch *b, int64_t i, const row_view *row, bo
     }
 }
 
-TARGET static void run_batch(const batch *b, bool bf16)
+TARGET static void run_batch(const batch *b, int64_t first, int64_t last)
 {
+    const bool bf16 = b->bf16;
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
     float tail_weight[LANES] = {0};
@@ -1112,8 +1064,8 @@ TARGET static void run_batch(const batch *b, bool bf16)
         }
     }
 
-    fresh_memory fresh = fresh_part(b, size);
-    for (int64_t i = 0; i < b->rows; i++) {
+    fresh_memory fresh = fresh_part(b, first, last, size);
+    for (int64_t i = first; i < last; i++) {
         const int64_t y = b->target[i];
         const char *logits = (const char *)b->logits + i * b->stride * size;
         char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
@@ -1129,7 +1081,7 @@ TARGET static void run_batch(const batch *b, bool bf16)
         }
         memcpy(&tail_logits, logits + whole * size, (size_t)(rest * size));
         row.parts[0].logits = logits;
-        row.parts[0].next = logits + (i + 1 < b->rows ? b->stride * size : 0);
+        row.parts[0].next = logits + (i + 1 < last ? b->stride * size : 0);
         row.parts[0].grad = grad;
         row.top = row_max(&row, bf16);
         const row_result result = bf16 ? choose_mode(b, i, &row, true)
@@ -1379,8 +1331,9 @@ INLINE void cut_at_target(row_view *row, int64_t y, vec_buffer *copy, int64_t so
     before->classes = at;
 }
 
-TARGET static void run_formula(const batch *b, bool bf16)
+TARGET static void run_formula(const batch *b, int64_t first, int64_t last)
 {
+    const bool bf16 = b->bf16;
     const int64_t size = bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t source_size = b->source_bf16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t rest = b->classes % LANES, whole = b->classes - rest;
@@ -1398,14 +1351,14 @@ TARGET static void run_formula(const batch *b, bool bf16)
                           .grad = &tail_grad, .next = &tail_logits, .next_source = &tail_source,
                           .classes = rest ? LANES : 0};
 
-    fresh_memory fresh = fresh_part(b, size);
-    for (int64_t i = 0; i < b->rows; i++) {
+    fresh_memory fresh = fresh_part(b, first, last, size);
+    for (int64_t i = first; i < last; i++) {
         const int64_t y = b->target[i];
         const char *logits = (const char *)b->logits + i * b->stride * size;
         char *grad = b->grad ? (char *)b->grad + i * b->grad_stride * size : NULL;
         if (grad)
             get_pages(&fresh, grad + b->classes * size);
-        const bool more = i + 1 < b->rows;
+        const bool more = i + 1 < last;
         const bool here = y >= 0 && y < b->classes; /* else ignored, or among other columns */
         if (y == b->ignore_index || (b->masses == FROM_TABLE && !here)) {
             if (b->sums)
@@ -1457,6 +1410,8 @@ TARGET static void run_formula(const batch *b, bool bf16)
             /* All that is here is masked: any finite number serves, and the sums are 0. */
             row.top = row.top == -INFINITY ? 0.0f : row.top;
             row.source_top = row.source_top == -INFINITY ? 0.0f : row.source_top;
+            const double u_y = here ? (double)get(logits, y, bf16) - row.top : 0.0;
+            sums->u_y = b->row_tau || isinf(u_y) ? u_y : within_float(u_y);
             if (bf16)
                 sum_formula(sums, b, &row, true);
             else
@@ -1464,7 +1419,7 @@ TARGET static void run_formula(const batch *b, bool bf16)
             continue;
         }
         const formula_gradient *c = &b->coefficients[i];
-        const int64_t top_at = (int64_t)c->top_at;
+        const int64_t top_at = b->asked & TOP ? (int64_t)c->top_at : -1;
         row.top = (float)c->top;
         row.source_top = (float)c->source_top;
         if (bf16)
@@ -1505,9 +1460,10 @@ INLINE row_moments moments_about(float center, const batch *b, const void *logit
     return (row_moments){sum / (double)b->classes, squares};
 }
 
-TARGET static void run_moments(const batch *b, bool bf16)
+TARGET static void run_moments(const batch *b, int64_t first, int64_t last)
 {
-    for (int64_t i = 0; i < b->rows; i++) {
+    const bool bf16 = b->bf16;
+    for (int64_t i = first; i < last; i++) {
         const void *row = element(b->logits, i * b->stride, bf16);
         const row_moments raw = moments_about(0.0f, b, row, bf16);
         if (!b->centered) {

@@ -9,6 +9,7 @@ not allocated here comes from :func:`_pointer`, which checks it.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,27 +34,23 @@ _LARGEST = torch.finfo(torch.float32).max
 
 STATISTICS = 5  # numbers per row, see :func:`labo.metrics.row_statistics`
 
-_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_ROWS_ARGUMENTS: list[Any] = [
-    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
-    *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
-    *(ctypes.c_int32, _DOUBLE, _DOUBLE, _DOUBLE),  # mode, alpha, tau, rho
-    *(_DOUBLE, _POINTER, _POINTER, _POINTER, _INT),  # scale, row_scale, values, grad, grad_stride
-    _POINTER,  # statistics
-]
-_FORMULA_ARGUMENTS: list[Any] = [
-    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
-    *(_POINTER, _INT, _POINTER),  # target, ignore_index, weight
-    *(ctypes.c_int32, ctypes.c_int32, _DOUBLE, _DOUBLE),  # asked, masses, tau, margin
-    *(_POINTER, _POINTER),  # row_tau, row_mixture
-    *(_POINTER, _INT, ctypes.c_int32),  # source, source_stride, source_bf16
-    *(_POINTER, _POINTER, _POINTER, _INT),  # sums, coefficients, grad, grad_stride
-]
+_POINTER, _LONG, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
 
-_MOMENTS_ARGUMENTS: list[Any] = [
-    *(_POINTER, _INT, _INT, _INT),  # logits, rows, classes, stride
-    *(ctypes.c_int32, _POINTER),  # centered, moments
-]
+
+class _Batch(ctypes.Structure):
+    """The ``batch`` of ``native.c``. What is not given is 0 or NULL."""
+
+    _fields_ = (
+        *(("logits", _POINTER), ("classes", _LONG), ("stride", _LONG), ("ignore_index", _LONG)),
+        *(("target", _POINTER), ("weight", _POINTER), ("grad", _POINTER), ("grad_stride", _LONG)),
+        *(("bf16", _INT), ("mode", _INT), ("alpha", _DOUBLE), ("tau", _DOUBLE), ("rho", _DOUBLE)),
+        *(("scale", _DOUBLE), ("log_classes", _DOUBLE), ("row_scale", _POINTER)),
+        *(("values", _POINTER), ("statistics", _POINTER), ("asked", _INT), ("masses", _INT)),
+        *(("margin", _DOUBLE), ("row_tau", _POINTER), ("row_mixture", _POINTER)),
+        *(("source", _POINTER), ("source_stride", _LONG), ("sums", _POINTER)),
+        *(("coefficients", _POINTER), ("source_bf16", _INT), ("centered", _INT)),
+        ("moments", _POINTER),
+    )
 
 
 class _Library:
@@ -65,29 +62,15 @@ class _Library:
         if not built:
             raise OSError("the C kernel was not built (no C compiler at install time)")
         library = ctypes.CDLL(str(built[0]))
-        self.rows = {
-            torch.float32: library.labo_rows_f32,
-            torch.bfloat16: library.labo_rows_bf16,
-        }
-        self.formula = {
-            torch.float32: library.labo_formula_f32,
-            torch.bfloat16: library.labo_formula_bf16,
-        }
-        self.moments = {
-            torch.float32: library.labo_moments_f32,
-            torch.bfloat16: library.labo_moments_bf16,
-        }
-        for function in self.moments.values():
-            function.argtypes, function.restype = _MOMENTS_ARGUMENTS, None
-        for function in self.rows.values():
-            function.argtypes, function.restype = _ROWS_ARGUMENTS, None
-        for function in self.formula.values():
-            function.argtypes, function.restype = _FORMULA_ARGUMENTS, None
+        self.rows, self.formula = library.labo_rows, library.labo_formula
+        self.moments = library.labo_moments
+        for function in (self.rows, self.formula, self.moments):
+            function.argtypes, function.restype = [ctypes.POINTER(_Batch), _LONG, _LONG], None
         self.check_targets = library.labo_check_targets
-        self.check_targets.argtypes = [_POINTER, _INT, _INT, _INT, _POINTER, _POINTER]
-        self.check_targets.restype = _INT
+        self.check_targets.argtypes = [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER]
+        self.check_targets.restype = _LONG
         self.sum = library.labo_sum
-        self.sum.argtypes = [_POINTER, _INT]
+        self.sum.argtypes = [_POINTER, _LONG]
         self.sum.restype = _DOUBLE
         self.isa = library.labo_native_isa
         self.isa.restype = ctypes.c_char_p
@@ -273,72 +256,61 @@ def rows(
     if problem := refuses(logits):
         raise ValueError(problem)
     count, classes = logits.shape
-    dtype, size = logits.dtype, logits.element_size()
     logits, target = _contiguous(logits), _contiguous(target)
-    z = _pointer("logits", logits, dtype, count, classes)
-    y = _pointer("target", target, torch.int64, count)
-    z_stride = logits.stride(0)
-    w = None
+    batch = _batch(logits, target, ignore_index)
+    batch.mode, batch.alpha, batch.tau, batch.rho = kernel[:4]
+    batch.log_classes = math.log(classes) if classes else 0.0
     if weight is not None:
         weight = _contiguous(weight.detach().float())
-        w = _pointer("weight", weight, torch.float32, classes)
+        batch.weight = _pointer("weight", weight, torch.float32, classes)
     # What is allocated here needs no check.
     values = torch.empty(count, dtype=torch.float32)
-    v = values.data_ptr()
-    grad, g, g_stride, f, scale = None, None, 0, None, 1.0
+    batch.values = values.data_ptr()
     if factor is not None:
         if out is None:
-            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            g = grad.data_ptr()
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            batch.grad = out.data_ptr()
         else:
-            grad = out
-            g = _pointer("out", out, dtype, count, classes)
+            batch.grad = _pointer("out", out, logits.dtype, count, classes)
             _check_overlap(out, logits)
-        g_stride = grad.stride(0)
+        batch.grad_stride = out.stride(0)
+        batch.scale = 1.0
         if isinstance(factor, Tensor):
             factor = _contiguous(factor.detach().float())
-            f = _pointer("factor", factor, torch.float32, count)
+            batch.row_scale = _pointer("factor", factor, torch.float32, count)
         else:
-            scale = factor
-    s = None
+            batch.scale = factor
     if statistics is not None:
-        s = _Column(
-            _pointer("statistics", statistics, torch.float64, count, STATISTICS), statistics
-        )
-    function = _open().rows[dtype]
-
-    def run(start: int, stop: int) -> None:
-        function(
-            z + start * z_stride * size,
-            stop - start,
-            classes,
-            z_stride,
-            y + start * 8,
-            ignore_index,
-            w,
-            *kernel[:4],
-            scale,
-            None if f is None else f + start * 4,
-            v + start * 4,
-            None if g is None else g + start * g_stride * size,
-            g_stride,
-            None if s is None else s.at(start),
-        )
-
-    _in_threads(run, count, classes)
-    return values, grad
+        shape = (count, STATISTICS)
+        batch.statistics = _pointer("statistics", statistics, torch.float64, *shape)
+    _run(_open().rows, batch, count)
+    return values, None if factor is None else out
 
 
-def _in_threads(run: Callable[[int, int], None], count: int, classes: int) -> None:
-    """``run(start, stop)`` for all rows, shared out over threads if there is enough to do."""
-    threads = count * classes // _PER_THREAD
+def _batch(logits: Tensor, target: Tensor, ignore_index: int) -> _Batch:
+    """The arguments that all functions have. The caller keeps the tensors alive."""
+    count, classes = logits.shape
+    return _Batch(
+        logits=_pointer("logits", logits, logits.dtype, count, classes),
+        classes=classes,
+        stride=logits.stride(0),
+        ignore_index=ignore_index,
+        target=_pointer("target", target, torch.int64, count),
+        bf16=logits.dtype == torch.bfloat16,
+    )
+
+
+def _run(function: Callable[[Any, int, int], None], batch: _Batch, count: int) -> None:
+    """Run a function for all rows, shared out over threads if there is enough to do."""
+    arguments = ctypes.byref(batch)
+    threads = count * batch.classes // _PER_THREAD
     if threads > 1:
         threads = min(threads, count, torch.get_num_threads())
     if threads <= 1:
-        run(0, count)
+        function(arguments, 0, count)
     else:
         edges = [count * i // threads for i in range(threads + 1)]
-        _workers.run([partial(run, *part) for part in pairwise(edges)])
+        _workers.run([partial(function, arguments, *part) for part in pairwise(edges)])
 
 
 def _check_overlap(out: Tensor, logits: Tensor) -> None:
@@ -365,9 +337,9 @@ def sums(
     source: Tensor | None = None,
 ) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
-    found = torch.empty(len(logits), len(SUMS), dtype=torch.float64)
-    _run_formula(logits, target, plan, weight, ignore_index, source, found, None, None)
-    return found
+    all_sums = torch.empty(len(logits), len(SUMS), dtype=torch.float64)
+    _run_formula(logits, target, plan, weight, ignore_index, source, sums=all_sums)
+    return all_sums
 
 
 def gradient(
@@ -383,24 +355,18 @@ def gradient(
     """The gradient of every row, written to ``out``; see :mod:`labo.fast.formula`."""
     _check_overlap(out, logits)
     fixed = (logits, target, plan, weight, ignore_index, source)
-    _run_formula(*fixed, None, _contiguous(coefficients), out)
+    _run_formula(*fixed, coefficients=_contiguous(coefficients), grad=out)
     return out
 
 
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """See :data:`labo.fast.spread.Moments`."""
-    count, classes = logits.shape
     logits = _contiguous(_readable(logits.detach()))
-    found = torch.empty(count, 2, dtype=torch.float64)
-    z = _Column(_pointer("logits", logits, logits.dtype, count, classes), logits)
-    m = _Column(_pointer("moments", found, torch.float64, count, 2), found)
-    function = _open().moments[logits.dtype]
-
-    def run(start: int, stop: int) -> None:
-        function(z.at(start), stop - start, classes, logits.stride(0), centered, m.at(start))
-
-    _in_threads(run, count, classes)
-    return found[:, 0].clone(), found[:, 1].clone()
+    both = torch.empty(len(logits), 2, dtype=torch.float64)
+    batch = _batch(logits, torch.empty(len(logits), dtype=torch.int64), 0)
+    batch.centered, batch.moments = centered, both.data_ptr()
+    _run(_open().moments, batch, len(logits))
+    return both[:, 0].clone(), both[:, 1].clone()
 
 
 def _run_formula(
@@ -410,83 +376,41 @@ def _run_formula(
     weight: Tensor | None,
     ignore_index: int,
     source: Tensor | None,
-    found: Tensor | None,
-    coefficients: Tensor | None,
-    grad: Tensor | None,
+    **results: Tensor,
 ) -> None:
+    """Either ``sums``, or from ``coefficients`` the gradient ``grad``."""
     count, classes = logits.shape
-    dtype = logits.dtype
     logits, target = _contiguous(logits), _contiguous(target)
-    z = _Column(_pointer("logits", logits, dtype, count, classes), logits)
-    y = _Column(_pointer("target", target, torch.int64, count), target)
-    w = None
+    batch = _batch(logits, target, ignore_index)
+    batch.asked, batch.masses, batch.tau, batch.margin = plan[:4]
+    alive: list[Tensor] = []  # while C reads them
+
+    def give(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+        alive.append(x)
+        setattr(batch, name, _pointer(name, x, dtype, *shape))
+
     if weight is not None:
-        weight = _contiguous(weight.detach().float())
-        w = _pointer("weight", weight, torch.float32, classes)
-    t = s = c = g = r = m = None
-    source_stride, source_bf16 = 0, False
+        give("weight", _contiguous(weight.detach().float()), torch.float32, classes)
     if source is not None:
-        t, source_bf16 = _source(source, count, classes, plan.masses)
-        source_stride = t.tensor.stride(0)
-    by_row = plan.masses != FROM_TABLE
-    if found is not None:
-        s = _Column(_pointer("sums", found, torch.float64, count, len(SUMS)), found)
+        rows = _contiguous(_readable(source.detach()))
+        if plan.masses == FROM_ROW:
+            rows = rows.expand(count, classes)  # a stride of 0
+        of_table = plan.masses == FROM_TABLE
+        give("source", rows, rows.dtype, classes if of_table else count, classes)
+        batch.source_stride, batch.source_bf16 = rows.stride(0), rows.dtype == torch.bfloat16
     if plan.row_tau is not None:
-        taus = torch.stack(plan.row_tau[:2], 1)
-        r = _Column(_pointer("row_tau", taus, torch.float64, count, 2), taus)
+        give("row_tau", torch.stack(plan.row_tau[:2], 1), torch.float64, count, 2)
     if plan.mixture is not None:
-        mixture = torch.stack(plan.mixture, 1)
-        m = _Column(_pointer("row_mixture", mixture, torch.float64, count, 2), mixture)
-    if coefficients is not None:
-        shape = (count, len(COEFFICIENTS))
-        c = _Column(_pointer("coefficients", coefficients, torch.float64, *shape), coefficients)
-    if grad is not None:
-        g = _Column(_pointer("out", grad, dtype, count, classes), grad)
-    function = _open().formula[dtype]
-
-    def run(start: int, stop: int) -> None:
-        function(
-            z.at(start),
-            stop - start,
-            classes,
-            logits.stride(0),
-            y.at(start),
-            ignore_index,
-            w,
-            *plan[:4],
-            None if r is None else r.at(start),
-            None if m is None else m.at(start),
-            None if t is None else t.at(start if by_row else 0),
-            source_stride,
-            source_bf16,
-            None if s is None else s.at(start),
-            None if c is None else c.at(start),
-            None if g is None else g.at(start),
-            0 if grad is None else grad.stride(0),
-        )
-
-    _in_threads(run, count, classes)
+        give("row_mixture", torch.stack(plan.mixture, 1), torch.float64, count, 2)
+    if "sums" in results:
+        give("sums", results["sums"], torch.float64, count, len(SUMS))
+    else:
+        given, grad = results["coefficients"], results["grad"]
+        give("coefficients", given, torch.float64, count, len(COEFFICIENTS))
+        give("grad", grad, logits.dtype, count, classes)
+        batch.grad_stride = grad.stride(0)
+    _run(_open().formula, batch, count)
 
 
 def _readable(matrix: Tensor) -> Tensor:
     return matrix if matrix.dtype in SHARD_DTYPES else matrix.float()
-
-
-def _source(source: Tensor, count: int, classes: int, masses: int) -> tuple[_Column, bool]:
-    """What the masses of a formula come from, as rows of float32 or bfloat16."""
-    source = _contiguous(_readable(source.detach()))
-    if masses == FROM_ROW:
-        source = source.expand(count, classes)  # a stride of 0
-    shape = (classes if masses == FROM_TABLE else count, classes)
-    address = _pointer("source", source, source.dtype, *shape)
-    return _Column(address, source), source.dtype == torch.bfloat16
-
-
-class _Column(NamedTuple):
-    """The address of a checked tensor, and the tensor, which stays alive with it."""
-
-    address: int
-    tensor: Tensor
-
-    def at(self, row: int) -> int:
-        return self.address + row * self.tensor.stride(0) * self.tensor.element_size()

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..rows import row_sum, wide
 
-# Elements of a block of rows, whose copies stay in the cache.
+# Elements of a block of rows: on the CPU its copies stay in the cache, elsewhere a block should be
+# worth its launches.
 _BLOCK = 1 << 19
+_BLOCK_ELSEWHERE = 1 << 24
 
 
 # (logits, centered) -> the mean of each row, or 0, and the sum of its squared distances from that;
@@ -50,7 +52,8 @@ def spread(
         own: the spread of these.
     """
     classes = logits.shape[1]
-    at_once = max(1, _BLOCK // max(1, classes))
+    block = _BLOCK if logits.is_cpu else _BLOCK_ELSEWHERE
+    at_once = max(1, block // max(1, classes))
     if not logits.is_cpu or moments is None:
         everywhere = range(0, max(1, len(logits)), at_once)
         blocks = [slice(first, first + at_once) for first in everywhere]

@@ -127,7 +127,7 @@ def linear_loss(
         )
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
         raise ValueError("labo.parallel.linear_loss takes plain tensors; labo.linear_loss DTensors")
-    widest = torch.tensor([len(linear_weight)], device=input.device)
+    widest = torch.full((1,), len(linear_weight), device=input.device)
     split.all_reduce(widest, group, "MAX")
     input, target = split.SumGradient.apply(input, group), split.replicated("target", target)
     head = split.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))

@@ -19,8 +19,8 @@ from .. import _checks
 from .._torch import disable_compile, fsdp_states
 from ..fast.columns import COEFFICIENTS, MIXED, SUMS
 from ..fast.dispatch import backend_of
-from ..fast.formula import differentiate, entries_of, masses_of, plan_of, u_of
-from ..rows import wide
+from ..fast.formula import differentiate, entries_of, masses_of, plan_of, temperatures
+from ..rows import u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
     COUNT,
@@ -34,8 +34,10 @@ from ..sums import (
     TOP,
     UE,
     WQU,
+    FoundSums,
     Passes,
     R,
+    value_of,
 )
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "SUM") -> None:
 
 def all_classes(width: int, device: torch.device, group: Group) -> int:
     """The number of columns of all processes."""
-    total = torch.tensor([width], device=device)
+    total = torch.full((1,), width, device=device)
     all_reduce(total, group)
     return int(total)
 
@@ -119,7 +121,7 @@ def row_maximum(maximum: Tensor, width: int, group: Group) -> tuple[Tensor, Tens
     count, size = len(maximum), _size(group)
     rank = dist.get_rank(group) if _initialized() else 0
     message = torch.cat([maximum, maximum.new_zeros(size)])
-    message[count + rank] = width
+    message[count + rank].fill_(width)  # an assignment would copy the number and wait
     all_reduce(message, group, "MAX")
     widths = message[count:].long()
     return message[:count], widths[:rank].sum(), widths.sum()
@@ -159,9 +161,10 @@ class _Statistics(NamedTuple):
         """The coefficients of the gradient of sum_i factor_i value_i."""
         assert self.coefficients is not None
         per_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
-        fixed = [COEFFICIENTS.index(name) for name in ("top", "source_top", "top_at")]
         scaled = self.coefficients * per_row
-        scaled[:, fixed] = self.coefficients[:, fixed]
+        for name in ("top", "source_top", "top_at"):  # a list as index would wait for the device
+            column = COEFFICIENTS.index(name)
+            scaled[:, column] = self.coefficients[:, column]
         return scaled
 
 
@@ -268,7 +271,7 @@ class SplitRows:
         found = dict(zip(found, total.unbind(1), strict=True))
         if plan.asked & EMIX:
             plan = plan.mixed(found, maximum)
-            mixed = local_sums(None, None, plan)[:, [SUMS.index(name) for name in MIXED]]
+            mixed = local_sums(None, None, plan)[:, SUMS.index(MIXED[0]) :].contiguous()
             all_reduce(mixed, self.group)
             found |= dict(zip(MIXED, mixed.unbind(1), strict=True))
         y = target.masked_fill(~valid, 0)
@@ -280,15 +283,16 @@ class SplitRows:
             all_reduce(first, self.group, "MIN")
             found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
         w_y = 1.0 if self.weight is None else self.weight[y].double()
-        factor = 1.0 if with_gradient else None
-        values, slopes = differentiate(self.loss, plan, found, w_y, y, classes, factor)
-        values, coefficients = values.masked_fill(~valid, 0.0), None
-        if slopes is not None:
-            coefficients = slopes.coefficients
+        found |= temperatures(plan, maximum)
+        coefficients = None
+        if with_gradient:
+            values, coefficients = differentiate(self.loss, plan, found, w_y, y, classes)
             if plan.asked & TOP:
                 coefficients[:, COEFFICIENTS.index("top_at")] -= start
             coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
-        return _Statistics(values, coefficients, column, start, plan)
+        else:
+            values = value_of(self.loss, FoundSums(self.loss, found, w_y, classes))
+        return _Statistics(values.masked_fill(~valid, 0.0), coefficients, column, start, plan)
 
     def _check(self, target: Tensor, classes: Tensor) -> None:
         for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -26,10 +25,10 @@ class LABOLoss(Loss):
     .. math::
         R^* = \mathrm{lse}(z) - (1-\alpha) z_y - \alpha\tau\,(\mathrm{lse}(z/\tau) - \log K)
 
-    and its gradient in the logits is :math:`p - \hat P`. The value includes the KL term, as in the
-    paper. That term changes the value and not the gradient: compare models by their NLL, not by
-    this value. With class weights the smoothing distribution is still that of Theorem 1, held
-    constant.
+    over the K classes that are not masked, and its gradient in the logits is :math:`p - \hat P`.
+    The value includes the KL term, as in the paper. That term changes the value and not the
+    gradient: compare models by their NLL, not by this value. With class weights the smoothing
+    distribution is still that of Theorem 1, held constant.
 
     alpha = "adaptive" is :math:`1 - \rho H(p)/\log K` for each sample, held constant. The paper
     does not say whether gradients flow through it. It matters: the paper's argument for ignoring
@@ -77,14 +76,14 @@ class LABOLoss(Loss):
 
     def value(self, row: RowSums) -> Tensor:
         alpha: float | Tensor
+        log_classes = row.count.log()
         if isinstance(self.alpha, str):
             h = row.entropy() if self.alpha_grad else row.entropy().detach()
-            alpha = 1 - self.rho * h.clamp(min=0) / row.classes.log().masked_fill(
-                row.classes <= 1, 1.0
-            )
+            largest = log_classes.masked_fill(row.count <= 1, 1.0)
+            alpha = 1 - self.rho * h.clamp(min=0) / largest
         else:
             alpha = self.alpha
-        hard, log_classes = times(1 - alpha, row.nll()), row.classes.log()
+        hard = times(1 - alpha, row.nll())
         if not row.weighted:
             optimum = self.tau * (row.tempered(self.tau).log() - log_classes)
             return self.multiplier * (hard + alpha * (row.log_e - optimum))
@@ -167,7 +166,7 @@ def objective(
     values = times(1 - alpha, hard) + times(alpha, soft)
     if isinstance(beta, Tensor) or beta != 0:
         negative_entropy = row_sum(p_ls * torch.where(p_ls > 0, p_ls, 1.0).log())
-        divergence = negative_entropy + math.log(rows.num_classes)
+        divergence = negative_entropy + rows.count().clamp(min=1).log()
         values = values + rows.weigh(beta * divergence)
     return values
 
