@@ -63,7 +63,7 @@ def _lab(recipe: Any, folder: Path) -> tuple[Any, Turn]:
         began = time.perf_counter()
         for batches, index in itertools.islice(upcoming, steps):
             trainer.update(batches, index)
-            trainer.state.step += 1
+            trainer.state.counters.step += 1
         return time.perf_counter() - began
 
     return trainer.task, turn

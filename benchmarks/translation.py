@@ -39,7 +39,7 @@ def _recipe(smoke: bool) -> Any:
 
 
 def _peak() -> int:
-    from labo.lab.train import peak_memory
+    from labo.lab.run.distributed import peak_memory
 
     return peak_memory()
 

@@ -17,7 +17,8 @@ from labo.lab.average import average_models
 from labo.lab.errors import RequestError
 from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
-from labo.lab.train import KeptModel, ranked
+from labo.lab.run.state import KeptModel
+from labo.lab.selection import ranked
 
 SETTINGS = ["train.epochs=5", "train.batch_size=300", "train.select=accuracy", "optim.lr=1e-2"]
 SETTINGS += ["train.keep_best=2", "train.keep_last=1"]

@@ -26,8 +26,13 @@ from labo.lab.optim import learning_rate
 from labo.lab.recipes import load_recipe
 from labo.lab.run import progress
 from labo.lab.run.directory import RunDirectory
+from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.progress import Display, track
-from labo.lab.train import Trainer, TrainingState
+from labo.lab.run.sharding import DataParallel
+from labo.lab.run.state import Counters, KeptModel
+from labo.lab.schedule import Schedule
+from labo.lab.selection import Selection
+from labo.lab.train import Trainer
 from labo.lab.train import train as train_recipe
 from labo.lab.translation.cldr import cldr_data
 
@@ -168,22 +173,21 @@ def test_work_without_a_terminal_is_reported_now_and_then(monkeypatch):
     ],
 )
 def test_ties_go_to_the_better_nll_and_then_to_the_later_step(scores, selected):
-    trainer = object.__new__(Trainer)
-    trainer.recipe = load_recipe("digits", ["train.select=accuracy"])
-    trainer.state = TrainingState()
-    trainer.task = SimpleNamespace(higher_is_better={"accuracy": True})
-    trainer.steps_per_epoch = 1
-    trainer.display = SimpleNamespace(evaluated=lambda *_: None)
-    trainer.module = torch.nn.Linear(1, 1)
-    trainer.total = 99
-    trainer._write = lambda *_: None
-    trainer._select = lambda weights: None
+    recipe = load_recipe("digits", ["train.select=accuracy"])
+    counters = Counters(processes=1)
+    selection = Selection(
+        run=SimpleNamespace(select=lambda *_: None),
+        task=SimpleNamespace(higher_is_better={"accuracy": True}, model_files=lambda *_: ()),
+        schedule=Schedule(recipe.train, 99),
+        state=SimpleNamespace(counters=counters, model=torch.nn.Linear(1, 1)),
+        parallel=DataParallel(make_accelerator("no")),
+    )
     for step, (accuracy, nll) in enumerate(scores, 1):
-        trainer.state.step = step
-        trainer._note_scores({"accuracy": accuracy, "nll": nll}, {})
-    assert trainer.state.best_step == selected
+        selection.add(KeptModel(step=step, score=accuracy, nll=nll), {})
+    assert counters.best_step == selected
     improved = max(range(3), key=lambda i: (scores[i][0], -i))  # a tie is not an improvement
-    assert trainer.state.stale == 2 - improved
+    assert counters.stale == 2 - improved
+    assert counters.evaluated == 3
 
 
 # ------------------------------------------------------------------ what a recipe can ask for
@@ -210,18 +214,16 @@ def test_a_run_of_any_length_starts_at_once(tmp_path):
 @pytest.mark.parametrize("average_last", [0, 2, 5])
 def test_which_steps_are_evaluated_and_averaged(eval_every, total, average_last):
     """Against the list of them."""
-    trainer = object.__new__(Trainer)
-    trainer.recipe = load_recipe(
-        "digits", [f"train.eval_every={eval_every}", f"train.average_last={average_last}"]
-    )
-    trainer.steps_per_epoch = 3
-    trainer.total = total
+    settings = [f"train.eval_every={eval_every}", f"train.average_last={average_last}"]
+    recipe = load_recipe("digits", [*settings, f"train.max_steps={total}"])
+    schedule = Schedule(recipe.train, batches_per_epoch=3)
+    assert schedule.total == total
     every = 3 * eval_every
     evaluated = sorted({*range(every, total, every), total})
     averaged = evaluated[-average_last:] if average_last else []
     steps = range(total + 1)
-    assert [step for step in steps if trainer._is_evaluated(step)] == evaluated
-    assert [step for step in evaluated if trainer._is_averaged(step)] == averaged
+    assert [step for step in steps if schedule.is_evaluated(step)] == evaluated
+    assert [step for step in evaluated if schedule.is_averaged(step)] == averaged
 
 
 def test_early_stop(tmp_path):

@@ -16,7 +16,7 @@ from .errors import LabError, RequestError
 from .recipes import recipe_of
 from .run import checksums
 from .run.directory import KEPT, RunDirectory, kept_name, write_model
-from .run.distributed import make_accelerator
+from .run.distributed import make_accelerator, owned
 from .run.files import (
     Document,
     read_json,
@@ -26,8 +26,9 @@ from .run.files import (
     write_json,
 )
 from .run.progress import ProgressBars
+from .run.state import KeptModel
+from .selection import ranked
 from .tasks import find_task
-from .train import KeptModel, owned, ranked
 
 __all__ = ["Averaged", "average_models", "average_weights"]
 

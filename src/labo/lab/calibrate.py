@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ..calibration import TemperatureError, TemperatureFit, fit_temperature
 from .errors import RequestError
 from .recipes import recipe_of
+from .repair import repair_best
 from .run import files as atomic
 from .run.calibration import FILE, Calibration, read_calibration
 from .run.directory import MODEL, RunDirectory, made_with
-from .run.distributed import make_accelerator
+from .run.distributed import make_accelerator, owned
 from .run.progress import notice
 from .tasks import Task, find_task, load_model
-from .train import owned, repair_best
 
 _SPLIT = "valid"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
+from .repair import repair_best
 from .run.calibration import folded_temperature
 from .run.directory import RunDirectory
-from .run.distributed import make_accelerator
+from .run.distributed import make_accelerator, owned
 from .run.progress import ProgressBars, notice
 from .tasks import find_task, load_model
-from .train import owned, repair_best
 
 
 def evaluate_run(

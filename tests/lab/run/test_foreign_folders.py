@@ -7,12 +7,16 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from lab_runs import log_of, run, train
 from labo.lab.errors import LabError, RequestError
-from labo.lab.run import checkpoint, checksums, files
+from labo.lab.run import checksums, files
+from labo.lab.run.checkpoint import Checkpoints
 from labo.lab.run.directory import RunDirectory
+from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.lock import held
+from labo.lab.run.state import RunState
 from labo.lab.text.folder import Maker, building
 
 RUN = ["train.epochs=1", "train.batch_size=300"]
@@ -72,7 +76,7 @@ def test_manifests_with_names_elsewhere_are_damaged(name, copy):
         checksums.verify_folder(copy / "best")
     assert checksums.manifest_of(copy / "best").sha256 == {}
     said = []
-    assert not list(checkpoint.usable(copy / "checkpoints", "", files.Document, said.append))
+    assert not list(Checkpoints(copy / "checkpoints", "").usable(said.append))
     assert "names a file elsewhere" in said[0]
 
 
@@ -127,6 +131,10 @@ def test_checkpoints_are_not_saved_or_removed_through_links(tmp_path, victim):
     folder.mkdir()
     for name in (".step-00000003.tmp", "step-00000001", "step-00000003"):
         (folder / name).symlink_to(tmp_path)
-    checkpoint.save(folder, 3, {}, {}, "recipe")
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters())
+    state = RunState(module, optimizer, module, module, make_accelerator("no"))
+    state.counters.step = 3
+    Checkpoints(folder, "recipe").save(state)
     assert victim.read_text() == "precious"
     assert not (folder / "step-00000003").is_symlink()

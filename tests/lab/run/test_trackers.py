@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,20 @@ def test_metrics_and_recipe_are_passed_on(tmp_path, monkeypatch):
     assert "valid/accuracy" in steps[2][1]
     assert LOGGED[-1] == ("finish", None)
     assert list((out / "tensorboard" / "labo").iterdir())
+
+
+def test_a_continued_run_is_the_same_run_in_trackio(tmp_path, monkeypatch):
+    begun = []
+
+    def init(**options):
+        begun.append(options)
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    config = SimpleNamespace(update=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, config=config))
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.TRACKIO])
+    train(load_recipe("digits", ["train.max_steps=1", "train.log_with=trackio"]), tmp_path / "run")
+    assert begun == [{"project": "labo", "name": "run", "resume": "allow"}]
 
 
 def test_without_tensorboard_a_run_says_where_metrics_go(tmp_path, monkeypatch, capsys):

@@ -1,8 +1,9 @@
 """Checkpoints: everything a run needs to continue exactly.
 
-``checkpoints/step-00000100/`` holds tensors (safetensors), the rest of the state (JSON) and a
-manifest with the checksum of each file. It is written under another name and renamed when it is
-complete. The newest two are kept. Nothing in a checkpoint is unpickled or executed.
+``checkpoints/step-00000100/`` holds the tensors of a :class:`labo.lab.run.state.RunState`
+(safetensors), its counters (JSON) and a manifest with the checksum of each file. It is written
+under another name and renamed when it is complete. The newest two are kept. Nothing in a checkpoint
+is unpickled or executed.
 
 Tensors that are split over processes (DTensors) are in its folder ``shards``, one file for each
 process that wrote it, by ``torch.distributed.checkpoint``. They are written and read as
@@ -22,20 +23,19 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from pydantic import BaseModel
 from torch import Tensor
 
 from ..._checks import is_dtensor
 from ..errors import LabError
 from . import checksums
 from . import files as atomic
+from .state import Counters, Like, RunState
 
 KEPT = 2
 SHARDS = "shards"
 _FORMAT = 1
 
-# By group and name: a tensor that is split over processes as the one that is read is to be.
-Like = Callable[[str, str], Tensor | None]
+Groups = dict[str, dict[str, Tensor]]  # group -> name -> tensor
 
 
 class _Manifest(atomic.Document):
@@ -52,44 +52,47 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        state: the part that was saved as JSON, as an instance of the model it was read with.
-        tensors: group -> name -> tensor, of those that were not split over processes.
+        counters: of the run.
+        tensors: those that were not split over processes.
     """
 
     path: Path
-    state: Any
-    tensors: dict[str, dict[str, Tensor]]
+    counters: Counters
+    tensors: Groups
 
-    def groups(self, like: Like) -> dict[str, dict[str, Tensor]]:
-        """Group -> name -> tensor, of all tensors.
+    def groups(self, like: Like, only: str | None = None) -> Groups:
+        """All tensors, or those of one group.
 
         A tensor is split if ``like`` gives a DTensor of its shape, else it is whole. Each process
         reads only what it keeps of the shards.
 
         Raises:
+            LabError: the shards cannot be read.
             ValueError: a tensor has another shape than the one of ``like``.
         """
-        found = {
+        groups = {
             group: {name: _split(tensor, like(group, name)) for name, tensor in named.items()}
             for group, named in self.tensors.items()
+            if only in (None, group)
         }
-        for (group, name), tensor in self._read_shards(like).items():
-            found.setdefault(group, {})[name] = tensor
-        return found
+        for key, tensor in self._shards(like, only).items():
+            group, _, name = key.partition("/")
+            groups.setdefault(group, {})[name] = tensor
+        return groups
 
-    def group(self, group: str) -> dict[str, Tensor]:
-        """Name -> whole tensor, of one group.
+    def group(self, name: str) -> dict[str, Tensor]:
+        """The whole tensors of one group, by name.
 
         Raises:
             LabError: the shards cannot be read.
         """
         try:
-            split = self._read_shards(lambda group, name: None, only=group)
+            return self.groups(lambda group, name: None, only=name).get(name, {})
         except (RuntimeError, ValueError) as error:
             raise LabError(f"cannot read {self.path / SHARDS}: {error}") from error
-        return self.tensors.get(group, {}) | {name: tensor for (_, name), tensor in split.items()}
 
-    def _read_shards(self, like: Like, only: str | None = None) -> dict[tuple[str, str], Tensor]:
+    def _shards(self, like: Like, only: str | None) -> dict[str, Tensor]:
+        """The tensors that were split over processes, by ``group/name``."""
         folder = self.path / SHARDS
         if not folder.is_dir():
             return {}
@@ -99,175 +102,170 @@ class Checkpoint:
             metadata = reader.read_metadata().state_dict_metadata
         except Exception as error:  # of many kinds, from several libraries
             raise LabError(f"cannot read {folder}: {error}") from error
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for key, about in metadata.items():
-            if only in (None, _key(key)[0]):
-                wanted = like(*_key(key))
-                if wanted is not None and is_dtensor(wanted):
-                    found[key] = torch.empty_like(wanted)
-                else:
-                    found[key] = torch.empty(about.size, dtype=about.properties.dtype)
+            group, _, name = key.partition("/")
+            if only not in (None, group):
+                continue
+            wanted = like(group, name)
+            if wanted is not None and is_dtensor(wanted):
+                tensors[key] = torch.empty_like(wanted)
+            else:
+                tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
         try:
             with warnings.catch_warnings():  # that there is one process
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.load(found, storage_reader=reader, no_dist=True)
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
         except dcp.CheckpointException as error:
             raise ValueError(_reason(error)) from error
-        return {_key(key): tensor for key, tensor in found.items()}
+        return tensors
 
 
-def save(
-    folder: Path,
-    step: int,
-    state: Mapping[str, Any],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    recipe: str,
-    accelerator: Accelerator | None = None,
-) -> Path:
-    """Write a checkpoint; keep the newest two. All processes call it.
+class Checkpoints:
+    """The checkpoints of a run.
 
-    The first process writes it. Of DTensors every process writes its own share.
-
-    Args:
+    Attributes:
         folder: the run's ``checkpoints``.
-        step: optimizer steps done; gives the checkpoint its name.
-        state: plain values, saved as JSON.
-        tensors: group -> name -> tensor; one file per group.
-        recipe: the digest of the recipe it belongs to.
-        accelerator: the processes; by default there is one.
-
-    Raises:
-        LabError: it could not be written (a full disk); the older ones are unchanged.
+        recipe: the digest of the recipe that they belong to.
+        newest: the last one that was saved or restored.
     """
-    final = folder / f"step-{step:08d}"
-    temporary = folder / f".step-{step:08d}.tmp"
-    main = accelerator is None or accelerator.is_main_process
-    split, whole = _separated(tensors)
-    try:
-        if main:
-            tidy(folder)
-            temporary.mkdir(parents=True)
-        shards = {}
-        if split:
-            assert accelerator is not None, "DTensors belong to several processes"
-            shards = _write_shards(temporary / SHARDS, split, accelerator)
-        if main:
-            _write_rest(temporary, state, whole, recipe, shards)
-            # Those that are as new as this one were found damaged when the run was resumed.
-            for path in _steps(folder):
-                if int(path.name.removeprefix("step-")) >= step:
-                    atomic.remove_folder(path)
-            os.replace(temporary, final)
-            atomic.flush(folder)
-            tidy(folder)
-    except OSError as error:
-        raise LabError(f"cannot save {final}: {error.strerror or error}") from error
-    finally:
-        if main:
-            atomic.remove_folder(temporary)
-    return final
 
+    def __init__(self, folder: Path, recipe: str) -> None:
+        self.folder, self.recipe = folder, recipe
+        self.newest: Path | None = None
 
-def _write_rest(
-    folder: Path,
-    state: Mapping[str, Any],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    recipe: str,
-    shards: Mapping[str, str],
-) -> None:
-    """Write all but the shards, of which the checksums are given."""
-    for group, named in tensors.items():
-        atomic.write_tensors(folder / f"{group}.safetensors", named)
-    atomic.write_json(folder / "state.json", state)
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    checksums = {path.name: atomic.sha256(path) for path in files} | dict(shards)
-    manifest = {"format": _FORMAT, "recipe": recipe, "sha256": checksums}
-    atomic.write_json(folder / "manifest.json", manifest)
+    @property
+    def newest_step(self) -> int:
+        return 0 if self.newest is None else _step(self.newest) or 0
 
+    def save(self, state: RunState) -> None:
+        """Write a checkpoint; keep the newest two. All processes call it.
 
-def latest(
-    folder: Path,
-    recipe: str,
-    state: type[BaseModel],
-    report: Callable[[str], None],
-    accelerator: Accelerator | None = None,
-) -> Checkpoint | None:
-    """The newest whole checkpoint of ``recipe``; None if there is no checkpoint at all.
+        The first process writes it. Of DTensors every process writes its own share.
 
-    Args:
-        folder: the run's ``checkpoints``.
-        recipe: the digest of the recipe.
-        state: the model of the state.
-        report: called with a sentence for each checkpoint that cannot be used.
-        accelerator: the processes, which all call this; by default there is one. The first one
-            verifies checksums and tells the others which checkpoint it is.
+        Raises:
+            LabError: it could not be written (a full disk); the older ones are unchanged.
+        """
+        step, accelerator = state.counters.step, state.accelerator
+        final = self.folder / f"step-{step:08d}"
+        temporary = self.folder / f".{final.name}.tmp"
+        main = accelerator.is_main_process
+        saved = state.state_dict()
+        counters = saved.pop("counters")
+        split, whole = _separated(saved)
+        try:
+            if main:
+                self.tidy()
+                temporary.mkdir(parents=True)
+            shards = _write_shards(temporary / SHARDS, split, accelerator) if split else {}
+            if main:
+                self._write_rest(temporary, counters, whole, shards)
+                # Those that are as new as this one were found damaged when the run was resumed.
+                for path in self._paths():
+                    if (_step(path) or 0) >= step:
+                        atomic.remove_folder(path)
+                os.replace(temporary, final)
+                atomic.flush(self.folder)
+                self.tidy()
+        except OSError as error:
+            raise LabError(f"cannot save {final}: {error.strerror or error}") from error
+        finally:
+            if main:
+                atomic.remove_folder(temporary)
+        self.newest = final
 
-    Raises:
-        LabError: there are checkpoints, and none can be used.
-    """
-    found: Checkpoint | None = None
-    chosen: list[Path | None] = [None]
-    if accelerator is None or accelerator.is_main_process:
-        found = next(usable(folder, recipe, state, report), None)
-        chosen = [None if found is None else found.path]
-    if accelerator is not None:
+    def _write_rest(
+        self,
+        folder: Path,
+        counters: Mapping[str, Any],
+        tensors: Groups,
+        shards: Mapping[str, str],
+    ) -> None:
+        """Write all but the shards, of which the checksums are given."""
+        for group, named in tensors.items():
+            atomic.write_tensors(folder / f"{group}.safetensors", named)
+        atomic.write_json(folder / "state.json", counters)
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        sha256 = {path.name: atomic.sha256(path) for path in files} | dict(shards)
+        manifest = {"format": _FORMAT, "recipe": self.recipe, "sha256": sha256}
+        atomic.write_json(folder / "manifest.json", manifest)
+
+    def restore(self, state: RunState, report: Callable[[str], None]) -> bool:
+        """Load the newest whole checkpoint; whether there is one. All processes call it.
+
+        The first process verifies checksums and tells the others which checkpoint it is.
+
+        Args:
+            state: what is loaded into.
+            report: called with a sentence for each checkpoint that cannot be used.
+
+        Raises:
+            LabError: there are checkpoints, and none can be used; or the newest is of other parts.
+        """
+        checkpoint: Checkpoint | None = None
+        chosen: list[Path | None] = [None]
+        if state.accelerator.is_main_process:
+            checkpoint = next(self.usable(report), None)
+            chosen = [None if checkpoint is None else checkpoint.path]
         broadcast_object_list(chosen)
-    if chosen[0] is None and _steps(folder):
-        raise LabError(
-            f"no checkpoint in {folder} can be used; remove {folder.parent} to start the run over"
-        )
-    if chosen[0] is None or found is not None:
-        return found
-    return _read(chosen[0], recipe, state, verify=False)
+        self.newest = chosen[0]
+        if self.newest is None:
+            if not self._paths():
+                return False
+            raise LabError(
+                f"no checkpoint in {self.folder} can be used; remove {self.folder.parent} to start "
+                "the run over"
+            )
+        if checkpoint is None:
+            checkpoint = self._read(self.newest, verify=False)
+        try:
+            groups = checkpoint.groups(state.like())
+            state.load_state_dict({**groups, "counters": checkpoint.counters.model_dump()})
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise LabError(
+                f"{self.newest} does not fit the model of the recipe; remove it to continue from "
+                "the checkpoint before it"
+            ) from error
+        return True
 
+    def usable(self, report: Callable[[str], None]) -> Iterator[Checkpoint]:
+        """The whole checkpoints of the recipe, newest first; ``report`` as for :meth:`restore`."""
+        attempts = (self._read_or_report(path, report) for path in reversed(self._paths()))
+        return (checkpoint for checkpoint in attempts if checkpoint is not None)
 
-def usable(
-    folder: Path, recipe: str, state: type[BaseModel], report: Callable[[str], None]
-) -> Iterator[Checkpoint]:
-    """The whole checkpoints of ``recipe``, newest first; arguments as for :func:`latest`."""
-    for path in reversed(_steps(folder)):
-        found = _read_or_refuse(path, recipe, state)
-        if isinstance(found, Checkpoint):
-            yield found
-        else:
-            report(f"passing over checkpoint {path}: {found}")
+    def _read_or_report(self, path: Path, report: Callable[[str], None]) -> Checkpoint | None:
+        try:
+            return self._read(path)
+        except LabError as error:
+            report(f"passing over checkpoint {path}: {error}")
+            return None
 
+    def tidy(self) -> None:
+        """Remove what a killed save left behind, and all but the newest two checkpoints."""
+        for path in [*self.folder.glob(".step-*.tmp"), *self._paths()[:-KEPT]]:
+            atomic.remove_folder(path)
 
-def tidy(folder: Path) -> None:
-    """Remove what a killed save left behind, and all but the newest two checkpoints."""
-    for path in [*folder.glob(".step-*.tmp"), *_steps(folder)[:-KEPT]]:
-        atomic.remove_folder(path)
+    def _read(self, path: Path, *, verify: bool = True) -> Checkpoint:
+        manifest = atomic.read_json(path / "manifest.json", _Manifest)
+        if manifest.format != _FORMAT:
+            raise LabError(f"its format {manifest.format} is not the known one ({_FORMAT})")
+        if manifest.recipe != self.recipe:
+            raise LabError("it belongs to another recipe")
+        if verify:
+            checksums.verify(path, manifest.sha256)
+        shards = {name for name in manifest.sha256 if name.startswith(f"{SHARDS}/")}
+        if shards != {f"{SHARDS}/{file.name}" for file in (path / SHARDS).glob("*")}:
+            raise LabError(f"{path / SHARDS} has other files than its manifest lists")
+        counters = atomic.read_json(path / "state.json", Counters)
+        groups = [name for name in {*manifest.sha256} - shards if name.endswith(".safetensors")]
+        tensors = {Path(name).stem: atomic.read_tensors(path / name) for name in groups}
+        return Checkpoint(path, counters, tensors)
 
-
-def _read_or_refuse(path: Path, recipe: str, state: type[BaseModel]) -> Checkpoint | LabError:
-    """A checkpoint, or what is wrong with it."""
-    try:
-        return _read(path, recipe, state)
-    except LabError as error:
-        return error
-
-
-def _read(path: Path, recipe: str, state: type[BaseModel], *, verify: bool = True) -> Checkpoint:
-    manifest = atomic.read_json(path / "manifest.json", _Manifest)
-    if manifest.format != _FORMAT:
-        raise LabError(f"its format {manifest.format} is not the known one ({_FORMAT})")
-    if manifest.recipe != recipe:
-        raise LabError("it belongs to another recipe")
-    if verify:
-        checksums.verify(path, manifest.sha256)
-    shards = {name for name in manifest.sha256 if name.startswith(f"{SHARDS}/")}
-    if shards != {f"{SHARDS}/{file.name}" for file in (path / SHARDS).glob("*")}:
-        raise LabError(f"{path / SHARDS} has other files than its manifest lists")
-    content = atomic.read_json(path / "state.json", state)
-    groups = [name for name in {*manifest.sha256} - shards if name.endswith(".safetensors")]
-    tensors = {Path(name).stem: atomic.read_tensors(path / name) for name in groups}
-    return Checkpoint(path, content, tensors)
-
-
-def _steps(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if path.is_dir() and _step(path) is not None]
-    return sorted(found, key=lambda path: (_step(path), path.name))
+    def _paths(self) -> list[Path]:
+        """The checkpoints of the folder, oldest first."""
+        folders = [path for path in self.folder.glob("step-*") if path.is_dir()]
+        steps = [path for path in folders if _step(path) is not None]
+        return sorted(steps, key=lambda path: (_step(path), path.name))
 
 
 def _step(path: Path) -> int | None:
@@ -277,20 +275,14 @@ def _step(path: Path) -> int | None:
 
 # ------------------------------------------------------------------ shards
 
-Groups = dict[str, dict[str, Tensor]]
 
-
-def _separated(tensors: Mapping[str, Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], Groups]:
+def _separated(groups: Mapping[str, Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], Groups]:
     """DTensors by ``group/name``, and the other tensors in their groups."""
     split: dict[str, Tensor] = {}
     whole: Groups = {}
-    for group, named in tensors.items():
-        whole[group] = {}
-        for name, tensor in named.items():
-            if is_dtensor(tensor):
-                split[f"{group}/{name}"] = tensor
-            else:
-                whole[group][name] = tensor
+    for group, named in groups.items():
+        whole[group] = {name: tensor for name, tensor in named.items() if not is_dtensor(tensor)}
+        split |= {f"{group}/{name}": tensor for name, tensor in named.items() if is_dtensor(tensor)}
     return split, whole
 
 
@@ -299,12 +291,6 @@ def _dcp() -> Any:
     from torch.distributed import checkpoint
 
     return checkpoint
-
-
-def _key(key: str) -> tuple[str, str]:
-    """Group and name."""
-    group, _, name = key.partition("/")
-    return group, name
 
 
 def _split(tensor: Tensor, like: Tensor | None) -> Tensor:
@@ -330,26 +316,25 @@ def _write_shards(
     except dcp.CheckpointException as error:
         raise OSError(_reason(error)) from error
     mine = folder.glob(f"shard-{accelerator.process_index + 1:05d}-*.safetensors")
-    checksums = {f"{SHARDS}/{path.name}": atomic.sha256(path) for path in mine}
-    found: dict[str, str] = {}
-    for part in gather_object([checksums]):
-        found |= part
+    written: dict[str, str] = {}
+    for part in gather_object([{f"{SHARDS}/{path.name}": atomic.sha256(path) for path in mine}]):
+        written |= part
     if accelerator.is_main_process:
-        if {path.name for path in folder.iterdir()} != {Path(name).name for name in found}:
+        if {path.name for path in folder.iterdir()} != {Path(name).name for name in written}:
             raise OSError(f"{folder} has files that no process wrote")
         atomic.flush(folder)
-    return found
+    return written
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors; those that share memory with another one (tied weights) as copies."""
     seen: set[int] = set()
-    found = {}
+    separate = {}
     for name, tensor in tensors.items():
         address = tensor.to_local().data_ptr()  # type: ignore[attr-defined]
-        found[name] = tensor.clone() if address in seen else tensor
+        separate[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
-    return found
+    return separate
 
 
 def _reason(error: Any) -> str:

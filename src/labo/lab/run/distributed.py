@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import platform
 import re
+import resource
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..errors import LabError
+from .directory import RunDirectory
+from .lock import held
 
 
 def on_cpu() -> bool:
@@ -38,6 +45,39 @@ def device_name(device: torch.device) -> str:
     threads = torch.get_num_threads()
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{name}, {instructions}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+@contextmanager
+def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
+    """Own a run directory. Its processes are one owner: the first one holds the lock.
+
+    Raises:
+        RequestError: on every process, if another one owns it.
+    """
+    refusal: list[LabError | None] = [None]
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            try:
+                run.refuse_links()
+                stack.enter_context(held(run.path))
+            except LabError as error:
+                refusal[0] = error
+        broadcast_object_list(refusal)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield
+
+
+def peak_memory() -> int:
+    """The most memory this process has held so far, in bytes: of the GPU if it works on one."""
+    if not on_cpu():
+        return int(torch.accelerator.max_memory_allocated())
+    status = Path("/proc/self/status")
+    if status.is_file():  # on Linux ru_maxrss includes the process that started this one
+        lines = status.read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
 
 
 def make_accelerator(precision: str, **options: Any) -> Accelerator:

@@ -65,12 +65,12 @@ class _Bars:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, title: str, total: int | None) -> Iterator[Advance]:
         """A bar for one part of the work."""
-        task = self.progress.add_task(title, total=total)
+        task = self.progress.add_task(printable(title), total=total)
         done, said = 0, time.monotonic()
 
         def advance(number: int) -> None:

@@ -58,7 +58,7 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, path: Path, step: i
         _TENSORBOARD: {"purge_step": step + 1},
         "wandb": {"name": name, "dir": str(path)},
         "mlflow": {"run_name": name},
-        "trackio": {"name": name},
+        "trackio": {"name": name, "resume": "allow"},  # a continued run is the same run
     }
     accelerator.init_trackers(_PROJECT, init_kwargs=options)
     for tracker in accelerator.trackers:
