@@ -186,6 +186,7 @@ def _calibration(run: Run) -> dict[str, float]:
         "ece": before and before["ece"],
         "ece_after": after and after["ece"],
         "aurc": before and (before.get("selective") or {}).get("aurc"),
+        "aurc_normalised": (split.get("logit_norm") or {}).get("aurc"),
         "temperature": (split.get("temperature") or {}).get("value"),
     }
     return {f"analysis_{name}": value for name, value in found.items() if value is not None}
@@ -265,8 +266,9 @@ def _analysis(record: Record) -> dict[str, Any] | None:
         return None
     first, second = find_report(record["task"]).views
     views = {first: {"ece": float(record["analysis_ece"])}}
-    if "analysis_aurc" in record:
-        views[first]["aurc"] = float(record["analysis_aurc"])
+    for name in ("aurc", "aurc_normalised"):
+        if f"analysis_{name}" in record:
+            views[first][name] = float(record[f"analysis_{name}"])
     if "analysis_ece_after" in record:
         views[second] = {"ece": float(record["analysis_ece_after"])}
     return {"splits": {"test": {"fingerprint": record["data"], "views": views}}}
@@ -389,6 +391,7 @@ def table(name: str) -> str:
     analysed = [
         Column("ece_after", "ECE after T %", scale=100, better=-1),
         Column("aurc", "AURC %", scale=100, better=-1),
+        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1),
     ]
     before, after = find_report(group.task).views
     times = _times(name)
@@ -402,7 +405,8 @@ def table(name: str) -> str:
             found = group.group.difference(variant, reference)
             cells |= {} if found is None else difference_cells(found)
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
-        cells["aurc"] = variant.cell(_analysed(before, "aurc"))
+        for key in ("aurc", "aurc_normalised"):
+            cells[key] = variant.cell(_analysed(before, key))
         cells["time"] = Cell(times.get(variant.name))
         rows.append(Row(variant.label, cells))
     columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]

@@ -12,7 +12,7 @@ import pytest
 
 from labo.lab.analysis.groups import Member, group_runs
 from labo.lab.analysis.reading import read_run
-from labo.lab.analysis.run import write_analysis
+from labo.lab.analysis.run import load_analysis, write_analysis
 from report_runs import BASE, LABO, LS, write_run
 from scripts import ROOT
 
@@ -78,6 +78,17 @@ def test_the_rows_have_the_differences_of_the_runs(results, study):
     assert f"{100 * labo.mean:+.2f} | 0.500 | `labo` " in text  # the summary
     assert (results.ASSETS / "results-differences.svg").read_text().startswith("<svg")
     assert "| `ls` | `alpha=0.1` |" in text
+
+
+def test_the_rows_have_the_ranking_after_logit_normalisation(results, study):
+    split = load_analysis(study[0])["splits"]["test"]
+    (row,) = [r for r in results.read(results.RESULTS / "digits.csv") if "analysis_ece" in r]
+    assert float(row["analysis_aurc"]) == split["views"]["before"]["selective"]["aurc"]
+    area = split["logit_norm"]["aurc"]
+    assert float(row["analysis_aurc_normalised"]) == area
+    text = results.table("digits")
+    assert " | AURC % | AURC, normalised logits % |" in text
+    assert f"{100 * area:.2f}" in text
 
 
 def test_adding_twice_changes_nothing_and_a_changed_row_is_noticed(results, study, tmp_path):

@@ -1,4 +1,4 @@
-"""Figure 1c in numpy is labo.smoothing; and the curves of training."""
+"""Figure 1c has the labels of labo.smoothing; and the curves of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from labo import smoothing
 from labo.lab.analysis.labels import DISTRIBUTIONS, label_settings, shown_labels, smoothed_labels
-from labo.lab.analysis.training import alpha_curve, mean_alpha, training_curves
+from labo.lab.analysis.training import alpha_curve, training_curves
 
 logit = st.floats(-30, 30)
 
@@ -88,11 +88,12 @@ def test_the_mean_alpha_is_exact():
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1).mean().item()
     expected = smoothing.adaptive_alpha(logits, 0.8).mean().item()
-    assert mean_alpha([entropy], 7, rho=0.8) == [pytest.approx(expected, abs=1e-12)]
+    found = alpha_curve([entropy], 7, {"name": "labo", "rho": 0.8})["values"]
+    assert found == [pytest.approx(expected, abs=1e-12)]
 
 
 def test_alpha_of_one_class_and_of_a_missing_entropy():
-    assert mean_alpha([0.0, None], 1) == [1.0, None]
+    assert alpha_curve([0.0, None], 1, {"name": "labo"})["values"] == [1.0, None]
 
 
 def test_the_alpha_a_run_used_or_would_have_used():

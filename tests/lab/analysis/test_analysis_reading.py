@@ -264,7 +264,7 @@ def forced(**fields):
         ({"lengths": {"1": "long"}}, ", lengths: '1' is not a whole number"),
         (forced(right=[1, 1, 1, 1, 1]), ", forced: 'right' is not a list of 5 truth values"),
         (forced(confidence=[2.0] * 5), ", forced: 'confidence' has a value outside [0, 1]"),
-        (forced(entropy=[-1.0] * 5), ", forced: 'entropy' has a value outside [0, inf]"),
+        (forced(probabilities=[-1.0] * 5), ", forced: 'probabilities' has a value outside [0, 1]"),
         (forced(tempered={"temperature": 1.0}), ", forced, tempered: 'probabilities' is missing"),
     ],
 )

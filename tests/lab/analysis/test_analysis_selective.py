@@ -1,4 +1,4 @@
-"""Risk and coverage, normalised logits, and bootstrap intervals."""
+"""Risk and coverage, normalised logits, and intervals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from analysis_runs import drawn_images
 from labo.lab.analysis import selective
-from labo.lab.analysis.calibration import ece, tempered
-from labo.lab.analysis.intervals import bootstrap_intervals, wilson
+from labo.lab.analysis.intervals import underconfidence_interval, wilson
 
 levels = st.sampled_from([0.1, 0.3, 0.5, 0.9, 1.0])
 samples = st.lists(st.tuples(levels, st.booleans()), min_size=1, max_size=40)
@@ -22,6 +21,10 @@ samples = st.lists(st.tuples(levels, st.booleans()), min_size=1, max_size=40)
 def arrays(pairs):
     confidence, right = zip(*pairs, strict=True)
     return np.array(confidence), np.array(right)
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def area(right):
@@ -36,21 +39,12 @@ def test_worked_by_hand():
     assert risk == pytest.approx([0, 0, 1 / 3, 1 / 4])
     assert selective.aurc(confidence, right) == pytest.approx((1 / 3 + 1 / 4) / 4)
     assert selective.best_aurc(4, 1) == pytest.approx(1 / 16)
-    assert selective.risk_at_coverage(confidence, right, 0.7) == pytest.approx(1 / 3)
-    assert selective.coverage_at_risk(confidence, right, 0.0) == 0.5
-    assert selective.coverage_at_risk(confidence, right, 0.26) == 1.0
 
 
 def test_equal_confidences_count_as_the_mean_of_their_orders():
     right = np.array([True, False, True, False])
     orders = [area(np.array(order)) for order in itertools.permutations(right)]
     assert selective.aurc(np.full(4, 0.5), right) == pytest.approx(np.mean(orders))
-
-
-def test_a_threshold_cannot_cut_through_equal_confidences():
-    confidence, right = np.array([0.8, 0.8, 0.8, 0.2]), np.array([True, True, False, True])
-    assert selective.coverage_at_risk(confidence, right, 0.1) == 0.0
-    assert selective.coverage_at_risk(confidence, right, 0.34) == 1.0
 
 
 @given(samples, st.randoms(use_true_random=False))
@@ -75,8 +69,7 @@ def test_all_right_and_all_wrong(right, expected):
     measures = selective.selective_measures(confidence, hits)
     assert measures["aurc"] == expected
     assert measures["excess_aurc"] == pytest.approx(0)
-    assert set(measures["coverage_at_risk"].values()) == {1.0 if right else 0.0}
-    assert set(measures["risk_at_coverage"].values()) == {expected}
+    assert set(measures["curve"]["risk"]) == {expected}
 
 
 def test_the_curve_is_thinned_and_keeps_its_ends():
@@ -105,13 +98,13 @@ def test_the_normalised_logit_by_its_definition():
     centred = logits - logits.mean(-1, keepdims=True)
     for p in (1, 2, 7):
         expected = centred.max(-1) / np.linalg.norm(centred, ord=p, axis=-1)
-        found = selective.normalised_logit(tempered(logits, 1.0), p)
+        found = selective.normalised_logit(log_softmax(logits), p)
         np.testing.assert_allclose(found, expected)
 
 
 def test_a_temperature_does_not_change_the_normalised_logit():
     log_p = np.log(drawn_images(20, 5)[0])
-    one, other = (selective.normalised_logit(tempered(log_p, t), 3) for t in (0.3, 4.0))
+    one, other = (selective.normalised_logit(log_softmax(log_p / t), 3) for t in (0.3, 4.0))
     np.testing.assert_allclose(one, other)
 
 
@@ -130,7 +123,7 @@ def test_normalising_repairs_confidences_that_differ_in_scale():
     margin, loud = random.random(600), random.random(600) < 0.5
     right = random.random(600) < 0.5 + 0.5 * margin
     logits = np.stack([1 + margin, 1 - margin, np.full(600, -2.0)], -1)
-    log_p = tempered(logits * np.where(loud, 6, 0.7)[:, None], 1.0)
+    log_p = log_softmax(logits * np.where(loud, 6, 0.7)[:, None])
     p = selective.choose_norm(log_p, right)
     assert p is not None
     score = selective.normalised_logit(log_p, p)
@@ -140,63 +133,53 @@ def test_normalising_repairs_confidences_that_differ_in_scale():
 # ------------------------------------------------------------------ intervals
 
 
-def test_intervals_are_the_same_every_time_and_hold_the_value():
+def test_the_interval_is_the_same_every_time_and_holds_the_value():
     p, labels = drawn_images(300, 4, sharpness=2.0)
     confidence, right = p.max(-1), p.argmax(-1) == labels
-    found = bootstrap_intervals(confidence, right)
-    assert found == bootstrap_intervals(confidence, right)
-    for name, value in {
-        "accuracy": right.mean(),
-        "underconfidence": right.mean() - confidence.mean(),
-        "ece": ece(confidence, right),
-        "aurc": selective.aurc(confidence, right),
-    }.items():
-        low, high = found[name]
-        assert low <= value <= high
-        assert high - low < 0.2
+    low, high = underconfidence_interval(confidence, right)
+    assert [low, high] == underconfidence_interval(confidence, right)
+    assert low <= right.mean() - confidence.mean() <= high
+    assert high - low < 0.2
 
 
-def test_the_interval_of_the_accuracy_is_near_the_binomial_one():
-    right = np.arange(400) % 5 != 0
-    low, high = bootstrap_intervals(np.full(400, 0.8), right)["accuracy"]
+def test_the_interval_is_near_the_binomial_one():
+    low, high = underconfidence_interval(np.full(400, 0.8), np.arange(400) % 5 != 0)
     reach = 1.96 * np.sqrt(0.8 * 0.2 / 400)
-    assert (low, high) == pytest.approx((0.8 - reach, 0.8 + reach), abs=0.01)
+    assert (low, high) == pytest.approx((-reach, reach), abs=0.01)
+
+
+def test_the_interval_is_that_of_draws_with_replacement():
+    """Against a loop that repeats the samples of each drawn unit; unit 2 has none."""
+    confidence, right = np.array([0.9, 0.8, 0.6, 0.5]), np.array([True, False, True, True])
+    units, random, values = np.array([0, 0, 1, 3]), np.random.default_rng(5), []
+    for _ in range(30):
+        rows = [i for unit in random.integers(0, 4, 4) for i in np.flatnonzero(units == unit)]
+        values += [right[rows].mean() - confidence[rows].mean()] if rows else []
+    expected = np.quantile(values, [0.025, 0.975])
+    found = underconfidence_interval(confidence, right, units, draws=30, seed=5)
+    assert found == pytest.approx(expected)
 
 
 def test_the_order_of_the_samples_does_not_matter_to_a_unit():
     p, labels = drawn_images(40, 3)
     confidence, right, units = p.max(-1), p.argmax(-1) == labels, np.arange(40) // 4
     order = np.random.default_rng(0).permutation(40)
-    one = bootstrap_intervals(confidence, right, units, draws=50)
-    other = bootstrap_intervals(confidence[order], right[order], units[order], draws=50)
-    for name, bounds in one.items():
-        assert other[name] == pytest.approx(bounds)
+    one = underconfidence_interval(confidence, right, units, draws=50)
+    other = underconfidence_interval(confidence[order], right[order], units[order], draws=50)
+    assert one == pytest.approx(other)
 
 
 def test_samples_that_go_wrong_together_widen_the_interval():
     right = np.repeat(np.arange(50) % 4 != 0, 20)
     confidence = np.full(1000, 0.75)
-    alone = bootstrap_intervals(confidence, right)["accuracy"]
-    together = bootstrap_intervals(confidence, right, np.repeat(np.arange(50), 20))["accuracy"]
+    alone = underconfidence_interval(confidence, right)
+    together = underconfidence_interval(confidence, right, np.repeat(np.arange(50), 20))
     assert together[1] - together[0] > 3 * (alone[1] - alone[0])
-
-
-def test_the_interval_of_the_ece_can_hold_the_truth_of_a_calibrated_model():
-    """The true ECE is 0, the measured one near 0.05: an interval of the draws is above both."""
-    held = 0
-    for seed in range(40):
-        random = np.random.default_rng(seed)
-        confidence = random.beta(5, 1.2, 350)
-        right = random.random(350) < confidence
-        held += bootstrap_intervals(confidence, right, draws=200, seed=seed)["ece"][0] == 0
-    assert held >= 12  # 22 are to be expected
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_single_record_has_an_interval_of_no_width(right):
-    found = bootstrap_intervals(np.array([1.0]), np.array([right]))
-    assert found["accuracy"] == [right, right]
-    assert found["aurc"] == [1 - right, 1 - right]
+    assert underconfidence_interval(np.array([1.0]), np.array([right])) == [right - 1, right - 1]
 
 
 def test_wilson_interval_is_the_published_one():

@@ -58,7 +58,7 @@ def markdown_tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
 
 def parts(cell: str) -> tuple[str, str | None]:
     """``+1.00 (+0.50, +1.50)`` as the difference and its interval."""
-    value, _, interval = cell.replace("−", "-").partition(" ")
+    value, _, interval = cell.replace("−", "-").replace("\N{NO-BREAK SPACE}", " ").partition(" ")
     return value, interval or None
 
 

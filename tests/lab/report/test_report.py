@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import random
 import re
 import subprocess
@@ -15,22 +17,24 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from labo import cli, smoothing
-from labo.lab.analysis.groups import Difference
-from labo.lab.analysis.labels import smoothed_labels
-from labo.lab.analysis.run import write_analysis
+from labo.lab.analysis.groups import Difference, Member
+from labo.lab.analysis.reading import read_run
+from labo.lab.analysis.run import load_analysis, write_analysis
 from labo.lab.analysis.significance import sign_flip_test, t_interval
 from labo.lab.errors import RequestError
 from labo.lab.report import write_report
 from labo.lab.report.charts import Axis, ChartRow, Line, dot_chart, line_chart, sheet, ticks
 from labo.lab.report.embed import explorer_data
-from labo.lab.report.figures import cut
-from labo.lab.report.gather import make_groups, read_runs
+from labo.lab.report.figures import cut, training_figures
+from labo.lab.report.gather import ReportGroup, make_groups, read_runs
 from labo.lab.report.palette import COLOURS, Style, styles
+from labo.lab.report.results import confidence_table
 from labo.lab.report.summary import judged, summary_figure, verdict
 from labo.lab.report.task import find_report
-from labo.lab.text.token_text import readable, token_name
+from labo.lab.text.token_text import readable, token_name, token_names
 from report_runs import (
     BASE,
     BLEU,
@@ -42,6 +46,8 @@ from report_runs import (
     write_examples,
     write_run,
 )
+
+SCRIPTS = Path(inspect.getfile(write_report)).parent
 
 
 class Page(HTMLParser):
@@ -199,6 +205,80 @@ def test_equal_scores_share_the_first_place_and_lower_can_be_better(tmp_path):
     assert len(summary_figure([group]).panels) == 3
 
 
+def scored_group(folder: Path, scores: dict[str, list[float]], **steps: int) -> ReportGroup:
+    """The group of runs with these accuracies, one per seed; ``steps`` are those of warm-ups."""
+    paths = []
+    for name, values in scores.items():
+        method = {"base": BASE, "ls": LS, "labo": LABO}.get(name, {"name": name})
+        method = method | ({"warmup_steps": steps[name]} if name in steps else {})
+        for seed, value in enumerate(values):
+            path = write_run(folder / f"{name}-{seed}", method, seed)
+            results = json.loads((path / "results.json").read_text())
+            results["test"]["accuracy"] = value
+            (path / "results.json").write_text(json.dumps(results))
+            paths.append(path)
+    (group,) = make_groups([listing.member for listing in read_runs(paths)])
+    return group
+
+
+def test_the_first_screen_names_every_method_that_differs(tmp_path):
+    base = [0.90, 0.91, 0.92, 0.93, 0.94, 0.95]
+    group = scored_group(
+        tmp_path,
+        {
+            "base": base,
+            "ls": [score + 0.02 for score in base],
+            "labo": [score - 0.03 for score in base],
+            "fl": [score + 0.001 * (-1) ** seed for seed, score in enumerate(base)],
+            "cp": [score + 0.01 + 0.04 * (-1) ** seed for seed, score in enumerate(base)],
+        },
+    )
+    found = verdict(group, None)
+    assert found.best == ["ls"]
+    others = dict(found.others)
+    # cp differs from nothing; the difference between base and ls, the best, is in the first line.
+    assert list(others) == ["fl", "labo"]
+    assert others["fl"].startswith("is worse than ls: accuracy 92.50 ± ")
+    assert others["labo"].startswith("is worse than ls and base: accuracy 89.50 ± ")
+    assert "−5.00 points compared with ls" in others["labo"]
+    assert others["labo"].endswith(": a difference over 6 seeds at the 5 % level.")
+
+
+def test_the_first_screen_says_where_labo_is_even_if_nothing_differs(tmp_path):
+    group = scored_group(tmp_path, {"base": [0.92], "ls": [0.95], "labo": [0.90], "fl": [0.9]})
+    ((label, text),) = verdict(group, None).others
+    assert label == "labo"
+    assert text.startswith("has accuracy 90.00 %. −5.00 points compared with ls and −2.00 points")
+    assert text.endswith("one seed cannot show whether there is a difference.")
+
+
+def test_a_better_method_that_is_not_the_best_is_named_too(tmp_path):
+    base = [0.90, 0.91, 0.92, 0.93, 0.94, 0.95]
+    scores = {"base": base, "ls": [s + 0.01 for s in base], "labo": [s + 0.02 for s in base]}
+    found = verdict(scored_group(tmp_path, scores), None)
+    assert found.best == ["labo"]
+    ((label, text),) = found.others
+    assert (label, text.split(":")[0]) == ("ls", "is better than base")
+
+
+def test_a_method_that_was_never_active_is_marked_everywhere(tmp_path):
+    scores = {"base": [0.92], "ls": [0.93], "labo": [0.95]}
+    group = scored_group(tmp_path / "long", scores, labo=31)  # the runs have 30 steps
+    marked = "labo (never active)"
+    assert [variant.label for variant in group.variants] == ["base", "ls", marked]
+    assert verdict(group, None).best == [marked]
+    assert marked in [d.variant for d in group.group.differences]
+    group = scored_group(tmp_path / "short", scores, labo=30)
+    assert [variant.label for variant in group.variants] == ["base", "ls", "labo"]
+    paths = [
+        write_run(tmp_path / method["name"], method, task="translation")
+        for method in (LS, LABO | {"warmup_steps": 500})
+    ]
+    text = report(paths, tmp_path / "r.html").text
+    assert f"{marked} - ls" in text
+    assert not re.search(r"\blabo - ls", text)
+
+
 def test_best_numbers_are_bold(page):
     best = [a for a in page.of("td") if "best" in (a.get("class") or "")]
     assert len(best) >= 6
@@ -253,6 +333,22 @@ def test_under_confidence_is_said_plainly(page):
     assert gap == pytest.approx(right - claimed, abs=0.11)
     assert claimed == pytest.approx(45, abs=3)
     assert "changes its calibration error from" in page.text
+
+
+def test_the_ranking_is_shown_before_and_after_logit_normalisation(runs):
+    for group in make_groups([Member(read_run(p), load_analysis(p)) for p in runs]):
+        table = confidence_table(group, find_report(group.task).views)
+        row = next(row for row in table.rows if row.label.startswith("labo"))
+        columns = {column.key for column in table.columns}
+        splits = [load_analysis(p)["splits"]["test"] for p in runs if "labo" in p.name]
+        splits = [s for s in splits if find_report(group.task).views[0] in s["views"]]
+        first = find_report(group.task).views[0]
+        areas = [s["views"][first]["selective"]["aurc"] for s in splits]
+        assert row.cells["aurc"].value == pytest.approx(np.mean(areas))
+        if group.task == "image_classification":
+            areas = [s["logit_norm"]["aurc"] for s in splits]
+            assert row.cells["aurc_normalised"].value == pytest.approx(np.mean(areas))
+        assert ("aurc_normalised" in columns) == (group.task == "image_classification")
 
 
 def test_the_sentences_are_all_there_with_every_run(page, runs):
@@ -513,27 +609,50 @@ def test_the_page_stays_small(tmp_path):
 
 
 @pytest.mark.parametrize("classes", [10, 5000])
-def test_a_compact_sample_has_the_labels_of_the_whole(classes, tmp_path):
+def test_the_explorer_has_the_numbers_of_smoothing(classes, tmp_path):
     run = write_run(tmp_path / "run", LABO, task="translation")
     write_examples(run, classes, random.Random(1))
     whole = examples_of(run)
-    samples = explorer_data(make_groups([read_runs([run])[0].member]))["examples"]
-    assert len(json.dumps(samples)) < 60_000
-    for sample, example in zip(samples, whole["examples"], strict=True):
-        groups = [(logit, 1) for logit in sample["logits"]] + [tuple(g) for g in sample["tail"]]
-        logits = np.repeat([g[0] for g in groups], [g[1] for g in groups])
-        assert len(logits) == sample["K"] == classes
-        compact = smoothed_labels(logits, sample["target"], tau=1.7)
+    data = explorer_data(make_groups([read_runs([run])[0].member]))
+    assert len(json.dumps(data)) < 60_000
+    for sample, example in zip(data["examples"], whole["examples"], strict=True):
         exact = torch.tensor(example["logits"], dtype=torch.float64)
-        label = smoothing.smoothed_target(
-            torch.tensor(example["target"]),
-            smoothing.tempered(exact, 1.7),
-            smoothing.adaptive_alpha(exact),
+        assert sample["classes"] == classes
+        assert sample["alpha"] == pytest.approx(
+            [1.0, float(smoothing.adaptive_alpha(exact, 1.0))], abs=1e-5
         )
-        assert compact["alpha"] == pytest.approx(float(smoothing.adaptive_alpha(exact)), abs=1e-5)
-        assert compact["labo"][sample["target"]] == pytest.approx(
-            float(label[example["target"]]), abs=1e-5
-        )
+        target = example["target"]
+        for tau, masses in zip(data["taus"], sample["optimal"], strict=True):
+            optimal = smoothing.tempered(exact, tau)
+            assert masses[0] == pytest.approx(float(optimal[exact.argmax()]), abs=1e-5)
+            assert masses[sample["target"]] == pytest.approx(float(optimal[target]), abs=1e-5)
+    row = data["taus"].index(1.5), data["strengths"].index(0.3)
+    for kind, key in (("adaptive", "rho"), ("fixed", "alpha")):
+        expected = smoothing.stationary_confidence(classes, tau=1.5, **{key: 0.3})
+        shown = data["stationary"][str(classes)][kind][row[0]][row[1]]
+        assert shown == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_explorer_counts_only_classes_that_are_not_masked(tmp_path):
+    run = write_run(tmp_path / "run", LABO)
+    content = examples_of(run)
+    for place in (0, 1):
+        content["examples"][0]["logits"][place] = -math.inf
+    content["examples"][1]["logits"][content["examples"][1]["target"]] = -math.inf
+    (run / "records" / "examples.json").write_text(json.dumps(content))
+    data = explorer_data(make_groups([read_runs([run])[0].member]))
+    (sample,) = data["examples"]  # a masked target has no label
+    logits = torch.tensor(content["examples"][0]["logits"], dtype=torch.float64)
+    assert sample["classes"] == 8
+    assert sample["alpha"][1] == pytest.approx(
+        float(smoothing.adaptive_alpha(logits, 1.0)), abs=1e-5
+    )
+    assert list(data["stationary"]) == ["8"]
+
+
+def test_no_formula_of_labo_is_written_in_the_scripts():
+    scripts = "".join((SCRIPTS / name).read_text() for name in ("explorer.js", "page.js"))
+    assert not re.search(r"Math\.(exp|log|log1p|pow|sqrt)\b|\*\*", scripts)
 
 
 def test_tokens_read_as_text():
@@ -542,6 +661,10 @@ def test_tokens_read_as_text():
     assert token_name("\u0120dog") == "·dog"
     assert token_name("dog</w>") == "dog·"
     assert token_name("犬") == "犬"
+    assert token_names(["\u0120dog", *spread]) == ["·dog", "·M<c3>", "<a4>d", "chen"]
+    assert token_names(["▁Mädchen", "ä", "«"]) == ["·Mädchen", "ä", "«"]
+    assert token_names(["Mädchen", "é", "\u0120"]) == ["Mädchen", "<e9>", "·"]
+    assert token_name("\u010a") == "↵"
 
 
 def test_ticks_are_round_and_inside():
@@ -570,6 +693,58 @@ def test_the_first_steps_do_not_squeeze_the_scale():
     assert 16 <= len(points.split()) <= 19  # of 21
     flat = Line([(0, 1.0), (100, 1.0)], Style("m0"), "a")
     assert "polyline" in line_chart("c", "t", "d", Axis("x"), Axis("y"), [flat], settled=True).svg
+
+
+def test_a_line_of_few_evaluations_is_not_cut():
+    few = Line([(0, 90.0), (10, 3.0), (20, 2.0), (30, 1.0)], Style("m0"), "a")
+    chart = line_chart("c", "t", "d", Axis("x"), Axis("y"), [few], settled=True).svg
+    (points,) = re.findall(r'class="line" points="([^"]+)"', chart)
+    assert len(points.split()) == 4
+
+
+def test_a_mark_shows_where_labo_begins(tmp_path):
+    runs = [write_run(tmp_path / m["name"], m) for m in (BASE, LABO | {"warmup_steps": 20}, LS)]
+    (group,) = make_groups([listing.member for listing in read_runs(runs)])
+    learning, confidence = training_figures(group, "g", [group.kind.headline])
+    for panel in [*learning.panels, *confidence.panels]:
+        assert ">labo begins<" in panel.svg
+        (at,) = re.findall(r'class="guide" x1="([\d.]+)"', panel.svg)
+        (line, *_) = re.findall(r'class="line" points="([^"]+)"', panel.svg)
+        assert [point.split(",")[0] for point in line.split()][1] == at  # step 20 of 10, 20, 30
+    assert "the end of a warm-up" in learning.caption
+    runs = [write_run(tmp_path / "late", LABO | {"warmup_steps": 500})]
+    (group,) = make_groups([listing.member for listing in read_runs(runs)])
+    learning, _ = training_figures(group, "g", [group.kind.headline])
+    assert "begins" not in "".join(panel.svg for panel in learning.panels)
+    assert "warm-up" not in learning.caption
+
+
+@pytest.mark.parametrize(
+    ("manifest", "title"),
+    [
+        (
+            {"pairs": [{"source": "de", "target": "en"}], "sizes": {"train": 29000}},
+            "de-en (29\u202f000 sentence pairs)",
+        ),
+        (
+            {"inputs": [{"file": "manual.txt"}, {"file": "more.txt"}], "sizes": {"train": 40}},
+            "manual.txt, more.txt (40 documents)",
+        ),
+        ({"inputs": [], "sizes": {"train": 40}}, "out"),
+        ([], "out"),
+        (None, "out"),
+    ],
+)
+def test_the_title_of_prepared_text_is_what_its_manifest_says(tmp_path, manifest, title):
+    run, folder = write_run(tmp_path / "run", LABO, task="translation"), tmp_path / "out"
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["data"] = {"name": "prepared", "path": str(folder)}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    if manifest is not None:
+        folder.mkdir()
+        (folder / "prepared.json").write_text(json.dumps(manifest))
+    (group,) = make_groups([listing.member for listing in read_runs([run])])
+    assert group.title == title
 
 
 def test_labels_at_the_ends_do_not_cover_each_other():

@@ -15,9 +15,8 @@ import numpy as np
 
 from ..errors import RequestError
 from ..tables import Column
-from . import calibration
 from .reading import Booleans, Floats, Integers, Run, floored_log, record_lines
-from .selective import aurc, choose_norm, excess_aurc, normalised_logit
+from .selective import aurc, choose_norm, normalised_logit
 from .task import TaskAnalysis
 from .views import verdict, view
 
@@ -77,6 +76,7 @@ class ClassifierAnalysis(TaskAnalysis):
         Column("confidence_on_errors", "confidence on errors", digits=3),
         Column("aurc", "AURC", digits=4),
         Column("excess_aurc", "excess AURC", digits=4),
+        Column("aurc_normalised", "AURC, normalised logits", digits=4),
     )
 
     def __init__(self, unit: str = "examples", locations: tuple[str, ...] = ()) -> None:
@@ -99,57 +99,40 @@ class ClassifierAnalysis(TaskAnalysis):
     def analyze_split(
         self, run: Run, split: str, notes: list[str], **options: Any
     ) -> dict[str, Any]:
-        records = self.read_records(run, split)
-        temperature, norm = None, None
-        if split == "test":
-            temperature, norm = self._fitted(run, records, notes)
-        views = {"before": distribution_view(records.log_p, records.labels)}
+        test = self.read_records(run, split)
+        valid = self._valid(run, test, notes) if split == "test" else None
+        temperature = None if valid is None else _temperature(valid, notes)
+        views = {"before": _view(test.log_p, test.labels)}
         sentence = f"{run.method['name']} {verdict(views['before'])}"
         if temperature is not None:
-            scaled = calibration.tempered(records.log_p, temperature["value"])
-            views["after"] = distribution_view(scaled, records.labels)
+            views["after"] = _view(_tempered(test.log_p, temperature["value"]), test.labels)
             sentence += f"; after one temperature, T = {temperature['value']:.3f}, it "
             sentence += verdict(views["after"])
+        norm = None if valid is None else _logit_norm(valid, test)
+        if norm is not None and norm["p"] is not None:
+            sentence += f"; ranking by logits divided by their {norm['p']}-norm changes its AURC "
+            sentence += f"from {views['before']['selective']['aurc']:.4f} to {norm['aurc']:.4f}"
         return {
-            "examples": len(records),
-            "fingerprint": records.fingerprint(),
+            "examples": len(test),
+            "fingerprint": test.fingerprint(),
             "views": views,
             "temperature": temperature,
             "logit_norm": norm,
             "verdict": sentence,
         }
 
-    def _fitted(
-        self, run: Run, test: Predictions, notes: list[str]
-    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The temperature; and the norm of the logits, with its effect on the test split."""
+    def _valid(self, run: Run, test: Predictions, notes: list[str]) -> Predictions | None:
+        """The validation records, which everything is fitted on."""
         if "valid" not in run.splits():
             notes.append("no temperature is fitted: there are no records of the valid split")
-            return None, None
+            return None
         valid = self.read_records(run, "valid")
         if valid.probabilities.shape[-1] != test.probabilities.shape[-1]:
             raise RequestError(
                 f"{run.records_file('valid')} and {run.records_file('test')} differ in the number "
                 "of classes"
             )
-        log_p = valid.log_p
-        value = calibration.fit_temperature(log_p, valid.labels)
-        temperature = None
-        if value is None:
-            why = "all predictions are right" if valid.right.all() else "the NLL has no minimum"
-            notes.append(f"no temperature can be fitted on the valid split: {why}")
-        else:
-            temperature = {
-                "value": value,
-                "fitted_on": "valid",
-                "examples": len(valid),
-                "nll_before": calibration.nll(log_p, valid.labels),
-                "nll_after": calibration.nll(calibration.tempered(log_p, value), valid.labels),
-            }
-        p = choose_norm(log_p, valid.right)
-        score = test.log_p.max(-1) if p is None else normalised_logit(test.log_p, p)
-        areas = {"aurc": aurc(score, test.right), "excess_aurc": excess_aurc(score, test.right)}
-        return temperature, {"p": p, **areas}
+        return valid
 
     def measure(self, split: Mapping[str, Any]) -> dict[str, float | None]:
         before, after = split["views"]["before"], split["views"].get("after", {})
@@ -160,6 +143,7 @@ class ClassifierAnalysis(TaskAnalysis):
             "ece_after": after.get("ece"),
             "aurc": before["selective"]["aurc"],
             "excess_aurc": before["selective"]["excess_aurc"],
+            "aurc_normalised": (split["logit_norm"] or {}).get("aurc"),
             "confidence_on_errors": before["confidence_on_errors"],
             "underconfidence": before["underconfidence"],
             "underconfidence_after": after.get("underconfidence"),
@@ -167,18 +151,42 @@ class ClassifierAnalysis(TaskAnalysis):
         }
 
 
-def distribution_view(log_p: Floats, labels: Integers) -> dict[str, Any]:
-    """A VIEW of whole distributions.
+def _view(log_p: Floats, labels: Integers) -> dict[str, Any]:
+    """A VIEW of whole distributions, (N, K), and the labels, (N,)."""
+    nll = float(-np.take_along_axis(log_p, labels[:, None], -1).mean())
+    return view(np.exp(log_p.max(-1)), log_p.argmax(-1) == labels, nll=nll)
 
-    Args:
-        log_p: (N, K).
-        labels: (N,).
-    """
-    p = np.exp(log_p)
-    further = {
-        "nll": calibration.nll(log_p, labels),
-        "brier": calibration.brier(p, labels),
-        "classwise_ece": calibration.classwise_ece(p, labels),
-        "entropy": float(calibration.entropy(log_p).mean()),
+
+def _tempered(log_p: Floats, temperature: float) -> Floats:
+    """(N, K) the log-probabilities of softmax(z / T), from those at T = 1."""
+    import torch
+
+    scaled: Floats = torch.log_softmax(torch.from_numpy(log_p) / temperature, -1).numpy()
+    return scaled
+
+
+def _temperature(valid: Predictions, notes: list[str]) -> dict[str, Any] | None:
+    """The temperature of the validation records; None, and a note, if none is best."""
+    import torch
+
+    from ...calibration import TemperatureError, fit_temperature
+
+    try:
+        fit = fit_temperature(torch.from_numpy(valid.log_p), torch.from_numpy(valid.labels))
+    except TemperatureError as error:
+        notes.append(f"valid split: {error}")
+        return None
+    return {
+        "value": fit.temperature,
+        "fitted_on": "valid",
+        "examples": fit.count,
+        "nll_before": fit.nll_before,
+        "nll_after": fit.nll_after,
     }
-    return view(p.max(-1), p.argmax(-1) == labels, further=further)
+
+
+def _logit_norm(valid: Predictions, test: Predictions) -> dict[str, Any]:
+    """The norm that ranks the validation records best, and the AURC of that ranking on test."""
+    p = choose_norm(valid.log_p, valid.right)
+    score = test.log_p.max(-1) if p is None else normalised_logit(test.log_p, p)
+    return {"p": p, "aurc": aurc(score, test.right)}

@@ -2,23 +2,26 @@ r"""Figure 1c of the paper: the one-hot, the smoothed and the LABO label of one 
 
 .. math:: \hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P_{ls}
 
-with :math:`P_{ls} = 1/K` for label smoothing and :math:`P^* = \mathrm{softmax}(z/\tau)` for LABO,
-whose :math:`\alpha` is :math:`1 - \rho H(p) / \log K` unless it is fixed. These are the formulas
-of ``labo.smoothing`` in numpy.
+The distributions and strengths are those of ``labo.smoothing``, which the losses use.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .calibration import tempered
 from .reading import Floats
 
 DISTRIBUTIONS = ("prediction", "one_hot", "ls", "optimal", "labo")
+
+# The explorer of the report has numbers for these positions of its sliders.
+STEP = 0.05
+TAUS = tuple(round(0.5 + STEP * i, 2) for i in range(51))
+STRENGTHS = tuple(round(STEP * i, 2) for i in range(21))
+DIGITS = 6  # of the numbers for the explorer, which shows three
 
 
 def smoothed_labels(
@@ -44,26 +47,92 @@ def smoothed_labels(
         prediction, one_hot, ls, optimal (P*) and labo, each (K,); and LABO's alpha.
 
     Example:
-        >>> found = smoothed_labels(np.array([2.0, 1.0, 0.1, -1.0]), 0)
-        >>> found["labo"].round(4), round(found["alpha"], 4)
+        >>> labels = smoothed_labels(np.array([2.0, 1.0, 0.1, -1.0]), 0)
+        >>> labels["labo"].round(4), round(labels["alpha"], 4)
         (array([0.7181, 0.167 , 0.0813, 0.0337]), 0.6535)
     """
-    present = logits != -math.inf
-    prediction, optimal = np.zeros(len(logits)), np.zeros(len(logits))
-    log_p = tempered(logits[present], 1.0)
-    prediction[present], optimal[present] = np.exp(log_p), np.exp(tempered(log_p, tau))
-    if alpha is None:
-        entropy = -float((prediction[present] * log_p).sum())
-        alpha = 1 - rho * entropy / (math.log(len(logits)) if len(logits) > 1 else 1.0)
-    one_hot = np.zeros(len(logits))
-    one_hot[target] = 1.0
-    return {
-        "prediction": prediction,
-        "one_hot": one_hot,
-        "ls": (1 - alpha_ls) * one_hot + alpha_ls * present / present.sum(),
+    # Loaded here: a report of analyzed runs needs no torch.
+    import torch
+
+    from ... import smoothing
+
+    z, label = torch.tensor(logits, dtype=torch.float64), torch.tensor(target)
+    even, optimal = smoothing.uniform(z), smoothing.tempered(z, tau)
+    strength = smoothing.adaptive_alpha(z, rho) if alpha is None else alpha
+    labels = {
+        "prediction": smoothing.tempered(z, 1.0),
+        "one_hot": smoothing.smoothed_target(label, even, 0.0),
+        "ls": smoothing.smoothed_target(label, even, alpha_ls),
         "optimal": optimal,
-        "labo": (1 - alpha) * one_hot + alpha * optimal,
-        "alpha": alpha,
+        "labo": smoothing.smoothed_target(label, optimal, strength),
+    }
+    return {**{name: mass.numpy() for name, mass in labels.items()}, "alpha": float(strength)}
+
+
+def slider_labels(logits: Floats, index: Sequence[int]) -> dict[str, Any]:
+    """What the sliders of the report's explorer need of one sample.
+
+    A label is linear in alpha, and adaptive alpha is linear in rho, so that a page can interpolate
+    between the ends.
+
+    Args:
+        logits: (K,).
+        index: the classes that are shown.
+
+    Returns:
+        classes: how many are not masked; entropy of the prediction in nats; alpha: at rho = 0 and
+        at rho = 1; uniform: the mass of label smoothing of each class that is shown; optimal: P* of
+        these classes for each of ``TAUS``.
+
+    Example:
+        >>> sliders = slider_labels(np.array([2.0, 1.0, 0.1, -1.0]), [0, 1])
+        >>> sliders["alpha"], sliders["uniform"], sliders["optimal"][TAUS.index(1.25)]
+        ([1.0, 0.307021], [0.25, 0.25], [0.568583, 0.255481])
+    """
+    import torch
+
+    from ... import smoothing
+    from ...rows import entropy
+
+    z = torch.tensor(logits, dtype=torch.float64)
+
+    def shown(distribution: torch.Tensor) -> list[float]:
+        return [round(mass, DIGITS) for mass in distribution[list(index)].tolist()]
+
+    return {
+        "classes": int((z != -torch.inf).sum()),
+        "entropy": round(float(entropy(z.log_softmax(-1))), DIGITS),
+        "alpha": [round(float(smoothing.adaptive_alpha(z, rho)), DIGITS) for rho in (0.0, 1.0)],
+        "uniform": shown(smoothing.uniform(z)),
+        "optimal": [shown(smoothing.tempered(z, tau)) for tau in TAUS],
+    }
+
+
+@functools.cache
+def stationary_table(num_classes: int) -> dict[str, list[list[float]]]:
+    """The confidence that LABO leads a fitted sample to, for the report's explorer.
+
+    Args:
+        num_classes: K.
+
+    Returns:
+        adaptive: for each of ``TAUS`` the confidence at each rho of ``STRENGTHS``; fixed: the same
+        at each alpha of ``STRENGTHS``.
+    """
+    from ...smoothing import stationary_confidence
+
+    def table(settings: Sequence[Mapping[str, float]]) -> list[list[float]]:
+        return [
+            [
+                round(stationary_confidence(num_classes, tau=tau, **setting), DIGITS)
+                for setting in settings
+            ]
+            for tau in TAUS
+        ]
+
+    return {
+        "adaptive": table([{"rho": rho} for rho in STRENGTHS]),
+        "fixed": table([{"alpha": alpha} for alpha in STRENGTHS]),
     }
 
 
@@ -81,11 +150,12 @@ def shown_labels(
 
     Returns:
         classes and index of those shown, by descending probability; target, the index of the target
-        among them; each distribution over them; and rest, the mass of each on all other classes.
+        among them; each distribution over them; rest, the mass of each on all other classes; and
+        sliders, of :func:`slider_labels`.
 
     Example:
-        >>> found = shown_labels(np.array([2.0, 1.0, 0.0, 3.0]), 2, ["a", "b", "c", "d"], top=2)
-        >>> found["classes"], found["target"], found["rest"]["one_hot"]
+        >>> labels = shown_labels(np.array([2.0, 1.0, 0.0, 3.0]), 2, ["a", "b", "c", "d"], top=2)
+        >>> labels["classes"], labels["target"], labels["rest"]["one_hot"]
         (['d', 'a', 'c'], 2, 0.0)
     """
     labels = smoothed_labels(logits, target, **hyper)
@@ -99,6 +169,7 @@ def shown_labels(
         "target": int(np.flatnonzero(index == target)[0]),
         **{name: labels[name][index].tolist() for name in DISTRIBUTIONS},
         "rest": {name: max(0.0, float(1 - labels[name][index].sum())) for name in DISTRIBUTIONS},
+        "sliders": slider_labels(logits, index.tolist()),
     }
 
 

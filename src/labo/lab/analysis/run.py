@@ -2,7 +2,8 @@
 
 :func:`analyze_run` turns one run directory into a small JSON document. ``labo analyze`` writes it
 to ``RUN/analysis.json``. :func:`load_analysis` reads that file if it still fits the run, and
-computes the document again if not. :func:`analyze_runs` compares runs. Nothing here needs torch.
+computes the document again if not. :func:`analyze_runs` compares runs. Torch is loaded only when
+something is computed.
 
 Every number may be null where it is undefined: without errors there is no confidence on errors. A
 VIEW is a set of predictions and what is measured of them. The views of the tasks are:
@@ -16,7 +17,7 @@ VIEW is a set of predictions and what is measured of them. The views of the task
 
 ``analysis.json``::
 
-    {"format": 2, "digest": SHA-256 of the rest,
+    {"format": 3, "digest": SHA-256 of the rest,
      "name": folder name, "task": a name of TASKS,
      "method": {"name", its hyper-parameters}, "seed": 0,
      "num_classes": K or null,
@@ -32,6 +33,9 @@ VIEW is a set of predictions and what is measured of them. The views of the task
                                                      whether the run was trained with it
      "splits": {"test": SPLIT, "valid": SPLIT},      those with records
      "labels": [LABELS],                             figure 1c, from records/examples.json
+     "stationary": {K: {"adaptive": [51][21], "fixed": [51][21]}},
+                                                     confidences of labels.stationary_table, for the
+                                                     numbers of classes of the labels
      "notes": [sentence]}                            what was left out or not computed, and why
 
 SPLIT of every task::
@@ -41,24 +45,22 @@ SPLIT of every task::
      "views": {VIEW: {
         "samples": n,                                predictions
         "accuracy", "confidence" (mean top probability), "underconfidence" (accuracy - confidence),
-        "nll", "brier", "ece", "adaptive_ece", "classwise_ece", "mce", "entropy",
-        "ece_floor" (the expected ECE of a calibrated model with these confidences),
-        "confidence_on_right", "confidence_on_errors", "errors": n,
+        "underconfidence_interval": [low, high],     95 %
+        "nll", "ece", "confidence_on_right", "confidence_on_errors", "errors": n,
         "reliability": {"edges": [16], "count": [15], "confidence": [15], "accuracy": [15]},
         "selective": {"aurc", "excess_aurc",
-                      "coverage_at_risk": {"0.01": c, "0.05": c, "0.1": c},
-                      "risk_at_coverage": {"0.5": r, "0.8": r, "0.9": r, "1": r},
-                      "curve": {"coverage": [<= 101], "risk": [<= 101]}},
-        "intervals": {"accuracy" | "underconfidence" | "ece" | "aurc": [low, high]}  95 %
+                      "curve": {"coverage": [<= 101], "risk": [<= 101]}}
      }},
      "temperature": {"value": T, "fitted_on": "valid", "examples": n, "nll_before", "nll_after"}
                     or null (notes say why),         the last three on the validation records
-     "verdict": sentence}                            under- or overconfident, before and after
+     "verdict": sentence}                            under- or overconfident, before and after a
+                                                     temperature; and what a norm changes
 
 A SPLIT of classification has besides::
 
-    {"logit_norm": {"p": 2 (null: none is better on valid), "aurc": a, "excess_aurc": e} or null}
-                                                     of the ranking by normalised logits
+    {"logit_norm": {"p": 2 (null: none is better on valid), "aurc": a} or null}
+                                                     of the ranking by the largest logit, divided by
+                                                     the p-norm of the centred logits
 
 A SPLIT of translation has besides::
 
@@ -66,8 +68,7 @@ A SPLIT of translation has besides::
      "frequency": {"rule": "thirds" | "slices of 2400", "left_over": n,
                    PART: {"examples": n, "mean_frequency": f, "bleu": b}} or null,
      "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "mean": {...}, "peak": {...}},
-     "lengths": {"reference": mean, "beams": {"1": {"mean", "ratio", "shorter"}, ...},
-                 "drift": ratio at the widest beam - ratio at the narrowest} or null}
+     "lengths": {"reference": mean, "beams": {"1": {"mean", "ratio", "shorter"}, ...}} or null}
 
 with PART one of most, medium, least. A SPLIT of language modelling has besides::
 
@@ -80,11 +81,12 @@ LABELS::
      "classes": [names of the most probable classes and the target], "index": [of each in all],
      "target": index of the target in this list,
      "prediction": [], "one_hot": [], "ls": [], "optimal": [] (P*), "labo": [],
-     "rest": {"prediction": mass on classes not shown, "one_hot", "ls", "optimal", "labo"}}
+     "rest": {"prediction": mass on classes not shown, "one_hot", "ls", "optimal", "labo"},
+     "sliders": of labels.slider_labels}             for the explorer of the report
 
 :func:`analyze_runs` returns::
 
-    {"format": 2, "split": "test", "groups": [GROUP], "distillation": [STUDENT],
+    {"format": 3, "split": "test", "groups": [GROUP], "distillation": [STUDENT],
      "notes": [sentence]}
 
 A GROUP, see :mod:`labo.lab.analysis.groups`::
@@ -131,13 +133,13 @@ from ..errors import RequestError
 from ..run import files as atomic
 from .distillation import students
 from .groups import Group, Member, Variant, group_runs
-from .labels import label_settings, shown_labels
+from .labels import label_settings, shown_labels, stationary_table
 from .reading import Run, digests, read_examples, read_run, sound_run
 from .significance import mean_std
 from .task import declared_options, find_analysis, read_options
 from .training import alpha_curve, training_curves
 
-FORMAT = 2
+FORMAT = 3
 FILE = "analysis.json"
 
 
@@ -165,6 +167,7 @@ def analyze_run(
     chosen = run.splits() if splits is None else splits
     if not chosen:
         notes.append(f"there are no records: labo evaluate {run.path} writes them")
+    labels = _labels(run)
     document: dict[str, Any] = plain(
         {
             "format": FORMAT,
@@ -180,7 +183,11 @@ def analyze_run(
             "options": options,
             "training": _training(run),
             "splits": {s: kind.analyze_split(run, s, notes, **options) for s in chosen},
-            "labels": _labels(run),
+            "labels": labels,
+            "stationary": {
+                count: stationary_table(count)
+                for count in sorted({label["sliders"]["classes"] for label in labels})
+            },
             "notes": list(dict.fromkeys(notes)),
         }
     )

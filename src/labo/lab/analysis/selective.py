@@ -15,35 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from .reading import Booleans, Floats, Integers
+from .reading import Booleans, Floats
 
-RISKS = (0.01, 0.05, 0.1)
-COVERAGES = (0.5, 0.8, 0.9, 1.0)
 NORMS = range(1, 11)
 CURVE_POINTS = 101
-
-
-def _descending(confidence: Floats, right: Booleans) -> tuple[Integers, Floats]:
-    """For each distinct confidence, largest first: the number of samples, and of errors."""
-    _, rank, count = np.unique(-confidence, return_inverse=True, return_counts=True)
-    return count.astype(np.int64), np.bincount(rank, ~right).astype(np.float64)
-
-
-def risk_by_rank(count: Integers, errors: Floats) -> Floats:
-    """(N,) the risk of the first n samples, for n = 1 to N, from groups of equal confidence.
-
-    Args:
-        count: (G,) samples of each group, by descending confidence; 0 is allowed.
-        errors: (G,) errors among them.
-
-    Example:
-        >>> risk_by_rank(np.array([1, 2]), np.array([0.0, 1.0]))
-        array([0.        , 0.25      , 0.33333333])
-    """
-    rate = errors / np.maximum(count, 1)
-    wrong = np.repeat(rate, count).cumsum()
-    risk: Floats = wrong / np.arange(1, len(wrong) + 1)
-    return risk
 
 
 def risk_coverage(confidence: Floats, right: Booleans) -> tuple[Floats, Floats]:
@@ -60,8 +35,10 @@ def risk_coverage(confidence: Floats, right: Booleans) -> tuple[Floats, Floats]:
         >>> risk_coverage(np.array([0.9, 0.5]), np.array([True, False]))
         (array([0.5, 1. ]), array([0. , 0.5]))
     """
-    risk = risk_by_rank(*_descending(confidence, right))
-    return np.arange(1, len(risk) + 1) / len(risk), risk
+    _, group, count = np.unique(-confidence, return_inverse=True, return_counts=True)
+    error_rate = np.bincount(group, ~right) / count
+    rank = np.arange(1, len(right) + 1)
+    return rank / len(right), np.repeat(error_rate, count).cumsum() / rank
 
 
 def aurc(confidence: Floats, right: Booleans) -> float:
@@ -101,55 +78,19 @@ def excess_aurc(confidence: Floats, right: Booleans) -> float:
     return aurc(confidence, right) - best_aurc(len(right), int((~right).sum()))
 
 
-def coverage_at_risk(confidence: Floats, right: Booleans, risk: float) -> float:
-    """The largest coverage that a threshold on the confidence reaches with at most this risk.
-
-    Args:
-        confidence: (N,).
-        right: (N,).
-        risk: the share of errors among the accepted predictions.
-
-    Example:
-        >>> confidence, right = np.array([0.9, 0.8, 0.8, 0.5]), np.array([True, True, False, True])
-        >>> coverage_at_risk(confidence, right, 0.1), coverage_at_risk(confidence, right, 0.3)
-        (0.25, 1.0)
-    """
-    count, errors = _descending(confidence, right)
-    through, wrong = count.cumsum(), errors.cumsum()
-    return float(through[wrong <= risk * through].max(initial=0) / len(right))
-
-
-def risk_at_coverage(confidence: Floats, right: Booleans, coverage: float) -> float:
-    """The risk of the share of predictions with the highest confidence.
-
-    Args:
-        confidence: (N,).
-        right: (N,).
-        coverage: the share, in (0, 1]; rounded up to a whole number of predictions.
-
-    Example:
-        >>> risk_at_coverage(np.array([0.9, 0.8, 0.7]), np.array([True, False, True]), 0.5)
-        0.5
-    """
-    kept = int(np.ceil(coverage * len(right) - 1e-9))
-    return float(risk_coverage(confidence, right)[1][kept - 1])
-
-
 def selective_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
-    """AURC, excess AURC, coverage at fixed risks, risk at fixed coverages, and the curve.
+    """AURC, excess AURC, and at most ``CURVE_POINTS`` points of the curve.
 
     Example:
         >>> measures = selective_measures(np.array([0.9, 0.5]), np.array([True, False]))
-        >>> measures["coverage_at_risk"]["0.01"], measures["risk_at_coverage"]["1"]
-        (0.5, 0.5)
+        >>> measures["aurc"], measures["curve"]
+        (0.25, {'coverage': [0.5, 1.0], 'risk': [0.0, 0.5]})
     """
     coverage, risk = risk_coverage(confidence, right)
     shown = np.unique(np.linspace(0, len(risk) - 1, CURVE_POINTS).round().astype(int))
     return {
         "aurc": aurc(confidence, right),
         "excess_aurc": excess_aurc(confidence, right),
-        "coverage_at_risk": {f"{r:g}": coverage_at_risk(confidence, right, r) for r in RISKS},
-        "risk_at_coverage": {f"{c:g}": risk_at_coverage(confidence, right, c) for c in COVERAGES},
         "curve": {"coverage": coverage[shown].tolist(), "risk": risk[shown].tolist()},
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,35 +41,15 @@ def training_curves(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def mean_alpha(
-    entropy: Sequence[float | None], num_classes: int, rho: float = 0.5
-) -> list[float | None]:
-    r"""The mean adaptive alpha of an evaluation, from its mean entropy.
-
-    .. math:: \bar\alpha = 1 - \rho \bar H / \log K
-
-    alpha is linear in H, so this is exact.
-
-    Args:
-        entropy: mean entropy of each evaluation, in nats.
-        num_classes: K.
-        rho: the hyper-parameter of LABO.
-
-    Example:
-        >>> mean_alpha([math.log(10), 0.0, None], num_classes=10)
-        [0.5, 1.0, None]
-    """
-    largest = math.log(num_classes) if num_classes > 1 else 1.0
-    return [None if h is None else 1 - rho * h / largest for h in entropy]
-
-
 def alpha_curve(
     entropy: Sequence[float | None], num_classes: int, method: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """LABO's alpha over training: the one a run used, or that LABO would have used.
+    """LABO's mean alpha over training: the one a run used, or that LABO would have used.
+
+    alpha is linear in the entropy, so its mean follows from the mean entropy.
 
     Args:
-        entropy: mean entropy of each evaluation.
+        entropy: mean entropy of each evaluation, in nats.
         num_classes: K.
         method: a recipe's method, with its name.
 
@@ -80,8 +59,11 @@ def alpha_curve(
         >>> alpha_curve([0.0], 10, {"name": "ls", "alpha": 0.1})
         {'rho': 0.5, 'used': False, 'values': [1.0]}
     """
+    from ...smoothing import alpha_of_entropy
+
     used = method["name"] == "labo"
     if used and not isinstance(method.get("alpha", "adaptive"), str):
         return {"rho": None, "used": True, "values": [method["alpha"]] * len(entropy)}
     rho = method.get("rho", 0.5) if used else 0.5
-    return {"rho": rho, "used": used, "values": mean_alpha(entropy, num_classes, rho)}
+    values = [None if h is None else alpha_of_entropy(h, num_classes, rho) for h in entropy]
+    return {"rho": rho, "used": used, "values": values}

@@ -1,43 +1,75 @@
-"""A VIEW: everything that is measured of a list of predictions."""
+"""A VIEW: everything that is measured of a list of predictions.
+
+The mathematics of calibration is that of :mod:`labo.calibration`: 15 bins of equal width, as in the
+training loop.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .calibration import confidence_measures
-from .intervals import bootstrap_intervals
+from .intervals import underconfidence_interval
 from .reading import Booleans, Floats, Integers
 from .selective import selective_measures
 
-# Measures that need more than confidence and correctness; None in a view that lacks it.
-FURTHER = ("nll", "brier", "classwise_ece", "entropy")
+if TYPE_CHECKING:  # loaded when something is computed: reading runs needs no torch
+    from torch import Tensor
 
 
 def view(
     confidence: Floats,
     right: Booleans,
     units: Integers | None = None,
-    further: Mapping[str, float] | None = None,
+    nll: float | None = None,
 ) -> dict[str, Any]:
-    """Calibration, selective classification and intervals.
+    """Calibration and selective classification.
 
     Args:
         confidence: (N,) the probability of each prediction, N > 0.
         right: (N,) whether it is right.
         units: (N,) which samples the bootstrap draws together.
-        further: values for names of ``FURTHER``.
+        nll: the negative log-likelihood of the labels, where it is known.
 
     Returns:
         A VIEW, as :mod:`labo.lab.analysis.run` describes it.
+
+    Example:
+        >>> import numpy as np
+        >>> shown = view(np.array([0.5, 0.75]), np.array([True, True]))
+        >>> shown["underconfidence"], shown["ece"], shown["confidence_on_errors"]
+        (0.375, 0.375, None)
     """
+    import torch
+
+    from ...calibration import ReliabilityBins
+
+    bins = ReliabilityBins.of(torch.from_numpy(confidence), torch.from_numpy(right))
+    accuracy, mean = float(right.mean()), float(confidence.mean())
     return {
-        **confidence_measures(confidence, right),
-        **dict.fromkeys(FURTHER),
-        **(further or {}),
+        "samples": len(confidence),
+        "accuracy": accuracy,
+        "confidence": mean,
+        "underconfidence": accuracy - mean,
+        "underconfidence_interval": underconfidence_interval(confidence, right, units),
+        "nll": nll,
+        "ece": bins.expected_error,
+        "errors": int((~right).sum()),
+        "confidence_on_right": float(confidence[right].mean()) if right.any() else None,
+        "confidence_on_errors": float(confidence[~right].mean()) if not right.all() else None,
+        "reliability": {
+            "edges": bins.edges.tolist(),
+            "count": bins.count.tolist(),
+            "confidence": _or_none(bins.confidence),
+            "accuracy": _or_none(bins.accuracy),
+        },
         "selective": selective_measures(confidence, right),
-        "intervals": bootstrap_intervals(confidence, right, units),
     }
+
+
+def _or_none(means: Tensor) -> list[float | None]:
+    return [None if math.isnan(mean) else mean for mean in means.tolist()]
 
 
 def verdict(view: Mapping[str, Any]) -> str:
@@ -46,12 +78,12 @@ def verdict(view: Mapping[str, Any]) -> str:
     It is called neither if 0 is in the interval of accuracy - mean confidence.
 
     Example:
-        >>> verdict({"underconfidence": 0.213, "intervals": {"underconfidence": [0.19, 0.24]}})
+        >>> verdict({"underconfidence": 0.213, "underconfidence_interval": [0.19, 0.24]})
         'is underconfident by 0.213'
-        >>> verdict({"underconfidence": -0.004, "intervals": {"underconfidence": [-0.02, 0.01]}})
+        >>> verdict({"underconfidence": -0.004, "underconfidence_interval": [-0.02, 0.01]})
         'is neither under- nor overconfident'
     """
-    gap, (low, high) = view["underconfidence"], view["intervals"]["underconfidence"]
+    gap, (low, high) = view["underconfidence"], view["underconfidence_interval"]
     if low <= 0 <= high:
         return "is neither under- nor overconfident"
     return f"is {'under' if gap > 0 else 'over'}confident by {abs(gap):.3f}"

@@ -158,7 +158,7 @@ def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
     member = figures.labelled_member(v for group in groups for v in group.variants)
     if member is None:
         return None
-    return figures.label_figure(member, "label", find_report(member.run.task).class_name)
+    return figures.label_figure(member, "label", find_report(member.run.task).class_names)
 
 
 def _missing(listings: Sequence[Listing], left_out: Mapping[Path, str]) -> list[str]:
@@ -224,7 +224,8 @@ def _swatch(style: palette.Style) -> Markup:
 def _shown(cell: Cell, column: Column, signed: bool) -> str:
     if cell.value is None:
         return NOTHING
-    return shown_cell(replace(column, signed=column.signed or signed), cell).replace("-", "−")
+    text = shown_cell(replace(column, signed=column.signed or signed), cell).replace("-", "−")
+    return text.replace(" ", "\u00a0").replace("\u00a0(", " (")  # breaks before an interval alone
 
 
 def _digest(script: str) -> str:

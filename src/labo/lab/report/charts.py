@@ -28,6 +28,7 @@ _LEGEND_HEIGHT = 30
 _GAP, _MARGIN = 28, 10  # between the charts of a file, and at its sides
 _SAMPLE = (28, 12)  # width and height of a piece of line in a legend
 _MARKS = 5  # on a line with many points
+_FEW_POINTS = 20  # a chart whose lines have fewer is never cut
 
 Point = tuple[float, float]
 
@@ -234,6 +235,7 @@ def line_chart(
     diagonal: bool = False,
     level: float | None = None,
     settled: bool = False,
+    starts: Sequence[tuple[float, str]] = (),
 ) -> Chart:
     """Lines over a grid, with labels at their ends.
 
@@ -247,7 +249,8 @@ def line_chart(
         diagonal: draw x = y.
         level: draw this value of y.
         settled: cut off the beginning of a line, up to a fifth of the width, where it is outside of
-            the range of the rest.
+            the range of the rest; not if the lines have few points.
+        starts: values of x with a vertical line, and what begins there.
     """
     lines = [_thinned(line) for line in lines]
     if settled:
@@ -278,6 +281,13 @@ def line_chart(
         parts.append(_rule("guide", position((x_low, x_low)), position((x_high, x_high))))
     if level is not None:
         parts.append(_rule("guide", position((x_low, level)), position((x_high, level))))
+    for value, text in starts:
+        if x_low <= value <= x_high:
+            at, _ = position((value, y_low))
+            leftwards = at > (_LEFT + right) / 2  # the text is on the side with more room
+            parts.append(_rule("guide", (at, _TOP - 4), (at, floor)))
+            side = "end" if leftwards else "start"
+            parts.append(_text(at + (-4 if leftwards else 4), _TOP + 4, text, "tick", side))
     ends = []
     for line in lines:
         positions = [position(point) for point in line.points]
@@ -486,6 +496,8 @@ def _thinned(line: Line) -> Line:
 
 def _settled(lines: Sequence[Line]) -> list[Line]:
     """The lines without what is before the last point that is early and outside of the range."""
+    if max(len(line.points) for line in lines) < _FEW_POINTS:
+        return list(lines)
     xs = [x for line in lines for x, _ in line.points]
     start = min(xs) + (max(xs) - min(xs)) / 5
     late = [y for line in lines for x, y in line.points if x >= start]

@@ -11,7 +11,7 @@ from ..analysis.groups import Member
 from ..analysis.intervals import wilson
 from ..tables import Column
 from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart
-from .gather import DrawnVariant, ReportGroup, signature_line
+from .gather import NEVER_ACTIVE, DrawnVariant, ReportGroup, signature_line
 from .palette import Style
 
 # With more or longer names the labels at the ends of lines do not fit: a legend replaces them.
@@ -170,30 +170,35 @@ def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterat
     panels = Panels(name, group)
     step = Axis("step")
     losses = Axis("loss of each method, nats")
-    panels.lines("Training loss", step, losses, _training("loss"), settled=True)
+    shown: dict[str, Any] = {"settled": True, "starts": _starts(group)}
+    panels.lines("Training loss", step, losses, _training("loss"), **shown)
     logged = {metric for member in group.members for metric in _curves(member)["valid"]}
     for score in [score for score in scores if score.key in logged][:1]:
         points = _valid(score.key, score.scale)
         title = score.heading.removesuffix(" %")
-        panels.lines(f"Validation: {title}", step, Axis(score.heading), points, settled=True)
+        panels.lines(f"Validation: {title}", step, Axis(score.heading), points, **shown)
     nll = Axis("negative log-likelihood, nats")
-    panels.lines("Validation: NLL", step, nll, _valid("nll"), settled=True)
+    panels.lines("Validation: NLL", step, nll, _valid("nll"), **shown)
     caption = (
         f"{_SEEDS} The training losses are different functions and cannot be compared with each "
         "other. The score and the NLL can. The first steps are left out where they are far outside "
         "of the range of the rest."
     )
+    if shown["starts"]:
+        caption += (
+            " A vertical line: the end of a warm-up. There the training loss becomes another "
+            "function, and jumps."
+        )
     yield from panels.figure("Learning curves", caption)
 
 
 def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]:
     panels = Panels(name, group)
-    step = Axis("step")
-    panels.lines(
-        "Top probability", step, Axis("mean over the validation split"), _valid("confidence")
-    )
-    panels.lines("Entropy", step, Axis("mean, nats", low=0), _valid("entropy"))
-    panels.lines("Adaptive α", step, Axis("mean of 1 − ρ H(p) / log K"), _alphas)
+    step, starts = Axis("step"), _starts(group)
+    confidence = Axis("mean over the validation split")
+    panels.lines("Top probability", step, confidence, _valid("confidence"), starts=starts)
+    panels.lines("Entropy", step, Axis("mean, nats", low=0), _valid("entropy"), starts=starts)
+    panels.lines("Adaptive α", step, Axis("mean of 1 − ρ H(p) / log K"), _alphas, starts=starts)
     caption = (
         "Confidence on the validation split during training. LABO's α is computed from the entropy "
         "of the prediction: the more confident the model, the larger α and the smaller the weight "
@@ -201,6 +206,18 @@ def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]
         "that LABO would use."
     )
     yield from panels.figure("Confidence over training", caption)
+
+
+def _starts(group: ReportGroup) -> list[tuple[float, str]]:
+    """The steps at which methods begin after a warm-up."""
+    names: dict[int, dict[str, None]] = {}
+    for variant in group.variants:
+        if variant.first_step and not variant.label.endswith(NEVER_ACTIVE):
+            names.setdefault(variant.first_step, {})[variant.name] = None
+    return [
+        (step, f"{', '.join(of_step)} begin{'s' if len(of_step) == 1 else ''}")
+        for step, of_step in sorted(names.items())
+    ]
 
 
 def _curves(member: Member) -> Mapping[str, Any]:
@@ -387,19 +404,21 @@ def _mean(values: Iterable[float | None]) -> float | None:
 # ------------------------------------------------------------------ one label
 
 
-def label_figure(member: Member, name: str, class_name: Callable[[str], str]) -> Figure | None:
+def label_figure(
+    member: Member, name: str, class_names: Callable[[Sequence[str]], list[str]]
+) -> Figure | None:
     """Figure 1c of the paper: three labels of one sample; None without ``examples.json``.
 
     Args:
         member: a run with its analysis.
         name: the id of the figure.
-        class_name: how the name of a class is shown.
+        class_names: how the names of classes are shown.
     """
     samples = _documents(member).get("labels")
     if not samples:
         return None
     shown = samples[0]
-    names = [class_name(found) for found in shown["classes"]]
+    names = class_names(shown["classes"])
     kinds = {
         "one_hot": ("One-hot", Style("m0")),
         "ls": ("Label smoothing", Style("m1")),

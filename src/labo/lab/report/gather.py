@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ..analysis.task import TaskAnalysis, find_analysis
 from ..config import differing_keys
 from ..errors import RequestError
 from .palette import OWN, Style, styles
+
+NEVER_ACTIVE = "(never active)"  # beside the name of a method whose warm-up was longer than the run
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,12 @@ class DrawnVariant:
     def members(self) -> list[Member]:
         """Its runs by seed."""
         return list(self.variant.members.values())
+
+    @property
+    def first_step(self) -> int:
+        """The step at which the method itself begins; 0 if it has no warm-up."""
+        method = self.variant.recipe["method"]
+        return int(method.get("warmup_steps") or 0) * int(method.get("outer_steps") or 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +138,7 @@ def _analysis(run: Run) -> Mapping[str, Any]:
 
 def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
     """The groups of :func:`labo.lab.analysis.groups.group_runs` with titles and colours."""
-    groups = group_runs(members)
+    groups = [_marked(group) for group in group_runs(members)]
     numbered = [_numbered(group.variants) for group in groups]
     chosen = styles(key for variants in numbered for key in variants)
     titles = _titles([group.members[0] for group in groups])
@@ -137,6 +146,24 @@ def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
         ReportGroup(title, group, _drawn(variants, chosen))
         for group, title, variants in zip(groups, titles, numbered, strict=True)
     ]
+
+
+def _marked(group: Group) -> Group:
+    """The group with a mark beside the name of every method that was never used itself."""
+    variants = [
+        replace(variant, label=f"{variant.label} {NEVER_ACTIVE}")
+        if _never_active(variant)
+        else variant
+        for variant in group.variants
+    ]
+    return replace(group, variants=variants)
+
+
+def _never_active(variant: Variant) -> bool:
+    """Whether the warm-up of the method was longer than each of its finished runs."""
+    first = DrawnVariant(variant, Style("m0")).first_step
+    steps = [member.results.get("steps") for member in variant.members.values()]
+    return bool(steps) and all(count is not None and first > count for count in steps)
 
 
 def _numbered(variants: Sequence[Variant]) -> dict[tuple[str, int], Variant]:
@@ -176,13 +203,34 @@ def _titles(members: Sequence[Member]) -> list[str]:
 
 
 def _data_name(member: Member) -> str:
-    """The name of the data: of a folder its own name, of phrases also their languages."""
+    """The name of the data, of phrases also their languages; of a user's own what they hold."""
     data = _section(member, "data")
-    if data.get("path"):
-        return Path(str(data["path"])).name
-    languages = data.get("languages")
+    name, languages = str(data.get("name", member.run.task)), data.get("languages")
+    own = data.get({"prepared": "path", "folder": "root"}.get(name, ""))
+    if own:
+        return _prepared_name(Path(str(own)).expanduser()) or Path(str(own)).name
     more = map(str, languages) if isinstance(languages, list) else ()
-    return " ".join([str(data.get("name", member.run.task)), *more])
+    return " ".join([name, *more])
+
+
+def _prepared_name(folder: Path) -> str | None:
+    """What prepared text is, as its manifest says: languages or files, and its size.
+
+    None if there is no manifest (any more), or it does not say.
+    """
+    try:
+        manifest = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        if "pairs" in manifest:
+            names = [f"{pair['source']}-{pair['target']}" for pair in manifest["pairs"]]
+            unit = "sentence pairs"
+        else:
+            names = list(dict.fromkeys(str(entry["file"]) for entry in manifest["inputs"]))
+            unit = "documents"
+        more = [f"{len(names) - 3} more"] if len(names) > 4 else names[3:]
+        size = f"{manifest['sizes']['train']:,}".replace(",", "\u202f")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return f"{', '.join([*names[:3], *more])} ({size} {unit})" if names else None
 
 
 def _section(member: Member, name: str) -> Mapping[str, Any]:

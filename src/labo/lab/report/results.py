@@ -87,7 +87,7 @@ def view_value(group: ReportGroup, way: str, key: str) -> Value:
 def confidence_table(
     group: ReportGroup, views: tuple[str, str], further: Sequence[tuple[Column, str, str]] = ()
 ) -> Table | None:
-    """Accuracy, confidence and calibration of each method; None without records.
+    """Accuracy, confidence, calibration and ranking of each method; None without records.
 
     Args:
         group: the runs.
@@ -96,9 +96,13 @@ def confidence_table(
     """
     first, second = views
 
-    def temperature(member: Member) -> float | None:
-        found = (member.split(group.split) or {}).get("temperature")
-        return found["value"] if found else None
+    def fitted(part: str, key: str) -> Value:
+        """A number of what was fitted on the validation split."""
+        return lambda member: ((member.split(group.split) or {}).get(part) or {}).get(key)
+
+    def aurc(member: Member) -> float | None:
+        shown = view(member, group, first)
+        return shown["selective"]["aurc"] if shown else None
 
     columns: dict[Column, Value] = {
         Column("accuracy", "accuracy %", scale=100, better=1): view_value(group, first, "accuracy"),
@@ -107,9 +111,13 @@ def confidence_table(
             group, first, "underconfidence"
         ),
         Column("ece", "ECE %", scale=100, better=-1): view_value(group, first, "ece"),
-        Column("temperature", "temperature"): temperature,
+        Column("temperature", "temperature"): fitted("temperature", "value"),
         Column("ece_after", "ECE after temperature %", scale=100, better=-1): view_value(
             group, second, "ece"
+        ),
+        Column("aurc", "AURC %", scale=100, better=-1): aurc,
+        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1): fitted(
+            "logit_norm", "aurc"
         ),
         **{column: view_value(group, way, key) for column, way, key in further},
     }

@@ -1,8 +1,8 @@
-"""The first screen of a report: the best method of each data set, and one figure."""
+"""The first screen of a report: the methods that stand out on each data set, and one figure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -24,6 +24,7 @@ class Verdict:
         title: the data.
         best: the labels of the best methods; several if their numbers are equal.
         text: what is said of them.
+        others: (label, sentence) of every other method that differs from a reference, and of LABO.
         costs: time and calibration of the best method; empty if nothing is known.
         cautions: sentences about what limits the statement.
     """
@@ -31,12 +32,13 @@ class Verdict:
     title: str
     best: Sequence[str]
     text: str
+    others: Sequence[tuple[str, str]] = ()
     costs: str = ""
     cautions: Sequence[str] = ()
 
 
 def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
-    """The best method of a group, its differences to the references, and what it costs.
+    """The best method of a group, its differences to the references, what it costs, and the others.
 
     Args:
         group: the runs.
@@ -58,23 +60,76 @@ def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
     over = f"{group.split} split, {'one seed' if seeds == 1 else f'mean of {seeds} seeds'}"
     if len(scored) == 1:
         text = f"is the only finished method: {name} {number} ({over})."
-        return Verdict(group.title, equal, text, _costs(group, best, confidence))
+        return Verdict(group.title, equal, text, costs=_costs(group, best, confidence))
     which = "highest" if headline.better > 0 else "lowest"
     verb = "has" if len(equal) == 1 else "have"
     text = f"{verb} the {which} {name}: {number} ({over})."
-    found = [
-        difference
-        for reference in reversed(group.group.references)  # ls before base
-        if (difference := group.group.difference(best.variant, reference)) is not None
-    ]
-    parts = []
-    for judgement, same in groupby(found, judged):
-        numbers = " and ".join(measured(difference, headline) for difference in same)
-        parts.append(f"{numbers}: {judgement}.")
-    text = " ".join([text, *(part[0].upper() + part[1:] for part in parts)])
+    differences = _to_references(group, best)
     return Verdict(
-        group.title, equal, text, _costs(group, best, confidence), _cautions(scored, found)
+        group.title,
+        equal,
+        " ".join([text, *_compared(differences, headline)]),
+        list(_others(group, scored, headline)),
+        _costs(group, best, confidence),
+        _cautions(scored, differences),
     )
+
+
+def _to_references(group: ReportGroup, variant: DrawnVariant) -> list[Difference]:
+    """The differences of a method to the references, ls before base."""
+    return [
+        difference
+        for reference in reversed(group.group.references)
+        if (difference := group.group.difference(variant.variant, reference)) is not None
+    ]
+
+
+def _compared(differences: Sequence[Difference], headline: Column) -> list[str]:
+    """Sentences about differences; those of which the same is said are in one."""
+    sentences = []
+    for judgement, same in groupby(differences, judged):
+        numbers = " and ".join(measured(difference, headline) for difference in same)
+        sentences.append(f"{numbers[0].upper()}{numbers[1:]}: {judgement}.")
+    return sentences
+
+
+def _others(
+    group: ReportGroup, scored: Sequence[DrawnVariant], headline: Column
+) -> Iterator[tuple[str, str]]:
+    """Each method besides the best that differs from a reference, and LABO, with a sentence.
+
+    A difference between two references is told once, and not again if one of them is the best.
+    """
+    best, references = scored[0], group.group.references
+    ours = next((v for v in scored if v.name == "labo"), None)
+    for v in scored[1:]:
+        told: list[str] = []
+        if v.variant in references:
+            later = references[references.index(v.variant) :]
+            told = [best.label, *(reference.label for reference in later)]
+        differences = [d for d in _to_references(group, v) if d.reference not in told]
+        if differences and (v is ours or any(map(differs, differences))):
+            score = shown_cell(headline, mean_cell(v.variant.scores(group.split).values()))
+            number = f"{headline.heading.removesuffix(' %')} {score}{_unit(headline)}"
+            order = " and ".join(_order(differences, headline))
+            opening = f"is {order}: {number}." if order else f"has {number}."
+            yield v.label, " ".join([opening, *_compared(differences, headline)])
+
+
+def _order(differences: Sequence[Difference], headline: Column) -> Iterator[str]:
+    """What a method is worse and better than, as far as the differences show."""
+    for word, sign in (("worse", -1), ("better", 1)):
+        than = [
+            d.reference for d in differences if differs(d) and d.mean * sign * headline.better > 0
+        ]
+        if than:
+            yield f"{word} than {' and '.join(than)}"
+
+
+def differs(found: Difference) -> bool:
+    """Whether a difference is called one: by seeds if there are several, else by the examples."""
+    p = found.p_bootstrap if found.p is None else found.p
+    return p is not None and p <= LEVEL
 
 
 def judged(found: Difference) -> str:
@@ -86,12 +141,12 @@ def judged(found: Difference) -> str:
     if found.p is None:
         if found.p_bootstrap is None:
             return "one seed cannot show whether there is a difference"
-        if found.p_bootstrap > LEVEL:
-            return "no difference that these examples can show"
-        return "a difference on these examples, between these two models"
-    if found.p > LEVEL:
-        return f"no difference that {count} seeds can show"
-    return f"a difference over {count} seeds at the 5 % level"
+        if differs(found):
+            return "a difference on these examples, between these two models"
+        return "no difference that these examples can show"
+    if differs(found):
+        return f"a difference over {count} seeds at the 5 % level"
+    return f"no difference that {count} seeds can show"
 
 
 def measured(found: Difference, headline: Column) -> str:

@@ -64,9 +64,9 @@ class TaskReport:
         """Metrics for the learning curves; the first that was logged is shown."""
         return (find_analysis(task).headline,)
 
-    def class_name(self, name: str) -> str:
-        """How the name of a class is shown."""
-        return name
+    def class_names(self, names: Sequence[str]) -> list[str]:
+        """How the names of classes are shown."""
+        return list(names)
 
     def section(self, group: ReportGroup, name: str) -> ReportSection | None:
         """A section of its own; ``name`` begins the ids of its figures."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ class Forced:
     probabilities: Floats  # of the reference token
     confidence: Floats  # of the most probable token
     right: Booleans  # whether they are the same
-    entropy: Floats
     tempered: Tempered | None
 
 
@@ -53,7 +52,6 @@ def read_forced(line: RecordLine) -> Forced:
         right=line.booleans("right", len(tokens)),
         probabilities=line.numbers("probabilities", len(tokens), high=1),
         confidence=line.numbers("confidence", len(tokens), high=1),
-        entropy=line.numbers("entropy", len(tokens)),
         tempered=tempered,
     )
 
@@ -65,8 +63,7 @@ def forced_view(forced: Sequence[Forced]) -> dict[str, Any] | None:
     """A VIEW of the reference tokens of all records; None without any."""
     if not any(one.tokens for one in forced):
         return None
-    entropy = float(np.concatenate([one.entropy for one in forced]).mean())
-    return _token_view(forced, forced, {"entropy": entropy})
+    return _token_view(forced, forced)
 
 
 def tempered_view(
@@ -93,19 +90,15 @@ def tempered_view(
         "nll_before": _nll(valid) if valid else None,
         "nll_after": _nll(after) if after else None,
     }
-    return temperature, _token_view(forced, tempered, {})
+    return temperature, _token_view(forced, tempered)
 
 
-def _token_view(
-    forced: Sequence[Forced],
-    predicted: Sequence[Forced | Tempered],
-    further: Mapping[str, float],
-) -> dict[str, Any]:
+def _token_view(forced: Sequence[Forced], predicted: Sequence[Forced | Tempered]) -> dict[str, Any]:
     """A VIEW of predictions of reference tokens."""
     units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
     confidence = np.concatenate([one.confidence for one in predicted])
     right = np.concatenate([one.right for one in forced])
-    return view(confidence, right, units, {"nll": _nll(predicted), **further})
+    return view(confidence, right, units, _nll(predicted))
 
 
 def _nll(predicted: Sequence[Forced | Tempered]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..report.figures import Reliability
 from ..report.task import TEMPERED, TaskReport
-from .token_text import token_name
+from .token_text import token_names
 
 
 class TokenReport(TaskReport):
@@ -22,5 +22,5 @@ class TokenReport(TaskReport):
         ),
     )
 
-    def class_name(self, name: str) -> str:
-        return token_name(name)
+    def class_names(self, names: Sequence[str]) -> list[str]:
+        return token_names(names)

@@ -7,10 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.calibration import bin_index
 from ..analysis.reading import Floats, Integers
 
 BINS = 20
+
+
+def _edges(bins: int) -> Floats:
+    """(bins + 1,) each is b / bins, rounded once: 0.57 is edge 57 of 100."""
+    edges: Floats = np.arange(bins + 1) / bins
+    return edges
 
 
 def histogram(probabilities: Floats, bins: int = BINS) -> list[float] | None:
@@ -29,7 +34,7 @@ def histogram(probabilities: Floats, bins: int = BINS) -> list[float] | None:
     """
     if len(probabilities) == 0:
         return None
-    count = np.bincount(bin_index(probabilities, bins), minlength=bins)
+    count, _ = np.histogram(probabilities, _edges(bins))
     shares: list[float] = (count / count.sum()).tolist()
     return shares
 
@@ -60,7 +65,7 @@ def chosen_probabilities(
     }
     shares = {part: histogram(pool, bins) for part, pool in pools.items()}
     return {
-        "edges": np.linspace(0, 1, bins + 1).tolist(),
+        "edges": _edges(bins).tolist(),
         "shares": shares,
         "mean": {part: float(pool.mean()) if len(pool) else None for part, pool in pools.items()},
         "peak": {

@@ -24,13 +24,12 @@ def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[st
     Returns:
         reference: the mean length of the references; beams: for each size the mean length, the
         ratio of the sums (None if the references are empty) and the share of outputs that are
-        shorter than their reference; drift: the ratio at the widest beam minus that at the
-        narrowest.
+        shorter than their reference.
 
     Example:
-        >>> found = length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))
-        >>> found["beams"]["20"], found["drift"]
-        ({'mean': 4.5, 'ratio': 0.75, 'shorter': 0.5}, -0.25)
+        >>> bias = length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))
+        >>> bias["beams"]["20"]
+        {'mean': 4.5, 'ratio': 0.75, 'shorter': 0.5}
     """
     total = int(reference.sum())
     beams = {
@@ -41,6 +40,4 @@ def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[st
         }
         for beam in sorted(lengths, key=int)
     }
-    ends = [float(lengths[beam].sum()) for beam in (min(beams, key=int), max(beams, key=int))]
-    drift = (ends[1] - ends[0]) / total if total else None
-    return {"reference": float(np.mean(reference)), "beams": beams, "drift": drift}
+    return {"reference": float(np.mean(reference)), "beams": beams}
