@@ -29,11 +29,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from labo.lab.analysis.reading import read_conditions
+from labo.lab.command_options import validated
 from labo.lab.config import find_recipe, read_document
 from labo.lab.errors import DataError, LabError
 from labo.lab.images.sources import load_images
 from labo.lab.language_modeling.documents import read_documents
-from labo.lab.language_modeling.options import checked
+from labo.lab.language_modeling.options import DocumentOptions
 from labo.lab.language_modeling.prepare import prepare as prepare_documents
 from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.language_modeling.tokenizers import chat_renderer
@@ -41,10 +42,11 @@ from labo.lab.recipes import build_recipe, load_recipe
 from labo.lab.run import checkpoint, checksums
 from labo.lab.run import files as atomic
 from labo.lab.run.directory import RunDirectory, read_facts
+from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.lock import held
+from labo.lab.run.state import RunState
 from labo.lab.text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from labo.lab.text.subwords import Merges, encode, make_tokenizer, read_codes
-from labo.lab.train import SavedState
 from labo.lab.translation.options import choose
 from labo.lab.translation.parallel import find_parallel_text
 from labo.lab.translation.prepare import prepare
@@ -279,7 +281,7 @@ def _documents(kind: str) -> Callable[[Path], list[Path]]:
         numbered = [row | {kind: f"{row[kind]} {number}"} for number, row in enumerate(rows * 4)]
         corpus.write_text("".join(json.dumps(row) + "\n" for row in numbered))
         settings = {"train": [str(corpus)], "holdout": 2, "holdout_test": 2, "vocabulary": 270}
-        prepare_documents(checked(settings), folder / "data")
+        prepare_documents(validated(DocumentOptions, settings), folder / "data")
         return sorted(path for path in (folder / "data").rglob("*") if path.is_file())
 
     return make
@@ -321,9 +323,14 @@ def _run(folder: Path) -> list[Path]:
     run.finish({"valid": {"accuracy": 0.5}, "steps": 3, "seconds": 1.5, "signature": "a|data:b|c"})
     for step in range(4):
         run.log({"step": step, "loss": 0.5})
-    state = SavedState(step=2, processes=1).model_dump()
-    saved = checkpoint.save(run.checkpoints, 2, state, {"model": {"a": torch.ones(4)}}, "digest")
-    _add_shards(saved)
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    state = RunState(module, optimizer, module, module, make_accelerator("no"))
+    state.counters.step = 2
+    checkpoints = checkpoint.Checkpoints(run.checkpoints, "digest")
+    checkpoints.save(state)
+    assert checkpoints.newest is not None
+    _add_shards(checkpoints.newest)
     run.write_records("test.jsonl", ['{"index": 0}\n'])
     (folder / "conditions.json").write_text('{"base-s0": [{"jobs": 1, "threads": 2}]}')
     with held(folder):
@@ -345,9 +352,8 @@ def _add_shards(saved: Path) -> None:
 
 
 def _read_checkpoint(run: RunDirectory) -> None:
-    found = checkpoint.latest(run.checkpoints, "digest", SavedState, print)
-    if found is not None:
-        found.group("ema")
+    for saved in checkpoint.Checkpoints(run.checkpoints, "digest").usable(print):
+        saved.group("ema")
 
 
 def _read_run(folder: Path) -> None:
@@ -396,7 +402,7 @@ def make_prepared(folder: Path) -> list[Path]:
     for side in ("de", "en"):
         (corpus / f"t.{side}").write_text("".join(f"{line} x\n" for line in _LINES))
     files = {split: [str(corpus / "t")] for split in ("train", "valid", "test")}
-    options = choose(None, {}, {"pair": ["de-en"], "vocabulary": 280, **files})
+    options = choose(None, {"pair": ["de-en"], "vocabulary": 280, **files})
     prepare(options, folder / "data")
     return sorted(path for path in (folder / "data").rglob("*") if path.is_file())
 

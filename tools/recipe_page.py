@@ -6,16 +6,15 @@ Names, types, defaults and descriptions come from the recipe models, the methods
 
 from __future__ import annotations
 
-import inspect
 import re
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
-from typer.models import OptionInfo
+from typer.main import get_command
 
 from labo import cli, fields
 from labo.lab.config import Optim, Recipe, Section, Train, known_recipes
@@ -78,13 +77,13 @@ def page() -> str:
         "`labo prepare OUT` turns parallel text into the folder that `data.path` names; see\n"
         "[Translation](translation.md). `--no-moses` turns off `--moses`, and so on.\n\n"
     )
-    parts.append(_options(cli.prepare))
+    parts.append(_options("prepare"))
     parts.append(
         "## Options of `labo prepare-text`\n\n"
         "`labo prepare-text OUT` turns text into the folder that `data.path` names; see\n"
         "[Language models](language_models.md).\n\n"
     )
-    parts.append(_options(cli.prepare_text))
+    parts.append(_options("prepare-text"))
     return "".join(parts).rstrip("\n") + "\n"
 
 
@@ -198,19 +197,17 @@ def _default(field: FieldInfo) -> str:
     return f"`{value}`" if isinstance(value, str) else str(value)
 
 
-def option_helps(command: Callable[..., Any]) -> dict[str, str]:
-    """Parameter -> help text, for the options of a command."""
-    hints = get_type_hints(command, include_extras=True)
-    found = {}
-    for name in inspect.signature(command).parameters:
-        (about,) = hints[name].__metadata__
-        if isinstance(about, OptionInfo) and name != "debug":
-            found[name] = about.help or ""
-    return found
-
-
-def _options(command: Callable[..., Any]) -> str:
-    rows = [(f"`--{name.replace('_', '-')}`", text) for name, text in option_helps(command).items()]
+def _options(command: str) -> str:
+    group: Any = get_command(cli.app)
+    context = group.commands[command].make_context(command, [], resilient_parsing=True)
+    options = [
+        parameter
+        for parameter in context.command.get_params(context)
+        if parameter.param_type_name == "option" and parameter.name not in ("debug", "help")
+    ]
+    panels = [option.rich_help_panel for option in options]
+    options.sort(key=lambda option: panels.index(option.rich_help_panel))
+    rows = [(f"`{option.opts[0]}`", option.help) for option in options]
     return _table(rows, ("option", "meaning"))
 
 

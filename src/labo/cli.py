@@ -8,19 +8,22 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from .lab.tables import Table
 
 
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]  # Typer has its own click, or another
+
+
 class _Commands(TyperGroup):
-    """Prints a line when Ctrl-C ends a command. Typer alone prints nothing."""
+    """Wrong use is one line, and so is Ctrl-C, of which Typer alone prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         from .lab.run.interrupt import terminated_as_interrupted
@@ -28,12 +31,32 @@ class _Commands(TyperGroup):
         try:
             with terminated_as_interrupted():
                 return super().invoke(ctx)
+        except _UsageError as error:
+            from .lab.errors import RequestError
+
+            raise RequestError(_usage(error, ctx.invoked_subcommand)) from error
         except KeyboardInterrupt:
             if _is_main_process():
                 noun = _RESUMABLE.get(ctx.invoked_subcommand)
                 hint = f"; the same command continues the {noun}" if noun else ""
                 print(f"labo: interrupted{hint}", file=sys.stderr)
             raise
+
+
+def _usage(error: Any, command: str | None) -> str:
+    """What is wrong with the arguments of a command, and what would be right if it is known."""
+    message = str(error.format_message()).rstrip(".")
+    option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    if option and command in ("train", "compare", "reproduce"):
+        from .lab.recipes import keys_named
+
+        known = keys_named(option)
+        keys = " or ".join(f"{key}=VALUE" for key in known) or "KEY=VALUE"
+        return f"{message}; recipe keys are written {keys}, without dashes"
+    if "extra argument" in message and command in ("prepare", "prepare-text"):
+        two = "two files are written --train SOURCE,TARGET, " if command == "prepare" else ""
+        message += f"; {two}several inputs are written --train A --train B"
+    return f"{message} ({' '.join(filter(None, ['labo', command, '--help']))})"
 
 
 # Commands that continue where they were stopped, and the word for their runs.
@@ -366,15 +389,16 @@ def report(
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
     from .lab.compare.plan import runs_in
+    from .lab.errors import printable
     from .lab.report import write_report
 
     left_out: dict[Path, str] = {}
     paths = runs_in(runs, left_out)
     for listing in write_report(paths, out, left_out):
         if listing.state.kind != "finished":
-            print(f"{listing.path} is {listing.state}")
+            print(printable(f"{listing.path} is {listing.state}"))
     for path, reason in left_out.items():
-        print(f"{path} is left out: {reason}")
+        print(printable(f"{path} is left out: {reason}"))
     print(f"{out} is written")
 
 
@@ -436,189 +460,61 @@ def demo(
     _conclude(*run_demo(out, jobs))
 
 
-# Groups of options in the help of ``labo prepare``.
-_files = partial(typer.Option, rich_help_panel="Files")
-_cleaning = partial(typer.Option, rich_help_panel="Cleaning")
-_limits = partial(typer.Option, rich_help_panel="Limits")
-_subwords = partial(typer.Option, rich_help_panel="Subwords")
+class _ModelCommand(TyperCommand):
+    """A command whose further options are the fields of a model, which is imported when needed."""
+
+    model: ClassVar[str]  # module:class
+
+    @cached_property
+    def _options(self) -> list[Any]:
+        from importlib import import_module
+
+        from .lab.command_options import command_options
+
+        module, name = self.model.split(":")
+        return command_options(getattr(import_module(module), name))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        out, *others = super().get_params(ctx)
+        return [out, *self._options, *others]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. The values of the options of the model that are given are ctx.obj."""
+        values = {option.name: ctx.params.pop(option.name) for option in self._options}
+        ctx.obj = {name: value for name, value in values.items() if value not in (None, (), [])}
+        return super().invoke(ctx)
 
 
-@app.command()
+class _PrepareCommand(_ModelCommand):
+    model = "labo.lab.translation.options:PrepareOptions"
+
+
+class _PrepareTextCommand(_ModelCommand):
+    model = "labo.lab.language_modeling.options:DocumentOptions"
+
+
+PreparedOut = Annotated[Path, typer.Argument(help="Folder to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder.")]
+
+
+@app.command(cls=_PrepareCommand)
 def prepare(
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    pair: Annotated[
-        list[str] | None,
-        _files(help="Source and target language, such as de-en. Can be repeated."),
-    ] = None,
-    train: Annotated[
-        list[str] | None,
-        _files(
-            help="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET for "
-            "two files, a CSV, JSONL or Parquet file or a folder of datasets with named columns, "
-            "or one tab-separated file. Plain text, .gz, .xml and .sgm are read. {pair}, {source} "
-            "and {target} stand for the languages. Can be repeated."
-        ),
-    ] = None,
-    valid: Annotated[list[str] | None, _files(help="Validation text, given like --train.")] = None,
-    test: Annotated[list[str] | None, _files(help="Test text, given like --train.")] = None,
+    context: typer.Context,
+    out: PreparedOut,
     inputs: Annotated[
         Path | None,
-        _files(
+        typer.Option(
             help="YAML file with a section for each language pair that lists its inputs under "
-            "train, valid and test, instead of --pair, --train, --valid and --test."
+            "train, valid and test, instead of --pair, --train, --valid and --test.",
+            rich_help_panel="Files",
         ),
     ] = None,
     preset: Annotated[
         str | None,
-        _files(
+        typer.Option(
             help="Options of a public recipe: iwslt14, iwslt17, wmt14 or multi30k. Options given "
-            "on the command line take precedence."
-        ),
-    ] = None,
-    columns: Annotated[
-        str | None,
-        _files(
-            help="Columns of a tab-separated file, in order (default: source,target), or the "
-            "names of named columns: source=NAME,target=NAME or de=NAME,en=NAME (default: the "
-            "languages, or source and target)."
-        ),
-    ] = None,
-    tag: Annotated[
-        str | None,
-        _files(
-            help="Language that a tag before each source sentence names: source, target or none. "
-            "Default: the target if there are several, else the source if there are several."
-        ),
-    ] = None,
-    holdout: Annotated[
-        int | None,
-        _files(
-            help="Use every N-th group of cleaned training pairs for validation, or every N-th "
-            "pair with --holdout-by pair; 0 holds out none."
-        ),
-    ] = None,
-    holdout_test: Annotated[
-        int | None,
-        _files(
-            help="Use every N-th group or pair of the remaining ones for testing; 0 holds out none."
-        ),
-    ] = None,
-    holdout_by: Annotated[
-        str | None,
-        _files(
-            help="What is held out: group (pairs that share a source or target sentence stay "
-            "together; groups of more than N pairs stay in training) or pair (as the presets "
-            "iwslt14 and wmt14 do). Default: group, or as in the preset."
-        ),
-    ] = None,
-    join_subwords: Annotated[
-        bool,
-        _cleaning(
-            "--join-subwords",
-            help="Join subwords that are marked with @@ or ▁ before everything else.",
-        ),
-    ] = False,
-    force_raw: Annotated[
-        bool,
-        _cleaning(
-            "--force-raw",
-            help="Take the text as running text although it looks tokenized or split into "
-            "subwords.",
-        ),
-    ] = False,
-    drop: Annotated[
-        str | None,
-        _cleaning(
-            help="Training pairs to drop: duplicates (the same pair again), copies (source and "
-            "target are equal), script (most letters of a side are not in the script of its "
-            "language), separated by commas. They are counted in any case."
-        ),
-    ] = None,
-    moses: Annotated[bool | None, _cleaning(help="Tokenize with the Moses tokenizer.")] = None,
-    tokenized: Annotated[
-        bool | None, _cleaning(help="The text is Moses-tokenized already.")
-    ] = None,
-    aggressive_hyphens: Annotated[
-        bool | None, _cleaning(help="Let the Moses tokenizer split at hyphens: a @-@ b.")
-    ] = None,
-    normalize_punctuation: Annotated[
-        bool | None, _cleaning(help="Normalize punctuation as the Moses script does.")
-    ] = None,
-    remove_nonprinting: Annotated[
-        bool | None, _cleaning(help="Replace control characters by spaces.")
-    ] = None,
-    straight_apostrophes: Annotated[
-        bool | None,
-        _cleaning(
-            help="Replace typographic apostrophes by straight ones in validation and test text."
-        ),
-    ] = None,
-    lowercase: Annotated[bool | None, _cleaning(help="Convert all text to lower case.")] = None,
-    max_characters: Annotated[
-        int | None,
-        _limits(
-            help="Drop training pairs with more characters than this on either side; 0 keeps "
-            "all. A longer validation or test line is an error."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        _limits(help="Drop training pairs with more words than this on either side; 0 keeps all."),
-    ] = None,
-    max_ratio: Annotated[
-        float | None,
-        _limits(
-            help="Drop training pairs in which one side has more than this many times the words "
-            "of the other; 0 keeps all."
-        ),
-    ] = None,
-    max_pieces: Annotated[
-        int | None,
-        _limits(
-            help="Drop training and held-out pairs with more subwords than this on either side; "
-            "0 keeps all."
-        ),
-    ] = None,
-    max_piece_ratio: Annotated[
-        float | None,
-        _limits(
-            help="Drop training and held-out pairs in which one side has more than this many "
-            "times the subwords of the other; 0 keeps all."
-        ),
-    ] = None,
-    vocabulary: Annotated[
-        int | None,
-        _subwords(help="Size of the vocabulary, special tokens included. Default: 10000."),
-    ] = None,
-    merges: Annotated[
-        int | None, _subwords(help="Number of byte-pair merges, instead of --vocabulary.")
-    ] = None,
-    codes: Annotated[
-        str | None, _subwords(help="File of merges from subword-nmt, instead of --vocabulary.")
-    ] = None,
-    sentencepiece: Annotated[
-        str | None,
-        _subwords(
-            help="SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
-            "spm_train makes one."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        _subwords(help="Use the tokenizer of this Hugging Face folder, for model.pretrained."),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        _subwords(
-            help="With --tokenizer: text before each source sentence, such as 'translate German to "
-            "English: ' for T5. {source} and {target} stand for the languages."
-        ),
-    ] = None,
-    share: Annotated[
-        str | None,
-        _subwords(
-            help="What the two languages share: all (one vocabulary, the default), merges (one "
-            "set of merges, two vocabularies) or nothing."
+            "on the command line take precedence.",
+            rich_help_panel="Files",
         ),
     ] = None,
     workers: Annotated[
@@ -627,7 +523,7 @@ def prepare(
             min=1, help="Processes that clean text. Default: one per core for large files."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Prepare parallel text for training: clean it, learn subwords or take some, write token ids.
@@ -640,107 +536,31 @@ def prepare(
     from .lab.translation.prepare import prepare as prepare_text
     from .lab.translation.prepare import summarize
 
-    files = {"pair": pair, "train": train, "valid": valid, "test": test}
+    given = context.obj
     if inputs is not None:
-        if given := [f"--{name}" for name, value in files.items() if value]:
-            raise RequestError(f"--inputs and {given[0]} exclude each other")
+        if both := [name for name in ("pair", "train", "valid", "test") if name in given]:
+            raise RequestError(f"--inputs and --{both[0]} exclude each other")
         check_apart(out, [inputs])
-        files |= read_inputs(inputs)
-    options = choose(
-        preset,
-        text={
-            "moses": moses,
-            "tokenized": tokenized,
-            "aggressive_hyphens": aggressive_hyphens,
-            "normalize_punctuation": normalize_punctuation,
-            "remove_nonprinting": remove_nonprinting,
-            "straight_apostrophes": straight_apostrophes,
-            "lowercase": lowercase,
-        },
-        settings={
-            **files,
-            "columns": None if columns is None else columns.split(","),
-            "tag": tag,
-            "holdout": holdout,
-            "holdout_test": holdout_test,
-            "max_characters": max_characters,
-            "holdout_by": holdout_by,
-            "join_subwords": join_subwords,
-            "force_raw": force_raw,
-            "drop": None if drop is None else drop.split(","),
-            "max_tokens": max_tokens,
-            "max_ratio": max_ratio,
-            "max_pieces": max_pieces,
-            "max_piece_ratio": max_piece_ratio,
-            "vocabulary": vocabulary,
-            "merges": merges,
-            "codes": codes,
-            "sentencepiece": sentencepiece,
-            "tokenizer": tokenizer,
-            "prefix": prefix,
-            "share": share,
-        },
-    )
-    summarize(prepare_text(options, out, workers=workers, force=force), tokenizer)
+        given |= read_inputs(inputs)
+    options = choose(preset, given)
+    summarize(prepare_text(options, out, workers=workers, force=force), options.tokenizer)
 
 
-@app.command()
+@app.command(cls=_PrepareTextCommand)
 def prepare_text(
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    train: Annotated[
-        list[str],
-        typer.Option(
-            help="A text file, a table (.jsonl, .csv, .parquet, .arrow), a folder of such files, "
-            "or a folder saved by datasets. Repeat for several."
-        ),
-    ],
-    valid: Annotated[list[str] | None, typer.Option(help="The same, for validation.")] = None,
-    test: Annotated[list[str] | None, typer.Option(help="The same, for the test.")] = None,
-    holdout: Annotated[
-        int | None, typer.Option(help="Hold out every N-th training document for validation.")
-    ] = None,
-    holdout_test: Annotated[
-        int | None, typer.Option(help="Hold out every N-th of the rest for the test.")
-    ] = None,
-    documents: Annotated[
-        str | None,
-        typer.Option(help="A document of a text file: file, paragraph or line. Default: file."),
-    ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Column of a table that holds text. Default: text.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Use the tokenizer of this Hugging Face folder.")
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="Learn a vocabulary of this size. Default: 10000.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
-    debug: Debug = False,
+    context: typer.Context, out: PreparedOut, force: Force = False, debug: Debug = False
 ) -> None:
     """Prepare text for language modelling: learn a tokenizer, or take one, and write token ids.
 
     Rows of a table with the columns prompt and completion, or with chat messages, become examples
     for supervised fine-tuning: only the completion, or what the assistant says, is learned.
     """
-    from .lab.language_modeling.options import checked
+    from .lab.command_options import validated
+    from .lab.language_modeling.options import DocumentOptions
     from .lab.language_modeling.prepare import prepare as prepare_documents
     from .lab.language_modeling.prepare import summarize
 
-    options = checked(
-        {
-            "train": train,
-            "valid": valid,
-            "test": test,
-            "holdout": holdout,
-            "holdout_test": holdout_test,
-            "documents": documents,
-            "column": column,
-            "tokenizer": tokenizer,
-            "vocabulary": vocabulary,
-        }
-    )
-    summarize(prepare_documents(options, out, force=force))
+    summarize(prepare_documents(validated(DocumentOptions, context.obj), out, force=force))
 
 
 @app.command()
@@ -813,7 +633,7 @@ def score(
     debug: Debug = False,
 ) -> None:
     """Write the log-probability of given text, a line of JSON for each document or line."""
-    from .lab.errors import RequestError
+    from .lab.errors import RequestError, printable_on
     from .lab.tasks import task_of_model
 
     if task_of_model(run) == "translation":
@@ -823,7 +643,8 @@ def score(
             raise RequestError("the score of a translation needs two files: SOURCE TARGET")
         source, target = files
         for number, scored in enumerate(score_files(run, source, target, pair=pair), 1):
-            print(json.dumps(scored.record(number, tokens=tokens), ensure_ascii=False))
+            line = json.dumps(scored.record(number, tokens=tokens), ensure_ascii=False)
+            print(printable_on(sys.stdout, line))
         return
     from .lab.language_modeling import score as scoring
 
@@ -898,7 +719,7 @@ def teacher(
     precision: Annotated[
         str, typer.Option(help="Of the log-probabilities: float16 or float32.")
     ] = "float16",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    force: Force = False,
     verify: Verify = False,
     debug: Debug = False,
 ) -> None:
@@ -1075,9 +896,9 @@ def _shown(table: Table) -> str:
 
 def _conclude(text: str, failures: Sequence[object]) -> None:
     """Print the result of several runs. If some failed, raise an error with one line for each."""
-    from .lab.errors import LabError
+    from .lab.errors import LabError, printable
 
-    print(text)
+    print(printable(text))
     if failures:
         raise LabError("\n".join(f"failed: {failure}" for failure in failures))
 
@@ -1090,18 +911,22 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", *scores, box=None)
+    from .lab.errors import printable
+
+    table = Table("", *map(printable, scores), box=None)
     for name in next(iter(scores.values())):
-        table.add_row(name, *(f"{values[name]:.4f}" for values in scores.values()))
+        table.add_row(printable(name), *(f"{values[name]:.4f}" for values in scores.values()))
     Console().print(table)
 
 
 def _print_signatures(results: Mapping[str, Any]) -> None:
     """The signature of the run and those of sacreBLEU: no score is printed without them."""
+    from .lab.errors import printable
+
     if "signature" in results:
-        print(f"signature: {results['signature']}")
+        print(printable(f"signature: {results['signature']}"))
     for name, signature in results.get("sacrebleu", {}).items():
-        print(f"{name}: {signature}")
+        print(printable(f"{name}: {signature}"))
 
 
 def main(arguments: list[str] | None = None) -> Any:

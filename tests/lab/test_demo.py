@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
 from labo.lab import demo
 from launched import Launcher
 
@@ -24,3 +30,14 @@ def test_the_demo_ends_with_tables_a_report_and_what_to_try_next(tmp_path, monke
     assert "labo" in page
     assert demo.demo(tmp_path / "out") == (text, [])
     assert len(launcher.started) == 12  # nothing was run again
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_keeps_bytecode_for_the_many_processes_of_a_demo(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    shown = ["--eval", "shown: ; @env", "shown"]
+    root = Path(__file__).parents[2]
+    command = ["make", "--silent", "--directory", str(root), *shown]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "PATH=" in output
+    assert "PYTHONDONTWRITEBYTECODE" not in output

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
+from typer.main import get_command
 
 from labo import cli
 from labo.cli import _status_and_message, app
@@ -50,18 +50,13 @@ def test_an_unknown_task_is_refused():
     assert done.stderr.startswith("labo: --task: unknown task 'translate'; did you mean")
 
 
-def parameters(command):
-    hints = get_type_hints(command.callback, include_extras=True)
-    return {
-        name: hints[name].__metadata__[0] for name in inspect.signature(command.callback).parameters
-    }
-
-
-@pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
-def test_help_is_in_whole_sentences(command):
-    assert command.callback.__doc__.splitlines()[0].endswith((".", ","))
-    for name, about in parameters(command).items():
-        sentence = about.help
+@pytest.mark.parametrize("name", get_command(app).commands)
+def test_help_is_in_whole_sentences(name):
+    command = get_command(app).commands[name]
+    assert command.help.splitlines()[0].endswith((".", ","))
+    context = command.make_context(name, [], resilient_parsing=True)
+    for parameter in command.get_params(context):
+        name, sentence = parameter.name, parameter.help
         assert "[" not in sentence, f"{name}: Rich takes [...] for markup and drops it"
         assert sentence[0].isupper() or sentence.startswith(("demo", "table1")), name
         assert sentence.endswith("."), name
@@ -85,9 +80,33 @@ def test_a_wrong_request_is_one_line_and_status_2(arguments, line, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_usage_errors_have_status_2():
-    assert labo("trian").returncode == 2
-    assert labo("train").returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "'trian'"),
+        (["train"], r"(?i)missing argument 'recipe' \(labo train --help\)"),
+        (
+            ["train", "digits", "--epochs", "3"],
+            "--epochs.*; .* written train.epochs=VALUE, without",
+        ),
+        (["compare", "digits", "--lr=3"], "--lr.*; .* written optim.lr=VALUE, without dashes"),
+        (["train", "digits", "--speed", "3"], "--speed.*; .* written KEY=VALUE, without dashes"),
+        (["prepare-text", "out"], r"Missing option '--train' \(labo prepare-text --help\)"),
+        (
+            ["prepare-text", "out", "--train", "a", "b"],
+            r"\(b\); several inputs are written --train",
+        ),
+        (["prepare", "out", "--train", "a", "b"], r"\(b\); two files .* --train SOURCE,TARGET, "),
+        (["prepare", "out", "--holdout", "x"], "'--holdout': .* integer"),
+        (["prepare", "out", "--pair", "de-en"], "^labo: --train: no training data$"),
+        (["prepare", "out", "--max-tokens=-1"], "^labo: --max-tokens: .* equal to 0, got -1$"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_status_2(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, printed)
 
 
 def test_debug_shows_the_traceback():

@@ -7,9 +7,6 @@ import re
 
 import pytest
 
-from labo import cli
-from labo.lab.translation.options import PrepareOptions
-from labo.lab.translation.text import TextOptions
 from scripts import ROOT
 
 
@@ -37,13 +34,3 @@ def test_every_key_has_a_type_a_default_and_a_meaning(recipe_page):
 )
 def test_keys_of_every_kind_are_listed(key, recipe_page):
     assert f"| `{key}` |" in recipe_page.page()
-
-
-def test_help_and_model_describe_an_option_alike(recipe_page):
-    fields = PrepareOptions.model_fields | TextOptions.model_fields
-    helps = recipe_page.option_helps(cli.prepare)
-    # straight_apostrophes: the command does not apply it to training text
-    shared = (helps.keys() & fields.keys()) - {"straight_apostrophes"}
-    assert len(shared) > 20
-    for name in shared:
-        assert helps[name] == fields[name].description

@@ -77,6 +77,7 @@ def arm(moment: str, number: int) -> None:
     so many bytes.
     """
     from labo.lab.images.task import ImageTask
+    from labo.lab.selection import Selection
     from labo.lab.train import Trainer
 
     if moment == "full disk":
@@ -93,7 +94,7 @@ def arm(moment: str, number: int) -> None:
         "rename": (os, "replace"),
         "remove": (shutil, "rmtree"),
         "terminate in validate": (ImageTask, "validate"),
-        "terminate in score": (Trainer, "_select"),
+        "terminate in score": (Selection, "select"),
     }
     owner, name = places[moment]
     last = signal.SIGTERM if moment.startswith("terminate") else signal.SIGKILL

@@ -13,7 +13,8 @@ A task is named in ``tasks.TASKS`` and nowhere else outside of its own package:
 ==================  ===============================================================================
 errors              the two ways a command ends early, and wrong data
 config              sections of a recipe, YAML, messages for wrong keys
-run/                a run on disk: directory, checkpoint, checksums, lock; seeds, processes
+command_options     options of a command from the fields of a section
+run/                a run on disk and in memory: directory, state, checkpoint, lock; processes
 compressed          compressed files, with a limit on what they inflate to
 pretrained          a model folder to start from: loading, freezing, LoRA
 custom              functions of your own that a recipe names
@@ -22,6 +23,8 @@ tasks               the protocol of a task, and the dict ``TASKS``
 teachers            where a second distribution comes from
 methods             ``METHODS``: a loss, perhaps a teacher, for every method
 recipes             a recipe file with overrides -> a checked recipe
+schedule            the steps of a run, their batches, what is due after each
+selection, repair   which models are selected and kept; the selected one again, from a checkpoint
 optim, train        the optimizer, the learning rate, the one training loop
 average             the mean of models that a run kept -> a model folder
 calibrate           a temperature for the selected model of a run

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
+from typing import IO, Any
+
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: control characters but the line feed are escaped."""
+    """Text for a terminal: control characters but line feeds and tabs are escaped."""
     return text.translate(_CONTROLS)
+
+
+def printable_on(stream: IO[Any], text: str) -> str:
+    """The text as it is for a file or a pipe, :func:`printable` for a terminal."""
+    return printable(text) if stream.isatty() else text
 
 
 class LabError(Exception):

@@ -134,3 +134,21 @@ def recipe_of(run: RunDirectory) -> Recipe:
         return _build(run.document())
     except RecipeError as error:
         raise RequestError(f"{run.recipe_file}: {'; '.join(error.problems)}") from error
+
+
+def keys_named(name: str) -> list[str]:
+    """The recipe keys with this last part, of any task.
+
+    Example:
+        >>> keys_named("epochs")
+        ['train.epochs']
+    """
+    keys: list[str] = []
+    for task in TASKS:
+        for key, field in find_task(task).Recipe.model_fields.items():
+            kind = field.annotation
+            if key == name:
+                keys.append(key)
+            elif isinstance(kind, type) and issubclass(kind, Section) and name in kind.model_fields:
+                keys.append(f"{key}.{name}")
+    return list(dict.fromkeys(keys))

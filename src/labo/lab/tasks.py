@@ -332,10 +332,11 @@ def task_of_model(run: str | Path) -> str:
 
 
 def _model_folder(run: Path) -> Path:
-    for folder in (run / "best", run):
-        if (folder / "config.json").is_file():
-            return folder
-    raise RequestError(f"{run} is no run with best/config.json")
+    best = RunDirectory(run).best
+    if not (best / "config.json").is_file() and (run / "config.json").is_file():
+        return run
+    RunDirectory(run).must_have(best / "config.json")
+    return best
 
 
 def _task_and_facts(folder: Path) -> tuple[str | None, dict[str, Any]]:

@@ -39,6 +39,7 @@ from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
 from labo.lab.text.head import Head
+from labo.lab.text.token_text import token_name
 from tiny_language import SENTENCES, learned_tokenizer
 
 # Stored teachers have a file of their own.
@@ -462,7 +463,7 @@ def test_examples_have_all_their_logits(texts):
     for example in found["examples"]:
         assert len(example["logits"]) == small.num_classes
         token = found["classes"][example["target"]]
-        assert example["title"].endswith(f": {token}")
+        assert example["title"].endswith(f": {token_name(token)}")
 
 
 def test_methods_for_fine_tuning_are_told_from_others(texts):

@@ -13,11 +13,12 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from labo.cli import main
+from labo.lab.command_options import validated
 from labo.lab.errors import RequestError
 from labo.lab.language_modeling import prepare as preparing
 from labo.lab.language_modeling.documents import Part, RawDocument
-from labo.lab.language_modeling.options import Tokenization, checked
-from labo.lab.language_modeling.prepare import prepare, prepare_documents
+from labo.lab.language_modeling.options import DocumentOptions, Tokenization
+from labo.lab.language_modeling.prepare import prepare, prepare_documents, summarize
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.language_modeling.tokenizers import encode
 from labo.lab.run.files import sealed, sha256
@@ -37,7 +38,7 @@ def corpus(tmp_path) -> Path:
 
 def run(corpus: Path, name: str = "out", **settings) -> PreparedDocuments:
     given = {"train": [str(corpus)], "holdout": 5, "holdout_test": 4, "vocabulary": 280}
-    options = checked(given | settings)
+    options = validated(DocumentOptions, given | settings)
     return prepare(options, corpus.parent / name)
 
 
@@ -189,12 +190,15 @@ def test_a_prompt_is_encoded_as_it_will_be_when_it_stands_alone():
     assert tokenizer("the dog").input_ids[: len(alone)] != alone
 
 
-def test_repeated_documents_are_counted(tmp_path):
+def test_repeated_documents_are_counted_and_warned_about(tmp_path, capsys):
     rows = [{"text": f"text number {n % 8}"} for n in range(20)]
     prepared = run(write_rows(tmp_path / "a.jsonl", rows))
     held = {*texts(prepared, "valid"), *texts(prepared, "test")}
     expected = sum(text in held for text in texts(prepared, "train"))
     assert prepared.manifest["repeated"] == expected > 0
+    summarize(prepared)
+    said = f"labo: warning: {expected} training documents are also in the held-out splits\n"
+    assert capsys.readouterr().err == said
 
 
 def test_empty_documents_are_dropped_and_counted(tmp_path):
@@ -284,13 +288,13 @@ def test_what_is_read_or_made_by_another_command_is_kept(corpus, tmp_path, capsy
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train": []}, "train: no training data"),
-        ({"holdout": None}, "valid: no such data; give valid or holdout"),
-        ({"holdout_test": None}, "test: no such data"),
+        ({"train": []}, "--train: no training data"),
+        ({"holdout": None}, "--valid: no such data; give --valid or --holdout"),
+        ({"holdout_test": None}, "--test: no such data"),
         ({"holdout": 1}, "every document held out"),
-        ({"valid": ["x"]}, "valid and holdout exclude each other"),
-        ({"documents": "page"}, "documents: should be 'file', 'paragraph' or 'line'"),
-        ({"tokenizer": "x"}, "vocabulary and tokenizer exclude each other"),
+        ({"valid": ["x"]}, "--valid and --holdout exclude each other"),
+        ({"documents": "page"}, "--documents: should be 'file', 'paragraph' or 'line'"),
+        ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
         ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
         ({"holdout": 1000}, "the valid split has no documents"),
     ],

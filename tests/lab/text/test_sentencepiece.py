@@ -81,7 +81,7 @@ def test_prepare_takes_a_model(tmp_path):
         (tmp_path / f"t.{side}").write_text("lower new\nnew low\nlow lower\n")
     files = {split: [str(tmp_path / "t")] for split in ("train", "valid", "test")}
     model = str(write(tmp_path / "m", 1))
-    options = choose(None, {}, {"pair": ["de-en"], "sentencepiece": model, **files})
+    options = choose(None, {"pair": ["de-en"], "sentencepiece": model, **files})
     data = prepare(options, tmp_path / "out")
     train = data.split("train")
     found = data.tokenizer.convert_ids_to_tokens(train.source(0).tolist())

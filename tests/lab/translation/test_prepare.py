@@ -38,6 +38,7 @@ from labo.lab.text import folder as folders
 from labo.lab.text import lines as text_lines
 from labo.lab.text.lines import read_lines
 from labo.lab.translation import cleaning, guard, prepare, prepared
+from labo.lab.translation.languages import look_swapped
 from labo.lab.translation.options import PREPARE_PRESETS, Processing, choose, parse_pairs
 from labo.lab.translation.parallel import find_parallel_text
 from labo.lab.translation.prepare import prepare_pairs
@@ -85,7 +86,7 @@ def write_corpus(folder: Path, splits=SPLITS) -> Path:
 def ask(folder: Path, preset: str | None = None, text=(), **settings):
     """Options for the corpus in a folder."""
     files = {split: [str(folder / split)] for split in SPLITS}
-    return choose(preset, dict(text), {"pair": ["de-en"], "vocabulary": 300} | files | settings)
+    return choose(preset, {"pair": ["de-en"], "vocabulary": 300} | files | dict(text) | settings)
 
 
 def run(folder: Path, out: str = "out", preset: str | None = None, text=(), **settings) -> Prepared:
@@ -476,7 +477,7 @@ def test_subwords_are_joined_and_marks_can_be_taken_as_text(tmp_path):
         "Da@@ s Ki@@ nd"
     )
     assert "train.de looks split into subwords already" in data.manifest["notes"][0]
-    with refused("force_raw excludes tokenized", RequestError):
+    with refused("--force-raw excludes --tokenized", RequestError):
         ask(tmp_path, text={"tokenized": True}, force_raw=True)
 
 
@@ -536,11 +537,11 @@ def test_suspicious_pairs_are_counted_and_dropped_on_request(tmp_path):
     data = counted(tmp_path, PAIRS[:44] + odd)
     assert data.manifest["found"]["train"] == {"copy": 1, "duplicate": 2, "wrong script": 1}
     assert data.manifest["sizes"]["train"] == 49
-    data = run(tmp_path, "dropped", drop=["duplicates", "copies", "script"])
+    data = run(tmp_path, "dropped", drop="duplicates,copies,script")
     assert data.manifest["found"]["train"] == {}
     assert data.manifest["dropped"]["train"] == {"copy": 1, "duplicate": 2, "wrong script": 1}
     assert data.manifest["sizes"]["train"] == 45
-    with refused("drop: doubles is none of duplicates, copies, script", RequestError):
+    with refused("--drop: doubles is none of duplicates, copies, script", RequestError):
         ask(tmp_path, drop=["doubles"])
 
 
@@ -647,7 +648,7 @@ def test_a_yaml_file_lists_the_inputs_of_each_pair(tmp_path, capsys):
     data = Prepared(tmp_path / "out")
     assert [str(pair) for pair in data.pairs] == ["de-en", "fr-en"]
     assert data.manifest["read"] == {"train": 60 + 44 + 5, "valid": 13, "test": 13}
-    assert "test: also in train: 100.0% of the sources" in capsys.readouterr().out
+    assert "labo: warning: test: also in train: 100.0% of the sources" in capsys.readouterr().err
     arguments = ("prepare", tmp_path / "other", "--inputs", listing)
     assert labo(*arguments, "--pair", "de-en") == 2
     assert "--inputs and --pair exclude each other" in capsys.readouterr().err
@@ -658,7 +659,7 @@ def test_a_yaml_file_lists_the_inputs_of_each_pair(tmp_path, capsys):
 
 def test_the_command_needs_files(tmp_path, capsys):
     assert labo("prepare", tmp_path / "out") == 2
-    assert "labo: pair: " in capsys.readouterr().err
+    assert "labo: --pair: " in capsys.readouterr().err
 
 
 # Several pairs ----------------------------------------------------------------------------------
@@ -690,7 +691,7 @@ def test_several_pairs_become_one_corpus_with_tags(tmp_path):
             write(tmp_path / pair / f"{split}.en", lines(p[1] for p in pairs))
     files = {split: [f"{tmp_path}/{{pair}}/{split}"] for split in SPLITS}
     data = prepare.prepare(
-        choose(None, {}, {"pair": ["de-en", "fr-en"], "vocabulary": 310} | files), tmp_path / "out"
+        choose(None, {"pair": ["de-en", "fr-en"], "vocabulary": 310} | files), tmp_path / "out"
     )
     split = data.split("valid")
     assert [str(pair) for pair in data.pairs] == ["de-en", "fr-en"]
@@ -774,19 +775,23 @@ def test_unknown_columns_are_refused(tmp_path):
     ("settings", "message"),
     [
         ({"preset": "wmt"}, "unknown preset 'wmt'; did you mean 'wmt14'"),
-        ({"pair": ["german-english"]}, "two languages, such as de-en, .*got german-english"),
+        (
+            {"pair": ["german-english"]},
+            "--pair: each is two languages, .*got german-english",
+        ),
         ({"pair": ["de-de"]}, "got de-de"),
         ({"pair": ["de-en", "de-en"]}, "given once; got de-en, de-en"),
-        ({"train": []}, "train: no training data"),
-        ({"valid": []}, "valid: no such data; give valid or holdout"),
-        ({"test": []}, "test: no such data; give test or holdout_test"),
-        ({"holdout": 23}, "valid and holdout exclude each other"),
+        ({"train": []}, "--train: no training data"),
+        ({"valid": []}, "--valid: no such data; give --valid or --holdout"),
+        ({"test": []}, "--test: no such data; give --test or --holdout-test"),
+        ({"holdout": 23}, "--valid and --holdout exclude each other"),
         ({"valid": [], "holdout": 1}, "leaves none to train on"),
-        ({"merges": 9}, "vocabulary and merges exclude each other"),
-        ({"vocabulary": None, "codes": "x"}, "they need moses, or text that is tokenized"),
-        ({"share": "some"}, "share: .*'all', 'merges' or 'nothing'"),
-        ({"max_tokens": -1}, "max_tokens: .*greater than or equal to 0"),
-        ({"tag": "german"}, "tag: "),
+        ({"merges": 9}, "--vocabulary and --merges exclude each other"),
+        ({"vocabulary": None, "codes": "x"}, "they need --moses, or text that is --tokenized"),
+        ({"share": "some"}, "--share: .*'all', 'merges' or 'nothing'"),
+        ({"max_tokens": -1}, "--max-tokens: .*greater than or equal to 0"),
+        ({"tag": "german"}, "--tag: "),
+        ({"aggressive_hyphens": True}, "^--aggressive-hyphens is an option of --moses$"),
     ],
 )
 def test_wrong_requests_are_refused(corpus, settings, message):
@@ -1056,15 +1061,15 @@ def test_a_word_of_a_megabyte_is_dropped_or_refused_and_never_learned_from(tmp_p
         write(tmp_path / name, text)
     names = {split: [str(tmp_path / split)] for split in SPLITS}
     settings = {"pair": ["de-en"], **names, "vocabulary": 300}
-    data = prepare.prepare(choose(None, {}, settings), tmp_path / "out")
+    data = prepare.prepare(choose(None, settings), tmp_path / "out")
     assert data.manifest["dropped"]["train"] == {"too many characters": 1}
     assert data.manifest["read"]["train"] == 5
     # Without the limit the word is encoded, and the subwords are learned in no more time.
-    data = prepare.prepare(choose(None, {}, settings | {"max_characters": 0}), tmp_path / "all")
+    data = prepare.prepare(choose(None, settings | {"max_characters": 0}), tmp_path / "all")
     assert data.manifest["sizes"]["train"] == 5
     write(tmp_path / "valid.de", "the cat sat\n" * 3 + "x" * 10_001 + "\n")
     with refused("line 4 of the valid split has 10001 characters; .* set by --max-characters"):
-        prepare.prepare(choose(None, {}, settings), tmp_path / "no")
+        prepare.prepare(choose(None, settings), tmp_path / "no")
 
 
 @pytest.mark.parametrize("text", ["<seg id=1>" * 20_000, "<seg id=1>\n" * 20_000, "<seg " * 20_000])
@@ -1143,9 +1148,8 @@ def test_text_options_hold_for_training_text_too(preset, name, value):
     text = {name: value} | ({"moses": False, "aggressive_hyphens": False} if value else {})
     if name == "moses":
         text = {"moses": value, "aggressive_hyphens": False}
-    options = choose(
-        preset, text, {"pair": ["de-en"], "train": ["a"], "valid": ["b"], "test": ["c"]}
-    )
+    files = {"pair": ["de-en"], "train": ["a"], "valid": ["b"], "test": ["c"]}
+    options = choose(preset, text | files)
     assert getattr(options.text, name) == getattr(options.training_text, name) == value
 
 
@@ -1160,7 +1164,7 @@ folder, out, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 files = {split: [str(folder / split)] for split in ("train", "valid", "test")}
 for name, text in (("bytes", {}), ("words", {"moses": True})):
     settings = {"pair": ["de-en"], "merges": 80, "share": "merges"} | files
-    prepare.prepare(options.choose(None, text, settings), out / f"{name}{number}")
+    prepare.prepare(options.choose(None, text | settings), out / f"{name}{number}")
 """
 
 
@@ -1263,6 +1267,42 @@ def test_the_command_prepares_and_says_what_it_did(corpus, tmp_path, capsys):
     )
     assert "valid: also in train: 0.0% of the sources, 0.0% of the targets" in output.out
     assert "separate" in output.out
+    german, english = SPLITS["valid"][0]
+    assert f"\nGerman: {german}\nEnglish: {english}\n" in output.out
+
+
+@pytest.mark.parametrize(
+    ("columns", "warned"), [("de,en", True), ("en,de", False), ("de_AT,eng", True)]
+)
+def test_swapped_languages_are_warned_about(tmp_path, capsys, columns, warned):
+    write(tmp_path / "x.tsv", lines(f"{english}\t{german}" for german, english in PAIRS))
+    arguments = ("prepare", tmp_path / "out", "--columns", columns, "--train", tmp_path / "x.tsv")
+    languages = ("de_AT", "eng") if "eng" in columns else ("de", "en")
+    options = ("--pair", "-".join(languages), "--holdout", 10, "--holdout-test", 10)
+    assert labo(*arguments, *options, "--vocabulary", 300) == 0
+    output = capsys.readouterr()
+    warning = "x.tsv: the languages look swapped: "
+    assert (f"labo: warning: {warning}" in output.err) == warned
+    assert (f"note: {warning}" in output.out) == warned
+    assert "German: " in output.out
+    assert "English: " in output.out
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "count"),
+    [
+        ("de", "xx", 44),  # no table of words
+        ("en", "en", 44),
+        ("en_GB", "en_US", 44),
+        ("de", "en", 19),  # too few sentences
+        ("fr", "it", 44),  # neither is there
+    ],
+)
+def test_what_is_not_clearly_swapped_is_not_called_so(source, target, count):
+    swapped = [(english, german) for german, english in PAIRS[:count]]
+    assert not look_swapped(swapped, source, target)
+    mixed = swapped + PAIRS[:count]
+    assert not look_swapped(mixed, "de", "en")
 
 
 def test_the_command_takes_columns_and_warns_of_languages(tmp_path, capsys):
@@ -1279,7 +1319,7 @@ def test_the_command_takes_columns_and_warns_of_languages(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--preset", "wmt"], "labo: unknown preset 'wmt'; did you mean 'wmt14'?"),
-        (["--holdout", "23"], "labo: valid and holdout exclude each other\n"),
+        (["--holdout", "23"], "labo: --valid and --holdout exclude each other\n"),
         (["--codes", "nowhere", "--moses"], "labo: nowhere: no such file\n"),
     ],
 )

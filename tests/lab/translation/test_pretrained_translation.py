@@ -65,7 +65,7 @@ def prepared(folder: Path, **options) -> Path:
     if not out.exists():
         text = str(write_corpus(folder.parent / "raw", family))
         settings = {"pair": [pair_of(family)], "train": [text], "holdout": 8, "holdout_test": 8}
-        prepare(choose(None, {}, settings | {"tokenizer": str(folder)} | options), out)
+        prepare(choose(None, settings | {"tokenizer": str(folder)} | options), out)
     return out
 
 
@@ -168,7 +168,7 @@ def test_each_direction_has_its_own_start(nllb):
     text, out = str(write_corpus(nllb.parent / "raw", "nllb")), nllb.parent / "both"
     directions = ["deu_Latn-eng_Latn", "eng_Latn-deu_Latn"]
     options = {"pair": directions, "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, {}, options | {"tokenizer": str(nllb)}), out)
+    prepare(choose(None, options | {"tokenizer": str(nllb)}), out)
     both = task(nllb, f"data.path={out}")
     german, english = both.data.tokenizer.convert_tokens_to_ids(["deu_Latn", "eng_Latn"])
     index = torch.tensor([0, both.size - 1])  # one of each direction
@@ -333,14 +333,14 @@ def test_a_model_of_a_run_goes_on(tokenizer, tmp_path):
     """Training goes on from RUN/best, with the data of the run or other data."""
     text, data = str(write_corpus(tmp_path / "raw", "marian")), tmp_path / "data"
     options = {"pair": ["de-en"], "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, {}, options | {"share": "nothing", "vocabulary": 280}), data)
+    prepare(choose(None, options | {"share": "nothing", "vocabulary": 280}), data)
     model = "model={preset: tiny, width: 8, ffn: 8, embeddings: decoder}"
     first = TranslationTask(load_recipe("translation", [f"data.path={data}", model]))
     fresh = first.build_model().eval()
     write_model(tmp_path / "best", *first.model_files(fresh, fresh.state_dict()))
     if tokenizer:
         data = tmp_path / "other"
-        prepare(choose(None, {}, options | {"tokenizer": str(tmp_path / "best")}), data)
+        prepare(choose(None, options | {"tokenizer": str(tmp_path / "best")}), data)
     changes = [f"data.path={data}", f"model={{pretrained: {tmp_path / 'best'}}}"]
     second = TranslationTask(load_recipe("translation", changes))
     batch = second.batch(torch.arange(8), 0)
@@ -425,7 +425,7 @@ def test_data_of_another_tokenizer_is_refused(nllb, tmp_path):
     recipe = load_recipe("translation-sft", settings(nllb, f"model={{pretrained: {other}}}"))
     text = str(write_corpus(tmp_path / "raw", "t5"))
     options = {"pair": ["de-en"], "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, {}, options | {"vocabulary": 280}), tmp_path / "learned")
+    prepare(choose(None, options | {"vocabulary": 280}), tmp_path / "learned")
     changes = [f"model.pretrained={other}", f"data.path={tmp_path / 'learned'}"]
     for wrong in (recipe, load_recipe("translation-sft", changes)):
         with pytest.raises(RequestError, match="was not prepared with the tokenizer of"):
@@ -438,9 +438,9 @@ def test_wrong_options_of_prepare(nllb, tmp_path, capsys):
     command += ["--holdout", "8", "--holdout-test", "8"]
     for more, message in (
         (["--vocabulary", "500", "--tokenizer", str(nllb)], "exclude each other"),
-        (["--tokenizer", str(nllb), "--moses"], "tokenizer takes running text"),
-        (["--tokenizer", str(nllb), "--share", "merges"], "share must be all"),
-        (["--prefix", "x"], "prefix: only with tokenizer"),
+        (["--tokenizer", str(nllb), "--moses"], "--tokenizer takes running text"),
+        (["--tokenizer", str(nllb), "--share", "merges"], "--share must be all"),
+        (["--prefix", "x"], "--prefix: only with --tokenizer"),
         (["--tokenizer", str(tmp_path / "nowhere")], "nowhere: no such folder"),
     ):
         with pytest.raises(SystemExit) as ended:

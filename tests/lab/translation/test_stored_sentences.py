@@ -64,7 +64,7 @@ def case(request, own, tmp_path_factory) -> tuple[Path, Path, TranslationTask]:
     model = save_pretrained(folder / request.param, request.param)
     text = str(write_corpus(folder / "raw", request.param))
     options = {"pair": [pair_of(request.param)], "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, {}, options | {"tokenizer": str(model)}), folder / "data")
+    prepare(choose(None, options | {"tokenizer": str(model)}), folder / "data")
     return model, folder / "data", start_from(model, folder / "data")
 
 

@@ -106,8 +106,8 @@ def test_tokenized_text_has_single_spaces_and_no_bare_markup(text):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moses": True, "tokenized": True}, "must not be tokenized already"),
-        ({"aggressive_hyphens": True}, "an option of moses"),
+        ({"moses": True, "tokenized": True}, "must not be --tokenized already"),
+        ({"aggressive_hyphens": True}, "an option of --moses"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..errors import RequestError
+from ..errors import RequestError, printable
 from ..run.files import append
 from ..run.interrupt import terminated_as_interrupted
 
@@ -206,7 +206,7 @@ class _Launch:
 
     def say(self, text: str) -> None:
         if not self.console.is_terminal:
-            self.console.print(text, markup=False)
+            self.console.print(printable(text), markup=False)
 
     def stop(self) -> None:
         """End what is still running: as Ctrl-C would, then by force."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor
 
-from ..errors import DataError, RequestError, printable
+from ..errors import DataError, RequestError, printable, printable_on
 from ..run.calibration import read_calibration
 from ..run.files import read_bytes
 from ..tasks import find_model
@@ -195,7 +195,8 @@ def write_predictions(predictions: Iterable[Prediction], file: TextIO, form: For
     """
     if form == "jsonl":
         for prediction in predictions:
-            file.write(json.dumps(prediction.record(), ensure_ascii=False) + "\n")
+            line = json.dumps(prediction.record(), ensure_ascii=False) + "\n"
+            file.write(printable_on(file, line))
         return
     table = csv.writer(file, lineterminator="\n")
     for number, prediction in enumerate(predictions):
@@ -210,5 +211,5 @@ def write_predictions(predictions: Iterable[Prediction], file: TextIO, form: For
 
 def _harmless(cell: str) -> str:
     """A cell that no spreadsheet takes for a formula, and no terminal for a command."""
-    text = printable(cell).replace("\n", "\\x0a")
+    text = printable(cell).replace("\n", "\\x0a").replace("\t", "\\x09")
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

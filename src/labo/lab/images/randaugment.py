@@ -20,7 +20,8 @@ equalize       equalize the histogram of each channel
 =============  ====================================================================
 
 The sign is + or - with equal probability. Pixels from outside of the image are black. The ranges
-are those of torchvision, the arithmetic is that of Pillow, to the bit.
+are those of torchvision. The results are those of Pillow but for rounding: a pixel whose source
+lies on the border of two, a level at the threshold of solarize, and levels of autocontrast (by 1).
 """
 
 from __future__ import annotations

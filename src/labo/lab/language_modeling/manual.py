@@ -6,18 +6,17 @@ other, so a paragraph that occurred before is left out: nothing held out was see
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import platform
 import random
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
-from ..errors import DataError, RequestError
-from ..run.checksums import cache_folder
+from ..errors import DataError
 from ..run.seeds import mix
-from ..text.folder import FORMAT, MANIFEST
+from ..text.folder import FORMAT, cached_folder
 from .documents import Part, RawDocument
 from .options import Tokenization
 from .prepare import prepare_documents
@@ -76,10 +75,8 @@ def manual_data(*, vocabulary: int = 2000, seed: int = 0) -> PreparedDocuments:
         seed: which sections are held out.
     """
     made_by = [platform.python_version(), version("tokenizers")]
-    key = repr((_EDITION, FORMAT, made_by, vocabulary, seed))
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    folder = cache_folder() / f"manual-{digest}"
-    if not (folder / MANIFEST).is_file():
+
+    def prepare(folder: Path) -> None:
         sections = manual_sections()
         random.Random(mix(seed, "manual")).shuffle(sections)
         held_out = len(sections) // _HELD_OUT
@@ -88,10 +85,7 @@ def manual_data(*, vocabulary: int = 2000, seed: int = 0) -> PreparedDocuments:
             "test": sections[held_out : 2 * held_out],
             "train": sections[2 * held_out :],
         }
-        try:
-            prepare_documents(folder, splits, Tokenization(vocabulary=vocabulary))
-        except RequestError:
-            # Another process may have done it while this one waited.
-            if not (folder / MANIFEST).is_file():
-                raise
-    return PreparedDocuments(folder)
+        prepare_documents(folder, splits, Tokenization(vocabulary=vocabulary))
+
+    key = (_EDITION, FORMAT, made_by, vocabulary, seed)
+    return PreparedDocuments(cached_folder("manual", key, prepare))

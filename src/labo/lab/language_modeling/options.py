@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from pydantic import Field, model_validator
 
-from pydantic import Field, ValidationError, model_validator
-
-from ..config import Names, Section, explain
-from ..errors import RequestError
+from ..config import Names, Section
+from ..text.folder import check_splits
 from .documents import Unit
 
-__all__ = ["DEFAULT_VOCABULARY", "DocumentOptions", "Tokenization", "checked"]
+__all__ = ["DEFAULT_VOCABULARY", "DocumentOptions", "Tokenization"]
 
 DEFAULT_VOCABULARY = 10_000
 
@@ -20,7 +17,7 @@ class Tokenization(Section):
     """What becomes of documents."""
 
     vocabulary: int | None = Field(
-        None, ge=1, description="Learn a vocabulary of this size. [default: 10000]"
+        None, ge=1, description="Learn a vocabulary of this size. Default: 10000."
     )
     tokenizer: str | None = Field(
         None, description="Use the tokenizer of this Hugging Face folder."
@@ -33,9 +30,9 @@ class Tokenization(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Tokenization:
         if self.vocabulary is not None and self.tokenizer is not None:
-            raise ValueError("vocabulary and tokenizer exclude each other")
+            raise ValueError("--vocabulary and --tokenizer exclude each other")
         if 1 in (self.holdout, self.holdout_test):
-            raise ValueError("holdout: every document held out leaves none to train on")
+            raise ValueError("--holdout: every document held out leaves none to train on")
         return self
 
 
@@ -49,30 +46,11 @@ class DocumentOptions(Tokenization):
     valid: Names = Field((), description="The same, for validation.")
     test: Names = Field((), description="The same, for the test.")
     documents: Unit = Field(
-        "file", description="A document of a text file: file, paragraph or line. [default: file]"
+        "file", description="A document of a text file: file, paragraph or line. Default: file."
     )
-    column: str = Field("text", description="Column of a table that holds text. [default: text]")
+    column: str = Field("text", description="Column of a table that holds text. Default: text.")
 
     @model_validator(mode="after")
     def _has_splits(self) -> DocumentOptions:
-        if not self.train:
-            raise ValueError("train: no training data")
-        for split, holdout in (("valid", "holdout"), ("test", "holdout_test")):
-            if getattr(self, split) and getattr(self, holdout):
-                raise ValueError(f"{split} and {holdout} exclude each other")
-            if not getattr(self, split) and not getattr(self, holdout):
-                raise ValueError(f"{split}: no such data; give {split} or {holdout}")
+        check_splits(self)
         return self
-
-
-def checked(settings: Mapping[str, Any]) -> DocumentOptions:
-    """Options from a dict; None leaves one as it is.
-
-    Raises:
-        RequestError: one line for each thing that is wrong.
-    """
-    given = {name: value for name, value in settings.items() if value is not None}
-    try:
-        return DocumentOptions.model_validate(given)
-    except ValidationError as error:
-        raise RequestError("\n".join(explain(error, DocumentOptions))) from error

@@ -24,9 +24,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError, LabError
+from ..errors import DataError, LabError, printable
 from ..run.files import sha256, write_text
-from ..run.progress import ProgressBars
+from ..run.progress import ProgressBars, notice
 from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import SPLITS, building, check_apart, check_free, save_tokenizer, seal
 from ..text.pretrained_tokenizer import pretrained_tokenizer
@@ -362,10 +362,10 @@ def summarize(prepared: PreparedDocuments) -> None:
     rate = manifest["bytes"]["train"] / manifest["learned_tokens"]["train"]
     console.print(f"vocabulary: {manifest['vocabulary']} types, {made}; {rate:.2f} bytes per token")
     if manifest["repeated"]:
-        console.print(
-            f"note: {manifest['repeated']} training documents are also in the held-out splits"
+        notice(
+            f"warning: {manifest['repeated']} training documents are also in the held-out splits"
         )
-    console.print(f"{prepared.path} is ready; to train on it:", markup=False)
+    console.print(f"{printable(str(prepared.path))} is ready; to train on it:", markup=False)
     console.print(
         f"labo train RECIPE data.name=prepared data.path={shlex.quote(str(prepared.path))}",
         markup=False,

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from ..errors import RequestError
+from ..errors import RequestError, printable_on
 from ..run.calibration import divisor_of
 from ..tasks import find_model
 from ..text.batching import rounded
@@ -185,5 +185,5 @@ def write_scores(scores: Iterable[Score], target: BinaryIO, *, tokens: bool = Fa
     """A line of JSON for each score."""
     for score in scores:
         line = json.dumps(score.record(tokens=tokens), ensure_ascii=False) + "\n"
-        target.write(line.encode())
+        target.write(printable_on(target, line).encode())
     target.flush()

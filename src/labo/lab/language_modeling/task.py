@@ -41,6 +41,7 @@ from ..text.head import Head
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
+from ..text.token_text import token_name
 from .model import (
     PRESETS,
     LanguageModel,
@@ -544,7 +545,7 @@ class LanguageModelingTask(TokenTask):
             name = chosen.documents.name(document)
             examples.append(
                 {
-                    "title": f"{name}, after {so_far[-40:]!r}: {token}",
+                    "title": f"{name}, after {so_far[-40:]!r}: {token_name(token)}",
                     "target": int(ids[position]),
                     "logits": [round(x, 4) for x in logits.tolist()],
                     "image": None,

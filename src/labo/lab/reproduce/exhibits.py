@@ -18,7 +18,7 @@ from ..report.figures import Figure, label_figure
 from ..report.gather import make_groups, read_runs
 from ..run import files as atomic
 from ..tables import Cell, Column, Row, Table
-from ..text.token_text import token_name
+from ..text.token_text import token_names
 from ..translation.confidence import BINS
 from ..translation.figures import histogram_figure
 from . import paper
@@ -199,7 +199,7 @@ def _one_label(found: Found) -> tuple[list[Column], list[Row]]:
     rows = []
     labels = [load_analysis(path)["labels"] for path in found.paths(_ANALYSED, "labo")]
     for shown in (samples[0] for samples in labels[:1] if samples):
-        for index, name in enumerate(map(token_name, shown["classes"])):
+        for index, name in enumerate(token_names(shown["classes"])):
             label = f"{name} (target)" if index == shown["target"] else name
             rows.append(Row(label, {kind: Cell(shown[kind][index]) for kind in kinds}))
         rest = {kind: Cell(shown["rest"][kind]) for kind in kinds}
@@ -224,7 +224,7 @@ def _peaks(found: Found) -> tuple[list[Column], list[Row]]:
 
 def _draw_label(found: Found, stem: Path) -> None:
     for listing in read_runs(found.paths(_ANALYSED, "labo")[:1]):
-        if listing.member and (figure := label_figure(listing.member, stem.name, token_name)):
+        if listing.member and (figure := label_figure(listing.member, stem.name, token_names)):
             _write(figure, stem)
 
 

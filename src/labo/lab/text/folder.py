@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -102,6 +102,28 @@ def check_apart(out: str | Path, inputs: Iterable[str | Path]) -> None:
             raise RequestError(f"{out} {where} the input {given}: choose another folder to write")
 
 
+def check_splits(options: Any) -> None:
+    """Refuse options that give a split no data, or two kinds of them.
+
+    Args:
+        options: with ``train``, ``valid``, ``test``, ``holdout`` and ``holdout_test``.
+
+    Raises:
+        ValueError: names the options of the command.
+    """
+    if not options.train:
+        raise ValueError("--train: no training data")
+    sources = (
+        ("--valid", options.valid, "--holdout", options.holdout),
+        ("--test", options.test, "--holdout-test", options.holdout_test),
+    )
+    for split, inputs, holdout, every in sources:
+        if inputs and every:
+            raise ValueError(f"{split} and {holdout} exclude each other")
+        if not inputs and not every:
+            raise ValueError(f"{split}: no such data; give {split} or {holdout}")
+
+
 def check_free(out: Path, maker: Maker, force: bool) -> Path:
     """The absolute path of a folder that may be made; links are followed.
 
@@ -153,6 +175,26 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
             replace_folder(folder, out)
         finally:
             remove_folder(folder)
+
+
+def cached_folder(name: str, key: object, prepare: Callable[[Path], object]) -> Path:
+    """A folder of prepared text in the user's cache, made if it is not there.
+
+    Args:
+        name: the beginning of its name.
+        key: all that its content depends on.
+        prepare: makes the folder.
+    """
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    folder = checksums.cache_folder() / f"{name}-{digest}"
+    if not (folder / MANIFEST).is_file():
+        try:
+            prepare(folder)
+        except RequestError:
+            # Another process may have done it while this one waited.
+            if not (folder / MANIFEST).is_file():
+                raise
+    return folder
 
 
 def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = ()) -> None:

@@ -13,6 +13,8 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+from ..errors import printable, printable_on
+
 _MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at hand are answered
 _LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
 
@@ -26,7 +28,7 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
 
     Lines end with a line feed, with or without a carriage return before it. Bytes that are not
     UTF-8 are read as U+FFFD, with a notice on stderr. Lines from a pipe or a
-    terminal are answered as they come.
+    terminal are answered as they come. A terminal gets control characters escaped.
 
     Args:
         source: where to read.
@@ -43,14 +45,14 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
         task = progress.add_task("", total=None)
 
         def notice(text: str) -> None:
-            progress.console.print(f"labo: {text}", markup=False)
+            progress.console.print(f"labo: {printable(text)}", markup=False)
 
         answer = start(notice)
         first = 1
         for chunk in _chunks(source, notice):
             output = answer(chunk, first, lambda done: progress.advance(task, done))
             try:
-                target.write(output.encode())
+                target.write(printable_on(target, output).encode())
                 target.flush()
             except BrokenPipeError:
                 _forget(target)

@@ -9,7 +9,6 @@ phrase occurs twice, so the validation and test splits share none with the train
 from __future__ import annotations
 
 import datetime
-import hashlib
 import random
 import re
 from bisect import bisect
@@ -21,10 +20,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import DataError, RequestError
-from ..run.checksums import cache_folder
+from ..errors import DataError
 from ..run.seeds import mix
-from ..text.folder import FORMAT, MANIFEST
+from ..text.folder import FORMAT, cached_folder
 from .cleaning import RawPair
 from .options import Processing, parse_pairs
 from .prepare import prepare_pairs
@@ -350,12 +348,12 @@ def cldr_data(
         made_by = [version("babel"), version("tokenizers")]
     except ImportError as error:
         raise DataError(f"the CLDR phrases need Babel and tokenizers: {error}") from error
-    key = repr((_EDITION, FORMAT, made_by, list(languages), size, seed, vocabulary))
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    folder = cache_folder() / f"cldr-{'+'.join(languages)}-{digest}"
-    if not (folder / MANIFEST).is_file():
+    key = (_EDITION, FORMAT, made_by, list(languages), size, seed, vocabulary)
+
+    def prepare(folder: Path) -> None:
         _prepare(folder, languages, size=size, seed=seed, vocabulary=vocabulary)
-    return Prepared(folder)
+
+    return Prepared(cached_folder(f"cldr-{'+'.join(languages)}", key, prepare))
 
 
 def _prepare(
@@ -372,9 +370,4 @@ def _prepare(
         yield from draw()[split]
 
     splits = {split: rows(split) for split in ("train", "valid", "test")}
-    try:
-        prepare_pairs(folder, pairs, splits, Processing(vocabulary=vocabulary))
-    except RequestError:
-        # Another process may have done it while this one waited.
-        if not (folder / MANIFEST).is_file():
-            raise
+    prepare_pairs(folder, pairs, splits, Processing(vocabulary=vocabulary))

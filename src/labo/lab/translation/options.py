@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from ..._names import unknown_name
-from ..config import Names, Section, explain, read_document
+from ..command_options import Separated, validated
+from ..config import Names, Section, read_document
 from ..errors import RequestError
+from ..text.folder import check_splits
 from ..text.subwords import Size
 from .prepared import Pair
 from .text import TextOptions
@@ -67,6 +70,12 @@ def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
     ]
 
 
+# The fields of the groups of options in the help of ``labo prepare``.
+_files = partial(Field, json_schema_extra={"panel": "Files"})
+_cleaning = partial(Field, json_schema_extra={"panel": "Cleaning"})
+_limits = partial(Field, json_schema_extra={"panel": "Limits"})
+_subwords = partial(Field, json_schema_extra={"panel": "Subwords"})
+
 MAX_TYPES = 10_000_000
 _SUBWORDS = ("vocabulary", "merges", "codes", "sentencepiece", "tokenizer")  # one of them
 
@@ -74,91 +83,91 @@ _SUBWORDS = ("vocabulary", "merges", "codes", "sentencepiece", "tokenizer")  # o
 class Processing(Section):
     """How sentence pairs are cleaned, split and encoded. A limit of 0 means no limit."""
 
-    text: TextOptions = TextOptions()
+    text: TextOptions = _cleaning(default=TextOptions())
     train_text: TextOptions | None = None  # if training text is processed differently
-    max_characters: int = Field(
+    max_characters: int = _limits(
         default=10_000,
         ge=0,
         description="Drop training pairs with more characters than this on either side; 0 keeps "
         "all. A longer validation or test line is an error.",
     )
-    max_tokens: int = Field(
+    max_tokens: int = _limits(
         default=0,
         ge=0,
         description="Drop training pairs with more words than this on either side; 0 keeps all.",
     )
-    max_ratio: float = Field(
+    max_ratio: float = _limits(
         default=0.0,
         ge=0,
         description="Drop training pairs in which one side has more than this many times the words "
         "of the other; 0 keeps all.",
     )
-    max_pieces: int = Field(
+    max_pieces: int = _limits(
         default=0,
         ge=0,
         description="Drop training and held-out pairs with more subwords than this on either side; "
         "0 keeps all.",
     )
-    max_piece_ratio: float = Field(
+    max_piece_ratio: float = _limits(
         default=0.0,
         ge=0,
         description="Drop training and held-out pairs in which one side has more than this many "
         "times the subwords of the other; 0 keeps all.",
     )
-    holdout: int = Field(
+    holdout: int = _files(
         default=0,
         ge=0,
         description="Use every N-th group of cleaned training pairs for validation, or every N-th "
         "pair with --holdout-by pair; 0 holds out none.",
     )
-    holdout_test: int = Field(
+    holdout_test: int = _files(
         default=0,
         ge=0,
         description="Use every N-th group or pair of the remaining ones for testing; 0 holds out "
         "none.",
     )
-    holdout_by: Literal["group", "pair"] = Field(
+    holdout_by: Literal["group", "pair"] = _files(
         default="group",
         description="What is held out: group (pairs that share a source or target sentence stay "
         "together; groups of more than N pairs stay in training) or pair (as the presets iwslt14 "
         "and wmt14 do). Default: group, or as in the preset.",
     )
-    drop: Names = Field(
+    drop: Separated = _cleaning(
         default=(),
         description="Training pairs to drop: duplicates (the same pair again), copies (source and "
         "target are equal), script (most letters of a side are not in the script of its "
         "language), separated by commas. They are counted in any case.",
     )
-    vocabulary: int | None = Field(
+    vocabulary: int | None = _subwords(
         default=None,
         ge=1,
         le=MAX_TYPES,
         description="Size of the vocabulary, special tokens included. Default: 10000.",
     )
-    merges: int | None = Field(
+    merges: int | None = _subwords(
         default=None,
         ge=0,
         le=MAX_TYPES,
         description="Number of byte-pair merges, instead of --vocabulary.",
     )
-    codes: str | None = Field(
+    codes: str | None = _subwords(
         default=None, description="File of merges from subword-nmt, instead of --vocabulary."
     )
-    sentencepiece: str | None = Field(
+    sentencepiece: str | None = _subwords(
         default=None,
         description="SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
         "spm_train makes one.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: str | None = _subwords(
         default=None,
         description="Use the tokenizer of this Hugging Face folder, for model.pretrained.",
     )
-    prefix: str = Field(
+    prefix: str = _subwords(
         default="",
         description="With --tokenizer: text before each source sentence, such as 'translate German "
         "to English: ' for T5. {source} and {target} stand for the languages.",
     )
-    share: Literal["all", "merges", "nothing"] = Field(
+    share: Literal["all", "merges", "nothing"] = _subwords(
         default="all",
         description="What the two languages share: all (one vocabulary, the default), merges (one "
         "set of merges, two vocabularies) or nothing.",
@@ -166,26 +175,26 @@ class Processing(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Processing:
-        sizes = [name for name in _SUBWORDS if getattr(self, name) is not None]
+        sizes = [f"--{name}" for name in _SUBWORDS if getattr(self, name) is not None]
         if len(sizes) > 1:
             raise ValueError(f"{' and '.join(sizes)} exclude each other")
         if self.codes is not None and not self.text.spaced:
-            raise ValueError("codes split tokens: they need moses, or text that is tokenized")
+            raise ValueError("--codes split tokens: they need --moses, or text that is --tokenized")
         if self.codes is not None and self.share == "nothing":
-            raise ValueError("codes are for both sides: share can be all or merges")
+            raise ValueError("--codes are for both sides: --share can be all or merges")
         for name in ("sentencepiece", "tokenizer"):
             if getattr(self, name) is not None and self.share != "all":
-                raise ValueError(f"{name} is for both sides: share must be all")
+                raise ValueError(f"--{name} is for both sides: --share must be all")
         if self.tokenizer is not None and self.text.spaced:
-            raise ValueError("tokenizer takes running text, without moses or tokenized")
+            raise ValueError("--tokenizer takes running text, without --moses or --tokenized")
         if self.prefix and self.tokenizer is None:
-            raise ValueError("prefix: only with tokenizer")
+            raise ValueError("--prefix: only with --tokenizer")
         if self.training_text.spaced != self.text.spaced:
             raise ValueError("train_text and text must both be in tokens, or neither")
         if unknown := set(self.drop) - set(DROPPED):
-            raise ValueError(f"drop: {sorted(unknown)[0]} is none of {', '.join(DROPPED)}")
+            raise ValueError(f"--drop: {sorted(unknown)[0]} is none of {', '.join(DROPPED)}")
         if 1 in (self.holdout, self.holdout_test):
-            raise ValueError("holdout: every pair held out leaves none to train on")
+            raise ValueError("--holdout: every pair held out leaves none to train on")
         return self
 
     @property
@@ -203,49 +212,46 @@ class Processing(Section):
 class PrepareOptions(Processing):
     """All options of ``labo prepare``."""
 
-    pair: Names = Field(description="Source and target language, such as de-en. Can be repeated.")
-    train: Inputs = Field(
+    pair: Names = _files(
+        default=(), description="Source and target language, such as de-en. Can be repeated."
+    )
+    train: Inputs = _files(
+        default=(),
         description="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET "
         "for two files, a CSV, JSONL or Parquet file or a folder of datasets with named columns, "
         "or one tab-separated file. Plain text, .gz, .xml and .sgm are read. {pair}, {source} and "
-        "{target} stand for the languages. Can be repeated."
+        "{target} stand for the languages. Can be repeated.",
     )
-    valid: Inputs = Field((), description="Validation text, given like --train.")
-    test: Inputs = Field((), description="Test text, given like --train.")
-    columns: Names = Field(
-        ("source", "target"),
+    valid: Inputs = _files(default=(), description="Validation text, given like --train.")
+    test: Inputs = _files(default=(), description="Test text, given like --train.")
+    columns: Separated = _files(
+        default=("source", "target"),
         description="Columns of a tab-separated file, in order (default: source,target), or the "
         "names of named columns: source=NAME,target=NAME or de=NAME,en=NAME (default: the "
         "languages, or source and target).",
     )
-    join_subwords: bool = Field(
-        False,
-        description="Join subwords that are marked with @@ or ▁ before everything else.",
-    )
-    force_raw: bool = Field(
-        False,
-        description="Take the text as running text although it looks tokenized or split into "
-        "subwords.",
-    )
-    tag: Tag | None = Field(
-        None,
+    tag: Tag | None = _files(
+        default=None,
         description="Language that a tag before each source sentence names: source, target or "
         "none. Default: the target if there are several, else the source if there are "
         "several.",
+    )
+    join_subwords: bool = _cleaning(
+        default=False,
+        description="Join subwords that are marked with @@ or ▁ before everything else.",
+    )
+    force_raw: bool = _cleaning(
+        default=False,
+        description="Take the text as running text although it looks tokenized or split into "
+        "subwords.",
     )
 
     @model_validator(mode="after")
     def _has_splits(self) -> PrepareOptions:
         parse_pairs(self.pair, self.tag)
-        if not self.train:
-            raise ValueError("train: no training data")
+        check_splits(self)
         if self.force_raw and (self.text.tokenized or self.join_subwords):
-            raise ValueError("force_raw excludes tokenized and join_subwords")
-        for split, holdout in (("valid", "holdout"), ("test", "holdout_test")):
-            if getattr(self, split) and getattr(self, holdout):
-                raise ValueError(f"{split} and {holdout} exclude each other")
-            if not getattr(self, split) and not getattr(self, holdout):
-                raise ValueError(f"{split}: no such data; give {split} or {holdout}")
+            raise ValueError("--force-raw excludes --tokenized and --join-subwords")
         return self
 
     def inputs(self, split: str, pair: Pair) -> Sequence[str]:
@@ -335,15 +341,13 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def choose(
-    preset: str | None, text: Mapping[str, bool | None], settings: Mapping[str, Any]
-) -> PrepareOptions:
+def choose(preset: str | None, settings: Mapping[str, Any]) -> PrepareOptions:
     """The options of a preset, with changes.
 
     Args:
         preset: one of :data:`PREPARE_PRESETS`, or None.
-        text: fields of :class:`labo.lab.translation.text.TextOptions`; None keeps the preset's.
-        settings: other fields of :class:`PrepareOptions`; None keeps the preset's.
+        settings: fields of :class:`PrepareOptions` and of
+            :class:`labo.lab.translation.text.TextOptions`; None keeps the preset's.
 
     Raises:
         RequestError: one line for each wrong value.
@@ -352,7 +356,7 @@ def choose(
         raise RequestError(unknown_name("preset", preset, PREPARE_PRESETS))
     values = dict(PREPARE_PRESETS[preset]) if preset else {}
     given = {name: value for name, value in settings.items() if value is not None}
-    text = {name: value for name, value in text.items() if value is not None}
+    text = {name: given.pop(name) for name in TextOptions.model_fields if name in given}
     if given.keys() & set(_SUBWORDS):
         values = {k: v for k, v in values.items() if k not in ("vocabulary", "merges")}
     if given.get("valid") and "holdout" not in given:
@@ -363,7 +367,4 @@ def choose(
     plain = {name: value for name, value in text.items() if name != "straight_apostrophes"}
     values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}
     values["text"] = {**values.get("text", {}), **text}
-    try:
-        return PrepareOptions.model_validate(values | given)
-    except ValidationError as error:
-        raise RequestError("\n".join(explain(error, PrepareOptions))) from error
+    return validated(PrepareOptions, values | given)

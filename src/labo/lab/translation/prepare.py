@@ -28,9 +28,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError, LabError
+from ..errors import DataError, LabError, printable
 from ..run.files import sha256, write_text
-from ..run.progress import ProgressBars
+from ..run.progress import ProgressBars, notice
 from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import SPLITS, building, check_apart, check_free, save_tokenizer, seal
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
@@ -59,6 +59,7 @@ from .guard import (
     sentence_key,
     wrong_script,
 )
+from .languages import language_name, look_swapped
 from .options import DROPPED, PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
 from .prepared import MAKER, Pair, Prepared, read_split, schema
@@ -71,6 +72,7 @@ __all__ = ["prepare", "prepare_pairs", "summarize"]
 
 _CHUNK = 5_000  # pairs worked on at a time
 _SAMPLE = 10_000  # pairs of a file that are looked at for marks of earlier processing
+_SHOWN = 200  # characters of a sentence
 _MANY = 200_000  # pairs for which it pays to start processes
 _LOOKS: dict[Markup, str] = {
     "tokenized": "tokenized already",
@@ -122,7 +124,9 @@ def prepare(
             check_apart(out, (file for part in parts for file in part.files))
     # Everything is read once before any work, so that errors are found at once.
     with ProgressBars() as bars:
-        sizes, inputs, notes = _survey(texts, options, bars)
+        sizes, inputs, notes, warnings = _survey(pairs, texts, options, bars)
+    for warning in warnings:
+        notice(f"warning: {warning}")
     if workers is None:
         pays = options.text.moses and sizes["train"] >= _MANY
         workers = os.cpu_count() or 1 if pays else 1
@@ -133,7 +137,7 @@ def prepare(
         options,
         sizes=sizes,
         inputs=inputs,
-        notes=notes,
+        notes=[*notes, *warnings],
         workers=workers,
         force=force,
     )
@@ -148,28 +152,42 @@ def _rows(texts: Sequence[Sequence[ParallelText]], join: bool) -> Iterator[RawPa
 
 
 def _survey(
+    pairs: Sequence[Pair],
     texts: Mapping[str, Sequence[Sequence[ParallelText]]],
     options: PrepareOptions,
     bars: ProgressBars,
-) -> tuple[dict[str, int], list[dict[str, str]], list[str]]:
-    """How many pairs each split has, the digests of all files, and notes on their text."""
+) -> tuple[dict[str, int], list[dict[str, str]], list[str], list[str]]:
+    """How many pairs each split has, the digests of all files, notes on their text, warnings."""
     sizes: dict[str, int] = {}
     digests: dict[Path, str] = {}
     notes: list[str] = []
+    warnings: list[str] = []
     for split, by_pair in texts.items():
-        parts = list(chain.from_iterable(by_pair))
+        parts = [(pair, part) for pair, of in zip(pairs, by_pair, strict=True) for part in of]
         with bars.bar(f"reading {split}", None) as advance:
             sizes[split] = 0
-            for part in parts:
+            for pair, part in parts:
                 sample: list[tuple[str, str]] = []
                 for chunk in chunks(part, _CHUNK):
                     sample += chunk if len(sample) < _SAMPLE else ()
                     sizes[split] += len(chunk)
                     advance(len(chunk))
                 notes += _check_markup(part, sample, options)
-        digests |= {path: sha256(path) for part in parts for path in part.files}
+                if look_swapped(sample, pair.source, pair.target):
+                    warnings.append(_swapped(part, pair))
+        digests |= {path: sha256(path) for _, part in parts for path in part.files}
     inputs = [{"file": path.name, "sha256": digest} for path, digest in digests.items()]
-    return sizes, inputs, list(dict.fromkeys(notes))
+    return sizes, inputs, list(dict.fromkeys(notes)), list(dict.fromkeys(warnings))
+
+
+def _swapped(part: ParallelText, pair: Pair) -> str:
+    source, target = language_name(pair.source), language_name(pair.target)
+    files = " and ".join(path.name for path in part.files)
+    return (
+        f"{files}: the languages look swapped: {pair} is {source} to {target}, but sources look "
+        f"like {target} and targets like {source}; give the pair, files or columns the other way "
+        "round"
+    )
 
 
 def _check_markup(
@@ -674,9 +692,14 @@ def summarize(prepared: Prepared, tokenizer: str | None = None) -> None:
         languages = {name for pair in prepared.pairs for name in (pair.source, pair.target)}
         for language in sorted(languages_without_moses_rules(languages)):
             console.print(f"Moses has no rules for {language}: those for English were used")
-    for line in _observations(manifest):
-        console.print(line, markup=False)
-    console.print(f"{prepared.path} is ready; to train on it:", markup=False)
+    for line in chain(_first_pairs(prepared), _observations(manifest)):
+        console.print(printable(line), markup=False)
+    for line, leaks in _overlaps(manifest):
+        if leaks:
+            notice(f"warning: {line}")
+        else:
+            console.print(line)
+    console.print(f"{printable(str(prepared.path))} is ready; to train on it:", markup=False)
     recipe, further = "translation", ""
     if tokenizer is not None:
         recipe, further = "translation-sft", f" model.pretrained={shlex.quote(tokenizer)}"
@@ -697,7 +720,26 @@ def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:
             names = [name for name, reason in DROPPED.items() if reason in found]
             cure = f"; --drop {','.join(names)} drops them" if split == "train" else ""
             yield f"{split}: kept, but suspicious: {counts}{cure}"
+
+
+def _overlaps(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Of each scored split, a line on what is also in train, and whether there is any."""
     for split, counts in manifest["overlap"].items():
         size = manifest["sizes"][split]
         shares = ", ".join(f"{n / size:.1%} of the {what}s" for what, n in counts.items())
-        yield f"{split}: also in train: {shares}"
+        yield f"{split}: also in train: {shares}", any(counts.values())
+
+
+def _first_pairs(prepared: Prepared) -> Iterator[str]:
+    """The first validation pair of each direction, with the names of the languages."""
+    split = prepared.split("valid")
+    for number, pair in enumerate(prepared.pairs):
+        rows = np.flatnonzero(split.pair == number)
+        if len(rows):
+            row = int(rows[0])
+            yield f"{language_name(pair.source)}: {_excerpt(split.source_text(row))}"
+            yield f"{language_name(pair.target)}: {_excerpt(split.target_text(row))}"
+
+
+def _excerpt(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

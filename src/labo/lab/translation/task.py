@@ -36,6 +36,7 @@ from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.stored import StoredTeacher
 from ..text.task import IGNORED, TokenTask
+from ..text.token_text import token_name
 from . import batches, bleu
 from .decoding import Decode, Hypothesis, decode, generation_config
 from .finetuning import (
@@ -724,7 +725,7 @@ class TranslationTask(TokenTask):
             target = chosen.target(sentence)
             so_far = tokens.decode(target[:position].tolist(), skip_special_tokens=True)
             logits = head.logits(head.states[row]).float()
-            next_token = tokens.convert_ids_to_tokens(int(target[position]))
+            next_token = token_name(tokens.convert_ids_to_tokens(int(target[position])))
             examples.append(
                 {
                     "title": f"sentence {sentence + 1}, after {so_far[-40:]!r}: {next_token}",

@@ -32,16 +32,17 @@ class TextOptions(Section):
     )
     remove_nonprinting: bool = Field(False, description="Replace control characters by spaces.")
     straight_apostrophes: bool = Field(
-        False, description="Replace typographic apostrophes by straight ones."
+        False,
+        description="Replace typographic apostrophes by straight ones in validation and test text.",
     )
     lowercase: bool = Field(False, description="Convert all text to lower case.")
 
     @model_validator(mode="after")
     def _consistent(self) -> TextOptions:
         if self.moses and self.tokenized:
-            raise ValueError("moses tokenizes, so the text must not be tokenized already")
+            raise ValueError("--moses tokenizes, so the text must not be --tokenized already")
         if self.aggressive_hyphens and not self.moses:
-            raise ValueError("aggressive_hyphens is an option of moses")
+            raise ValueError("--aggressive-hyphens is an option of --moses")
         return self
 
     @property
