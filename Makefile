@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraint
 TORCH := $(VENV)/.torch
 LAB := $(VENV)/.lab
 DEV := $(VENV)/.dev
+# A machine that never writes bytecode would compile every module again in each of many processes.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.py $(wildcard src/labo/fast/*.c)
 
 .PHONY: demo test check bench gpu docs results soak fuzz resolve clean
