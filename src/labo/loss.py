@@ -247,7 +247,7 @@ class Loss(_WithFields):
         if backend == "parallel":
             from .heads import split
 
-            return split.row_loss(logits, target, self)
+            return split.row_loss(logits, target, self, inputs)
         dim = self.dim
         _checks.check_logits(logits, dim)
         _checks.check_target(logits.shape, target, dim)

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
 from conftest import MODULES, gradient
-from labo import linear
-from labo.fast.dispatch import FastRows
+from labo import chunks, linear
 from labo.heads import quantized
 from probes import LargestTensor
 
@@ -175,7 +174,7 @@ def test_no_gradient_is_computed_without_grad_mode(name, mode, reduction):
             teacher_logits=teacher_logits,
             options=labo.LinearLossOptions(batch_chunk_size=4),
         )
-    assert products.count == 4
+    assert products.count == 3  # the ignored row is in no chunk
     assert seen.largest < weight.numel()  # nothing of the size of its gradient
     torch.testing.assert_close(value, expected)
 
@@ -507,9 +506,9 @@ def test_chunks_are_even():
     assert options.most_rows(bytes_per_row=10) == 100
     assert options.most_rows(bytes_per_row=10_000) == 1
     assert labo.LinearLossOptions(batch_chunk_size=7).most_rows(10) == 7
-    assert linear._chunks(101, 100) == [slice(0, 51), slice(51, 101)]
-    assert linear._chunks(5, 1) == [slice(i, i + 1) for i in range(5)]
-    assert linear._chunks(0, 7) == []
+    assert chunks.cut(101, 100) == [slice(0, 51), slice(51, 101)]
+    assert chunks.cut(5, 1) == [slice(i, i + 1) for i in range(5)]
+    assert chunks.cut(0, 7) == []
 
 
 # ------------------------------------------------------------------ torch.compile
@@ -561,19 +560,17 @@ def test_operator_check(dtype, mode, softcap, z_loss):
     x, weight, bias, target = problem(dtype)
     losses = (labo.CrossEntropyLoss, labo.LabelSmoothingLoss, labo.LABOLoss, labo.LABOLoss)
     loss = losses[mode](z_loss=z_loss)
-    fixed = (softcap, target, 4, mode == 3, *FastRows(loss, "native").pack())
+    rows = chunks.LossRows(loss, "native")
+    fixed = (softcap, target, 4, mode == 1, mode == 3, *rows.pack())
     token_weight = torch.rand(N) if mode == 3 else None
     mean = (torch.tensor(12.0), token_weight)
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
-        needs = [grad] * 3
-        torch.library.opcheck(linear.linear_loss_op, (*tensors, *fixed, *mean, needs))
-        torch.library.opcheck(linear.linear_rows_op, (*tensors, *fixed))
-    upstream = torch.rand(N)
-    torch.library.opcheck(
-        linear.linear_rows_backward_op,
-        (x, weight, bias, *fixed, upstream, [True, False, True]),
-    )
+        torch.library.opcheck(linear.linear_op, (*tensors, *fixed, *mean, None, [grad] * 3))
+        nothing = (None, None, None, [False] * 3)
+        torch.library.opcheck(linear.linear_op, (*tensors, *fixed, *nothing))
+    late = (None, None, torch.rand(N), [True, False, True])
+    torch.library.opcheck(linear.linear_op, (x, weight, bias, *fixed, *late))
 
 
 @pytest.mark.parametrize("name", ["cp", "kd", "mls"])
@@ -581,15 +578,14 @@ def test_operator_check_of_any_loss(name):
     x, weight, bias, target = problem(torch.float32)
     teacher_logits = teacher(name)
     given = () if teacher_logits is None else (teacher_logits,)
-    loss = linear._AutogradLoss(build(name).having(reduction="none", impl="reference"), given)
-    fixed = (None, target, 4, True, *loss.pack())
+    plain = build(name).having(reduction="none", impl="reference")
+    loss = chunks.LossRows(plain, "reference", None, given)
+    fixed = (None, target, 4, True, True, *loss.pack())
     for grad in (False, True):
         tensors = [t.clone().requires_grad_(grad) for t in (x, weight, bias)]
-        torch.library.opcheck(linear.linear_autograd_op, (*tensors, *fixed))
-    torch.library.opcheck(
-        linear.linear_autograd_backward_op,
-        (x, weight, bias, *fixed, torch.rand(N), [True, False, True]),
-    )
+        torch.library.opcheck(linear.linear_op, (*tensors, *fixed, None, None, None, [False] * 3))
+    late = (None, None, torch.rand(N), [True, False, True])
+    torch.library.opcheck(linear.linear_op, (x, weight, bias, *fixed, *late))
 
 
 # ------------------------------------------------------------------ the Module, and wrong use
