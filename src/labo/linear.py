@@ -228,9 +228,8 @@ def linear_loss(
     weights = (given.weight, _teacher_weight(given.teacher))
     # torch.compile knows the columns of other processes and such weights as little as its operators
     own = any(isinstance(x, LowRankWeight | QuantizedWeight) for x in weights)
-    if torch.compiler.is_compiling() and (own or given.columns is not None):
-        return disable_compile(compute)(given, loss, softcap, *extras)
-    return compute(given, loss, softcap, *extras)
+    eager = own or given.columns is not None
+    return (eagerly if eager else compute)(given, loss, softcap, *extras)
 
 
 def compute(
@@ -245,8 +244,7 @@ def compute(
 ) -> Any:
     """:func:`linear_loss` of plain tensors, on all classes or on those of this process."""
     input, weight, bias, target, teacher, columns = given
-    _check_softcap(softcap)
-    _check_extras(z_loss, return_metrics)
+    _check_settings(softcap, z_loss, return_metrics)
     options = check_options(options)
     active, divided = _rowwise(loss), columns is not None
     if active is not loss and active.teacher_argument is None:
@@ -293,6 +291,12 @@ def compute(
     return value, metrics.sums_of(statistics, labels, active, classes)
 
 
+def eagerly(*arguments: Any) -> Any:
+    """:func:`compute`, as a graph break of ``torch.compile``."""
+    compiling = torch.compiler.is_compiling()
+    return (disable_compile(compute) if compiling else compute)(*arguments)
+
+
 class LinearLoss(nn.Module):
     """An output layer together with its loss: ``nn.Linear`` and any row-wise loss, by chunks.
 
@@ -330,8 +334,7 @@ class LinearLoss(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_softcap(softcap)
-        _check_extras(z_loss, False)
+        _check_settings(softcap, z_loss)
         Loss.fields["impl"].check(impl)
         check_options(options)
         _rowwise(loss)
@@ -397,12 +400,11 @@ def check_tensors(input: object, weight: object, target: object) -> None:
         _checks.check_tensor("linear_weight", weight, instead)
 
 
-def _check_softcap(softcap: float | None) -> None:
+def _check_settings(
+    softcap: float | None, z_loss: float = 0.0, return_metrics: ReturnMetrics = False
+) -> None:
     if softcap is not None and not (_checks.is_number(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a number above 0 or None, got {softcap!r}")
-
-
-def _check_extras(z_loss: float, return_metrics: ReturnMetrics) -> None:
     Loss.fields["z_loss"].check(z_loss)
     if return_metrics not in (False, True, "rows"):
         raise ValueError(f'return_metrics must be False, True or "rows", got {return_metrics!r}')
@@ -552,7 +554,7 @@ def _check_teacher(
                 f"teacher_logits must have shape {(*rows, classes)} {want}, "
                 f"got {tuple(teacher.shape)}"
             )
-        return (teacher.detach().reshape(-1, classes),)
+        return (teacher.detach().reshape(len(target), classes),)
     several = isinstance(teacher, tuple | list)
     if not several or not 2 <= len(teacher) <= (4 if isinstance(teacher, TeacherHead) else 3):
         found = f"{len(teacher)} tensors" if several else type(teacher).__name__
@@ -561,7 +563,7 @@ def _check_teacher(
             f"teacher's output layer, got {found}"
         )
     hidden, weight, bias, softcap = TeacherHead(*teacher)
-    _check_softcap(softcap)
+    _check_settings(softcap)
     layer: list[Any] = [hidden, _teacher_weight(teacher), bias]
     for i, name in enumerate(("teacher_hidden", "teacher_weight", "teacher_bias")):
         x = layer[i]

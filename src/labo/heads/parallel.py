@@ -31,17 +31,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _checks
-from .._torch import disable_compile
 from ..linear import (
     LinearLossOptions,
     ReturnMetrics,
     Teacher,
     check_tensors,
-    compute,
     computing,
+    eagerly,
 )
 from . import split
 from .low_rank import LowRankWeight
+from .split import gather_weight
 
 __all__ = ["gather_weight", "linear_loss", "logits_loss"]
 
@@ -150,21 +150,4 @@ def linear_loss(
     input, target = split.SumGradient.apply(input, group), split.replicated("target", target)
     given = split.LocalHead(input, linear_weight, linear_bias, target, teacher_logits, columns)
     extras = (token_weight, z_loss, return_metrics, "auto", options)
-    return disable_compile(compute)(given, loss, softcap, *extras)
-
-
-def gather_weight(weight: Tensor) -> Tensor:
-    """The whole of a weight that is split over *data-parallel* processes, as FSDP2 does.
-
-    One all-gather. The gradient is averaged over the processes and split again, as FSDP2 hands
-    gradients to its parameters. :func:`labo.linear_loss` calls this for the parameters of modules
-    under ``fully_shard`` that are used outside of their forward pass.
-
-    Args:
-        weight: a DTensor, split or replicated, on a mesh whose processes hold different samples.
-
-    Returns:
-        A plain tensor.
-    """
-    whole: Tensor = split.gather_weight(weight)
-    return whole
+    return eagerly(given, loss, softcap, *extras)

@@ -8,6 +8,7 @@ writes the gradient of its columns. The two passes over the logits are those of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -225,7 +226,13 @@ class SplitRows:
         self.class_row = None if row is None else row.to(device)
         for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):
             if given is not None:
-                self._check_size(name, given, device)
+                self._check(
+                    columns.classes == len(given),
+                    f"{name} must have one entry per class of all processes",
+                    lambda k, name=name, size=tuple(given.shape): ValueError(  # type: ignore[misc]
+                        f"{name} must have shape ({k},), one per class of all processes, got {size}"
+                    ),
+                )
         self.local_weight = columns.of_classes(self.weight, width)
         self.local_row = columns.of_classes(self.class_row, width)
         self.kept: dict[int, _Statistics] | None = {} if keep else None
@@ -287,7 +294,17 @@ class SplitRows:
     ) -> _Statistics:
         """Local sums and two all-reduces; three for the first largest logit, or for a mixture."""
         plan, (group, start, classes, _), width = self.plan, self.columns, logits.shape[1]
-        self._check_target(target, teacher)
+        self._check(
+            (target >= 0) & (target < classes) | (target == self.ignore_index),
+            "a target is outside the classes of all processes and is not ignore_index",
+            lambda k: _checks.out_of_range(target, k, self.ignore_index),
+        )
+        if plan.stored:
+            late = "an entry of indices is not below the classes of all processes"
+            sentence = "an entry of indices is not below the {} classes"
+            self._check(
+                teacher[0] < classes, late, lambda k: _checks.TeacherError(sentence.format(k))
+            )
         valid = target != self.ignore_index
         y = target.masked_fill(~valid, 0)
         column = (target - start).masked_fill(~valid, _IGNORED)
@@ -357,33 +374,14 @@ class SplitRows:
         values = values.masked_fill(~valid, 0.0)
         return _Statistics(values, column, plan, coefficients, stored)
 
-    def _check_size(self, name: str, given: Tensor, device: torch.device) -> None:
-        classes, size = self.columns.classes, tuple(given.shape)
-        _checks.ensure(
-            torch.as_tensor(classes == len(given), device=device),
-            lambda: ValueError(
-                f"{name} must have shape ({int(classes)},), one per class of all processes, "
-                f"got {size}"
-            ),
-            f"{name} must have one entry per class of all processes",
-        )
-
-    def _check_target(self, target: Tensor, teacher: tuple[Tensor, ...]) -> None:
-        classes = self.columns.classes
-        good = (target >= 0) & (target < classes) | (target == self.ignore_index)
-        _checks.ensure(
-            good,
-            lambda: _checks.out_of_range(target, int(classes), self.ignore_index),
-            "a target is outside the classes of all processes and is not ignore_index",
-        )
-        if self.plan.stored:
-            _checks.ensure(
-                teacher[0] < classes,
-                lambda: _checks.TeacherError(
-                    f"an entry of indices is not below the {int(classes)} classes"
-                ),
-                "an entry of indices is not below the classes of all processes",
-            )
+    def _check(
+        self, good: bool | Tensor, message: str, failure: Callable[[int], Exception]
+    ) -> None:
+        """Raise unless ``good``; where it cannot be read, later. ``failure`` is given V."""
+        if isinstance(good, Tensor):
+            _checks.ensure(good, lambda: failure(int(self.columns.classes)), message)
+        elif not good:
+            raise failure(int(self.columns.classes))
 
 
 def _entries(rows: Tensor, index: Tensor) -> Tensor:
@@ -683,7 +681,18 @@ def _check_same_rows(target: Tensor, group: Group) -> None:
 
 
 def gather_weight(weight: Any) -> Any:
-    """See :func:`labo.heads.parallel.gather_weight`."""
+    """The whole of a weight that is split over *data-parallel* processes, as FSDP2 does.
+
+    One all-gather. The gradient is averaged over the processes and split again, as FSDP2 hands
+    gradients to its parameters. :func:`labo.linear_loss` calls this for the parameters of modules
+    under ``fully_shard`` that are used outside of their forward pass.
+
+    Args:
+        weight: a DTensor, split or replicated, on a mesh whose processes hold different samples.
+
+    Returns:
+        A plain tensor.
+    """
     if not _checks.is_dtensor(weight):
         return weight
     from torch.distributed.tensor import Partial
