@@ -626,7 +626,8 @@ def _most_rows(
     copies += any(isinstance(x, Head) for x in rows.teacher) + (head.softcap is not None)
     by_weight = rows_of_weight(head.input.shape[1], copies) if head.input.is_cuda else None
     classes = len(head.weight)
-    if columns is not None and (by_weight is None or options.memory_budget is not None):
+    by_budget = by_weight is None or options.memory_budget is not None
+    if columns is not None and by_budget and options.batch_chunk_size is None:
         classes = columns.widest
     row_bytes = max(1, classes) * head.dtype.itemsize * copies
     if rows.loss.teacher_is_stored and rows.backend != "reference":
