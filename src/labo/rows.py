@@ -33,7 +33,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype))
 
 
-_SPLIT = 1 << 15  # PyTorch's grain size: shorter sums are computed by one thread
+SPLIT = 1 << 15  # PyTorch's grain size: shorter sums are computed by one thread
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def row_sum(x: Tensor) -> Tensor:
     """
     # Under torch.compile the order of a sum is the compiler's, and a test of the length would
     # compile once more for lengths on the other side of it.
-    if not torch.compiler.is_compiling() and x.numel() == x.shape[-1] >= _SPLIT:
+    if not torch.compiler.is_compiling() and x.numel() == x.shape[-1] >= SPLIT:
         return x.expand(2, *x.shape).sum(-1)[0]
     return x.sum(-1)
 
@@ -56,7 +56,7 @@ def spread(x: Tensor, num_classes: int) -> Tensor:
     The backward pass sums over the classes. As in :func:`row_sum`, the bits of a row depend on that
     row alone; plain broadcasting does not guarantee this for a single row.
     """
-    if not torch.compiler.is_compiling() and x.numel() == 1 and num_classes >= _SPLIT:
+    if not torch.compiler.is_compiling() and x.numel() == 1 and num_classes >= SPLIT:
         return x.expand(2, *x.shape).unsqueeze(-1).expand(2, *x.shape, num_classes)[0]
     return x.unsqueeze(-1).expand(*x.shape, num_classes)
 

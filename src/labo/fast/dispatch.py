@@ -42,7 +42,7 @@ from torch import Tensor
 from .. import _checks
 from .._torch import forward_mode
 from ..fields import describe, described
-from ..rows import row_sum, wide
+from ..rows import SPLIT, row_sum, wide
 from ..sums import FROM_TEACHER
 from . import blocked, formula, native
 from .kernel import Kernel
@@ -447,7 +447,9 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
     counted = isinstance(total, float) and loss.weight is None
     some_ignored = bool(total != len(labels)) if counted else None
     values = rows.values(flat, labels, inplace and with_grad, some_ignored)
-    if reduction != "none":
+    if reduction == "mean" and some_ignored is False and len(values) < SPLIT:
+        values = values.mean()  # the bits of a sum and a division, as one node
+    elif reduction != "none":
         values = row_sum(values) / divisor
     return values.to(wide(flat.dtype))
 
