@@ -21,7 +21,7 @@ from typing_extensions import dataclass_transform
 
 from . import _checks
 from ._checks import TeacherError
-from .fast.dispatch import FastRows, choose, fast_loss
+from .fast.dispatch import FastRows, choose, fast_loss, for_few_classes
 from .fast.kernel import Kernel
 from .fields import (
     NOT_NEGATIVE,
@@ -35,7 +35,6 @@ from .fields import (
     with_signature,
 )
 from .rows import Rows, log_sum, teacher_rows
-from .stored import stored_rows
 from .sums import PlainSums, RowSums, value_of
 
 __all__ = ["Loss", "hyper", "state"]
@@ -101,6 +100,10 @@ class Loss(_WithFields):
     teacher_is_stored: ClassVar[bool] = False
     # Whether the sums are over the classes other than the target.
     leaves_out_target: ClassVar[bool] = False
+    # The field that :meth:`class_row` is made of; None if that is made of numbers.
+    row_field: ClassVar[str | None] = None
+    # Up to so many classes the reference is as fast as a fast backend, and ``auto`` takes it.
+    few_classes: ClassVar[int] = 0
     # Fields of a base that the loss does not have.
     without: ClassVar[tuple[str, ...]] = ()
     # What the function takes after the target, or may take, and as keywords.
@@ -232,26 +235,22 @@ class Loss(_WithFields):
             keywords: further arguments of the function.
         """
         if not inputs and self.teacher_optional:
-            return self.without_teacher().compute_rows(logits, target, (), keywords)
-        return self.compute_rows(logits, target, inputs, keywords)
-
-    def compute_rows(
-        self, logits: Tensor, target: Tensor, inputs: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Tensor:
-        """:meth:`compute`, once it is known which loss computes."""
+            return self.without_teacher().compute(logits, target)
         _checks.check_tensors(logits, target)
         reason = self.reference_only(*inputs)
         backend = choose(self, logits, target, reason)
-        if backend == "reference":
-            return self._plain(logits, target, inputs, keywords)
         if backend == "parallel":
             from .heads import split
 
             return split.row_loss(logits, target, self)
         dim = self.dim
         _checks.check_logits(logits, dim)
-        _checks.check_target(logits.shape, target, dim)
         classes = logits.shape[dim]
+        if self.impl == "auto" and not self.inplace and backend != "reference":
+            backend, logits = for_few_classes(self, backend, logits, classes)
+        if backend == "reference":
+            return self._plain(logits, target, inputs, keywords, reason is not None)
+        _checks.check_target(logits.shape, target, dim)
         _checks.check_weight(self.weight, classes)
         if self.weight is not None or target.device != logits.device:
             _checks.check_devices(logits, target=target, weight=self.weight)
@@ -261,67 +260,57 @@ class Loss(_WithFields):
             flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
         if labels.dtype != torch.int64:
             labels = labels.long()
+        stored = None
         if self.teacher_is_stored:
-            valid = labels != self.ignore_index
-            index, log_t = stored_rows(inputs[0], inputs[1], logits, target.shape, classes, valid)
-            rows = FastRows(self, backend, log_t, index)
+            stored, source = self._stored(inputs, flat, target.shape, labels != self.ignore_index)
+        elif self.teacher_argument is not None:
+            taught = inputs[0] if inputs else None
+            source = teacher_rows(self.teacher_argument, taught, flat, target.shape, dim)
         else:
-            rows = FastRows(self, backend, self.source(logits, inputs))
-        value = fast_loss(rows, logits, flat, labels)
+            source = self.mass_source(flat, *inputs)
+        value = fast_loss(FastRows(self, backend, source, stored), logits, flat, labels)
         return value.reshape(target.shape) if self.reduction == "none" else value
 
-    def source(self, logits: Tensor, inputs: tuple[Any, ...]) -> Tensor | None:
-        """What the masses come from, for a fast backend, once it is known to fit."""
-        classes = logits.shape[self.dim]
-        if self.teacher_argument is not None:
-            name, given = self.teacher_argument, inputs[0] if inputs else None
-            shape = logits.movedim(self.dim, -1).shape[:-1]
-            teacher = teacher_rows(name, given, shape, classes, self.dim)
-            _checks.check_devices(logits, **{name: teacher})
-            return teacher
-        return self._class_row(logits, classes)
-
-    def _class_row(self, logits: Tensor, classes: int) -> Tensor | None:
-        row = self.class_row(classes)
-        if row is not None:
-            _checks.check_devices(logits, **{self._row_name: row})
-        return row
-
-    @property
-    def _row_name(self) -> str:
-        """The field that :meth:`class_row` is made of."""
-        return next((n for n in self._own if isinstance(getattr(self, n), Tensor)), "the row")
-
     def _plain(
-        self, logits: Tensor, target: Tensor, inputs: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        logits: Tensor,
+        target: Tensor,
+        inputs: tuple[Any, ...],
+        keywords: dict[str, Any],
+        reference_only: bool,
     ) -> Tensor:
         """The reference: sums in plain PyTorch, or the rows themselves."""
         shared = (self.weight, self.ignore_index, self.reduction, self.dim)
         rows = Rows(logits, target, *shared, linear=self.linear)
-        if _defines(type(self), "on_rows") and self.reference_only(*inputs) is not None:
+        if reference_only and _defines(type(self), "on_rows"):
             values = self.on_rows(rows, *inputs, **keywords)
             if self.z_loss:
                 values = values + rows.weigh(self.z_loss * log_sum(rows.logits).square())
             return rows.reduce(values)
-        return rows.reduce(self.plain_values(rows, inputs))
-
-    def plain_values(self, rows: Rows, inputs: tuple[Any, ...] = ()) -> Tensor:
-        """The value of each row by the formula, in plain PyTorch, (M,)."""
         stored = source = None
         if self.teacher_is_stored:
-            stored = stored_rows(
-                inputs[0], inputs[1], rows.logits, rows.shape, rows.num_classes, rows.valid
-            )
+            stored = self._stored(inputs, rows.logits, rows.shape, rows.valid)
         elif self.teacher_argument is not None:
             source = rows.teacher(self.teacher_argument, inputs[0] if inputs else None)
         else:
-            source = self.plain_source(rows, inputs)
+            source = self.mass_source(rows.logits, *inputs)
         sums = PlainSums(self, rows, source, stored)
-        return sums.averaged(value_of(self, sums))
+        return rows.reduce(sums.averaged(value_of(self, sums)))
 
-    def plain_source(self, rows: Rows, inputs: tuple[Any, ...]) -> Tensor | None:
-        """What the masses come from that are no teacher's."""
-        return self._class_row(rows.logits, rows.num_classes)
+    def mass_source(self, logits: Tensor, *inputs: Any) -> Tensor | None:
+        """What the masses come from that are no teacher's, once it fits the logits, (N, K)."""
+        row = self.class_row(logits.shape[1])
+        if row is not None and self.row_field is not None:
+            _checks.check_devices(logits, **{self.row_field: row})
+        return row if row is None else row.to(logits.device)
+
+    @staticmethod
+    def _stored(
+        inputs: tuple[Any, ...], logits: Tensor, shape: torch.Size, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from .stored import stored_rows
+
+        return stored_rows(inputs[0], inputs[1], logits, shape, logits.shape[1], valid)
 
 
 def _defines(cls: type[Loss], method: str) -> bool:

@@ -117,30 +117,29 @@ def largest(logits: Tensor, k: int) -> Tensor:
     return torch.cat([inside, logits[:, groups * _GROUP :]], 1).topk(k, 1).values
 
 
-def teacher_rows(
-    name: str, logits: Tensor | None, shape: torch.Size, num_classes: int, dim: int
-) -> Tensor:
+def teacher_rows(name: str, given: Any, logits: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """Teacher logits as rows without a graph, (M, K), once they are known to fit.
 
     Args:
         name: of the argument.
-        logits: (..., K), or classes in ``dim``.
+        given: (..., K), or classes in ``dim``.
+        logits: (M, K), those of the model.
         shape: (...) of the samples.
-        num_classes: K.
         dim: the dimension of the classes.
     """
-    if not isinstance(logits, Tensor):
+    if not isinstance(given, Tensor):
         raise _checks.TeacherError(
             f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
         )
-    logits = _checks.local(name, logits)
-    wanted = (*shape, num_classes)
-    if logits.dim() != len(wanted) or logits.movedim(dim, -1).shape != wanted:
+    given = _checks.local(name, given)
+    wanted = (*shape, logits.shape[1])
+    if given.dim() != len(wanted) or given.movedim(dim, -1).shape != wanted:
         raise _checks.TeacherError(
-            f"{name} must have the shape of the logits, got {tuple(logits.shape)} "
-            f"for {num_classes} classes and targets of shape {tuple(shape)}"
+            f"{name} must have the shape of the logits, got {tuple(given.shape)} "
+            f"for {logits.shape[1]} classes and targets of shape {tuple(shape)}"
         )
-    return logits.detach().movedim(dim, -1).reshape(math.prod(shape), num_classes)
+    _checks.check_devices(logits, **{name: given})
+    return given.detach().movedim(dim, -1).reshape(logits.shape)
 
 
 def log_sum(logits: Tensor) -> Tensor:
@@ -301,8 +300,7 @@ class Rows:
         A class that is masked for the student (logit -inf) is masked for the teacher too. Ignored
         rows become uniform.
         """
-        given = teacher_rows(name, logits, self.shape, self.num_classes, self.dim)
-        _checks.check_devices(self.logits, **{name: given})
+        given = teacher_rows(name, logits, self.logits, self.shape, self.dim)
         rows = upcast(given).to(self.logits.dtype)
         if self.valid is not None:
             rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0.0)

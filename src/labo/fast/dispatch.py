@@ -159,6 +159,25 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     return "reference" if plain and not inplace else "blocked"
 
 
+# The C kernel takes no float16. A float32 copy of the logits and the kernel are several times as
+# fast as blocks; with more classes than this the memory of the copy is worth saving.
+_COPIED_CLASSES = 4096
+
+
+def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tuple[str, Tensor]:
+    """The backend and the logits that "auto" takes, by the number of classes.
+
+    Not by the number of rows: the bits of a row depend on that row alone.
+    """
+    if classes <= loss.few_classes:
+        return "reference", logits
+    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
+        copy = logits.float()
+        if _native_refuses(copy) is None:
+            return "native", copy
+    return backend, logits
+
+
 ROW_LOSS_SCHEMA = "Tensor[] tensors, str backend, str loss"
 
 
