@@ -13,6 +13,7 @@ operators of torch.compile take are made of the fields.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,6 +236,8 @@ def describe(name: str, values: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
 def described(text: str, tensors: Sequence[Tensor]) -> tuple[type, dict[str, Any]]:
     """The inverse of :func:`describe`: the class and the values."""
     name, *lines = text.split("\n")
+    if name not in _CLASSES:  # a graph that was compiled in another process
+        importlib.import_module(name.rpartition(".")[0])
     values: dict[str, Any] = {}
     for line in lines:
         key, _, value = line.partition("=")

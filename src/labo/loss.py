@@ -260,6 +260,7 @@ class Loss(_WithFields):
             flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
         if labels.dtype != torch.int64:
             labels = labels.long()
+        source: Tensor | None
         stored = None
         if self.teacher_is_stored:
             stored, source = self._stored(inputs, flat, target.shape, labels != self.ignore_index)
