@@ -24,10 +24,10 @@ from ._checks import TeacherError
 from .fast.dispatch import FastRows, choose, fast_loss, for_few_classes
 from .fast.kernel import Kernel
 from .fields import (
+    KEYWORD,
     NOT_NEGATIVE,
-    REQUIRED,
+    POSITIONAL,
     Field,
-    arguments_text,
     collect,
     hyper,
     register,
@@ -39,8 +39,6 @@ from .sums import PlainSums, RowSums, value_of
 
 __all__ = ["Loss", "hyper", "state"]
 
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Self = TypeVar("Self", bound="Loss")
 
 
@@ -324,30 +322,28 @@ def _declare(cls: type[Loss]) -> None:
     cls._of_function = tuple(n for n, field in cls.fields.items() if not field.module_only)
     cls._own = tuple(name for name in cls._of_function if name not in _SHARED)
     fields = sorted(cls.fields.values(), key=lambda field: field.kw_only)
-    names = [field.name for field in fields]
-    own = inspect.Parameter("self", _POSITIONAL)
 
     def build(self: Loss, *values: Any) -> None:
-        given = dict(zip(names, values, strict=True))
+        given = {field.name: value for field, value in zip(fields, values, strict=True)}
         nn.Module.__init__(self)
-        for name in cls.fields:
-            value = given[name]
-            cls.fields[name].check(value)
-            if isinstance(value, Tensor):
-                self.register_buffer(name, value)
+        for name, field in cls.fields.items():
+            field.check(given[name])
+            if isinstance(given[name], Tensor):
+                self.register_buffer(name, given[name])
             else:
-                setattr(self, name, value)
+                setattr(self, name, given[name])
         self.check_together()
         self.make_state()
 
-    parameters = [own, *(field.parameter() for field in fields)]
+    parameters = [inspect.Parameter("self", POSITIONAL), *(field.parameter() for field in fields)]
     init = with_signature("__init__", parameters, build, cls.__module__, None)
     cls.__init__ = init  # type: ignore[method-assign]
     register(cls)
     text = inspect.cleandoc(cls.__doc__ or "")
-    listed = arguments_text(f for f in cls.fields.values() if f.name not in _SHARED)
-    if listed and "\nArgs:\n" not in text:
+    own = [field for name, field in cls.fields.items() if name not in _SHARED]
+    if own and "\nArgs:\n" not in text:
         head, mark, tail = text.partition("\nExample:")
+        listed = "\n".join(f"    {field.name}: {field.doc}." for field in own)
         text = f"{head}\nArgs:\n{listed}\n{mark}{tail}"
     cls.__doc__ = text
 
@@ -360,37 +356,33 @@ _SHARED = tuple(Loss.fields)
 def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
     """The loss as a function of logits, target, inputs and hyper-parameters."""
     fields = [cls.fields[name] for name in cls._of_function]
-    positional = [field for field in fields if not field.kw_only]
-    named = [field for field in fields if field.kw_only]
-    tensor: dict[str, Any] = {"annotation": Tensor}
-    optional: dict[str, Any] = {"annotation": Tensor | None}
+    positional = [field.parameter() for field in fields if not field.kw_only]
+    own = [field.parameter() for field in fields if field.kw_only and field.name not in _SHARED]
+    shared = [field.parameter() for field in fields if field.name in _SHARED]
 
-    def given(name: str, default: Any, kind: Any) -> inspect.Parameter:
-        about = tensor if default is REQUIRED else optional
-        return inspect.Parameter(name, kind, default=default, **about)
+    def optional(name: str, kind: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, kind, default=None, annotation=Tensor | None)
 
-    parameters = [given("logits", REQUIRED, _POSITIONAL), given("target", REQUIRED, _POSITIONAL)]
-    parameters += [given(name, REQUIRED, _POSITIONAL) for name in cls.inputs]
-    parameters += [given(name, None, _POSITIONAL) for name in cls.optional_inputs]
-    parameters += [field.parameter() for field in positional]
-    own = [field for field in named if field.name not in _SHARED]
-    parameters += [field.parameter() for field in own]
-    parameters += [given(name, None, _KEYWORD) for name in cls.keywords]
-    parameters += [field.parameter() for field in named if field.name in _SHARED]
+    required = ("logits", "target", *cls.inputs)
+    parameters = [inspect.Parameter(name, POSITIONAL, annotation=Tensor) for name in required]
+    parameters += [optional(name, POSITIONAL) for name in cls.optional_inputs]
+    parameters += [*positional, *own, *(optional(name, KEYWORD) for name in cls.keywords), *shared]
     names = tuple(parameter.name for parameter in parameters)
 
-    def call(*values: Any) -> Tensor:
-        taken = dict(zip(names, values, strict=True))
-        logits, target = taken.pop("logits"), taken.pop("target")
-        inputs = tuple(taken.pop(name) for name in (*cls.inputs, *cls.optional_inputs))
-        keywords = {name: taken.pop(name) for name in cls.keywords}
+    def call(logits: Tensor, target: Tensor, *values: Any) -> Tensor:
+        given = dict(zip(names[2:], values, strict=True))
+        inputs = tuple(given.pop(name) for name in (*cls.inputs, *cls.optional_inputs))
+        keywords = {name: given.pop(name) for name in cls.keywords}
+        for name, value in given.items():
+            cls.fields[name].check(value)
+        loss = cls.bare(given)
+        loss.check_together()
         if inputs and inputs[0] is None:
             inputs = ()
-        return _checked(cls, taken).compute(logits, target, *inputs, **keywords)
+        return loss.compute(logits, target, *inputs, **keywords)
 
-    name = cls.function_name
-    assert name is not None
-    function = with_signature(name, parameters, call, "labo.functional", Tensor)
+    assert cls.function_name is not None
+    function = with_signature(cls.function_name, parameters, call, "labo.functional", Tensor)
     function.__doc__ = function_doc(cls)
     function.loss = cls  # type: ignore[attr-defined]
     return function
@@ -398,22 +390,13 @@ def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
 
 def function_doc(cls: type[Loss]) -> str:
     """The docstring of a class for its function: without the example of the Module."""
-    text = (cls.__doc__ or "").partition("\nExample:")
-    reference = text[2].partition("\nReference:")[2]
+    text, _, rest = (cls.__doc__ or "").partition("\nExample:")
+    head, _, own = text.rstrip().partition("\nArgs:\n")
     soft = " or (..., K) class probabilities" if cls.linear else ""
-    given = f"    logits: (..., K).\n    target: (...) class indices{soft}.\n"
-    shared = f"    {', '.join(_SHARED)}: as for every loss."
-    head, _, own = text[0].rstrip().partition("\nArgs:\n")
-    own = f"{own}\n" if own else ""
-    head = f"{head.rstrip()}\n\nArgs:\n{given}{own}{shared}"
-    head += '\n\nReturns:\n    The reduced loss, or (...) for ``reduction="none"``.'
-    return head + (f"\n\nReference:{reference}" if reference else "")
-
-
-def _checked(cls: type[Self], values: dict[str, Any]) -> Self:
-    """A bare loss, once its hyper-parameters are known to be in range."""
-    for name, value in values.items():
-        cls.fields[name].check(value)
-    loss = cls.bare(values)
-    loss.check_together()
-    return loss
+    lines = ["    logits: (..., K).", f"    target: (...) class indices{soft}."]
+    lines += [own] if own else []
+    lines += [f"    {', '.join(_SHARED)}: as for every loss."]
+    doc = f"{head.rstrip()}\n\nArgs:\n" + "\n".join(lines)
+    doc += '\n\nReturns:\n    The reduced loss, or (...) for ``reduction="none"``.'
+    reference = rest.partition("\nReference:")[2]
+    return doc + (f"\n\nReference:{reference}" if reference else "")

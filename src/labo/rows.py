@@ -212,16 +212,9 @@ class Rows:
         *,
         linear: bool = True,
     ) -> None:
-        """Check the arguments and bring them into rows.
+        """Check the arguments, which are those of every loss, and bring them into rows.
 
-        Args:
-            logits: (..., K), or classes in ``dim``.
-            target: (...) class indices, or probabilities of the shape of ``logits``.
-            weight: (K,) class weights.
-            ignore_index: rows with this target do not count.
-            reduction: "none", "mean" or "sum".
-            dim: the dimension of the classes.
-            linear: whether the loss is linear in the label, and so accepts class probabilities.
+        ``linear`` tells whether the loss is linear in the label, and so takes class probabilities.
         """
         _checks.check_tensors(logits, target)
         logits, target = _checks.local("logits", logits), _checks.local("target", target)
@@ -247,19 +240,18 @@ class Rows:
             _checks.check_distribution("probability targets", self.flatten(target))
             self.target = self.flatten(target).to(self.logits.dtype)
         else:
-            self._set_indices(target.long(), num_classes, ignore_index)
+            _checks.check_range(target.long(), num_classes, ignore_index)
+            self.target = target.long().reshape(-1)
+            valid = self.target != ignore_index
+            if not (_checks.can_read(valid) and bool(valid.all())):
+                self.valid = valid
+                self.target = self.target.masked_fill(~valid, 0)
+                self.logits = self.of_valid(self.logits)
         self.shifted = shifted(self.logits)
 
-    def _set_indices(self, target: Tensor, num_classes: int, ignore_index: int) -> None:
-        _checks.check_range(target, num_classes, ignore_index)
-        self.target = target.reshape(-1)
-        valid = self.target != ignore_index
-        if _checks.can_read(valid) and bool(valid.all()):
-            return
-        self.valid = valid
-        self.target = self.target.masked_fill(~valid, 0)
-        # Nothing in an ignored row, NaN included, may reach values or gradients.
-        self.logits = self.logits.masked_fill(~valid.unsqueeze(-1), 0.0)
+    def of_valid(self, x: Tensor) -> Tensor:
+        """0 in ignored rows: nothing in them, NaN included, may reach values or gradients."""
+        return x if self.valid is None else x.masked_fill(~self.valid.unsqueeze(-1), 0.0)
 
     def count(self) -> Tensor:
         """The number of classes that are not masked, (M,)."""
@@ -288,9 +280,7 @@ class Rows:
     def like(self, logits: Tensor) -> Rows:
         """The rows of other logits with the same labels; they have the layout of those given."""
         other = copy(self)
-        other.logits = other.flatten(upcast(logits))
-        if self.valid is not None:
-            other.logits = other.logits.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        other.logits = self.of_valid(self.flatten(upcast(logits)))
         other.shifted = shifted(other.logits)
         return other
 
@@ -301,9 +291,7 @@ class Rows:
         rows become uniform.
         """
         given = teacher_rows(name, logits, self.logits, self.shape, self.dim)
-        rows = upcast(given).to(self.logits.dtype)
-        if self.valid is not None:
-            rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        rows = self.of_valid(upcast(given).to(self.logits.dtype))
         return rows.masked_fill(self.logits == -math.inf, -math.inf)
 
     def log_probabilities(self, tau: float = 1.0) -> Tensor:
