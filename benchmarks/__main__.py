@@ -93,6 +93,23 @@ def logits_small(smoke: bool) -> list[Row]:
     return rows
 
 
+def automatic(smoke: bool) -> list[Row]:
+    """``impl="auto"`` beside ``impl="reference"``: at no size is the choice slower."""
+    # rows, classes, type, calls in a turn, turns
+    cases = [(8, 10, "float32", 200, 7), (8, 10, "float16", 200, 7)]
+    cases += [(128, 100, "float32", 100, 7), (128, 100, "float16", 100, 7)]
+    cases += [(256, 1000, "float32", 20, 5), (2048, 32768, "float32", 1, 1)]
+    rows = []
+    for n, v, dtype, calls, turns in [(*case[:3], 1, 1) for case in cases[:4]] if smoke else cases:
+        pairs = contenders.backend_pairs(n, v, getattr(torch, dtype))
+        taken = race({name: _repeated(work, calls) for name, work in pairs.items()}, turns)
+        times = {name: seconds / calls for name, seconds in taken.items()}
+        ours = [name for name in times if name.endswith(", auto")]
+        goals = [(name, name.replace(", auto", ", reference"), 1.0) for name in ours]
+        rows += _compare(f"backend, {n} x {v}, {dtype}", times, goals)
+    return rows
+
+
 def rowwise(smoke: bool) -> list[Row]:
     """Every other row-wise loss on logits; those with a teacher also beside plain PyTorch."""
     n, v = (8, 512) if smoke else (2048, 32768)
@@ -350,6 +367,7 @@ def against_vocabulary(smoke: bool) -> dict[str, str]:
 SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "large": logits_large,
     "small": logits_small,
+    "auto": automatic,
     "rowwise": rowwise,
     "rowwise-linear": linear_rowwise,
     "linear": linear_time,
