@@ -23,7 +23,7 @@ from rich.table import Table
 import labo
 from labo.lab.run.distributed import device_name
 
-from . import contenders, huggingface, parallel, training, translation
+from . import contenders, huggingface, images, parallel, training, translation
 from .memory import in_fresh_process
 from .plot import line_chart
 from .race import race
@@ -286,6 +286,15 @@ def lab_training(smoke: bool) -> list[Row]:
     return rows
 
 
+def reading_images(smoke: bool) -> list[Row]:
+    """Processor time per image file; of tiny images nearly all of it is the interpreter's."""
+    with images.contenders(smoke) as turns:
+        times = images.seconds_per_image(turns, 1 if smoke else 5)
+    times["2,500 images/s"] = images.SECONDS_OF_INTERPRETER
+    pairs = [("labo", "DataLoader", 1.0), ("labo, 16 x 16 pixels", "2,500 images/s", 1.0)]
+    return _compare("image files, processor time per image", times, pairs)
+
+
 def translating(smoke: bool) -> list[Row]:
     """Training and decoding compared with other toolkits, each in its own process."""
     found = translation.take_turns(smoke)
@@ -378,6 +387,7 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "parallel": vocabulary_parallel,
     "huggingface": language_model,
     "training": lab_training,
+    "images": reading_images,
     "translation": translating,
 }
 
