@@ -51,7 +51,7 @@ class LossCase:
     rowwise: bool = True
     detached: bool = False
     shifts: bool = True  # adding a number to all logits of a row changes nothing
-    worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
+    worked: float | None = None  # the value for the sample A of support/worked.py, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
         extra = arguments.pop("extra", None)

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 import torch
-from eighths import Eighths
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
 from conftest import MODULES, gradient
+from eighths import Eighths
 from labo import linear
 from labo.fast.dispatch import FastRows
 from labo.heads import quantized

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import labo
+import oracle
 from conftest import MODULES, gradient, triton_for_native
 from labo import functional as F
 from labo import smoothing
