@@ -1,26 +1,30 @@
-"""What every loss does alike: shapes, dtypes, edges, compilation, determinism, errors.
+"""What every loss does alike: shapes, dtypes, edges, state, copies, refusals.
 
 A property that comes from one helper of src runs on one loss of each kind. A property that a
-formula can break runs on every loss.
+formula can break runs on every loss: losses/test_every_loss.py.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import pickle
 
 import pytest
 import torch
+from torch import Tensor
 
 import labo
-from conftest import LOSS_CASES, REPRESENTATIVES, each_kind, each_loss, gradient
+from conftest import CASES, MODULES, REPRESENTATIVES, both, each_kind, gradient
 from labo import functional as F
 from labo import smoothing
 
-CASES = {case.name: case for case in LOSS_CASES}
-ROWWISE = [case for case in REPRESENTATIVES if case.rowwise]
+K = 6
+NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
 
 
-def sample(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(shape, dtype=dtype), torch.randint(shape[-1], shape[:-1])
 
 
@@ -28,82 +32,40 @@ def sample(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
 
 
 @each_kind
-def test_any_leading_shape(case):
+def test_any_leading_shape_and_dimension_of_classes(case):
     logits, target = sample(2, 3, 4, 5)
-    value = case(logits, target, reduction="none")
+    extra = case.extra(logits)
+    value = case(logits, target, reduction="none", extra=extra)
     assert value.shape == target.shape
     flat = case(logits.reshape(-1, 5), target.reshape(-1), reduction="none")
     torch.testing.assert_close(value.reshape(-1), flat)
-
-
-@each_kind
-def test_no_leading_dimension(case):
-    logits, target = sample(5)
     for reduction in ("none", "mean", "sum"):
-        assert case(logits, target, reduction=reduction).shape == ()
-
-
-@pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
-def test_classes_in_dimension_1(case):
-    logits, target = sample(3, 2, 4, 6)
+        assert case(logits[0, 0, 0], target[0, 0, 0], reduction=reduction).shape == ()
     channels = logits.movedim(-1, 1)
-    extra = case.extra(logits)
     moved = tuple(x.movedim(-1, 1) if x.shape == logits.shape else x for x in extra)
-    torch.testing.assert_close(
-        case(channels, target, dim=1, reduction="none", extra=moved),
-        case(logits, target, reduction="none", extra=extra),
-    )
+    torch.testing.assert_close(case(channels, target, dim=1, reduction="none", extra=moved), value)
     if case.linear:
         soft = torch.rand_like(logits).softmax(-1)
         torch.testing.assert_close(
-            case(channels, soft.movedim(-1, 1), dim=1, extra=moved),
-            case(logits, soft, extra=extra),
+            case(channels, soft.movedim(-1, 1), dim=1, extra=moved), case(logits, soft, extra=extra)
         )
 
 
 @each_kind
-@pytest.mark.parametrize("shape", [(0, 5), (0, 3, 5), (2, 0, 5)])
-def test_zero_rows(case, shape):
-    logits, target = sample(*shape)
-    leaf = logits.requires_grad_()
-    assert case(leaf, target, reduction="none").shape == target.shape
-    for reduction in ("mean", "sum"):
-        value = case(leaf, target, reduction=reduction)
-        assert value == 0
-        value.backward()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_nothing_counts(case, dtype):
+    """No rows, or all of them ignored: 0, with a gradient of 0."""
+    for shape in ((0, 5), (0, 3, 5), (2, 0, 5), (3, 5)):
+        logits, target = sample(*shape, dtype=dtype)
+        ignored = torch.full_like(target, -100)
+        assert case(logits, ignored, reduction="none").shape == target.shape
+        for reduction in ("mean", "sum"):
+            value, slope = both(case, logits, ignored, reduction=reduction)
+            assert value == 0
+            assert slope.count_nonzero() == 0
 
 
-@each_kind
-def test_all_ignored_is_zero_with_a_graph(case):
-    logits, target = sample(3, 5)
-    leaf = logits.requires_grad_()
-    value = case(leaf, torch.full_like(target, -100))
-    assert value == 0
-    value.backward()
-    assert leaf.grad is not None
-    assert leaf.grad.count_nonzero() == 0
-
-
-@each_loss
-def test_one_class(case):
-    """With one class there is nothing to learn: no gradient, and no loss but that of penalties."""
-    logits, target = sample(3, 1)
-    extra = case.extra(logits)
-    slope = gradient(lambda z: case(z, target, extra=extra), logits)
-    torch.testing.assert_close(slope, torch.zeros_like(slope))
-    if case.name not in ("cp-hinge", "connet"):
-        assert case(logits, target, extra=extra).item() == pytest.approx(0, abs=1e-12)
-
-
-@each_loss
-def test_two_classes(case):
-    logits, target = sample(4, 2)
-    extra = case.extra(logits)
-    assert case(logits, target, extra=extra).isfinite()
-    assert gradient(lambda z: case(z, target, extra=extra), logits).isfinite().all()
-
-
-NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
+# ------------------------------------------------------------------ dtypes
 
 
 @each_kind
@@ -112,11 +74,9 @@ def test_narrow_integer_targets(case, dtype):
     """More classes than the type can name, and an ignore_index outside of it."""
     logits, _ = sample(4, 300)
     target = torch.tensor([0, 7, 100, 126])
-    assert torch.equal(case(logits, target.to(dtype)), case(logits, target))
-    arguments = {"ignore_index": 7}
-    assert torch.equal(
-        case(logits, target.to(dtype), **arguments), case(logits, target, **arguments)
-    )
+    for ignore_index in (-100, 7):
+        values = (case(logits, t, ignore_index=ignore_index) for t in (target.to(dtype), target))
+        assert torch.equal(*values)
     with pytest.raises(IndexError, match="target 126 at position 3 is outside"):
         case(logits[:, :120], target.to(dtype))
 
@@ -127,9 +87,9 @@ def test_narrow_integer_targets_on_every_backend(impl, dtype):
     classes = 33_000 if dtype == torch.int16 else 300
     logits, target = sample(3, classes, dtype=torch.float32)[0], torch.tensor([0, 7, 126])
     expected = F.labo_loss(logits, target)
-    torch.testing.assert_close(F.labo_loss(logits, target.to(dtype), impl=impl), expected)
     strided = torch.stack([target, target], 1).to(dtype)[:, 0]
-    torch.testing.assert_close(F.labo_loss(logits, strided, impl=impl), expected)
+    for given in (target.to(dtype), strided):
+        torch.testing.assert_close(F.labo_loss(logits, given, impl=impl), expected)
     hidden, matrix = torch.ones(3, 1), logits[:1].T
     torch.testing.assert_close(
         labo.linear_loss(hidden, matrix, target.to(dtype), labo.LABOLoss(), impl=impl),
@@ -138,86 +98,25 @@ def test_narrow_integer_targets_on_every_backend(impl, dtype):
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_narrow_integer_targets_of_distributions(dtype):
+def test_narrow_integers_of_distributions_and_groups(dtype):
     """As an index a uint8 tensor would be a mask."""
     logits, target = torch.randn(3, 300), torch.tensor([1, 0, 126])
     table = torch.rand(300, 300).softmax(-1)
+    groups = torch.arange(300) % 3
     for function in (
         smoothing.others,
         smoothing.virtual_teacher,
         lambda z, t: smoothing.class_table(table, t, z),
         lambda z, t: smoothing.smoothed_target(t, smoothing.uniform(z), 0.1),
+        lambda z, t: F.weighted_label_smoothing_loss(z, target, groups.to(t.dtype)),
     ):
         assert torch.equal(function(logits, target.to(dtype)), function(logits, target))
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_narrow_integer_groups(dtype):
-    logits, target = sample(4, 300)
-    groups = torch.arange(300) % 3
-    assert torch.equal(
-        F.weighted_label_smoothing_loss(logits, target, groups.to(dtype)),
-        F.weighted_label_smoothing_loss(logits, target, groups),
-    )
-
-
-@pytest.mark.parametrize("bad", [3, -1])
-def test_groups_out_of_range_are_refused(bad):
-    logits, target = sample(4, 5)
-    groups = torch.tensor([0, 1, 2, bad, 0])
-    with pytest.raises(ValueError, match="groups must be 0, 1 or 2, got values from"):
-        F.weighted_label_smoothing_loss(logits, target, groups)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_probabilities_need_not_add_up_exactly(dtype):
-    """In bfloat16, 200 times 1/200 is off by 0.002."""
-    logits, _ = sample(4, 200, dtype=torch.float32)
-    uniform = torch.full((4, 200), 1 / 200)
-    expected = F.cross_entropy_loss(logits, uniform)
-    value = F.cross_entropy_loss(logits, uniform.to(dtype))
-    torch.testing.assert_close(value, expected, rtol=1e-2, atol=0)
-    value = F.smoothed_cross_entropy(logits, uniform, uniform.to(dtype), alpha=1.0)
-    torch.testing.assert_close(value, expected, rtol=1e-2, atol=0)
-    with pytest.raises(ValueError, match="sum to 1"):
-        F.cross_entropy_loss(logits, 1.05 * uniform.to(dtype))
-
-
-@each_kind
-def test_not_contiguous(case):
-    logits, target = sample(4, 5)
-    wide = torch.randn(5, 8, dtype=torch.float64)
-    wide[:, ::2] = logits.T
-    view = wide[:, ::2].T
-    assert not view.is_contiguous()
-    extra = case.extra(logits)
-    torch.testing.assert_close(case(view, target, extra=extra), case(logits, target, extra=extra))
-    torch.testing.assert_close(
-        gradient(lambda z: case(z.T, target, extra=extra), logits.T.contiguous()).T,
-        gradient(lambda z: case(z, target, extra=extra), logits),
-    )
-
-
-class Tagged(torch.Tensor):
-    """A plain subclass."""
-
-
-@each_kind
-def test_subclass(case):
-    logits, target = sample(4, 5)
-    extra = case.extra(logits)
-    value = case(logits.as_subclass(Tagged), target, extra=extra)
-    torch.testing.assert_close(value.as_subclass(torch.Tensor), case(logits, target, extra=extra))
-
-
-# ------------------------------------------------------------------ precision
 
 
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_computed_in_float32(case, dtype):
-    logits, target = sample(4, 50, dtype=torch.float32)
-    half = logits.to(dtype)
+    half, target = sample(4, 50, dtype=dtype)
     extra = case.extra(half.float())
     value = case(half, target, extra=extra)
     assert value.dtype == torch.float32
@@ -226,25 +125,6 @@ def test_half_types_are_computed_in_float32(case, dtype):
     assert slope.dtype == dtype
     exact = gradient(lambda z: case(z, target, extra=extra), half.float())
     torch.testing.assert_close(slope, exact.to(dtype))
-
-
-@each_kind
-def test_float64_stays(case):
-    logits, target = sample(4, 5)
-    assert case(logits, target).dtype == torch.float64
-
-
-@each_loss
-def test_float32_is_accurate(case):
-    logits, target = sample(16, 1000)
-    extra = case.extra(logits)
-    single = tuple(x.float() if x.is_floating_point() else x for x in extra)
-    torch.testing.assert_close(
-        case(logits.float(), target, extra=single).double(),
-        case(logits.float().double(), target, extra=extra),
-        rtol=2e-5,
-        atol=1e-6,
-    )
 
 
 @each_kind
@@ -262,96 +142,25 @@ def test_autocast(case):
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_large_logits(case, size):
     logits, target = sample(6, 5, dtype=torch.float32)
-    logits = logits.clone()
     logits[:, 1] = size
     extra = case.extra(logits)
     exact = case(logits.double(), target, reduction="none", extra=extra)
-    value = case(logits, target, reduction="none", extra=extra)
+    value, slope = both(case, logits, target, reduction="none", extra=extra)
     assert value.isfinite().all()
-    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
-    assert gradient(lambda z: case(z, target, extra=extra), logits).isfinite().all()
+    torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
+    assert slope.isfinite().all()
 
 
-@each_loss
-def test_nan_stays_nan(case):
-    logits, target = sample(3, 5)
-    logits[1, 2] = math.nan
-    extra = case.extra(torch.nan_to_num(logits))
-    value = case(logits, target, reduction="none", extra=extra)
-    if case.rowwise:
-        assert value.isnan().tolist() == [False, True, False]
-    assert case(logits, target, extra=extra).isnan()
-
-
-# ------------------------------------------------------------------ determinism
-
-
-@pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
-def test_bits_depend_on_the_row_alone(case):
-    """Neither the number of threads nor the other rows change a bit of value or gradient."""
-    classes = 200 if "table" in case.extra.__name__ else 40_000
-    logits, target = sample(3, classes, dtype=torch.float32)
-    extra = case.extra(logits)
-
-    def value_and_slope(rows):
-        part = case.take(extra, rows)
-        leaf = logits[rows].clone().requires_grad_()
-        value = case(leaf, target[rows], reduction="none", extra=part)
-        (slope,) = torch.autograd.grad(value.sum(), leaf)
-        return value.detach(), slope
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        value, slope = value_and_slope(slice(None))
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            for rows in (slice(0, 1), slice(1, 3), slice(None)):
-                again, again_slope = value_and_slope(rows)
-                assert torch.equal(again, value[rows])
-                assert torch.equal(again_slope, slope[rows])
-    finally:
-        torch.set_num_threads(threads)
-
-
-# ------------------------------------------------------------------ compilation and transforms
+class Tagged(torch.Tensor):
+    """A plain subclass."""
 
 
 @each_kind
-def test_compiles_whole(case):
-    """No graph break, and the same result, ignored rows included."""
-    logits, target = sample(5, 6, dtype=torch.float32)
-    target[2] = -100
-    extra = case.extra(logits)
-    eager = gradient(lambda z: case(z, target, extra=extra), logits)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda z, t, s: case(z, t, extra=s), fullgraph=True, backend="aot_eager"
-    )
-    torch.testing.assert_close(compiled(logits, target, extra), case(logits, target, extra=extra))
-    slope = gradient(lambda z: compiled(z, target, extra), logits)
-    torch.testing.assert_close(slope, eager)
-
-
-@pytest.mark.parametrize("name", ["labo", "ls", "cp"])
-def test_compiles_with_inductor(name):
-    case = CASES[name]
-    logits, target = sample(5, 6, dtype=torch.float32)
-    target[2] = -100
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda z, t: case(z, t), fullgraph=True)
-    torch.testing.assert_close(
-        gradient(lambda z: compiled(z, target), logits),
-        gradient(lambda z: case(z, target), logits),
-    )
-    with pytest.raises(RuntimeError):
-        compiled(logits, torch.full_like(target, 6))
-
-
-@pytest.mark.parametrize("case", ROWWISE, ids=lambda c: c.name)
-def test_func_transforms(case):
+def test_subclasses_and_transforms(case):
     logits, target = sample(4, 5)
     extra = case.extra(logits)
+    value = case(logits.as_subclass(Tagged), target, extra=extra)
+    torch.testing.assert_close(value.as_subclass(Tensor), case(logits, target, extra=extra))
 
     def one(z, t, *teacher):
         return case(z, t, extra=teacher or extra)
@@ -362,7 +171,41 @@ def test_func_transforms(case):
     torch.testing.assert_close(each, whole)
 
 
-# ------------------------------------------------------------------ wrong use
+@pytest.mark.parametrize("name", ["krls", "rdrop", "labo-grad"])
+def test_bits_depend_on_the_row_alone(name):
+    """On rows, as fast/test_native.py for the others: neither threads nor other rows matter."""
+    case, (logits, target) = CASES[name], sample(3, 300, dtype=torch.float32)
+    extra = case.extra(logits)
+    threads = torch.get_num_threads()
+
+    def run(rows):
+        leaf = logits[rows].clone().requires_grad_()
+        value = case(leaf, target[rows], reduction="none", extra=case.take(extra, rows))
+        return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+    try:
+        torch.set_num_threads(1)
+        value, slope = run(slice(None))
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (slice(0, 1), slice(1, 3), slice(None)):
+                torch.testing.assert_close(run(rows), (value[rows], slope[rows]), rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_probabilities_need_not_add_up_exactly(dtype):
+    """In bfloat16, 200 times 1/200 is off by 0.002."""
+    logits, _ = sample(4, 200, dtype=torch.float32)
+    uniform = torch.full((4, 200), 1 / 200)
+    expected = F.cross_entropy_loss(logits, uniform)
+    value = F.cross_entropy_loss(logits, uniform.to(dtype))
+    torch.testing.assert_close(value, expected, rtol=1e-2, atol=0)
+    value = F.smoothed_cross_entropy(logits, uniform, uniform.to(dtype), alpha=1.0)
+    torch.testing.assert_close(value, expected, rtol=1e-2, atol=0)
+    with pytest.raises(ValueError, match="sum to 1"):
+        F.cross_entropy_loss(logits, 1.05 * uniform.to(dtype))
 
 
 @each_kind
@@ -408,13 +251,6 @@ def test_refuses_wrong_values(case):
         case(logits, target, dim=3, extra=extra)
     with pytest.raises(ValueError, match="without dimensions"):
         case(logits[0, 0], target, extra=extra)
-
-
-def test_position_of_a_bad_target_in_several_dimensions():
-    logits, target = sample(2, 3, 5)
-    target[1, 2] = 9
-    with pytest.raises(ValueError, match=r"target 9 at position \(1, 2\)"):
-        F.labo_loss(logits, target)
 
 
 @pytest.mark.parametrize("case", [c for c in REPRESENTATIVES if c.linear], ids=lambda c: c.name)
@@ -466,23 +302,6 @@ def test_refuses_hyper_parameters_out_of_range(function, hyper, sentence):
         function(logits, target, **hyper)
 
 
-def test_refuses_wrong_smoothing():
-    logits, target = sample(4, 5)
-    uniform = smoothing.uniform(logits)
-
-    def objective(p_ls, **arguments):
-        return F.smoothed_cross_entropy(logits, target, p_ls, **({"alpha": 0.1} | arguments))
-
-    with pytest.raises(ValueError, match="smoothing must have the shape of the logits"):
-        objective(uniform[0])
-    with pytest.raises(ValueError, match="smoothing must be probabilities"):
-        objective(2 * uniform)
-    with pytest.raises(ValueError, match=r"alpha must be a number or have the shape \(4,\)"):
-        objective(uniform, alpha=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\]"):
-        objective(uniform, alpha=torch.tensor([0.1, 0.2, -0.3, 0.4]))
-
-
 def test_refuses_wrong_extra_arguments():
     logits, target = sample(4, 5)
     with pytest.raises(ValueError, match="teacher_logits must have the shape of the logits"):
@@ -493,13 +312,151 @@ def test_refuses_wrong_extra_arguments():
         F.masked_label_smoothing_loss(logits, target, torch.ones(5))
     with pytest.raises(ValueError, match="groups must be integers"):
         F.weighted_label_smoothing_loss(logits, target, torch.ones(5))
+    for bad in (3, -1):
+        with pytest.raises(ValueError, match="groups must be 0, 1 or 2, got values from"):
+            F.weighted_label_smoothing_loss(logits, target, torch.tensor([0, 1, 2, bad, 0]))
     with pytest.raises(ValueError, match="shares must be three numbers"):
         F.weighted_label_smoothing_loss(
             logits, target, torch.zeros(5, dtype=torch.long), shares=(1.0, -1.0, 0.0)
         )
 
 
+def test_position_of_a_bad_target_in_several_dimensions():
+    logits, target = sample(2, 3, 5)
+    target[1, 2] = 9
+    with pytest.raises(ValueError, match=r"target 9 at position \(1, 2\)"):
+        F.labo_loss(logits, target)
+
+
 def test_unknown_loss_names_the_nearest():
     with pytest.raises(KeyError, match=r"unknown loss 'lobo'; did you mean 'labo'\?"):
         labo.LOSSES["lobo"]
     assert labo.LOSSES.get("lobo") is None
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: labo.LABOLoss(tau=0), "tau must be"),
+        (lambda: labo.LabelSmoothingLoss(alpha=-0.1), "alpha must be"),
+        (lambda: labo.CrossEntropyLoss(reduction="avg"), "unknown reduction"),
+        (lambda: labo.TFRegLoss(mode="x"), "unknown mode"),
+        (lambda: labo.PSKDLoss(epochs=0), "epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=-1), "warmup_epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=1.5), "warmup_epochs must be"),
+        (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
+        (lambda: labo.RDropLoss(label="hard"), "unknown label"),
+        (lambda: labo.RDropLoss(alpha=0.1), "alpha goes with label"),
+        (lambda: labo.RDropLoss(label="smoothed", alpha="adaptive"), 'goes with label="labo"'),
+        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
+        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused_when_built(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build()
+
+
+# ------------------------------------------------------------------ Modules
+
+
+WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
+WITH_STATES = {"rdrop", "connet"}  # a third argument with a gradient, which is no teacher
+each_module = pytest.mark.parametrize("name", labo.LOSSES)
+
+
+def call(name: str, loss: torch.nn.Module, logits: Tensor, target: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    teacher = (logits.detach().sin(),) if name in WITH_TEACHER | WITH_STATES else ()
+    return loss(logits, target, *teacher)
+
+
+@each_module
+def test_signature_repr_and_attributes(name):
+    """An attribute counts when the loss is called, so that a schedule may set it."""
+    parameters = inspect.signature(labo.LOSSES[name]).parameters
+    shared = {"weight": None, "ignore_index": -100, "reduction": "mean", "dim": -1}
+    assert {key: parameters[key].default for key in shared} == shared
+    loss = MODULES[name](K)
+    assert type(loss) is labo.LOSSES[name]
+    assert type(loss).__name__ in labo.__all__
+    for hyper in set(loss._own) - {"prior"}:
+        assert f"{hyper}=" in repr(loss)
+    assert "reduction='mean'" not in repr(loss)
+    logits, target = sample(8, K)
+    mean = call(name, loss, logits, target)
+    assert mean.isfinite()
+    loss.reduction = "sum"
+    assert "reduction='sum'" in repr(loss)
+    torch.testing.assert_close(call(name, loss, logits, target) / 8, mean)
+
+
+def test_a_hyper_parameter_and_the_class_weights_may_change():
+    logits, target = sample(8, K)
+    loss = labo.LABOLoss(weight=torch.ones(K))
+    loss.tau = 2.0
+    torch.testing.assert_close(loss(logits, target), F.labo_loss(logits, target, tau=2.0))
+    assert "weight" in dict(loss.named_buffers())
+    assert loss.double().weight.dtype == torch.float64
+    assert "weight=<6 classes>" in repr(loss)
+
+
+@each_module
+def test_deep_copy_pickle_and_state_dict(name):
+    logits, target = sample(8, K)
+    loss = MODULES[name](K)
+    call(name, loss, logits, target)  # tables gather something
+    if hasattr(loss, "end_epoch"):
+        loss.end_epoch()
+        call(name, loss, logits, target)
+    fresh = MODULES[name](K)
+    fresh.load_state_dict(loss.state_dict())
+    for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), fresh):
+        assert repr(twin) == repr(loss)
+        for key, value in loss.state_dict().items():
+            assert torch.equal(twin.state_dict()[key], value), key
+        expected = call(name, copy.deepcopy(loss), logits, target)
+        assert torch.equal(call(name, twin, logits, target), expected)
+
+
+@pytest.mark.parametrize("name", ["maxsup", "dkd", "pskd", "ols"])
+def test_losses_with_a_state_compile_whole(name):
+    logits, target = sample(8, K)
+    torch._dynamo.reset()
+    loss = MODULES[name](K)
+    expected = call(name, copy.deepcopy(loss), logits, target)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(name, compiled, logits, target), expected)
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
+def test_teacher_logits(name):
+    """By keyword; missing, misshaped and misplaced ones are named."""
+    logits, target = sample(8, K)
+    loss = MODULES[name](K)
+    torch.manual_seed(0)
+    by_keyword = loss(logits, target, teacher_logits=logits.sin())
+    assert torch.equal(by_keyword, call(name, loss, logits, target))
+    for wrong in (logits[:4], logits.T, logits[:, :4], logits[0], logits[None], logits[0, 0]):
+        with pytest.raises(ValueError, match="must have the shape of the logits"):
+            loss(logits, target, wrong)
+    with pytest.raises(ValueError, match="is on meta, the logits are on cpu"):
+        loss(logits, target, logits.to("meta"))
+    if name == "pskd":  # the first epoch has no past
+        return
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=f"{type(loss).__name__} needs teacher_logits"):
+            loss(logits, target)
+    function, argument = getattr(F, loss.function_name), loss.teacher_argument
+    for given in ((), (None,)):
+        with pytest.raises(TypeError, match=f"this loss needs {argument}: the logits of a teacher"):
+            function(logits, target, *given)
+
+
+@pytest.mark.parametrize("name", sorted(set(labo.LOSSES) - WITH_TEACHER - WITH_STATES))
+def test_teacher_logits_that_a_loss_does_not_take_are_refused(name):
+    logits, target = sample(8, K)
+    loss = MODULES[name](K)
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=f"{type(loss).__name__} takes no teacher logits"):
+            loss(logits, target, logits)

@@ -1,184 +1,23 @@
-"""Modules: hyper-parameters, state, repr and copies."""
+"""Losses with a table or a network of their own: OLS, KR-LS, ConNet-LS."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-import pickle
 
 import pytest
 import torch
 
 import labo
-from conftest import MODULES, gradient
+from conftest import gradient
 from labo import functional as F
-from probes import is_fused
+from worked import BATCH, TARGETS, Y0, A, B, near
 
 K = 6
-WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
-WITH_STATES = {"rdrop", "connet"}  # a third argument with a gradient, which is no teacher
-
-each_module = pytest.mark.parametrize("name", labo.LOSSES)
-
-
-def build(name: str) -> torch.nn.Module:
-    return MODULES[name](K)
-
-
-def call(name: str, loss: torch.nn.Module, logits: torch.Tensor, target: torch.Tensor):
-    torch.manual_seed(0)
-    teacher = (logits.detach().sin(),) if name in WITH_TEACHER | WITH_STATES else ()
-    return loss(logits, target, *teacher)
 
 
 def batch():
     torch.manual_seed(1)
     return torch.randn(8, K, dtype=torch.float64), torch.randint(K, (8,))
-
-
-@each_module
-def test_registry_builds(name):
-    loss = build(name)
-    assert type(loss) is labo.LOSSES[name]
-    assert type(loss).__name__ in labo.__all__
-    logits, target = batch()
-    assert call(name, loss, logits, target).isfinite()
-
-
-@each_module
-def test_signature_has_the_shared_arguments(name):
-    parameters = inspect.signature(labo.LOSSES[name]).parameters
-    for shared, default in (("ignore_index", -100), ("reduction", "mean"), ("dim", -1)):
-        assert parameters[shared].default == default
-    assert parameters["weight"].default is None
-
-
-@each_module
-def test_repr_tells_the_hyper_parameters(name):
-    loss = build(name)
-    text = repr(loss)
-    for hyper in set(loss._own) - {"prior"}:
-        assert f"{hyper}=" in text
-    assert "reduction='mean'" not in text
-    loss.reduction = "sum"
-    assert "reduction='sum'" in repr(loss)
-
-
-@each_module
-def test_deep_copy_pickle_and_state_dict(name):
-    logits, target = batch()
-    loss = build(name)
-    call(name, loss, logits, target)  # tables gather something
-    if hasattr(loss, "end_epoch"):
-        loss.end_epoch()
-        call(name, loss, logits, target)
-    fresh = build(name)
-    fresh.load_state_dict(loss.state_dict())
-    for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), fresh):
-        assert repr(twin) == repr(loss)
-        for key, value in loss.state_dict().items():
-            assert torch.equal(twin.state_dict()[key], value), key
-        expected = call(name, copy.deepcopy(loss), logits, target)
-        assert torch.equal(call(name, twin, logits, target), expected)
-
-
-# One of each kind, and those with a state. betals and connet draw at random, which compiled code
-# does otherwise; their functions are compared.
-@pytest.mark.parametrize("name", ["labo", "fl", "maxsup", "mls", "dkd", "pskd", "rdrop", "ols"])
-def test_compiles_whole(name):
-    logits, target = batch()
-    torch._dynamo.reset()
-    loss = build(name)
-    expected = call(name, copy.deepcopy(loss), logits, target)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(call(name, compiled, logits, target), expected)
-
-
-@each_module
-def test_hyper_parameters_may_change_on_the_way(name):
-    """The attribute counts, so that a schedule may set it."""
-    logits, target = batch()
-    loss = build(name)
-    loss.reduction = "sum"
-    total = call(name, loss, logits, target)
-    loss.reduction = "mean"
-    torch.testing.assert_close(call(name, loss, logits, target), total / 8)
-
-
-def test_labo_tau_may_change():
-    logits, target = batch()
-    loss = labo.LABOLoss()
-    loss.tau = 2.0
-    assert torch.equal(loss(logits, target), F.labo_loss(logits, target, tau=2.0))
-
-
-@pytest.mark.parametrize(
-    ("build", "sentence"),
-    [
-        (lambda: labo.LABOLoss(tau=0), "tau must be"),
-        (lambda: labo.LabelSmoothingLoss(alpha=-0.1), "alpha must be"),
-        (lambda: labo.CrossEntropyLoss(reduction="avg"), "unknown reduction"),
-        (lambda: labo.TFRegLoss(mode="x"), "unknown mode"),
-        (lambda: labo.PSKDLoss(epochs=0), "epochs must be"),
-        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=-1), "warmup_epochs must be"),
-        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=1.5), "warmup_epochs must be"),
-        (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
-        (lambda: labo.RDropLoss(label="hard"), "unknown label"),
-        (lambda: labo.RDropLoss(alpha=0.1), "alpha goes with label"),
-        (lambda: labo.RDropLoss(label="smoothed", alpha="adaptive"), 'goes with label="labo"'),
-        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
-        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
-    ],
-)
-def test_wrong_hyper_parameters_are_refused_when_built(build, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        build()
-
-
-def test_weight_is_a_buffer():
-    loss = labo.LABOLoss(weight=torch.tensor([1.0, 2.0]))
-    assert "weight" in dict(loss.named_buffers())
-    assert loss.double().weight.dtype == torch.float64
-    assert "weight=<2 classes>" in repr(loss)
-
-
-# ------------------------------------------------------------------ state
-
-
-def test_warmup_counts_steps_and_resumes():
-    def make():
-        return labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=4)
-
-    loss = make()
-    loss.step()
-    loss.step()
-    assert loss.active is loss.before
-    resumed = make()
-    resumed.load_state_dict(loss.state_dict())
-    assert resumed.steps_done == 2
-    resumed.step()
-    assert resumed.active is resumed.after
-    assert loss.active is loss.before
-    assert "steps=4, steps_done=3" in repr(resumed)
-
-
-def test_warmup_of_zero_or_one_step_is_off():
-    for steps in (0, 1):
-        loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=steps)
-        assert loss.active is loss.after
-
-
-def test_warmup_compiles_at_most_twice():
-    logits, target = batch()
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=4)
-    compiled = torch.compile(loss, fullgraph=True, backend=counter)
-    for _ in range(8):
-        torch.testing.assert_close(compiled(logits, target), loss.active(logits, target))
-        loss.step()
-    assert counter.frame_count == 2
 
 
 def test_ols_evaluation_leaves_the_table_alone():
@@ -262,30 +101,6 @@ def test_kr_ls_table_learns():
     )
 
 
-def test_dkd_teacher_weight_grows_to_its_end():
-    logits, target = batch()
-    teacher = logits.flip(1)
-    loss = labo.DecoupledDistillationLoss(warmup_epochs=4, multiplier=3.0)
-    for multiplier in (0.75, 1.5, 2.25, 3.0, 3.0):
-        expected = F.decoupled_distillation_loss(logits, target, teacher, multiplier=multiplier)
-        torch.testing.assert_close(loss(logits, target, teacher), expected)
-        loss.end_epoch()
-    for epochs in (0, 1):
-        loss = labo.DecoupledDistillationLoss(warmup_epochs=epochs)
-        expected = F.decoupled_distillation_loss(logits, target, teacher)
-        torch.testing.assert_close(loss(logits, target, teacher), expected)
-
-
-def test_ps_kd_alpha_grows_to_its_end():
-    logits, target = batch()
-    past = logits.flip(1)
-    loss = labo.PSKDLoss(epochs=4, alpha=0.8)
-    for alpha in (0.2, 0.4, 0.6, 0.8, 0.8):
-        expected = F.ps_kd_loss(logits, target, past, alpha=alpha)
-        torch.testing.assert_close(loss(logits, target, past), expected)
-        loss.end_epoch()
-
-
 def test_connet_price_falls_and_eval_mode_trusts_nothing():
     logits, target = batch()
     states = logits.sin()
@@ -334,90 +149,6 @@ def test_connet_names_missing_states(states):
         labo.ConNetLoss(K)(logits, target, states)
 
 
-# ------------------------------------------------------------------ teacher logits
-
-
-@pytest.mark.parametrize("name", sorted(WITH_TEACHER - {"pskd"}))
-def test_missing_teacher_logits_are_named(name):
-    logits, target = batch()
-    loss = build(name)
-    for error in (TypeError, ValueError):
-        with pytest.raises(error, match=f"{type(loss).__name__} needs teacher_logits"):
-            loss(logits, target)
-    function, argument = getattr(F, loss.function_name), loss.teacher_argument
-    for call in (lambda: function(logits, target), lambda: function(logits, target, None)):
-        with pytest.raises(TypeError, match=f"this loss needs {argument}: the logits of a teacher"):
-            call()
-
-
-def test_ps_kd_without_a_past_is_cross_entropy():
-    logits, target = batch()
-    expected = F.cross_entropy_loss(logits, target)
-    torch.testing.assert_close(build("pskd")(logits, target), expected)
-
-
-@pytest.mark.parametrize("name", sorted(set(labo.LOSSES) - WITH_TEACHER - WITH_STATES))
-def test_teacher_logits_that_a_loss_does_not_take_are_refused(name):
-    logits, target = batch()
-    loss = build(name)
-    for error in (TypeError, ValueError):
-        with pytest.raises(error, match=f"{type(loss).__name__} takes no teacher logits"):
-            loss(logits, target, logits)
-
-
-@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
-def test_teacher_logits_of_another_shape_are_refused(name):
-    logits, target = batch()
-    loss = build(name)
-    for wrong in (logits[:4], logits.T, logits[:, :4], logits[0], logits[None], logits[0, 0]):
-        with pytest.raises(ValueError, match="must have the shape of the logits"):
-            loss(logits, target, wrong)
-    with pytest.raises(ValueError, match="is on meta, the logits are on cpu"):
-        loss(logits, target, logits.to("meta"))
-
-
-@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
-def test_teacher_logits_by_keyword(name):
-    logits, target = batch()
-    loss = build(name)
-    torch.manual_seed(0)
-    expected = loss(logits, target, logits.sin())
-    torch.manual_seed(0)
-    assert torch.equal(loss(logits, target, teacher_logits=logits.sin()), expected)
-
-
-def test_warmup_passes_teacher_logits_to_the_loss_that_takes_them():
-    logits, target = batch()
-    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
-    teacher = logits.sin()
-    assert torch.equal(loss(logits, target, teacher), loss.before(logits, target))
-    loss.step()
-    assert torch.equal(loss(logits, target, teacher), loss.after(logits, target, teacher))
-    with pytest.raises(TypeError, match="DistillationLoss needs teacher_logits"):
-        loss(logits, target)
-    draws = torch.linspace(0.1, 0.9, 8)
-    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.BetaSmoothingLoss(), steps=0)
-    expected = loss.after(logits, target, teacher, draws)
-    assert torch.equal(loss(logits, target, teacher, draws), expected)
-
-
-def test_strength_of_max_suppression_grows_to_the_last_epoch():
-    logits, target = batch()
-    loss = labo.MaxSuppressionLoss(lam=0.1, final_lam=0.2, epochs=3)
-    for lam in (0.1, 0.15, 0.2, 0.2):
-        expected = F.max_suppression_loss(logits, target, lam=lam)
-        torch.testing.assert_close(loss(logits, target), expected)
-        fused = loss(logits.float().requires_grad_(), target)
-        assert is_fused(fused)
-        torch.testing.assert_close(fused.double(), expected, rtol=1e-6, atol=1e-6)
-        loss.end_epoch()
-    fresh = labo.MaxSuppressionLoss(lam=0.1, final_lam=0.2, epochs=3)
-    fresh.load_state_dict(loss.state_dict())
-    assert fresh.epoch == 4
-    with pytest.raises(ValueError, match="final_lam needs epochs"):
-        labo.MaxSuppressionLoss(final_lam=0.2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_table_of_ols_survives_a_cast_to_half(dtype):
     """3,000 samples of one class: a counter in half precision would stop at 2048 or at 256."""
@@ -436,3 +167,63 @@ def test_ols_counts_beyond_what_float32_can():
     loss.counts[0] = 2**24
     loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
     assert loss.counts[0] == 2**24 + 1
+
+
+def test_kr_ls():
+    table = torch.zeros(4, 4, dtype=torch.float64)
+    table[0, 1:] = torch.tensor([0.2, -0.1, 0.0])
+    near(F.kr_ls_loss(A, Y0, table, alpha=0.5), 0.544621)
+    near((F.kr_ls_loss(A, Y0, table, alpha=1.0) - 0.449313), 0.190616)
+    qp = F.kr_ls_loss(A, Y0, table, alpha=1.0, order="qp") - 0.449313
+    near(qp, 0.242619)
+    slope = gradient(lambda z: F.kr_ls_loss(z, Y0, table, alpha=0.5), A)
+    near(slope[:2], [-0.361934, 0.337266])
+    learned = gradient(lambda s: F.kr_ls_loss(A, Y0, s, alpha=0.5), table)
+    near(learned[0, 1], -0.146399)
+    assert learned[1:].count_nonzero() == 0
+    assert learned[0, 0] == 0
+    near(F.kr_ls_loss(A, Y0, torch.zeros(4, 4), alpha=1.0) - 0.449313, 0.252739)
+
+
+def test_online_label_smoothing():
+    table = torch.full((4, 4), 0.25, dtype=torch.float64)
+    table[0] = torch.tensor([0.85, 0.10, 0.03, 0.02])
+
+    def ols(table, hard, soft):
+        return F.online_label_smoothing_loss(A, Y0, table, hard_weight=hard, soft_weight=soft)
+
+    near(ols(table, 0.0, 1.0), 0.666313)
+    near(ols(table, 0.5, 0.5), 0.557813)
+    near(ols(table, 1.0, 1.0), 1.115626)
+    near(ols(torch.zeros(4, 4), 0.5, 0.5), 0.224657)
+    near(ols(torch.full((4, 4), 0.25), 1.0, 1.0), 2.373626)
+
+
+def test_online_label_smoothing_update():
+    loss = labo.OnlineLabelSmoothingLoss(4).double()
+    second = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    loss(torch.stack([A, second, B]), torch.tensor([0, 0, 1]))
+    loss.end_epoch()
+    near(loss.table[0], [0.556717, 0.204805, 0.135156, 0.103323])
+    near(loss.table[1], [0.25] * 4)
+
+
+def test_connet():
+    c = torch.tensor([0.9, 0.5], dtype=torch.float64)
+    near(0.1 * (1 - c / 0.7).exp(), [0.075148, 0.133071])
+    near(F.connet_loss(BATCH, TARGETS, c.logit(), lam=0, reduction="none"), [0.553994, 0.811268])
+    without = F.connet_loss(BATCH, TARGETS, c.logit(), lam=0, reduction="sum")
+    near(F.connet_loss(BATCH, TARGETS, c.logit(), lam=1, reduction="sum") - without, 0.798508)
+    near(30 * math.exp(-3000 / 30_000), 27.145123)
+    loss = labo.ConNetLoss(1, reduction="sum").eval()
+    torch.nn.init.ones_(loss.network.weight)
+    torch.nn.init.zeros_(loss.network.bias)
+    loss.steps += 3000
+    near(loss(BATCH, TARGETS, c.logit().unsqueeze(-1)), 23.040851)
+
+
+def test_connet_with_trust_is_label_smoothing_of_the_confidence():
+    """Trusted rows of equal confidence: fairseq's label smoothing, plus the price."""
+    u = torch.zeros(2, dtype=torch.float64)
+    value = F.connet_loss(BATCH, TARGETS, u, lam=0, trusted=torch.ones(2, dtype=torch.bool))
+    near(value, F.label_smoothing_loss(BATCH, TARGETS, alpha=0.1, convention="fairseq"))
