@@ -267,7 +267,7 @@ def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(case: LossCase, logits: Tensor, target: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Value and gradient in float64; rows that are not reduced have different upstream gradients."""
+    """Value and gradient in float64; rows have different upstream gradients."""
     leaf = logits.detach().clone().requires_grad_()
     value = case(leaf, target, **arguments)
     upstream = torch.linspace(-1, 2, value.numel(), dtype=value.dtype).reshape(value.shape)
