@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -247,6 +247,16 @@ MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three processes joined by gloo: ``processes.run(2, f, *arguments)``."""
+    from gloo import Processes
+
+    started = Processes(3, tmp_path_factory.mktemp("gloo"))
+    yield started
+    started.stop()
 
 
 def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:

@@ -16,25 +16,14 @@ from eighths import Eighths
 from labo import linear
 from labo.fast.dispatch import FastRows
 from labo.heads import quantized
+from layers import SMALL, D, N, V, problem
 from probes import LargestTensor
 
-N, D, V = 13, 6, 11
 WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
 ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 each_loss = pytest.mark.parametrize("name", ROWWISE)
 # A kernel of one call, a formula, and a formula with a teacher.
 each_kind = pytest.mark.parametrize("name", ["labo", "cp", "kd"])
-SMALL = labo.LinearLossOptions(batch_chunk_size=4)
-
-
-def problem(dtype: torch.dtype = torch.float64, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
-    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
-    bias = torch.randn(V, generator=generator, dtype=torch.float64)
-    target = torch.randint(V, (N,), generator=generator)
-    target[3] = -100
-    return x.to(dtype), weight.to(dtype), bias.to(dtype), target
 
 
 def build(name: str, **settings):
@@ -116,7 +105,7 @@ def test_error_is_that_of_the_naive_computation(name, dtype):
 @pytest.mark.parametrize("name", ["labo", "ls", "ce"])
 def test_softcap_class_weights_and_ignore_index_on_the_fast_backends(name):
     *tensors, target = problem(torch.float32)
-    target[3] = 2
+    target[N // 3] = 2
     loss = build(name, weight=torch.rand(V), ignore_index=2)
     expected = gradients(apart(loss, target, softcap=1.5), *tensors)
     for impl in ("native", "blocked"):
