@@ -295,7 +295,7 @@ def _read_prepared_documents(folder: Path) -> None:
             split.tokens(index), split.labels(index)
             if name != "train":
                 split.name(index)
-    data.frequencies()
+    data.frequencies("tokens")
     data.tokenizer.decode(data.tokenizer.encode("a"))
 
 

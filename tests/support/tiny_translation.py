@@ -124,7 +124,7 @@ def save_folder(
 
 def byte_folder(folder: Path, *, seed: int = 0, **facts: Any) -> Path:
     """A folder whose model babbles bytes."""
-    tags = [pair["tag"] for pair in facts.get("pairs", ()) if pair["tag"]]
+    tags = dict.fromkeys(pair["tag"] for pair in facts.get("pairs", ()) if pair["tag"])
     tokenizer = byte_tokenizer(*tags)
     return save_folder(
         folder, random_model(len(tokenizer), len(tokenizer), seed=seed), tokenizer, **facts

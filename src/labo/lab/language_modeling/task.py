@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,8 +31,7 @@ from .. import config
 from ..config import Names
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
-from ..methods import METHODS
-from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
+from ..pretrained import Lora, first_line, folder_digest, load_config
 from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
@@ -41,7 +40,6 @@ from ..text.head import Head
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
-from ..text.token_text import token_name
 from .model import (
     PRESETS,
     LanguageModel,
@@ -55,7 +53,6 @@ from .packing import Packing, pack
 from .prepared import IGNORED, DocumentSplit, PreparedDocuments
 from .teacher import stored_rows
 
-_EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
 _FITTED_TOKENS = 1 << 16  # of a split, to fit a temperature to
 _EXAMPLE_TOKENS = 4096  # among which examples are looked for
@@ -216,6 +213,7 @@ class LanguageModelingTask(TokenTask):
     """Documents, the model that predicts their tokens, and its scores."""
 
     Recipe = DocumentRecipe
+    data: PreparedDocuments
     higher_is_better: ClassVar = {
         "nll": False,
         "bits_per_byte": False,
@@ -259,10 +257,8 @@ class LanguageModelingTask(TokenTask):
         every = torch.ones(len(lengths), dtype=torch.bool)
         self.set_batches(batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed))
         self.size = len(self._train.packing)
-        self.notes = self._train.notes("training")
-        warning = METHODS[recipe.method["name"]].from_scratch
-        if warning is not None and recipe.model.pretrained is None:
-            self.notes = [*self.notes, warning]
+        self.samples = len(self._train.documents)
+        self.notes = [*self._train.notes("training"), *self.method_notes()]
         self._held_out = lru_cache(maxsize=2)(
             lambda split: _Packed.of(self.data.split(split), recipe)
         )
@@ -270,12 +266,8 @@ class LanguageModelingTask(TokenTask):
     # ------------------------------------------------------------------ the model
 
     def build_model(self) -> LanguageModel:
-        options = self.recipe.model
         model = self._start()
-        if options.freeze:
-            freeze(model.causal, options.freeze)
-        if options.lora is not None:
-            add_lora(model.causal, options.lora, [model.head_name], train_heads=False)
+        self.prepare_model(model)
         check_head(model)
         if self.recipe.data.packing:
             check_packing(model)
@@ -338,7 +330,7 @@ class LanguageModelingTask(TokenTask):
         try:
             return fresh_model(found)
         except ValueError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise RequestError(f"{key}: {name}: no causal language model: {reason}") from error
 
     def _pretrained_vocabulary(self, folder: str) -> int:
@@ -372,46 +364,24 @@ class LanguageModelingTask(TokenTask):
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
-        assert isinstance(model, LanguageModel)
-        causal = json.loads(model.causal.config.to_json_string(use_diff=False))
-        causal |= {"architectures": [type(model.causal).__name__], "labo": self.facts()}
         generation = {
             "bos_token_id": self.data.begin,
             "eos_token_id": self.data.end,
             "pad_token_id": self.data.tokenizer.pad_token_id,
         }
-        options = self.recipe.model
-        files: dict[str, str | bytes] = {
-            "config.json": json.dumps(causal, indent=2) + "\n",
-            "generation_config.json": json.dumps(generation, indent=2) + "\n",
-            **adapter_files(
-                model.causal, model.causal_weights(weights), options.lora, options.pretrained
-            ),
-        }
-        files |= {
-            name: content
-            for name, content in self.data.tokenizer_files.items()
-            if name.endswith((".json", ".jinja", ".txt"))
-        }
-        return model.plain_weights(weights), files
+        return self.folder_files(model, weights, json.dumps(generation, indent=2) + "\n")
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states and output layer for the tokens of a batch that are to be learned."""
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
         return head.at(self.learned(batch))
 
-    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
-        stored, documents = StoredTeacher(folder), self._train.documents
-        vocabulary = vocabulary_digest(self.data.tokenizer)
-        stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=len(documents))
+    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
+        places = self._train.target_places(batch.index.tolist())
+        return stored_rows(stored, self._train.documents, places)
 
-        def read(batch: Batch) -> tuple[Tensor, Tensor]:
-            places = self._train.target_places(batch.index.tolist())
-            if not bool(self.learned(batch).any()):  # Batch.without_targets
-                places = places[:0]
-            return stored_rows(stored, documents, places)
-
-        return stored.about.content_fingerprint[:12], read
+    def target_tokenizer(self) -> Any:
+        return self.data.tokenizer
 
     # ------------------------------------------------------------------ training batches
 
@@ -492,15 +462,11 @@ class LanguageModelingTask(TokenTask):
         for _, batch, head in self._heads(model, chosen, blocks, accelerator):
             yield from forced.blocks(head, self.tokens(batch))
 
-    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
-        assert isinstance(model, LanguageModel)
-        model.fold_temperature(temperature)
-
     def _records(
         self, split: _Packed, found: _Measured, temperature: float | None
     ) -> Iterator[dict[str, Any]]:
         """One record per document."""
-        counts = self.data.frequencies()
+        counts = self.data.frequencies("tokens")
         names = self.data.tokenizer.convert_ids_to_tokens
         documents = split.documents
         for index in range(len(documents)):
@@ -519,47 +485,16 @@ class LanguageModelingTask(TokenTask):
                 record["forced"] = forced.forced_record(learned, found.rows[index], temperature)
             yield record
 
-    @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """Positions where two tokens compete most, one per document, with all their logits."""
         chosen = self._held_out(split)
-        tokens = self.data.tokenizer
         blocks = max(1, _EXAMPLE_TOKENS // self.recipe.data.block)
         index = torch.arange(min(len(chosen.packing), blocks))
         batch = self._batch(chosen, index, 0).to(accelerator.device)
-        model.eval()
-        head = self.outputs(model, batch)
-        rivals = forced.rival_probabilities(head, self.tokens(batch))
-        places = chosen.target_places(index.tolist())  # (document, index of the token)
-        examples: list[dict[str, Any]] = []
-        used: set[int] = set()
-        for row in rivals.argsort(descending=True).tolist():
-            document, position = (int(x) for x in places[row])
-            if document in used or len(examples) == _EXPLORED:
-                continue
-            used.add(document)
-            ids = chosen.documents.tokens(document)
-            so_far = tokens.decode(ids[:position].tolist(), skip_special_tokens=True)
-            logits = head.logits(head.states[row]).float()
-            token = tokens.convert_ids_to_tokens(int(ids[position]))
-            name = chosen.documents.name(document)
-            examples.append(
-                {
-                    "title": f"{name}, after {so_far[-40:]!r}: {token_name(token)}",
-                    "target": int(ids[position]),
-                    "logits": [round(x, 4) for x in logits.tolist()],
-                    "image": None,
-                    "context": f"{so_far[-300:]} ...",
-                }
-            )
-        return {
-            "classes": [
-                # An output layer may have more rows than the tokenizer has types.
-                tokens.convert_ids_to_tokens(i) if i < len(tokens) else f"unused {i}"
-                for i in range(self.num_classes)
-            ],
-            "examples": examples,
-        }
+        places = ((int(d), int(t)) for d, t in chosen.target_places(index.tolist()))
+        documents = chosen.documents
+        return self.competing(
+            model, batch, places, lambda d: (documents.tokens(d), documents.name(d), "")
+        )
 
 
 # ------------------------------------------------------------------ blocks

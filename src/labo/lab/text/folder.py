@@ -10,13 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from pydantic import Field
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import Field, RootModel
 
 from ..errors import DataError, RequestError
 from ..run import checksums
@@ -33,6 +37,7 @@ from ..run.files import (
     write_json,
 )
 from ..run.lock import locked
+from .arrow import read_table
 from .subwords import panics_refused
 
 if TYPE_CHECKING:
@@ -72,6 +77,11 @@ class FolderManifest(Document):
 
 
 _M = TypeVar("_M", bound=FolderManifest)
+_S = TypeVar("_S")
+
+
+class _Frequencies(RootModel[dict[str, list[Count]]]):
+    """Vocabulary -> how often each of its types occurs in the training split."""
 
 
 def _fingerprint(digests: Mapping[str, str]) -> str:
@@ -249,9 +259,7 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
         raise DataError(f"{error}; {again}") from error
     if not seal_fits(document):
         raise DataError(f"{path} is damaged (its checksum does not fit); {again}")
-    for name in needed:
-        if name not in manifest.sha256:
-            raise DataError(f"{path}: sha256 has no {name}")
+    _must_list(path, manifest, needed)
     try:
         checksums.verify(folder, manifest.sha256, remember=True)
     except RequestError as error:
@@ -259,19 +267,45 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
     return manifest
 
 
-class PreparedFolder:
+def _must_list(path: Path, manifest: FolderManifest, files: Iterable[str]) -> None:
+    for name in files:
+        if name not in manifest.sha256:
+            raise DataError(f"{path}: sha256 has no {name}")
+
+
+class PreparedFolder(ABC, Generic[_M, _S]):
     """What the folders of all kinds of text share.
 
     What is read is kept, and all that a training uses is read by :meth:`hold`. A folder that is
     replaced meanwhile (``--force``) does not mix with it.
 
+    Args:
+        path: the folder.
+
     Attributes:
         path: the folder.
+        checked: the content of prepared.json.
+        manifest: likewise, as plain values.
         fingerprint: 64 hex digits, the same for the same content.
+
+    Raises:
+        DataError: it is no such folder, or an unfinished or damaged one.
     """
 
-    path: Path
-    fingerprint: str
+    maker: ClassVar[Maker]
+    Manifest: ClassVar[type[Any]]  # of prepared.json
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        needed = [*(f"{split}.arrow" for split in SPLITS), "frequencies.json"]
+        self.checked: _M = read_manifest(self.path, self.Manifest, self.maker, needed)
+        self.manifest: dict[str, Any] = self.checked.model_dump()
+        self.fingerprint = self.checked.content_fingerprint
+        self._splits: dict[str, _S] = {}
+
+    def must_list(self, *files: str) -> None:
+        """Refuse a manifest without these files."""
+        _must_list(self.path / MANIFEST, self.checked, files)
 
     def hold(self) -> None:
         """Read or map every file.
@@ -281,17 +315,50 @@ class PreparedFolder:
         """
         for split in SPLITS:
             self.split(split)
-        _ = self.tokenizer_files, self.counts
+        _ = self.tokenizer_files, self._counts
         if read_json(self.path / MANIFEST, FolderManifest).content_fingerprint != self.fingerprint:
             raise DataError(f"{self.path} was replaced while it was read: run the command again")
 
-    def split(self, name: str) -> Any:
-        raise NotImplementedError
+    def split(self, name: str) -> _S:
+        """The training, validation or test split: "train", "valid" or "test"."""
+        if name not in self._splits:
+            path = self.path / f"{name}.arrow"
+            table = read_table(path, self.schema(name))
+            try:
+                self._splits[name] = self.read_split(table)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from error
+        return self._splits[name]
+
+    @abstractmethod
+    def schema(self, split: str) -> pa.Schema:
+        """The columns of a split."""
+
+    @abstractmethod
+    def read_split(self, table: pa.Table) -> _S:
+        """A split, whose ids are checked. The message of a DataError is for after the path."""
 
     @property
-    def counts(self) -> Any:
-        """The content of frequencies.json."""
-        raise NotImplementedError
+    @abstractmethod
+    def types(self) -> dict[str, int]:
+        """The size of each vocabulary, by its name in frequencies.json."""
+
+    @cached_property
+    def _counts(self) -> dict[str, list[int]]:
+        try:
+            return read_json(self.path / "frequencies.json", _Frequencies).root
+        except RequestError as error:
+            raise DataError(str(error)) from error
+
+    def frequencies(self, vocabulary: str) -> npt.NDArray[np.int64]:
+        """(V,), how often each type occurs in the training split; special tokens count too."""
+        path, size = self.path / "frequencies.json", self.types[vocabulary]
+        counts = self._counts.get(vocabulary)
+        if counts is None:
+            raise DataError(f"{path}: {vocabulary}: missing")
+        if len(counts) != size:
+            raise DataError(f"{path}: {len(counts)} counts of {vocabulary} types, not {size}")
+        return np.asarray(counts, dtype=np.int64)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -27,11 +27,11 @@ from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json
 from ..tasks import TASKS
+from .arrow import IGNORED
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
 from .stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
-from .task import IGNORED
 
 __all__ = ["TrainingPredictions", "store"]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..text.task import IGNORED
+from ..text.arrow import IGNORED
 from .prepared import Side, TextSplit
 
 __all__ = ["Sentences", "by_tokens", "forced", "padded", "padded_rows"]
@@ -61,23 +61,17 @@ def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sen
 
 
 def padded(split: TextSplit, side: Side, index: Tensor, pad: int) -> Tensor:
+    """(N, longest) token ids of sentences, padded on the right."""
+    return padded_rows([split.sides[side].part(i) for i in index.tolist()], pad)
+
+
+def padded_rows(rows: Sequence[npt.ArrayLike], pad: int) -> Tensor:
     """(N, longest) token ids, padded on the right."""
-    values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
-    first = offsets[index.numpy()]
-    lengths = offsets[index.numpy() + 1] - first
-    columns = np.arange(lengths.max())
-    real = columns < lengths[:, None]
-    ids = np.full(real.shape, pad, dtype=np.int64)
-    ids[real] = values[(first[:, None] + columns)[real]]
+    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+    ids = np.full((len(arrays), max(map(len, arrays))), pad, dtype=np.int64)
+    for row, values in zip(ids, arrays, strict=True):
+        row[: len(values)] = values
     return torch.from_numpy(ids)
-
-
-def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """(N, longest) token ids, padded on the right."""
-    ids = torch.full((len(rows), max(map(len, rows))), pad)
-    for row, values in zip(ids, rows, strict=True):
-        row[: len(values)] = torch.tensor(values)
-    return ids
 
 
 def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:

@@ -17,11 +17,11 @@ import torch
 
 from ..errors import RequestError
 from ..run.progress import notice
+from ..text.arrow import IGNORED
 from ..text.batching import rounded
 from ..text.forced import mean_metrics, token_statistics
 from ..text.head import Head
 from ..text.lines import read_lines
-from ..text.task import IGNORED
 from . import bleu
 from .batches import by_tokens, forced, padded_rows
 from .translate import Translator
@@ -105,12 +105,8 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     inputs, labels = inputs.to(device), labels.to(device)
     real = labels != IGNORED
     head: Head = translator.network(inputs.source, inputs.mask, inputs.prefix)
-    bias = head.bias
-    if bias is None and hasattr(model, "final_logits_bias"):  # our own models leave out a constant
-        bias = model.final_logits_bias.squeeze(0)
-    head = head.at(real)._replace(bias=bias)
     temperature = translator.temperature
-    statistics = token_statistics(head, labels[real], temperature)
+    statistics = token_statistics(head.at(real), labels[real], temperature)
     lengths = real.sum(-1).tolist()
     columns = {name: column.cpu().split(lengths) for name, column in statistics.items()}
     nll = columns["nll" if temperature == 1 else "tempered_nll"]
