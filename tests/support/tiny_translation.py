@@ -14,8 +14,9 @@ from transformers import MarianMTModel, PreTrainedTokenizerFast
 
 from labo.lab.run.files import write_json
 from labo.lab.text.subwords import Merges, make_tokenizer
-from labo.lab.translation.decoding import Decode, generation_config
+from labo.lab.translation.decoding import generation_config
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, fresh_translator, marian_config
+from labo.lab.translation.options import Decode
 
 POSITIONS = 40
 VOCABULARY = 24

@@ -20,7 +20,8 @@ from labo.lab.run.checksums import write_manifest
 from labo.lab.run.files import sha256
 from labo.lab.text import stdio
 from labo.lab.text.subwords import encode
-from labo.lab.translation.decoding import Decode, Hypothesis, decode
+from labo.lab.translation.decoding import Hypothesis, decode
+from labo.lab.translation.options import Decode
 from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
 from tiny_translation import (
     POSITIONS,

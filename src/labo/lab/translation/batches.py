@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..text.arrow import IGNORED
+from ..text.batching import grouped, padded_rows
 from .prepared import Side, TextSplit
 
-__all__ = ["Sentences", "by_tokens", "forced", "padded", "padded_rows"]
+__all__ = ["Sentences", "by_tokens", "forced", "padded"]
 
 TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
 
@@ -65,26 +66,12 @@ def padded(split: TextSplit, side: Side, index: Tensor, pad: int) -> Tensor:
     return padded_rows([split.sides[side].part(i) for i in index.tolist()], pad)
 
 
-def padded_rows(rows: Sequence[npt.ArrayLike], pad: int) -> Tensor:
-    """(N, longest) token ids, padded on the right."""
-    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-    ids = np.full((len(arrays), max(map(len, arrays))), pad, dtype=np.int64)
-    for row, values in zip(ids, arrays, strict=True):
-        row[: len(values)] = values
-    return torch.from_numpy(ids)
-
-
 def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
     """The indices of sentence pairs in batches of similar length, padded to ``TOKENS_AT_ONCE``.
 
     Args:
         longest: (N,), the tokens of the longer side of each pair.
     """
-    order = longest.argsort(kind="stable")
-    first = 0
-    for end, index in enumerate(order):
-        if end > first and (end + 1 - first) * longest[index] > TOKENS_AT_ONCE:
-            yield order[first:end]
-            first = end
-    if len(order):
-        yield order[first:]
+    order = longest.argsort(kind="stable").tolist()
+    for batch in grouped(order, longest.tolist(), TOKENS_AT_ONCE):
+        yield np.array(batch)

@@ -29,14 +29,14 @@ from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.arrow import IGNORED
-from ..text.batching import batches_by_length, in_order, rounded, text_digest
+from ..text.batching import batches_by_length, in_order, padded_rows, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
 from . import batches, bleu
-from .decoding import Decode, Hypothesis, decode, generation_config
+from .decoding import Hypothesis, decode, generation_config
 from .finetuning import fitting_config, load_translator, start_tokens, target_types
 from .model import (
     EOS,
@@ -48,7 +48,7 @@ from .model import (
     marian_config,
     positions_of,
 )
-from .options import MAX_TYPES
+from .options import MAX_TYPES, Decode
 from .prepared import Prepared, Side, TextSplit
 from .teacher import stored_rows
 from .text import Pipeline
@@ -437,7 +437,7 @@ class TranslationTask(TokenTask):
         for name, size in zip(names, self.vocabularies, strict=True):
             if training and self._dropout:
                 rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
-                ids = batches.padded_rows(rows, self.data.pad)
+                ids = padded_rows(rows, self.data.pad)
             else:
                 ids = batches.padded(split, name, index, self.data.pad)
             temperature = getattr(self.recipe.data, f"switchout_{name}")

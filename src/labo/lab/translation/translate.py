@@ -6,29 +6,29 @@ reads and writes up to two thousand lines at a time.
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from transformers import PreTrainedTokenizerFast
 
-from ..config import explain
 from ..errors import RequestError
 from ..run.calibration import divisor_of
 from ..run.files import Document, checked
 from ..tasks import find_model
 from ..text.folder import load_tokenizer
+from ..text.score import json_line
 from ..text.stdio import Answer, Notice, answer_lines
 from ..text.subwords import panics_refused
-from .decoding import Decode, Hypothesis, decode
+from .decoding import Hypothesis, decode
 from .finetuning import check_tokens, load_translator, start_tokens, translation_config
 from .framing import PairTokens, folder_tokenizers
 from .model import EncoderDecoder, positions_of
+from .options import Decode
 from .prepared import Pair, PairEntry
 from .text import Pipeline, TextOptions
 
@@ -159,7 +159,7 @@ class Translator:
     ) -> None:
         folder = ModelFolder.find(run)
         chosen = folder.pair(pair)
-        self.options = _with(folder.decode, search)
+        self.options = folder.decode.changed(search)
         self.temperature = folder.temperature
         self.notice = notice
         self.pipeline = Pipeline(folder.text, chosen.source, chosen.target)
@@ -249,14 +249,6 @@ class Translator:
         )
 
 
-def _with(decode: Decode, settings: Mapping[str, Any]) -> Decode:
-    given = {name: value for name, value in settings.items() if value is not None}
-    try:
-        return Decode.model_validate(decode.model_dump() | given)
-    except ValidationError as error:
-        raise RequestError("; ".join(explain(error, Decode))) from error
-
-
 # ------------------------------------------------------------------ the command
 
 
@@ -292,29 +284,17 @@ def translate_stream(
                 f"--nbest {nbest} is more than the beam of {translator.options.beam}"
             )
 
-        def answer(lines: Sequence[str], first: int, advance: Callable[[int], object]) -> str:
+        def answer(
+            lines: Sequence[str], first: int, advance: Callable[[int], object]
+        ) -> Iterator[str]:
             found = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
-            return "".join(
-                _format(number, translation, nbest is not None, scores) + "\n"
-                for number, translations in enumerate(found, first)
-                for translation in translations
-            )
+            for number, translations in enumerate(found, first):
+                for one in translations:
+                    if scores:
+                        yield json_line({"line": number, **asdict(one)})
+                    else:
+                        yield f"{number}\t{one.score:.4f}\t{one.text}" if nbest else one.text
 
         return answer
 
     answer_lines(source, target, start)
-
-
-def _format(number: int, translation: Translation, numbered: bool, scores: bool) -> str:
-    if scores:
-        record = {
-            "line": number,
-            "text": translation.text,
-            "score": translation.score,
-            "tokens": translation.tokens,
-            "probabilities": translation.probabilities,
-        }
-        return json.dumps(record, ensure_ascii=False)
-    if numbered:
-        return f"{number}\t{translation.score:.4f}\t{translation.text}"
-    return translation.text
