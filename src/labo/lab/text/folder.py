@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import Field, RootModel
 
-from ..errors import DataError, RequestError
+from ..errors import DataError, LabError, RequestError, printable
 from ..run import checksums
 from ..run.files import (
     Document,
@@ -35,8 +36,10 @@ from ..run.files import (
     sealed,
     sha256,
     write_json,
+    write_text,
 )
 from ..run.lock import locked
+from ..run.progress import ProgressBars
 from .arrow import read_table
 from .subwords import panics_refused
 
@@ -90,16 +93,6 @@ def _fingerprint(digests: Mapping[str, str]) -> str:
 
 
 # ------------------------------------------------------------------ writing
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class that earlier ones do not have.
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("backend", None)
-    write_json(path, config)
 
 
 def check_apart(out: str | Path, inputs: Iterable[str | Path]) -> None:
@@ -185,6 +178,66 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
             replace_folder(folder, out)
         finally:
             remove_folder(folder)
+
+
+class Preparation:
+    """The passes over one corpus, and what they counted.
+
+    Args:
+        folder: where they write.
+        bars: their progress.
+
+    Attributes:
+        read: samples that were read, by split.
+        sizes: samples that were written, by split.
+    """
+
+    def __init__(self, folder: Path, bars: ProgressBars) -> None:
+        self.folder, self.bars = folder, bars
+        self.read: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
+
+    def spill(self, split: str) -> Path:
+        """The file of the text of a split, from the first pass to the last."""
+        return self.folder / f"{split}.text"
+
+    def refuse_empty(self, split: str, size: int, dropped: Mapping[str, int]) -> None:
+        """Refuse a split of no size, and say why samples were dropped."""
+        if not size:
+            why = ", ".join(f"{n} {reason}" for reason, n in dropped.items() if n)
+            raise DataError(f"the {split} split is empty{f': dropped {why}' if why else ''}")
+
+    def save_frequencies(self, counts: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Write how often each type of each vocabulary occurs in the training split."""
+        frequencies = {name: column.tolist() for name, column in counts.items()}
+        write_text(self.folder / "frequencies.json", json.dumps(frequencies) + "\n")
+
+    def save_tokenizer(self, tokenizer: Any, name: str, *, learned: bool) -> None:
+        """Write a tokenizer that was learned, or one of a pre-trained model as it is."""
+        tokenizer.save_pretrained(self.folder / name)
+        if learned:
+            # transformers 5 writes the name of a class that earlier ones do not have.
+            path = self.folder / name / "tokenizer_config.json"
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+            config.pop("backend", None)
+            write_json(path, config)
+
+
+@contextmanager
+def preparing(out: Path, maker: Maker, force: bool) -> Iterator[tuple[Path, ProgressBars]]:
+    """An empty folder that becomes ``out`` if nothing fails, and progress bars."""
+    try:
+        with building(out, maker, force) as folder, ProgressBars() as bars:
+            yield folder, bars
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+
+
+def ready_lines(folder: Path, command: str) -> Iterator[str]:
+    """That a folder is there, and the command that trains on it."""
+    yield f"{printable(str(folder))} is ready; to train on it:"
+    yield command
 
 
 def cached_folder(name: str, key: object, prepare: Callable[[Path], object]) -> Path:
