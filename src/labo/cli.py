@@ -92,17 +92,18 @@ AcceptData = Annotated[
 ]
 
 
-def _known_splits(names: list[str] | None) -> list[str] | None:
-    for name in names or ():
+def _known_splits(value: Any) -> Any:
+    """Refuse other splits than valid and test, of one option or of one that is repeated."""
+    for name in [value] if isinstance(value, str) else value or ():
         if name not in ("valid", "test"):
-            raise typer.BadParameter(f"{name} is neither valid nor test")
-    return names
+            from .lab.errors import RequestError
+
+            raise RequestError(f"--split {name}: must be valid or test")
+    return value
 
 
-def _splits(default: str) -> Any:
-    """The option of the splits that a command scores."""
-    about = f"Split to score: valid or test. Default: {default}."
-    return typer.Option(help=about, callback=_known_splits)
+def _splits(about: str) -> Any:
+    return typer.Option(help=f"{about}: valid or test.", callback=_known_splits)
 
 
 def _verify(value: bool) -> bool:
@@ -214,7 +215,7 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Options of the task, such as beams=1,5,20."),
     ] = None,
-    split: Annotated[list[str] | None, _splits("both")] = None,
+    split: Annotated[list[str] | None, _splits("Split to score, both by default")] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
@@ -268,7 +269,7 @@ def average(
     out: Annotated[
         Path | None, typer.Option(help="Model folder to write. Default: RUN/average.")
     ] = None,
-    split: Annotated[list[str] | None, _splits("valid")] = None,
+    split: Annotated[list[str] | None, _splits("Split to score, valid by default")] = None,
     trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
@@ -377,7 +378,7 @@ def analyze(
             "part_size=2400.",
         ),
     ],
-    split: Annotated[Literal["valid", "test"], typer.Option(help="Split to compare.")] = "test",
+    split: Annotated[str, _splits("Split to compare")] = "test",
     debug: Debug = False,
 ) -> None:
     """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""

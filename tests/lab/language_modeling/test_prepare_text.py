@@ -296,7 +296,7 @@ def test_what_is_read_or_made_by_another_command_is_kept(corpus, tmp_path, capsy
         ({"documents": "page"}, "--documents: should be 'file', 'paragraph' or 'line'"),
         ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
         ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
-        ({"holdout": 1000}, "the valid split has no documents"),
+        ({"holdout": 1000}, "the valid split is empty"),
     ],
 )
 def test_wrong_requests(corpus, settings, message):

@@ -64,7 +64,8 @@ class Sampling(Section):
     temperature: float = Field(
         0.0,
         ge=0,
-        description="0 takes the most probable token, 1 draws from the prediction. Default: 0.",
+        description="Temperature: 0 takes the most probable token, 1 draws from the prediction. "
+        "Default: 0.",
     )
     top_p: float = Field(
         1.0,

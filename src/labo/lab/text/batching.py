@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,22 @@ from torch import Tensor
 
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors that a model reads."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: None if value is None else value.to(device, non_blocking=non_blocking)
+            for name, value in values.items()
+        }
+        return replace(self, **moved)
 
 
 def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> list[Tensor]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..methods import METHODS
@@ -143,6 +144,34 @@ class TokenTask(Task):
         sums = torch.zeros(learned.shape, device=learned.device)
         sums[learned] = outputs.states.detach().float().sum(-1)
         return sums.sum(-1)
+
+    # ------------------------------------------------------------------ scores
+
+    @torch.no_grad()
+    def forced_rows(
+        self,
+        parts: Iterable[tuple[Sequence[Any], Sequence[int], Batch, Head]],
+        temperature: float | None,
+    ) -> list[tuple[Any, dict[str, Tensor]]]:
+        """Statistics of each target given the true prefix, of all processes, sorted by their keys.
+
+        Args:
+            parts: this process's batches: a key for each of its pieces, how many targets each
+                piece has, the batch, and the model's states at its targets.
+            temperature: as for :func:`labo.lab.text.forced.token_statistics`.
+
+        Returns:
+            The key of each piece, and the statistics of its targets.
+        """
+        found = []
+        for keys, lengths, batch, head in parts:
+            stats = forced.token_statistics(head, self.tokens(batch), temperature)
+            columns = {name: column.cpu().split(lengths) for name, column in stats.items()}
+            for number, key in enumerate(keys):
+                # A copy: what is sent to another process is all of a tensor's memory.
+                row = {name: pieces[number].clone() for name, pieces in columns.items()}
+                found.append((key, row))
+        return sorted(gather_object(found), key=lambda pair: pair[0])
 
     # ------------------------------------------------------------------ the report
 

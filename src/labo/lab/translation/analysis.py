@@ -103,16 +103,9 @@ class TranslationAnalysis(TokenAnalysis):
         hypotheses, references = records.hypotheses, records.references
         parts = frequency_parts(records.frequency, part_size)
         part_bleu = bleu_by_part(hypotheses, references, parts, signature)
-        names = np.array([sentence.pair for sentence in records.sentences])
-        pairs = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
-        pair_bleu = bleu_by_part(hypotheses, references, pairs, signature)
         return {
             "bleu": float(metric.corpus_score(hypotheses, [references]).score),
             "bleu_signature": str(metric.get_signature()),
-            "pairs": {
-                name: {"examples": len(index), "bleu": pair_bleu[name]}
-                for name, index in pairs.items()
-            },
             "frequency": {
                 "rule": rule(part_size),
                 "left_over": len(records) - sum(len(index) for index in parts.values()),
@@ -155,10 +148,7 @@ class TranslationAnalysis(TokenAnalysis):
     def compare_group(self, group: Group, **options: Any) -> dict[str, Any]:
         part_size: int | None = options.get("part_size")
         records, parts = _parts(group, part_size)
-        return {
-            "frequency": _frequency(group, records, parts, part_size),
-            "confidence": _confidence(group, records, parts),
-        }
+        return {"frequency": _frequency(group, records, parts, part_size)}
 
     def group_tables(self, document: Mapping[str, Any]) -> list[Table]:
         found = document["frequency"]
@@ -280,20 +270,3 @@ def _part_bleu(
     records: Translations = member.records(split)
     signature = bleu_signature(member.run)
     return bleu_by_part(records.hypotheses, records.references, parts, signature)
-
-
-def _confidence(
-    group: Group, records: Translations, parts: Mapping[str, Integers]
-) -> dict[str, Any]:
-    """The histograms of each variant, over the tokens of all its runs."""
-    rows = []
-    edges: list[float] = []
-    for variant in group.variants:
-        members = list(variant.members.values())
-        pooled = [p for member in members for p in member.records(group.split).probabilities]
-        shift = len(records) * np.arange(len(members))[:, None]
-        everywhere = {part: (index + shift).ravel() for part, index in parts.items()}
-        found = chosen_probabilities(pooled, everywhere)
-        edges = found.pop("edges")
-        rows.append({"method": variant.label, **found})
-    return {"edges": edges, "rows": rows}

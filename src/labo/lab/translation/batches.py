@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..text.arrow import IGNORED
-from ..text.batching import grouped, padded_rows
+from ..text.batching import Inputs, grouped, padded_rows
 from .prepared import Side, TextSplit
 
 __all__ = ["Sentences", "by_tokens", "forced", "padded"]
@@ -20,7 +20,7 @@ TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
 
 
 @dataclass(frozen=True)
-class Sentences:
+class Sentences(Inputs):
     """The input of the model: padded sources and target prefixes.
 
     Attributes:
@@ -32,13 +32,6 @@ class Sentences:
     source: Tensor
     mask: Tensor | None
     prefix: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Sentences:
-        return Sentences(
-            self.source.to(device, non_blocking=non_blocking),
-            None if self.mask is None else self.mask.to(device, non_blocking=non_blocking),
-            self.prefix.to(device, non_blocking=non_blocking),
-        )
 
 
 def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sentences, Tensor]:

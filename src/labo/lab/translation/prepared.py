@@ -6,7 +6,6 @@ used as numpy arrays; ``datasets.Dataset.from_file`` reads them too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import Field, NonNegativeInt
+from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic.dataclasses import dataclass
 
 from ..errors import DataError
 from ..run.files import Document
@@ -26,7 +26,7 @@ from .text import TextOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["MAKER", "Frame", "Pair", "PairEntry", "Prepared", "TextSplit", "read_split", "schema"]
+__all__ = ["MAKER", "Frame", "Pair", "Prepared", "TextSplit", "read_split", "schema"]
 
 Side = Literal["source", "target"]
 
@@ -59,7 +59,7 @@ class Frame(Document):
     target_after: list[NonNegativeInt]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Pair:
     """A direction of translation.
 
@@ -89,22 +89,10 @@ class _Vocabulary(Document):
     target: int = Field(ge=1)
 
 
-class PairEntry(Document):
-    """A :class:`Pair` in a JSON file."""
-
-    source: str
-    target: str
-    tag: str | None = None
-    frame: Frame | None = None
-
-    def pair(self) -> Pair:
-        return Pair(self.source, self.target, self.tag, self.frame)
-
-
 class _PairManifest(FolderManifest):
     """What ``prepared.json`` must hold; it says more."""
 
-    pairs: list[PairEntry] = Field(min_length=1)
+    pairs: list[Pair] = Field(min_length=1)
     text: TextOptions
     vocabulary: _Vocabulary
     sizes: dict[str, NonNegativeInt]
@@ -177,7 +165,7 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self.pairs = [entry.pair() for entry in self.checked.pairs]
+        self.pairs = self.checked.pairs
         self.pretrained = any(pair.frame for pair in self.pairs)
         self.text = self.checked.text
         joint = self.checked.vocabulary.kind == "joint"

@@ -28,7 +28,6 @@ from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.arrow import IGNORED
 from ..text.batching import batches_by_length, in_order, padded_rows, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head
@@ -590,7 +589,6 @@ class TranslationTask(TokenTask):
                 head = self.outputs(model, batch)
             yield part.tolist(), batch, head  # outside of autocast: statistics are in float32
 
-    @torch.no_grad()
     def _forced(
         self,
         model: nn.Module,
@@ -599,18 +597,15 @@ class TranslationTask(TokenTask):
         temperature: float | None = None,
     ) -> list[dict[str, Any]]:
         """Statistics of each reference token, given the true prefix."""
-        found = []
         share = len(self._shares(split, accelerator))
         with track("scoring references", share) as advance:
-            for part, batch, head in self._heads(model, split, accelerator):
-                stats = forced.token_statistics(head, self.tokens(batch), temperature)
-                lengths = (batch.target != IGNORED).sum(-1).tolist()
-                columns = {name: column.split(lengths) for name, column in stats.items()}
-                for position, index in enumerate(part):
-                    row = {name: tokens[position].cpu() for name, tokens in columns.items()}
-                    found.append((index, row))
-                advance(len(part))
-        return in_order(gather_object(found))
+
+            def parts() -> Iterator[tuple[list[int], list[int], Batch, Head]]:
+                for part, batch, head in self._heads(model, split, accelerator):
+                    yield part, self.learned(batch).sum(-1).tolist(), batch, head
+                    advance(len(part))
+
+            return [row for _, row in self.forced_rows(parts(), temperature)]
 
     @torch.no_grad()
     def logits(

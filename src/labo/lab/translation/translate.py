@@ -29,7 +29,7 @@ from .finetuning import check_tokens, load_translator, start_tokens, translation
 from .framing import PairTokens, folder_tokenizers
 from .model import EncoderDecoder, positions_of
 from .options import Decode
-from .prepared import Pair, PairEntry
+from .prepared import Pair
 from .text import Pipeline, TextOptions
 
 _LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
@@ -58,7 +58,7 @@ _NOTHING = Translation("", 0.0, (), ())
 class _Facts(Document):
     """What ``config.json`` of a translation model has under "labo"."""
 
-    pairs: list[PairEntry] = Field(min_length=1)
+    pairs: list[Pair] = Field(min_length=1)
     text: TextOptions
     decode: Decode
 
@@ -93,7 +93,7 @@ class ModelFolder:
         known = checked(facts, _Facts, folder / "config.json", "labo.")
         return cls(
             folder,
-            tuple(entry.pair() for entry in known.pairs),
+            tuple(known.pairs),
             known.text,
             known.decode,
             divisor_of(folder),
