@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from ..errors import DataError
@@ -59,7 +59,7 @@ class Frame(Document):
     target_after: list[NonNegativeInt]
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True)
 class Pair:
     """A direction of translation.
 
