@@ -19,10 +19,11 @@ from rich.console import Console
 from analysis_runs import sentence, write_lines
 from labo import cli
 from labo.lab.analysis.groups import mean_cell
-from labo.lab.compare import execute, launch
-from labo.lab.compare.conditions import note_conditions
+from labo.lab.compare import engines, execute
+from labo.lab.compare.engines import Setup
 from labo.lab.compare.execute import carry_out, run_comparison
-from labo.lab.compare.plan import Comparison, check_folder, claim_folder, plan, runs_in
+from labo.lab.compare.launch import Launch
+from labo.lab.compare.plan import Comparison, PlannedRun, check_folder, claim_folder, plan, runs_in
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
 from labo.lab.run.lock import held
@@ -55,19 +56,25 @@ def finish(comparison: Comparison, results: dict[str, dict[str, Any]]) -> None:
             run.directory.finish({"steps": 10, "seconds": 5.0, **results[run.path.name]})
 
 
+def note_conditions(run: PlannedRun, jobs: int) -> None:
+    """Pretend that a run was one of so many at once."""
+    launch = {"machine": "here", "torch": "2", "jobs": jobs, "threads": 1}
+    (run.path / "conditions.json").write_text(json.dumps({"launches": [launch]}))
+
+
 # ------------------------------------------------------------------ the runs
 
 
 def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
     first = tiny(tmp_path, ["base", "ls"])
-    assert carry_out([first], tmp_path, jobs=2) == []
+    assert carry_out([first], tmp_path, Setup(jobs=2)) == []
     assert launcher.commands() == [
         *("train base-s0", "train ls-s0", "evaluate base-s0", "evaluate ls-s0")
     ]
     assert "base-s0: valid accuracy" in capsys.readouterr().out
     launcher.started.clear()
     more = tiny(tmp_path, ["base", "ls", "labo"])
-    assert carry_out([more], tmp_path, jobs=2) == []
+    assert carry_out([more], tmp_path, Setup(jobs=2)) == []
     assert launcher.commands() == ["train labo-s0", "evaluate labo-s0"]
     launcher.started.clear()
     table, failures = run_comparison(more)
@@ -79,11 +86,11 @@ def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
 def test_a_killed_run_is_shown_and_then_continued(tmp_path, launcher):
     comparison = tiny(tmp_path, ["base", "ls"], overrides=["train.save_every=2"])
     launcher.kill["ls-s0"] = ("step", 5)
-    (failure,) = carry_out([comparison], tmp_path, jobs=1)
+    (failure,) = carry_out([comparison], tmp_path, Setup(jobs=1))
     assert str(failure) == "ls-s0: ended by signal 9"
     assert "test" in comparison.runs[0].directory.results()
     launcher.kill.clear()
-    assert carry_out([comparison], tmp_path, jobs=1) == []
+    assert carry_out([comparison], tmp_path, Setup(jobs=1)) == []
     log = (tmp_path / "logs" / "ls-s0.log").read_text()
     assert "continuing" in log
     assert "at step 4" in log
@@ -119,9 +126,9 @@ def test_distillation_learns_from_the_base_run_of_its_seed(tmp_path):
 
 def test_a_teacher_can_be_named(tmp_path, launcher):
     own = tiny(tmp_path / "own", ["base"])
-    carry_out([own], tmp_path / "own", jobs=1)
+    carry_out([own], tmp_path / "own", Setup(jobs=1))
     comparison = tiny(tmp_path / "kd", ["kd"], teacher=str(own.runs[0].path))
-    assert carry_out([comparison], tmp_path / "kd", jobs=1) == []
+    assert carry_out([comparison], tmp_path / "kd", Setup(jobs=1)) == []
 
 
 def test_a_recipe_keeps_the_hyper_parameters_it_gives_to_its_own_method(tmp_path):
@@ -168,10 +175,10 @@ def test_a_terminal_shows_a_table_of_all_runs(tmp_path, monkeypatch):
     running = comparison.runs[1]
     running.directory.start(running.recipe)
     running.directory.log({"step": 5, "epoch": 1, "valid": {"accuracy": 0.5}})
-    share = launch.Share(1, 1)
-    jobs = [execute._training(run, tmp_path, share) for run in comparison.runs]
-    board = launch._Launch(jobs, share, None)
-    board.running[0] = jobs[1], None
+    board = Launch(Setup(), 6, tmp_path)
+    board.jobs = jobs = [execute._training(run, tmp_path, Setup()) for run in comparison.runs]
+    board.finished = {job.name for job in jobs if job.finished()}
+    board.running[jobs[1].name] = jobs[1]
     board.fail(jobs[2], "the loss is nan")
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(board.board())
@@ -229,7 +236,7 @@ def test_a_grid_that_the_validation_split_cannot_tell_apart_says_so(tmp_path):
 def test_the_test_split_of_unselected_runs_stays_untouched(tmp_path, launcher):
     comparison = tiny(tmp_path, ["labo"], grid=["labo.tau=1.15,1.25", "rho=0.5,1.0"])
     assert len(comparison.runs) == 4
-    assert carry_out([comparison], tmp_path, jobs=2) == []
+    assert carry_out([comparison], tmp_path, Setup(jobs=2)) == []
     chosen = comparison.choices()["labo"].runs
     for run in comparison.runs:
         selected = run in chosen
@@ -259,7 +266,7 @@ def test_the_arithmetic_of_the_table(tmp_path):
         },
     )
     for run in comparison.runs:
-        note_conditions(run, launch.Share(2, 1))
+        note_conditions(run, 2)
     table = tabulate(comparison)
     base, ls, labo = table.rows
     assert [row.label for row in table.rows] == ["base", "ls", "labo"]
@@ -291,7 +298,7 @@ def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
     finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
     for run in comparison.runs:
         alone = run.path.name in ("labo-s0", "labo-s1")
-        note_conditions(run, launch.Share(1 if alone else 2, 1))
+        note_conditions(run, 1 if alone else 2)
     table = tabulate(comparison)
     assert table.rows[1].cells["time"].value is None
     assert any("only runs made under the same conditions" in note for note in table.notes)
@@ -385,20 +392,17 @@ def test_a_run_whose_model_facts_are_damaged_is_named_and_left_out(tmp_path):
     assert any("labo-s0 is left out: " in note and "config.json" in note for note in table.notes)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"base-s0": 3}', '{"base-s0": [{"jobs": "2"}]}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"launches": 3}', '{"launches": [{"jobs": "2"}]}'])
 def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content):
     comparison = tiny(tmp_path, ["base", "labo"])
     finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
-    (tmp_path / "conditions.json").write_text(content)
+    damaged = tmp_path / "base-s0" / "conditions.json"
+    damaged.write_text(content)
     table = tabulate(comparison)
     assert table.rows[1].cells["accuracy"].value == 0.5
     assert table.rows[1].cells["time"].value is None
-    assert any(
-        note.startswith(f"times are not compared: {tmp_path / 'conditions.json'}")
-        for note in table.notes
-    )
-    for run in comparison.runs:
-        note_conditions(run, launch.Share(2, 1))  # writes the file anew
+    assert any(note.startswith(f"times are not compared: {damaged}") for note in table.notes)
+    damaged.unlink()
     assert tabulate(comparison).rows[1].cells["time"].value == 1.0
 
 
@@ -489,11 +493,11 @@ def test_nothing_of_the_users_is_overwritten(tmp_path, launcher):
     out.mkdir()
     (out / "table.md").write_text("my own table")
     with pytest.raises(RequestError, match=r"thesis holds something else .table.md.*new, empty or"):
-        carry_out([tiny(out, ["base"])], out, 1)
+        carry_out([tiny(out, ["base"])], out, Setup(jobs=1))
     assert [path.name for path in out.iterdir()] == ["table.md"]
     assert launcher.started == []
     with pytest.raises(RequestError, match=r"table.md is no folder"):
-        carry_out([tiny(out / "table.md", ["base"])], out / "table.md", 1)
+        carry_out([tiny(out / "table.md", ["base"])], out / "table.md", Setup(jobs=1))
 
 
 def test_a_folder_of_runs_may_take_a_table(tmp_path):
@@ -506,18 +510,12 @@ def test_a_folder_of_runs_may_take_a_table(tmp_path):
 
 
 def test_the_share_of_the_machine(monkeypatch):
-    monkeypatch.setattr(launch, "core_count", lambda: 8)
-    share = launch.Share.of_machine
-    assert share(100) == launch.Share(8, 1)
-    assert share(3) == launch.Share(3, 2)
-    assert share(100, jobs=2) == launch.Share(2, 4)
-    assert share(100, jobs=16) == launch.Share(16, 1)
-
-
-def test_conditions_are_kept_with_the_runs(tmp_path):
-    comparison = tiny(tmp_path, ["base"])
-    note_conditions(comparison.runs[0], launch.Share(2, 1))
-    note_conditions(comparison.runs[0], launch.Share(2, 1))
-    note_conditions(comparison.runs[0], launch.Share(1, 1))
-    noted = json.loads((tmp_path / "conditions.json").read_text())
-    assert [found["jobs"] for found in noted["base-s0"]] == [2, 1]
+    monkeypatch.setattr(engines, "core_count", lambda: 8)
+    assert Setup().share(100) == (8, 1)
+    assert Setup().share(3) == (3, 2)
+    assert Setup(jobs=2).share(100) == (2, 4)
+    assert Setup(jobs=16).share(100) == (16, 1)
+    assert Setup(processes=2).share(100) == (4, 1)
+    assert Setup(processes=2).share(1) == (1, 4)
+    assert Setup(processes=16).share(100) == (1, 1)
+    assert Setup(threads=3).share(100) == (8, 3)
