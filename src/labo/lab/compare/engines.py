@@ -370,13 +370,19 @@ class RayEngine:
         self.pending[reference] = job
 
     def poll(self) -> list[Report]:
-        reports = []
-        for job in self.pending.values():
-            if job.log.stat().st_size != self.sizes.get(job.name, job.log.stat().st_size):
-                del self.sizes[job.name]
-                reports.append(Report(job, "started"))
         done, _ = self.ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
-        return reports + [self.ended(reference, self.pending.pop(reference)) for reference in done]
+        reports = []
+        for reference in done:
+            job = self.pending.pop(reference)
+            reports += [*self.started(job), self.ended(reference, job)]
+        return reports + [report for job in self.pending.values() for report in self.started(job)]
+
+    def started(self, job: Job) -> list[Report]:
+        """That a job has started, once: its log has grown."""
+        if self.sizes.get(job.name) in (None, job.log.stat().st_size):
+            return []
+        del self.sizes[job.name]
+        return [Report(job, "started")]
 
     def ended(self, reference: Any, job: Job) -> Report:
         try:
