@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import lab_runs
 from analysis_runs import sentence, write_lines
 from labo import cli
 from labo.lab.analysis.groups import mean_cell
@@ -245,6 +247,163 @@ def test_the_test_split_of_unselected_runs_stays_untouched(tmp_path, launcher):
     assert len(launcher.commands()) == 5
 
 
+def named(comparison: Comparison) -> list[str]:
+    return [run.path.name for run in comparison.runs]
+
+
+def score_by_tau(comparison: Comparison, best: float) -> None:
+    """Pretend that the runs that are not finished have ended; those closest to ``best`` win."""
+    for run in comparison.runs:
+        if not run.directory.finished:
+            tau = float({axis.key: value for axis, value in run.place}.get("tau", 1.0))
+            finish(comparison, {run.path.name: accuracy(1 - abs(tau - best) / 10)})
+
+
+def test_fewer_seeds_select_and_the_others_follow_at_the_selected_points(tmp_path):
+    asked = {"seeds": 4, "grid": ["labo.tau=1.1,1.2,1.3"], "select_seeds": 2}
+    comparison = tiny(tmp_path, ["base", "labo"], **asked)
+    taus = ("1.1", "1.2", "1.3")
+    grid = [f"labo-tau{tau}-s{seed}" for seed in (0, 1) for tau in taus]
+    assert sorted(named(comparison)) == sorted(["base-s0", "base-s1", *grid])
+    score_by_tau(comparison, best=1.2)
+    assert comparison.grow()
+    assert named(comparison)[8:] == ["base-s2", "labo-tau1.2-s2", "base-s3", "labo-tau1.2-s3"]
+    assert not comparison.grow()
+    # The seeds that do not select do not change the selection, whatever they score.
+    worst = {"labo-tau1.2-s2": accuracy(0.01), "labo-tau1.2-s3": accuracy(0.01)}
+    finish(comparison, worst | {"base-s2": accuracy(0.5), "base-s3": accuracy(0.5)})
+    choice = comparison.choices()["labo"]
+    assert (choice.point, len(choice.runs), choice.trials) == ("tau=1.2", 4, 3)
+    table = tabulate(comparison)
+    assert [row.cells["runs"].value for row in table.rows] == [4, 4]
+    assert [row.cells["trials"].value for row in table.rows] == [1, 3]
+    assert "trials" in [column.key for column in table.printed]
+    assert table.caption == "digits: test split, mean ± standard deviation over 4 seeds"
+    (note,) = (note for note in table.notes if "selected by" in note)
+    assert note.endswith("tau=1.3: 0.9900); by 2 of 4 seeds")
+    again = tiny(tmp_path, ["base", "labo"], **asked)  # the driver was started again
+    assert again.grow()
+    assert named(again) == named(comparison)
+
+
+def test_students_of_the_other_seeds_get_their_teachers(tmp_path):
+    asked = {"seeds": 2, "grid": ["optim.lr=0.1,0.2"], "select_seeds": 1}
+    comparison = tiny(tmp_path, ["kd", "base"], **asked)
+    better = {"kd-optim.lr0.1-s0": 0.9, "kd-optim.lr0.2-s0": 0.1}
+    better |= {"base-optim.lr0.1-s0": 0.1, "base-optim.lr0.2-s0": 0.9}
+    finish(comparison, {name: accuracy(score) for name, score in better.items()})
+    assert comparison.grow()
+    added = named(comparison)[4:]
+    assert added == ["kd-optim.lr0.1-s1", "base-optim.lr0.1-s1", "base-optim.lr0.2-s1"]
+    assert comparison.runs[4].teacher == comparison.runs[5].path
+
+
+def test_values_with_equal_ratios(tmp_path):
+    comparison = tiny(tmp_path, ["base"], grid=["optim.lr=0.01..1@5"])
+    assert [run.point for run in comparison.runs] == [
+        f"optim.lr={value}" for value in ("0.01", "0.03162", "0.1", "0.3162", "1")
+    ]
+
+
+def test_a_value_at_the_edge_of_its_grid_is_a_warning(tmp_path):
+    comparison = tiny(tmp_path, ["base", "labo"], grid=["labo.tau=1.1,1.2,1.3"])
+    score_by_tau(comparison, best=1.3)
+    edge = "labo: tau=1.3 is at the edge of its grid (1.1 to 1.3): --extend tries more values"
+    assert edge in tabulate(comparison).notes
+    assert not comparison.grow()
+    inside = tiny(tmp_path / "inside", ["base", "labo"], grid=["labo.tau=1.1,1.2,1.3"])
+    score_by_tau(inside, best=1.2)
+    assert not any("edge" in note for note in tabulate(inside).notes)
+
+
+def test_a_grid_is_extended_until_the_selected_value_is_inside(tmp_path):
+    asked = {"seeds": 2, "grid": ["labo.tau=1.1,1.2"], "select_seeds": 1, "extend": True}
+    comparison = tiny(tmp_path, ["base", "labo"], **asked)
+    rounds = [named(comparison)]
+    while True:
+        score_by_tau(comparison, best=1.4)
+        if not comparison.grow():
+            break
+        rounds.append(named(comparison)[sum(map(len, rounds)) :])
+    assert rounds == [
+        ["base-s0", "labo-tau1.1-s0", "labo-tau1.2-s0"],
+        ["labo-tau1.3-s0", "base-s1"],  # base has nothing to select
+        ["labo-tau1.4-s0"],
+        ["labo-tau1.5-s0"],
+        ["labo-tau1.4-s1"],
+    ]
+    table = tabulate(comparison)
+    assert [row.cells["trials"].value for row in table.rows] == [1, 5]
+    assert not any("edge" in note for note in table.notes)
+    assert any(note.startswith("labo: tau=1.4 selected by") for note in table.notes)
+
+
+def test_an_extension_has_bounds(tmp_path):
+    comparison = tiny(tmp_path / "a", ["labo"], grid=["tau=1.1,1.2"], extend=True)
+    score_by_tau(comparison, best=99)
+    while comparison.grow():
+        score_by_tau(comparison, best=99)
+    assert [run.point for run in comparison.runs][2:] == [
+        f"tau={tau}" for tau in ("1.3", "1.4", "1.5", "1.6", "1.7")
+    ]
+    assert any("tau=1.7 is at the edge" in note for note in tabulate(comparison).notes)
+    shares = tiny(tmp_path / "b", ["ls"], grid=["alpha=0.4,0.8"], extend=True)
+    finish(shares, {"ls-alpha0.4-s0": accuracy(0.4), "ls-alpha0.8-s0": accuracy(0.8)})
+    assert not shares.grow()  # 1.6 is no share
+    (note,) = (note for note in tabulate(shares).notes if "edge" in note)
+    assert "alpha=0.8 is at the edge of its grid (0.4 to 0.8): it cannot be extended" in note
+    assert "method.alpha" in note
+
+
+# ------------------------------------------------------------------ a plan for other launchers
+
+
+def lines_of(capsys: Any, *arguments: object) -> list[str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", "digits", *TINY, *map(str, arguments), "--plan"])
+    assert not end.value.code
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out.splitlines()
+
+
+def test_a_plan_is_a_shell_line_for_each_missing_run_teachers_first(tmp_path, capsys, launcher):
+    out = tmp_path / "my runs"
+    asked = ["--methods", "kd,base", "--seeds", 2, "--out", out]
+    lines = lines_of(capsys, *asked)
+    assert [Path(shlex.split(line)[-1]).name for line in lines] == [
+        *("base-s0", "kd-s0", "base-s1", "kd-s1")
+    ]
+    assert not out.exists()
+    (first, *_) = lines_of(capsys, *asked, "--processes", 2)
+    assert first.startswith("torchrun --standalone --nproc-per-node 2 -m labo train digits ")
+    for number, line in enumerate(lines):
+        command, *arguments = shlex.split(line)
+        assert command == "labo"
+        assert lab_runs.run(arguments, tmp_path / "log") == {0}
+        assert lines_of(capsys, *asked) == lines[number + 1 :]
+    comparison = tiny(out, ["kd", "base"], seeds=2)
+    assert run_comparison(comparison)[1] == []
+    assert {line.split()[0] for line in launcher.commands()} == {"evaluate"}
+
+
+def test_a_plan_with_a_selection_goes_on_when_it_is_made(tmp_path, capsys):
+    asked = ["--methods", "labo", "--grid", "tau=1.1,1.2", "--select-seeds", 1, "--seeds", 2]
+    asked += ["--out", tmp_path]
+    options = {"seeds": 2, "grid": ["tau=1.1,1.2"], "select_seeds": 1}
+    comparison = tiny(tmp_path, ["labo"], **options)
+    assert len(lines_of(capsys, *asked)) == 2
+    finish(comparison, {"labo-tau1.1-s0": accuracy(0.9)})
+    (line,) = lines_of(capsys, *asked)
+    assert line.endswith("labo-tau1.2-s0")
+    finish(comparison, {"labo-tau1.2-s0": accuracy(0.8)})
+    (line,) = lines_of(capsys, *asked)
+    assert line.endswith("labo-tau1.1-s1")
+    assert comparison.grow()
+    finish(comparison, {"labo-tau1.1-s1": accuracy(0.8)})
+    assert lines_of(capsys, *asked) == []
+
+
 # ------------------------------------------------------------------ the table
 
 
@@ -408,6 +567,9 @@ def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content
 
 # ------------------------------------------------------------------ wrong requests
 
+ON_RAY = ("digits", "--engine", "ray", "--address")
+GRID = ("digits", "--grid", "labo.tau=1.1,1.2")
+
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
@@ -420,6 +582,25 @@ def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content
         (["digits", "--methods", "kd", "--teacher", "nowhere"], "nowhere is no run"),
         (["digits", "--seeds", "0"], "--seeds 0: at least one seed"),
         (["digits", "--jobs", "0"], "--jobs 0: at least one job"),
+        (["digits", "--processes", "0"], "--processes 0: a run has at least one process"),
+        (["digits", "--threads", "0"], "--threads 0: a process has at least one thread"),
+        (["digits", "--engine", "rey"], "--engine rey: there are local and ray"),
+        (["digits", "--address", "auto"], "--address is that of a Ray cluster: add --engine ray"),
+        (["digits", "--engine", "ray", "--jobs", "2"], "--jobs: Ray runs as many at once as"),
+        ([*ON_RAY, "nowhere"], "--address nowhere: write HOST:PORT, as in node0:6379, or auto"),
+        ([*ON_RAY, "ray://node0:1"], "--address ray://node0:1: write HOST:PORT"),
+        ([*ON_RAY, "127.0.0.1:1"], "--address 127.0.0.1:1: nobody answers .*ray start --head"),
+        ([*ON_RAY, "127.0.0.1:99999"], "--address 127.0.0.1:99999: nobody answers"),
+        (["digits", "--select-seeds", "1"], "--select-seeds: there is nothing to select without"),
+        ([*GRID, "--select-seeds", "4"], "--select-seeds 4: must be from 1 to --seeds 3"),
+        ([*GRID, "--select-seeds", "0"], "--select-seeds 0: must be from 1 to --seeds 3"),
+        (["digits", "--extend"], "--extend: there is nothing to extend without --grid"),
+        (["digits", "--extend", "--grid", "tau=2"], "--extend: tau needs two values or more"),
+        (["digits", "--grid", "optim.lr=0.1..1"], "write FIRST..LAST@NUMBER, as in optim.lr=0.01"),
+        (["digits", "--grid", "optim.lr=a..1@3"], "write FIRST..LAST@NUMBER"),
+        (["digits", "--grid", "optim.lr=0..1@3"], "need 0 < FIRST < LAST and 2 to 100 values"),
+        (["digits", "--grid", "optim.lr=1..0.1@3"], "need 0 < FIRST < LAST"),
+        (["digits", "--grid", "optim.lr=0.1..1@1"], "need 0 < FIRST < LAST and 2 to 100 values"),
         (["digits", "--grid", "tau"], "--grid tau: write a key and its different values"),
         (["digits", "--grid", "tau=1.15,,2"], "write a key and its different values"),
         (["digits", "--grid", "tau=2,2"], "write a key and its different values"),
@@ -447,6 +628,15 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     (said,) = capsys.readouterr().err.splitlines()
     assert line in said or re.search(line, said)
     assert not list(tmp_path.rglob("recipe.yaml"))
+
+
+def test_the_command_that_installs_ray_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", "digits", "--engine", "ray"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "labo: --engine ray needs Ray: pip install 'torch-labo[ray]'\n"
 
 
 def test_warnings_of_the_runs_reach_the_table(tmp_path):
