@@ -343,8 +343,8 @@ class SplitRows:
         limits, z_y = torch.finfo(wide(logits.dtype)), single[0].squeeze(1)
         u_y = found["u_y"] = u_of(z_y, maximum, limits)
         if plan.stored:
-            z_stored = single[1].masked_fill(teacher[0] < 0, -math.inf)
-            found |= {"log_t": teacher[1].double(), **apart(found, z_y, z_stored, limits)}
+            z = torch.cat([single[0], single[1].masked_fill(teacher[0] < 0, -math.inf)], 1)
+            found |= {"log_t": teacher[1].double(), **apart(found, z, limits)}
             u_y = found["sums_u_y"]
         if plan.masses == FROM_TEACHER:
             v_y = (single[1].squeeze(1) - source_top).masked_fill(u_y == -math.inf, -math.inf)
@@ -533,15 +533,15 @@ def row_loss(
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
     width, labels = logits.shape[dim], target.reshape(-1).long()
+    flat = logits.movedim(dim, -1).reshape(target.numel(), width)
     if loss.teacher_is_stored:
         valid = labels != loss.ignore_index
         teacher = stored_rows(teacher[0], teacher[1], logits, target.shape, UNKNOWN, valid)
     elif loss.teacher_argument is not None:
         given = teacher[0] if teacher else None
-        teacher = (teacher_rows(loss.teacher_argument, given, target.shape, width, dim),)
+        teacher = (teacher_rows(loss.teacher_argument, given, flat, target.shape, dim),)
     if columns is None:
         columns = columns_of(width, logits.device, group)
-    flat = logits.movedim(dim, -1).reshape(target.numel(), width)
     rows = SplitRows(loss, columns, width, flat.device)
     divisor: float | Tensor = 1.0
     if loss.reduction == "mean":
