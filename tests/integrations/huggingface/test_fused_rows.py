@@ -13,7 +13,7 @@ from tiny_models import V, assert_same, build, by_hand, collate, examples, gradi
 
 
 class LogitRows(TorchDispatchMode):
-    """The number of rows of the matrix products with a column for each token."""
+    """The number of rows of logits that are written to a chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +21,7 @@ class LogitRows(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        if product and result.shape[-1] == V:
+        if function is torch.ops.aten.mm.out and result.shape[-1] == V:
             self.rows += len(result)
         return result
 
