@@ -171,14 +171,15 @@ class Head(NamedTuple):
         # All rows are written, unless some are dropped. A product is written by the first chunk.
         every_row = bool(parts) and isinstance(parts[0], slice)
         written = {0: every_row, 3: every_row, 1: bool(parts), 4: bool(parts)}
-        found: list[Tensor | None] = []
-        for i, (x, need) in enumerate(zip(self.tensors, needs, strict=True)):
+
+        def total(i: int, x: Tensor) -> Tensor:
             make = torch.empty_like if written.get(i) else torch.zeros_like
             # What is summed over chunks is summed in float32.
-            dtype = None if i in (0, 3) or not need else torch.promote_types(x.dtype, torch.float32)
-            layout = torch.contiguous_format
-            found.append(make(x, dtype=dtype, memory_format=layout) if need else None)
-        return found
+            dtype = x.dtype if i in (0, 3) else torch.promote_types(x.dtype, torch.float32)
+            return make(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+        both = zip(self.tensors, needs, strict=True)
+        return [total(i, x) if need else None for i, (x, need) in enumerate(both)]
 
     def add_gradients(
         self,
@@ -266,10 +267,9 @@ class LossRows(NamedTuple):
     def pack(self) -> tuple[list[Tensor], str, str]:
         """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them."""
         given: dict[str, Any] = {"source": self.source}
-        for i, x in enumerate(self.teacher):
-            layer = isinstance(x, Head)
-            given |= {f"teacher_{k}": v for k, v in x._asdict().items()} if layer else {}
-            given |= {} if layer else {f"teacher{i}": x}
+        given |= {f"teacher{i}": x for i, x in enumerate(self.teacher) if isinstance(x, Tensor)}
+        if self.teacher and isinstance(self.teacher[0], Head):
+            given |= {f"teacher_{k}": v for k, v in self.teacher[0]._asdict().items()}
         text, tensors = describe(self.loss._registered, self.loss.values() | given)
         return tensors, self.backend, text
 
@@ -320,11 +320,7 @@ class ChunkRows:
     ) -> tuple[Tensor, Tensor | None]:
         """Values and gradient of a chunk, as :meth:`labo.fast.dispatch.FastRows.rows` gives them.
 
-        Args:
-            logits: (n, V), of the chunk.
-            number: of the chunk.
-            factor: for the gradient; for all rows of the call.
-            out: where the gradient is written.
+        The logits are those of the chunk, the factor is for all rows of the call.
         """
         part = self.parts[number]
         target, given = self.target[part], self._given(part)

@@ -81,12 +81,7 @@ class LinearLossOptions:
             raise ValueError(f"drop_ignored must be True, False or None, got {self.drop_ignored!r}")
 
     def most_rows(self, bytes_per_row: int, rows_of_weight: int | None = None) -> int:
-        """The largest number of rows of a chunk.
-
-        Args:
-            bytes_per_row: of the logits and what is computed from them.
-            rows_of_weight: how many rows take as much as the weight, where the chunk follows it.
-        """
+        """The largest number of rows of a chunk; see :func:`rows_of_weight`."""
         if self.batch_chunk_size is not None:
             return self.batch_chunk_size
         if self.memory_budget is None and rows_of_weight is not None:
@@ -425,12 +420,9 @@ def _rowwise(loss: Any) -> Any:
 
 
 def computing(loss: nn.Module, taught: bool, divided: bool) -> Loss:
-    """The loss with the hyper-parameters of this epoch.
+    """The loss with the hyper-parameters of this epoch, with or without a teacher.
 
-    Args:
-        loss: a row-wise loss, or a warm-up.
-        taught: whether a teacher is given.
-        divided: whether the columns are split over processes. Other losses are refused then.
+    If its columns are ``divided`` among processes, losses that need whole rows are refused.
     """
     active = _rowwise(loss)
     active.check_teacher(taught)

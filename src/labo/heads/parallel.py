@@ -119,18 +119,14 @@ def linear_loss(
         target: (...) class indices in [0, V), the same on all processes.
         loss: as for :func:`logits_loss`.
         linear_bias: (V_s,).
-        softcap, z_loss: as for :func:`labo.linear_loss`.
-        teacher_logits: as for :func:`labo.linear_loss`; the same columns of a teacher's logits, or
-            the same rows of its weight and bias.
-        token_weight: (...), the same on all processes.
-        return_metrics: as for :func:`labo.linear_loss`; the metrics are the same on all processes.
-            Each chunk then takes two more all-reduces.
+        teacher_logits: the same columns of a teacher's logits, or the same rows of its weight and
+            bias.
         group: the process group that shares the weight; None for all processes.
-        options: as for :func:`labo.linear_loss`; the memory budget is that of one process.
+        softcap, token_weight, z_loss, return_metrics, options: as for :func:`labo.linear_loss`, the
+            same on all processes. With metrics each chunk takes two more all-reduces.
 
     Returns:
-        The reduced loss, or (...) if the loss has ``reduction="none"``; the same on all processes.
-        With the metrics if they are asked for.
+        As :func:`labo.linear_loss`; the same on all processes.
 
     Example:
         >>> from labo import LABOLoss  # with one process, its columns are all there are

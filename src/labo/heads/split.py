@@ -204,14 +204,10 @@ class _Statistics(NamedTuple):
 
 
 class SplitRows:
-    """The rows of a loss whose columns are split over processes.
+    """The rows of a loss of which this process has ``width`` columns.
 
-    Args:
-        loss: the loss; its class weights are those of the whole vocabulary.
-        columns: those of this process, ``width`` of them.
-        width: their number.
-        device: of the logits.
-        keep: keep the statistics of a chunk for its gradient in the backward pass.
+    The class weights of the loss are those of all classes. With ``keep`` the statistics of a chunk
+    are kept for its gradient in the backward pass.
     """
 
     def __init__(
@@ -462,7 +458,7 @@ def _shifted(
 
 
 class _SplitLoss(torch.autograd.Function):
-    """The value from the sums; the gradient from the same sums in the backward pass."""
+    """Values, float64, from the sums; the gradient from the same sums in the backward pass."""
 
     @staticmethod
     def forward(
@@ -470,45 +466,31 @@ class _SplitLoss(torch.autograd.Function):
         logits: Tensor,
         rows: SplitRows,
         target: Tensor,
-        teacher: tuple[Tensor, ...],
-        divisor: float | Tensor,
-        reduction: str,
         with_gradient: bool,
+        *teacher: Tensor,
     ) -> Tensor:
-        ctx.rows, ctx.divisor, logits = rows, divisor, _waited(logits)
+        ctx.rows, logits = rows, _waited(logits)
         ctx.statistics = rows.statistics(logits, target, teacher, None, with_gradient)
         ctx.save_for_backward(logits, *teacher)
-        values = ctx.statistics.values
-        if reduction != "none":
-            values = values.sum() / divisor
-        return values.to(torch.promote_types(logits.dtype, torch.float32))
+        values: Tensor = ctx.statistics.values
+        return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, *teacher = ctx.saved_tensors
-        factor = upstream.double() / ctx.divisor
-        grad = ctx.rows.gradient(logits, ctx.statistics, tuple(teacher), factor, None)
-        return (grad, *(None,) * 6)
+        grad = ctx.rows.gradient(logits, ctx.statistics, tuple(teacher), upstream, None)
+        return (grad, None, None, None, *(None for _ in teacher))
 
 
 @disable_compile
 def row_loss(
-    logits: Any,
-    target: Tensor,
-    loss: Loss,
-    teacher: tuple[Any, ...] = (),
-    group: Group = None,
+    logits: Any, target: Tensor, loss: Loss, teacher: tuple[Any, ...] = (), group: Group = None
 ) -> Tensor:
-    """A loss on this process's columns.
+    """A loss on a DTensor that is split over the classes, or on this process's columns.
 
-    Args:
-        logits: a DTensor that is split over the classes, or this process's columns with ``group``.
-        target: (...) class indices among all classes.
-        loss: the loss; its class weights are those of all classes.
-        teacher: what the loss takes after the target: logits that are split as ``logits`` are, or
-            stored classes and their log-probabilities.
-        group: the processes that hold the columns of plain ``logits``; None for all.
+    Target, class weights and stored classes are those of all classes. ``teacher`` is what the loss
+    takes after the target; its logits are split as ``logits`` are. ``group`` is for plain columns.
     """
     check_formula(loss)
     target = replicated("target", target)
@@ -543,13 +525,12 @@ def row_loss(
     if columns is None:
         columns = columns_of(width, logits.device, group)
     rows = SplitRows(loss, columns, width, flat.device)
-    divisor: float | Tensor = 1.0
-    if loss.reduction == "mean":
-        divisor = weighted_total(None, labels, loss.ignore_index, loss.weight)
     with_gradient = flat.requires_grad and torch.is_grad_enabled()
-    fixed = (divisor, loss.reduction, with_gradient)
-    value: Tensor = _SplitLoss.apply(flat, rows, labels, teacher, *fixed)
-    return value.reshape(target.shape) if loss.reduction == "none" else value
+    value: Tensor = _SplitLoss.apply(flat, rows, labels, with_gradient, *teacher)
+    value = value.reshape(target.shape) if loss.reduction == "none" else value.sum()
+    if loss.reduction == "mean":
+        value = value / weighted_total(None, labels, loss.ignore_index, loss.weight)
+    return value.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def check_columns(shape: torch.Size, target: Tensor, dim: int) -> None:
