@@ -262,7 +262,8 @@ def compute(
     most = _most_rows(options, head, rows, columns)
     statistics: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
-        mean = Mean(_divisor(head, labels, weights, current, divided), weights)
+        total = _total(head, labels, weights, current, divided)
+        mean = Mean(total if active.reduction == "mean" else 1.0, weights)
         measure, drop = bool(return_metrics), options.drops(labels.device)
         if torch.compiler.is_compiling():
             fixed = (active.reduction, most, drop, measure)
@@ -585,10 +586,10 @@ def _teacher_weight(teacher: Teacher) -> Any:
 # ------------------------------------------------------------------ what is computed
 
 
-def _divisor(
+def _total(
     head: Head, target: Tensor, token_weight: Tensor | None, loss: Loss, divided: bool
 ) -> float | Tensor:
-    """What the result is divided by. Class indices are checked, except on parts of the classes."""
+    """What a mean divides by. Class indices are checked, except on parts of the classes."""
     fixed = (loss.ignore_index, loss.weight)
     if target.is_floating_point():
         total: float | Tensor = max(1, len(target))
@@ -596,7 +597,7 @@ def _divisor(
         total = denominator(head.input.dtype, target, len(head.weight), *fixed)
     if divided or token_weight is not None:
         total = weighted_total(token_weight, target, *fixed)
-    return total if loss.reduction == "mean" else 1.0
+    return total
 
 
 def _rows(loss: Loss, head: Head, target: Tensor, teacher: tuple[Any, ...]) -> LossRows:
