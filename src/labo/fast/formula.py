@@ -98,6 +98,20 @@ _PLANS: dict[Any, Passes] = {}
 _MOST_PLANS = 1000
 
 
+# The sums that have to be asked for; the others are always there.
+_ASKED = {
+    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
+    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
+}
+
+
+@lru_cache
+def _columns(asked: int) -> tuple[tuple[str, int], ...]:
+    """The names and places of the sums that these bits ask for."""
+    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
+    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
+
+
 SECOND_BACKWARD = (
     "a second backward pass through a loss with inplace=True: the first one wrote its gradient "
     "over the logits. Compute the loss again, or leave inplace out"
@@ -228,17 +242,18 @@ class FormulaRows:
         self.y = y
         z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
         limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
-        z_apart = None
+        z_y = z_stored = None
         if self.stored is not None:
-            z_apart = entries_of(logits, torch.cat([y.unsqueeze(1), self.stored], 1))
+            z_y, z_stored = entries_of(logits, y.unsqueeze(1)), entries_of(logits, self.stored)
             logits = self._masked = self._without_stored(logits)
         sums = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
         if statistics is not None:
             torch.stack(statistics_of(sums), 1, out=statistics)
             if self.ignored is not None:
                 statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
-        if z_apart is not None and self.log_t is not None:
-            sums |= {"log_t": self.log_t.double(), **_apart(sums, z_apart, limits)}
+        if z_y is not None and z_stored is not None and self.log_t is not None:
+            apart = _apart(sums, z_y.squeeze(1), z_stored, limits)
+            sums |= {"log_t": self.log_t.double(), **apart}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
         if plan.asked & EMIX:
@@ -305,20 +320,6 @@ def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
     return rows.scatter_add_(1, index.clamp(min=0), entries)
 
 
-# The sums that have to be asked for; the others are always there.
-_ASKED = {
-    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
-    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
-}
-
-
-@lru_cache
-def _columns(asked: int) -> tuple[tuple[str, int], ...]:
-    """The names and places of the sums that these bits ask for."""
-    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
-    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
-
-
 def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
     """The sums that were asked for, by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
@@ -338,23 +339,21 @@ def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
     return [log_e - u_y, entropy, correct.double(), sums["top"], log_e]
 
 
-def _apart(sums: dict[str, Tensor], z: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
-    """With stored classes: what has the maximum of all classes, and what has that of the sums.
-
-    ``z``, (N, 1 + k), has the logits of the target and of the stored classes.
-    """
+def _apart(
+    sums: dict[str, Tensor], z_y: Tensor, z_stored: Tensor, limits: torch.finfo
+) -> dict[str, Tensor]:
+    """With stored classes: what has the maximum of all classes, and what has that of the sums."""
     here = sums["top"]
-    top = torch.maximum(here, z.amax(1))
+    top = torch.maximum(here, z_stored.amax(1))
     top = top.masked_fill(top == -math.inf, 0.0)
     here = torch.where(here == -math.inf, top, here)  # without other classes any number serves
-    u = u_of(z, top.unsqueeze(1), limits)
     return {
         "top": top,
-        "u_y": u[:, 0].contiguous(),
-        "u_stored": u[:, 1:].contiguous(),
-        "gap": (here - top).clamp(min=limits.min),
+        "u_y": u_of(z_y, top, limits),
+        "u_stored": u_of(z_stored, top.unsqueeze(1), limits),
+        "gap": u_of(here, top, limits),
         "sums_top": here,
-        "sums_u_y": u_of(z[:, 0], here, limits),
+        "sums_u_y": u_of(z_y, here, limits),
     }
 
 
