@@ -19,8 +19,10 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import LabError
-from .directory import RunDirectory
+from ..errors import LabError, RequestError
+from . import files
+from .directory import Conditions, RunDirectory
+from .launched import jobs_at_once, patience
 from .lock import held
 
 T = TypeVar("T")
@@ -50,6 +52,28 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {instructions}, {threads} thread{'s' if threads > 1 else ''}"
 
 
+def note_conditions(run: RunDirectory, processes: int) -> None:
+    """Add to ``conditions.json`` of a run where and how it is trained now.
+
+    Two times are compared only if these are equal; see
+    :func:`labo.lab.analysis.groups.Group.step_times`. A file that cannot be read is replaced.
+    """
+    now: dict[str, Any] = {
+        "machine": platform.node(),
+        "torch": str(torch.__version__),
+        "jobs": jobs_at_once(),
+        "threads": torch.get_num_threads(),
+    }
+    if processes > 1:
+        now["processes"] = processes
+    try:
+        known = files.read_json(run.conditions_file, Conditions).launches
+    except RequestError:
+        known = []
+    if now not in known:
+        files.write_json(run.conditions_file, {"launches": [*known, now]})
+
+
 @contextmanager
 def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
     """Own a run directory. Its processes are one owner: the first one holds the lock.
@@ -62,7 +86,7 @@ def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
         if accelerator.is_main_process:
             try:
                 run.refuse_links()
-                stack.enter_context(held(run.path))
+                stack.enter_context(held(run.path, patience()))
             except LabError as error:
                 refusal[0] = error
         broadcast_object_list(refusal)
