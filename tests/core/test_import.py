@@ -55,7 +55,7 @@ print(*sorted(name for name in sys.modules if name.startswith("labo.")))
 
 def test_labo_loads_no_other_family_and_few_lines():
     lines, names = output_of(LINES).splitlines()
-    assert int(lines) <= 4200
+    assert int(lines) <= 4400  # about 4000; 6300 when all families were loaded
     loaded = set(names.split())
     assert "labo.losses.labo" in loaded
     heavy = {"labo.losses.teachers", "labo.linear", "labo.calibration", "labo.heads.split"}

@@ -44,7 +44,7 @@ from .._torch import forward_mode
 from ..fields import describe, described
 from ..rows import SPLIT, row_sum, wide
 from ..sums import FROM_TEACHER
-from . import blocked, formula, native
+from . import formula, native
 from .kernel import Kernel
 
 
@@ -285,7 +285,7 @@ class FastRows(NamedTuple):
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
         if self.backend != "native":
-            return blocked
+            return _blocked_module()
         return native if logits.is_cpu else _triton_module()
 
 
@@ -293,6 +293,12 @@ def backend_of(logits: Tensor) -> ModuleType:
     """The fastest backend for these logits, with the functions of :mod:`labo.fast.formula`."""
     if _native_refuses(logits) is None:
         return native if logits.is_cpu else _triton_module()
+    return _blocked_module()
+
+
+def _blocked_module() -> ModuleType:
+    from . import blocked
+
     return blocked
 
 
@@ -428,7 +434,7 @@ def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     if upstream.dim() == 0:
         return grad.mul_(upstream)
     # In blocks, because PyTorch copies what it multiplies to the wider of two types.
-    for part in blocked.blocks(grad):
+    for part in _blocked_module().blocks(grad):
         grad[part].mul_(upstream[part].unsqueeze(-1))
     return grad
 

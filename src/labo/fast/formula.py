@@ -77,7 +77,6 @@ from ..sums import (
     value_of,
 )
 from .columns import COEFFICIENTS, MIXED, SUMS
-from .spread import spread
 
 # What a formula is differentiated for.
 _VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "emix", "u_y", "u_top", "tau", "u_stored")
@@ -226,6 +225,8 @@ class FormulaRows:
         if statistics is not None:
             plan = plan._replace(asked=plan.asked | UE)
         if plan.spread is not None:
+            from .spread import spread
+
             how = (plan.spread == DEVIATION, getattr(backend, "moments", None))
             own = spread(logits, *how)
             taught = own if self.source is None else spread(self.source, *how, logits, own)
