@@ -60,3 +60,11 @@ def test_labo_loads_no_other_family_and_few_lines():
     assert "labo.losses.labo" in loaded
     heavy = {"labo.losses.teachers", "labo.linear", "labo.calibration", "labo.heads.split"}
     assert not loaded & heavy
+
+
+def test_families_are_found_by_name():
+    script = "import labo.losses; print(labo.losses.weights.FocalLoss is labo.FocalLoss)"
+    assert output_of(script) == "True"
+    names = output_of("from labo.losses import *; print(*dir())")
+    assert {"FocalLoss", "LOSSES", "Warmup"} <= {*names.split()}
+    assert "ZLoss" not in names.split()

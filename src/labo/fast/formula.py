@@ -269,7 +269,8 @@ class FormulaRows:
 
     def _fixed(self, plan: Passes) -> tuple[Any, ...]:
         """What both passes take beside the logits."""
-        return self.target, plan, self.weight, self.ignore_index, self.source
+        weight = self.weight if plan.asked & WQU else None
+        return self.target, plan, weight, self.ignore_index, self.source
 
     def refuse_second_backward(self) -> None:
         """Raise if an earlier backward pass has overwritten the logits."""
