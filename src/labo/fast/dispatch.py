@@ -171,10 +171,9 @@ def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tu
     """
     if classes <= loss.few_classes:
         return "reference", logits
-    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
-        copy = logits.float()
-        if _native_refuses(copy) is None:
-            return "native", copy
+    copied = logits.is_cpu and logits.dtype == torch.float16 and classes <= _COPIED_CLASSES
+    if backend == "blocked" and copied and native.unavailable() is None:
+        return "native", logits.float()
     return backend, logits
 
 

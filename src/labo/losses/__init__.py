@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     ALL: list[type[Loss]]
     LOSSES: Registry
 
+# A new file of losses is listed here, and above for type checkers.
 FAMILIES = ("weights", "fixed", "teachers", "tables", "labo")
 FUNCTION_ONLY = ("ZLoss",)  # not among the public classes
 
