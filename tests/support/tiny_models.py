@@ -58,6 +58,7 @@ def build(family: str, tied: bool = True, seed: int = 0, vocabulary: int = V, **
             forced_eos_token_id=2,
             **sizes,
             **shared,
+            **settings,
         )
         name = {"Marian": "MarianMTModel", "Bart": "BartForConditionalGeneration"}[family]
         model = getattr(transformers, name)(config)
