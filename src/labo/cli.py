@@ -27,7 +27,9 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         from .lab.run.interrupt import terminated_as_interrupted
+        from .lab.run.launched import end_with_engine
 
+        end_with_engine()
         try:
             with terminated_as_interrupted():
                 return super().invoke(ctx)
@@ -85,6 +87,18 @@ Overrides = Annotated[
 ]
 Jobs = Annotated[
     int | None, typer.Option(help="Runs at the same time. Default: one per GPU, or per core.")
+]
+EngineName = Annotated[
+    str, typer.Option("--engine", help="What runs them: local (this machine) or ray (a cluster).")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Ray cluster, HOST:PORT or auto. Default: Ray is started on this machine."),
+]
+Processes = Annotated[int, typer.Option(help="Processes of each run, started by torchrun.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads of each process. Default: the cores are shared out; with ray, 1."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AcceptData = Annotated[
@@ -323,18 +337,40 @@ def compare(
     grid: Annotated[
         list[str] | None,
         typer.Option(
-            help="Values of a hyper-parameter, such as labo.tau=1.15,1.25. The best one on the "
-            "validation split is reported. Can be repeated."
+            help="Values of a hyper-parameter, such as labo.tau=1.15,1.25, or with equal ratios, "
+            "such as optim.lr=0.01..1@6. The best one on the validation split is reported. Can be "
+            "repeated."
         ),
     ] = None,
+    select_seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="Seeds that select from the grid; only the selected values are run with the "
+            "others. Default: all."
+        ),
+    ] = None,
+    extend: Annotated[
+        bool,
+        typer.Option("--extend", help="Add values to a grid while the best one is at its edge."),
+    ] = False,
     teacher: Annotated[
         Path | None,
         typer.Option(help="Run directory of the teacher of kd. Default: base with the same seed."),
     ] = None,
+    engine: EngineName = "local",
+    address: Address = None,
     jobs: Jobs = None,
+    processes: Processes = 1,
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-RECIPE.")
     ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Print a shell line for each missing run, teachers first, and stop."
+        ),
+    ] = False,
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
@@ -344,20 +380,29 @@ def compare(
 
     Finished runs are reused, interrupted runs are continued, missing runs are started.
     """
-    from .lab.compare.execute import compare as compare_methods
+    from .lab.compare import execute
+    from .lab.compare.engines import Setup
+    from .lab.compare.plan import plan as plan_runs
 
     out = out or Path("runs") / f"compare-{Path(recipe).stem}"
-    table, failures = compare_methods(
+    setup = Setup(engine, address, jobs, processes, threads)
+    setup.check()
+    comparison = plan_runs(
         recipe,
         methods.split(","),
         seeds,
-        out=out,
+        out,
         overrides=overrides or (),
         grid=grid or (),
+        select_seeds=select_seeds,
+        extend=extend,
         teacher=None if teacher is None else str(teacher),
-        jobs=jobs,
-        accept_data=accept_data,
     )
+    if plan:
+        for line in execute.missing_commands(comparison, setup, accept_data=accept_data):
+            print(line)
+        return
+    table, failures = execute.run_comparison(comparison, setup, accept_data=accept_data)
     written = ", ".join(str(out / f"table.{kind}") for kind in ("md", "tex", "csv", "json"))
     further = [
         f"written: {written}",
@@ -444,7 +489,11 @@ def reproduce(
     seeds: Annotated[
         int | None, typer.Option(help="Runs per method. Default: as in the paper, or fewer.")
     ] = None,
+    engine: EngineName = "local",
+    address: Address = None,
     jobs: Jobs = None,
+    processes: Processes = 1,
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/reproduce-SCALE.")
     ] = None,
@@ -454,14 +503,17 @@ def reproduce(
     debug: Debug = False,
 ) -> None:
     """Reproduce a table or figure of the paper, next to the published numbers."""
+    from .lab.compare.engines import Setup
     from .lab.reproduce import command
 
+    setup = Setup(engine, address, jobs, processes, threads)
+    setup.check()
     plan = command.plan(exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out)
     if dry_run:
         print(command.describe(plan))
         return
     command.require(plan)
-    tables, failures = command.reproduce(exhibit, plan, jobs)
+    tables, failures = command.reproduce(exhibit, plan, setup)
     _conclude("\n".join(map(_shown, tables)), failures)
 
 

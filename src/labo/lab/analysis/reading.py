@@ -157,7 +157,7 @@ class _Model(_Facts):
 
 
 class _Conditions(_Content):
-    jobs: int
+    jobs: int | None = None  # not known if no engine started the run
     threads: int
 
 
@@ -316,7 +316,9 @@ def _metrics_line(text: bytes) -> dict[str, Any] | str:
 
 
 def read_conditions(path: Path) -> list[dict[str, Any]]:
-    """The conditions a run was trained under, from ``conditions.json`` beside its directory.
+    """The conditions a run was trained under, from its ``conditions.json``.
+
+    An older version of ``labo compare`` wrote such a file beside the run directories.
 
     Args:
         path: the run directory.
@@ -325,17 +327,18 @@ def read_conditions(path: Path) -> list[dict[str, Any]]:
         One entry per kind of launch (machine, torch version, number of jobs, threads); empty if
         nothing was noted.
     """
-    file = path.parent / "conditions.json"
-    if not file.is_file():
-        return []
-    content = _read_json(file)
-    if not isinstance(content, dict):
-        raise RequestError(f"{file} is not a JSON object")
-    found = content.get(path.name, [])
-    if not isinstance(found, list):
-        raise RequestError(f"{file}: {path.name} is not a list")
-    for entry in found:
-        _check(_Conditions, entry, f"{file}, {path.name}")
+    found: list[dict[str, Any]] = []
+    for folder, key in ((path.parent, path.name), (path, "launches")):
+        file = folder / "conditions.json"
+        content = _read_json(file) if file.is_file() else {}
+        if not isinstance(content, dict):
+            raise RequestError(f"{file} is not a JSON object")
+        entries = content.get(key, [])
+        if not isinstance(entries, list):
+            raise RequestError(f"{file}: {key} is not a list")
+        for entry in entries:
+            _check(_Conditions, entry, f"{file}, {key}")
+        found += [entry for entry in entries if entry not in found]
     return found
 
 
