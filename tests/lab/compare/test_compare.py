@@ -20,12 +20,13 @@ from rich.console import Console
 import lab_runs
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.analysis.collection import check_folder, claim_folder, runs_in
 from labo.lab.analysis.groups import mean_cell
 from labo.lab.compare import engines, execute
 from labo.lab.compare.engines import Setup
 from labo.lab.compare.execute import carry_out, run_comparison
 from labo.lab.compare.launch import Launch
-from labo.lab.compare.plan import Comparison, PlannedRun, check_folder, claim_folder, plan, runs_in
+from labo.lab.compare.plan import Comparison, PlannedRun, plan
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
 from labo.lab.run.lock import held
