@@ -190,19 +190,18 @@ def _edges(comparison: Comparison, choice: Choice) -> Iterable[str]:
 
 
 def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
-    kinds = set()
     try:
-        for run in runs:
-            kinds |= {(c.get("jobs") or 0, c["threads"]) for c in read_conditions(run.path)}
+        known = [launch for run in runs for launch in read_conditions(run.path)]
     except RequestError:
         return []  # the group has a note about it
+    kinds = {(launch.get("jobs") or 0, launch["threads"]) for launch in known}
     notes = [
         f"time: seconds per training step relative to {BASE} with the same seed; "
         f"{f'{jobs} run(s) at once, ' if jobs else ''}{threads} thread(s) each; wall-clock time, "
         "so other work on the machine distorts it"
         for jobs, threads in sorted(kinds)
     ]
-    if len(kinds) > 1:
+    if any(launch != known[0] for launch in known):
         notes.append("time: only runs made under the same conditions are compared")
     return [*notes, f"memory: peak resident memory minus that of {BASE} with the same seed"]
 
