@@ -468,8 +468,8 @@ def analyze(
 ) -> None:
     """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""
     from .lab.analysis import run as analysis
+    from .lab.analysis.collection import runs_in
     from .lab.analysis.printing import as_text
-    from .lab.compare.plan import runs_in
     from .lab.errors import printable
 
     options = [text for text in runs if "=" in text and not Path(text).exists()]
@@ -492,7 +492,7 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
-    from .lab.compare.plan import runs_in
+    from .lab.analysis.collection import runs_in
     from .lab.errors import printable
     from .lab.report import write_report
 
