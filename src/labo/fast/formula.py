@@ -84,7 +84,9 @@ def plan_of(loss: Any, weighted: bool) -> Passes:
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:  # a schedule that changes a number with every step
             _PLANS.clear()
-        plan = _PLANS[key] = passes_of(loss, weighted)
+        tensors = (x for x in loss.values().values() if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), None)
+        plan = _PLANS[key] = passes_of(loss, weighted, device)
     return plan
 
 
