@@ -628,8 +628,9 @@ def test_operator_check(name, dtype, with_grad):
     loss = dispatch.FastRows(OPERATORS[name], "native").pack()
     torch.library.opcheck(dispatch.rows_op, (logits, target, with_grad, *loss))
     torch.library.opcheck(dispatch.rows_op, (logits.requires_grad_(), target, with_grad, *loss))
+    _, sums = dispatch.rows_op(logits.detach(), target, False, *loss)
     torch.library.opcheck(
-        dispatch.rows_backward_op, (logits.detach(), target, torch.rand(4), *loss)
+        dispatch.rows_backward_op, (logits.detach(), target, sums, torch.rand(4), *loss)
     )
 
 

@@ -44,7 +44,7 @@ def both(name, backend, logits, target, **arguments):
             triton_for_native(patch)
         impl = "native" if backend == "triton" else backend
         value = function(leaf, target, impl=impl, **hyper, **arguments)
-    (slope,) = torch.autograd.grad(value.sum(), leaf)
+        (slope,) = torch.autograd.grad(value.sum(), leaf)
     return value.detach(), slope
 
 
