@@ -7,7 +7,7 @@ import importlib.metadata
 
 import torch
 
-_CHOOSE = "install another build of torch (README, Installation)"
+_CHOOSE = "install another build of torch (README, Two commands)"
 
 
 def driver_cuda() -> tuple[int, int] | None:
