@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import importlib.util
 
 import torch
 
@@ -24,12 +25,11 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def _triton() -> str | None:
-    for name in ("triton", "triton-windows", "pytorch-triton-rocm"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    """The version of Triton, whose distribution has another name for Windows and for ROCm."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    names = importlib.metadata.packages_distributions().get("triton", ["triton"])
+    return importlib.metadata.version(names[0])
 
 
 def _text(version: tuple[int, int] | None) -> str:

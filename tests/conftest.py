@@ -288,5 +288,7 @@ def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
     monkeypatch.setattr(dispatch.native, "sums", kernels.sums)
     monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
+    moments = on_device(kernels.masked_moments)
+    monkeypatch.setattr(dispatch.native, "masked_moments", moments, raising=False)
     monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)
     monkeypatch.setattr(dispatch.FastRows, "in_one_pass", lambda rows, logits: False)

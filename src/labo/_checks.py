@@ -174,11 +174,17 @@ def out_of_range(target: Tensor, num_classes: int, ignore_index: int | None) -> 
     return TargetError(f"target {target[where].item()}{index} {sentence}")
 
 
-def check_range(target: Tensor, num_classes: int, ignore_index: int | None = None) -> None:
-    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``."""
-    good = (target >= 0) & (target < num_classes)
-    if ignore_index is not None:
-        good = good | (target == ignore_index)
+def check_range(
+    target: Tensor, num_classes: int, ignore_index: int | None = None, good: Tensor | None = None
+) -> None:
+    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``.
+
+    ``good`` tells whether there are none, if that is known.
+    """
+    if good is None:
+        good = (target >= 0) & (target < num_classes)
+        if ignore_index is not None:
+            good = good | (target == ignore_index)
     ensure(
         good,
         lambda: out_of_range(target, num_classes, ignore_index),

@@ -29,22 +29,19 @@ from triton.runtime.jit import JITFunction
 
 from labo.fast import kernels  # compiled ones, because the interpreter is off
 
-# Operations that start no kernel: views, and memory that is not written.
-_FREE = frozenset(
-    "view expand slice select unsqueeze squeeze t transpose detach alias as_strided permute unbind "
-    "split split_with_sizes _unsafe_view lift_fresh unfold movedim diagonal _reshape_alias "
-    "empty new_empty empty_like empty_strided new_empty_strided resolve_conj resolve_neg".split()
-)
 # They read as many entries of their first argument as they give.
 _PICK = frozenset(("gather", "index", "index_select", "embedding"))
 # They change some entries of their first argument in place.
 _PUT = frozenset(("scatter_", "scatter_add_", "index_put_", "index_add_"))
 # They do not read their first argument.
-_OVERWRITE = frozenset(
-    "fill_ zero_ copy_ zeros_like ones_like full_like new_zeros new_ones new_full".split()
-)
+_OVERWRITE = frozenset(("fill_", "zero_", "copy_", "zeros_like", "ones_like", "full_like"))
 # The host waits for their result.
-_WAIT = frozenset("_local_scalar_dense nonzero equal masked_select unique_dim _unique2".split())
+_WAIT = frozenset(("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"))
+
+
+def _is_free(func: Any, name: str) -> bool:
+    """Whether an operation starts no kernel: a view, or memory that is not written."""
+    return func.is_view or "empty" in name or name in ("_unsafe_view", "lift_fresh")
 
 
 def _bytes(x: Tensor) -> int:
@@ -103,8 +100,8 @@ class Counted(TorchDispatchMode):
             return result
         if any(x.is_meta and x.dtype == self.refused for x in made):
             raise TypeError(f"{name} of {self.refused}, which this device does not have")
-        if name not in _FREE:
-            # A tensor without dimensions on the CPU is an argument of a kernel, unless it is copied.
+        if not _is_free(func, name):
+            # A number on the CPU is an argument of a kernel, unless it is copied.
             copies = name in ("copy_", "_to_copy")
             if any(not x.is_meta and (x.dim() or copies) for x in taken):
                 self.waits.append(f"{name} of a CPU tensor")
@@ -183,7 +180,9 @@ def _count_launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any
 
 
 @contextmanager
-def fake_device(large: int, kind: str = "cuda", refused: torch.dtype | None = None) -> Iterator[Counted]:
+def fake_device(
+    large: int, kind: str = "cuda", refused: torch.dtype | None = None
+) -> Iterator[Counted]:
     """Tensors that are made with ``device="cuda"`` inside are on the device that is not there.
 
     Args:

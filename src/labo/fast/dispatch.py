@@ -45,6 +45,7 @@ from ..fields import describe, described
 from ..rows import exact, row_sum, wide
 from ..sums import EMIX, FROM_TEACHER
 from . import blocked, formula, native
+from .columns import SUMS
 from .kernel import Kernel
 
 
@@ -268,7 +269,7 @@ class FastRows(NamedTuple):
         if self._kernel() is not None:
             return logits.new_empty(logits.shape[0], native.STATISTICS, dtype=torch.float32)
         plan = formula.plan_of(self.loss, self.weight is not None)
-        width = len(formula.SUMS) * (2 if plan.asked & EMIX else 1)
+        width = len(SUMS) * (2 if plan.asked & EMIX else 1)
         return logits.new_empty(logits.shape[0], width, dtype=exact(logits.device, logits.dtype))
 
     def gradient(self, logits: Tensor, target: Tensor, sums: Tensor, factor: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ class FastRows(NamedTuple):
             grad = _triton_module().row_gradient(*given, *fixed)
         else:
             rows = self._formula(logits, target, None)
-            rows.known = list(sums.split(len(formula.SUMS), 1))
+            rows.known = list(sums.split(len(SUMS), 1))
             _, grad = rows.rows(logits, factor)
         assert grad is not None
         return grad
@@ -355,6 +356,12 @@ def denominator(
         weight = weight.detach().to(wide(dtype))
     if _checks.can_read(target) and native.unavailable() is None:
         return native.denominator(target, classes, ignore_index, weight) or math.inf
+    if target.is_cuda and _checks.is_plain(target) and _triton_unavailable() is None:
+        kernels = _triton_module()
+        if len(target) <= kernels.MOST_TARGETS:
+            found, good = kernels.count_targets(target, classes, ignore_index, weight)
+            _checks.check_range(target, classes, ignore_index, good)
+            return found if weight is None else found.to(weight.dtype)
     _checks.check_range(target, classes, ignore_index)
     valid = target != ignore_index
     if weight is None:

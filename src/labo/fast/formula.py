@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from .._torch import autograd_enabled
-from ..rows import largest, u_of, wide
+from ..rows import exact, largest, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
     DEVIATION,
@@ -202,17 +202,20 @@ class FormulaRows:
         with autograd_enabled():
             leaf = logits.detach().requires_grad_()
             values = self.values(leaf, statistics)
-            given = factor.double() if isinstance(factor, Tensor) else values.new_tensor(factor)
+            if isinstance(factor, Tensor):
+                given = factor.to(values.dtype)
+            else:
+                given = values.new_full((), factor)
             (grad,) = torch.autograd.grad(values, leaf, given.expand_as(values))
         return values.detach().to(dtype), grad
 
     def _first_pass(self, logits: Tensor, statistics: Tensor | None) -> float | Tensor:
         """Finds the sums. Returns the class weights of the targets, or 1.0."""
-        plan, target, backend = self.plan, self.target, self.backend
+        plan, target, wider = self.plan, self.target, exact(logits.device, logits.dtype)
         if statistics is not None:
             plan = plan._replace(asked=plan.asked | UE)
         if plan.spread is not None:
-            how = (plan.spread == DEVIATION, getattr(backend, "moments", None))
+            how = (plan.spread == DEVIATION, self.backend)
             own = spread(logits, *how)
             taught = own if self.source is None else spread(self.source, *how, logits, own)
             sizes = (plan.tau * own.size, plan.tau * taught.size)
@@ -226,8 +229,8 @@ class FormulaRows:
             if self.some_ignored or not logits.is_cpu or bool(ignored.any()):
                 y, self.ignored = target.masked_fill(ignored, 0), ignored
         self.y = y
-        z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
-        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
+        z_largest = largest(logits, plan.top_k).to(wider) if plan.top_k else None
+        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else wider)
         z_y = z_stored = None
         if self.stored is not None:
             z_y, z_stored = entries_of(logits, y.unsqueeze(1)), entries_of(logits, self.stored)
@@ -239,7 +242,7 @@ class FormulaRows:
                 statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
         if z_y is not None and z_stored is not None and self.log_t is not None:
             apart = _apart(sums, z_y.squeeze(1), z_stored, limits)
-            sums |= {"log_t": self.log_t.double(), **apart}
+            sums |= {"log_t": self.log_t.to(wider), **apart}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
         if plan.asked & EMIX:
@@ -248,7 +251,7 @@ class FormulaRows:
             sums |= {name: again[name] for name in MIXED}
         u_y = sums.get("sums_u_y", sums["u_y"])
         sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
-        self.w_y = 1.0 if self.weight is None else self.weight[y].double()
+        self.w_y = 1.0 if self.weight is None else self.weight[y].to(wider)
         self.plan, self.sums = plan, sums | temperatures(plan, sums["e"])
         return self.w_y
 
@@ -303,8 +306,8 @@ class FormulaRows:
 
 
 def entries_of(logits: Tensor, index: Tensor) -> Tensor:
-    """Some logits of each row, float64, from (N, k) indices; -inf for a negative index."""
-    z = logits.gather(1, index.clamp(min=0)).double()
+    """Some logits of each row, exact, from (N, k) indices; -inf for a negative index."""
+    z = logits.gather(1, index.clamp(min=0)).to(exact(logits.device, logits.dtype))
     return z.masked_fill(index < 0, -math.inf)
 
 
@@ -329,7 +332,7 @@ def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
     log_e, u_y = sums["e"].log(), sums["u_y"]
     entropy = (log_e - sums["ue"] / sums["e"]).clamp(min=0.0)
     correct = (u_y >= 0) & ~sums["e"].isnan()
-    return [log_e - u_y, entropy, correct.double(), sums["top"], log_e]
+    return [log_e - u_y, entropy, correct.to(u_y.dtype), sums["top"], log_e]
 
 
 def _apart(
@@ -360,15 +363,15 @@ def masses_of(
         return {"q_y": (u_y / plan.tau).exp()}
     masked = u_y == -math.inf
     if plan.masses == BEYOND_MARGIN:
-        return {"q_y": (-u_y > plan.margin).double().masked_fill(masked, 0.0)}
+        return {"q_y": (-u_y > plan.margin).to(u_y.dtype).masked_fill(masked, 0.0)}
     if source is None:
-        return {"q_y": (~masked).double()}
+        return {"q_y": (~masked).to(u_y.dtype)}
     if plan.masses == FROM_TEACHER:
-        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).double() - source_top
+        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).to(u_y.dtype) - source_top
         v_y = v_y.masked_fill(masked, -math.inf)
         tau = plan.tau if plan.row_tau is None else plan.row_tau.source_tau
         return {"q_y": (v_y / tau).exp(), "v_y": v_y}
-    mass = (source[y] if source.dim() == 1 else source[y, y]).double()
+    mass = (source[y] if source.dim() == 1 else source[y, y]).to(u_y.dtype)
     return {"q_y": mass.masked_fill(masked, 0.0)}
 
 
