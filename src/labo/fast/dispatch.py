@@ -536,7 +536,7 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "labo::rows",
+    "labo::rows_and_sums",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, bool with_grad, {ROW_LOSS_SCHEMA}) -> (Tensor, Tensor)",
 )
@@ -564,7 +564,7 @@ def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tens
 
 
 @torch.library.custom_op(
-    "labo::rows_backward",
+    "labo::rows_from_sums",
     mutates_args=(),
     schema="(Tensor logits, Tensor target, Tensor sums, Tensor upstream, "
     f"{ROW_LOSS_SCHEMA}) -> Tensor",
