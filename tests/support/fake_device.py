@@ -52,6 +52,13 @@ def _bytes(x: Tensor) -> int:
     return count
 
 
+def _as_meta(x: Any, kind: str) -> Any:
+    """The device "meta" for one of this kind; anything else as it is."""
+    if isinstance(x, torch.device):
+        return torch.device("meta") if x.type == kind else x
+    return "meta" if isinstance(x, str) and x.partition(":")[0] == kind else x
+
+
 class Counted(TorchDispatchMode):
     """Counts what happens on the device.
 
@@ -61,9 +68,9 @@ class Counted(TorchDispatchMode):
         peak: the most bytes of large tensors that were alive at once and not `given`.
     """
 
-    def __init__(self, large: int, refused: torch.dtype | None) -> None:
+    def __init__(self, large: int, kind: str, refused: torch.dtype | None) -> None:
         super().__init__()
-        self.large, self.refused, self.inside = large, refused, False
+        self.large, self.kind, self.refused, self.inside = large, kind, refused, False
         self.given()
 
     def given(self, *tensors: Tensor) -> None:
@@ -88,11 +95,13 @@ class Counted(TorchDispatchMode):
         return sum(size for _, size in self._alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name in _WAIT and any(x.is_meta for x in taken):
             self.waits.append(name)
+        if "device" in kwargs:  # in a backward pass, where the mode for functions is off
+            kwargs["device"] = _as_meta(kwargs["device"], self.kind)
         with self.as_meta():
             result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -156,17 +165,12 @@ class _Moved(TorchFunctionMode):
         super().__init__()
         self.kind = kind
 
-    def _moved(self, x: Any) -> Any:
-        if isinstance(x, torch.device):
-            return torch.device("meta") if x.type == self.kind else x
-        return "meta" if isinstance(x, str) and x.partition(":")[0] == self.kind else x
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.cuda:
             func, args = Tensor.to, (args[0], "meta")
         if func is not torch.autocast and func is not torch.amp.autocast_mode.autocast:
-            args, kwargs = tree_map(self._moved, (args, kwargs))
+            args, kwargs = tree_map(lambda x: _as_meta(x, self.kind), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -190,10 +194,12 @@ def fake_device(
         kind: "cuda", or another type of device, which has no Triton kernels.
         refused: a dtype that the device does not have.
     """
-    counted = Counted(large, refused)
+    counted = Counted(large, kind, refused)
     plain = {name: getattr(Tensor, name) for name in ("device", "is_cuda", "data_ptr")}
     meta = torch.device(kind, 0)
-    of_cuda = {name: getattr(torch.cuda, name) for name in ("is_available", "device_of")}
+    of_cuda = {
+        name: getattr(torch.cuda, name) for name in ("is_available", "device_of", "_lazy_init")
+    }
     run = JITFunction.run
 
     def device(self: Tensor) -> torch.device:
@@ -209,6 +215,7 @@ def fake_device(
     Tensor.device, Tensor.is_cuda = property(device), property(is_cuda)  # type: ignore[assignment]
     Tensor.data_ptr = data_ptr  # type: ignore[assignment]
     torch.cuda.is_available = lambda: kind == "cuda"
+    torch.cuda._lazy_init = lambda: None
     torch.cuda.device_of = lambda tensor: nullcontext()  # type: ignore[assignment, misc]
     JITFunction.run = _count_launch
     try:

@@ -203,14 +203,15 @@ def _mass_sums(
 
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """See :data:`labo.fast.spread.Moments`."""
-    found = torch.zeros(2, len(logits), dtype=torch.float64, device=logits.device)
+    wider = exact(logits.device, logits.dtype)
+    found = torch.zeros(2, len(logits), dtype=wider, device=logits.device)
     for part in blocks(logits):
         x = logits[part].to(wide(logits.dtype)).contiguous()  # bits depend on the strides
         if centered:
             center = row_sum(x) / x.shape[1]
-            found[0, part] = center.double()
+            found[0, part] = center.to(wider)
             x = x - center.unsqueeze(1)
-        found[1, part] = row_sum(x * x).double()
+        found[1, part] = row_sum(x * x).to(wider)
     return found[0], found[1]
 
 
