@@ -2,7 +2,7 @@
 
 ``python tests/support/gpu_costs.py`` counts forward and backward pass: launches, bytes of large
 tensors read and written, the most of them that is alive, and the times the host waits. ``--write``
-also puts the tables into docs/performance.md, where ``tests/core/test_gpu_costs.py`` compares them.
+also puts the tables into docs/performance.md, where a test compares them.
 """
 
 from __future__ import annotations

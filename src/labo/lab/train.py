@@ -62,7 +62,7 @@ from .run.seeds import mix
 from .run.sharding import spread
 from .run.state import KeptModel, RunState
 from .run.trackers import installed_trackers, missing_tensorboard, start_trackers
-from .schedule import Schedule, one_ahead
+from .schedule import Schedule, ahead
 from .selection import Selection, evaluated_weights, follow
 from .tasks import Batch, find_task, load_model
 
@@ -209,7 +209,7 @@ class Trainer:
         several = self.accelerator.num_processes > 1
         counters, patience = self.state.counters, self.recipe.train.patience
         planned = self.schedule.batches(self.task, counters, self.accelerator)
-        planned = one_ahead(planned) if self.recipe.train.workers else planned
+        planned = ahead(planned) if self.recipe.train.workers else planned
         while True:
             with self.interruptions.deferred() if several else nullcontext():
                 batch = next(planned, None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 from ..errors import LabError
 from .directory import RunDirectory
 from .lock import held
+
+T = TypeVar("T")
 
 
 def on_cpu() -> bool:
@@ -66,6 +69,33 @@ def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
         if refusal[0] is not None:
             raise refusal[0]
         yield
+
+
+def once(make: Callable[[], T]) -> T:
+    """What the first process makes, on every process; its error is raised on every one, too."""
+    if not torch.distributed.is_initialized():
+        return make()
+    made: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            made = [make(), None]
+        except (LabError, OSError) as error:
+            made = [None, error]
+    torch.distributed.broadcast_object_list(made)
+    value, failure = made
+    if failure is not None:
+        raise failure
+    return cast(T, value)
+
+
+def free_memory() -> float:
+    """Bytes of main memory that are available; infinity where the system does not tell."""
+    information = Path("/proc/meminfo")
+    if not information.is_file():
+        return math.inf
+    lines = information.read_text(encoding="utf-8").splitlines()
+    free = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(free, math.inf)
 
 
 def peak_memory() -> int:

@@ -1,4 +1,4 @@
-"""The paper's claims, one test each."""
+"""LABO: the paper's claims one by one, the worked numbers, and the warmup."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from scipy.optimize import minimize
 
 import labo
 from conftest import gradient
 from labo import functional as F
 from labo import smoothing
+from worked import BATCH, TARGETS, Y0, Y1, A, B, T, near
 
 LOGITS = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
 TARGET = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -83,6 +85,8 @@ def test_remark_2_a_teacher_gives_distillation():
     value = F.smoothed_cross_entropy(LOGITS, TARGET, p_t, alpha=alpha, beta=alpha)
     kd = F.distillation_loss(LOGITS, TARGET, teacher, alpha=alpha, tau=1.0)
     torch.testing.assert_close(value, kd + alpha * math.log(5))
+    value = F.smoothed_cross_entropy(A, Y0, T.softmax(-1), alpha=0.5, beta=0.5)
+    near(value - 0.5 * math.log(4), 0.263647)
 
 
 def test_remark_3_large_beta_is_label_smoothing():
@@ -100,13 +104,14 @@ def test_remark_4_the_optimum_is_a_temperature():
     torch.testing.assert_close(smoothing.tempered(LOGITS, 1.25), (LOGITS / 1.25).softmax(-1))
 
 
-def test_optimal_smoothing_beats_every_other():
-    best = F.labo_loss(LOGITS, TARGET, alpha=0.3, tau=1.25, reduction="none")
+@pytest.mark.parametrize(("alpha", "tau"), [(0.01, 5.0), (0.3, 1.25), (1.0, 0.3)])
+def test_optimal_smoothing_beats_every_other(alpha, tau):
+    best = F.labo_loss(LOGITS, TARGET, alpha=alpha, tau=tau, reduction="none")
     for seed in range(20):
         torch.manual_seed(seed)
         other = torch.distributions.Dirichlet(torch.ones(5, dtype=torch.float64)).sample((6,))
         value = F.smoothed_cross_entropy(
-            LOGITS, TARGET, other, alpha=0.3, beta=0.375, reduction="none"
+            LOGITS, TARGET, other, alpha=alpha, beta=alpha * tau, reduction="none"
         )
         assert (best <= value + 1e-12).all()
 
@@ -184,3 +189,161 @@ def test_training_reaches_the_stationary_point():
         optimizer.step()
     expected = smoothing.stationary_confidence(100, tau=1.25)
     assert logits.softmax(0)[3].item() == pytest.approx(expected, abs=1e-6)
+
+
+LABO_TABLE = {
+    ("A", 1.15): (0.751537, 0.593684, 0.734468, 0.838893, 0.260414, 1.099307, -0.096402),
+    ("A", 1.25): (0.816888, 0.568583, 0.718064, 0.871807, 0.248732, 1.120539, -0.079998),
+    ("B", 1.15): (0.689697, 0.094136, 0.456721, 1.724955, 0.147413, 1.872368, -0.378327),
+    ("B", 1.25): (0.749670, 0.103408, 0.462282, 1.747372, 0.136844, 1.884216, -0.383887),
+}
+
+
+class TestLABO:
+    @pytest.mark.parametrize(("sample", "tau"), LABO_TABLE)
+    def test_table(self, sample, tau):
+        z, y = {"A": (A, Y0), "B": (B, Y1)}[sample]
+        beta, p_star_y, p_hat_y, ce, kl, value, slope = LABO_TABLE[sample, tau]
+        alpha = smoothing.adaptive_alpha(z)
+        p_star = smoothing.tempered(z, tau)
+        p_hat = smoothing.smoothed_target(y, p_star, alpha)
+        near(alpha * tau, beta)
+        near(p_star[y], p_star_y)
+        near(p_hat[y], p_hat_y)
+        near(F.cross_entropy_loss(z, p_hat), ce)
+        near(alpha * tau * (p_star * (4 * p_star).log()).sum(), kl)
+        near(F.labo_loss(z, y, tau=tau), value)
+        near(gradient(lambda x: F.labo_loss(x, y, tau=tau), z)[y], slope)
+        near(F.smoothed_cross_entropy(z, y, p_star, alpha=alpha, beta=alpha * tau), value)
+
+    def test_alpha(self):
+        near(smoothing.adaptive_alpha(A), 0.653511)
+        near(smoothing.adaptive_alpha(B), 0.599736)
+
+    def test_batch_mean(self):
+        near(F.labo_loss(BATCH, TARGETS), 1.502377)
+        p_hat = smoothing.smoothed_target(
+            TARGETS, smoothing.tempered(BATCH), smoothing.adaptive_alpha(BATCH)
+        )
+        near(F.cross_entropy_loss(BATCH, p_hat), 1.309589)
+
+    def test_fixed_alpha(self):
+        near(F.labo_loss(A, Y0, alpha=0.1), 0.552024)
+        p_star = smoothing.tempered(A, 1.25)
+        near(F.smoothed_cross_entropy(A, Y0, p_star, alpha=0.1), 0.513963)
+
+    def test_the_four_gradients(self):
+        """Detached or not: the same for constant alpha, another sign for adaptive alpha."""
+        near(gradient(lambda z: F.labo_loss(z, Y0, alpha=0.1), A)[0], -0.318792)
+
+        def two_stage(z, *, alpha, beta):
+            return F.smoothed_cross_entropy(
+                z, Y0, smoothing.tempered(z, 1.25), alpha=alpha, beta=beta
+            )
+
+        near(gradient(lambda z: two_stage(z, alpha=0.1, beta=0.125), A)[0], -0.318792)
+        near(gradient(lambda z: two_stage(z, alpha=0.1, beta=0.0), A)[0], -0.348199)
+        near(gradient(lambda z: F.labo_loss(z, Y0, alpha_grad=True), A)[0], 0.040873)
+
+        def all_in_graph(z):
+            alpha = smoothing.adaptive_alpha(z)
+            return two_stage(z, alpha=alpha, beta=1.25 * alpha)
+
+        near(gradient(all_in_graph, A)[0], 0.040873)
+
+    def test_mixed_label(self):
+        mixed = torch.tensor([0.7, 0.0, 0.3, 0.0], dtype=torch.float64)
+        near(F.cross_entropy_loss(A, mixed), 1.019313)
+        alpha = smoothing.adaptive_alpha(A)
+        p_hat = smoothing.smoothed_target(mixed, smoothing.tempered(A), alpha)
+        near(F.cross_entropy_loss(A, p_hat), 1.069306)
+        two = 0.7 * F.labo_loss(A, Y0) + 0.3 * F.labo_loss(A, torch.tensor(2))
+        near(F.labo_loss(A, mixed), two.item())
+
+
+def test_labo_with_several_outer_steps():
+    """Free logits, z <- z - gradient. The held label is the limit; a fresh one moves."""
+    held, fresh = A, A
+    values, slopes, fresh_values, fresh_slopes = [], [], [], []
+    for _ in range(4):
+        slope = gradient(lambda z: F.held_labo_loss(z, Y0, A), held)
+        values.append(F.held_labo_loss(held, Y0, A))
+        slopes.append(slope[0])
+        held = held - slope
+        slope = gradient(lambda z: F.labo_loss(z, Y0), fresh)
+        fresh_values.append(F.labo_loss(fresh, Y0))
+        fresh_slopes.append(slope[0])
+        fresh = fresh - slope
+    near(values[:2], [1.120539, 1.111326])
+    near(slopes[:2], [-0.079998, -0.051184])
+    near(fresh_values[:2], [1.120539, 1.124681])
+    near(fresh_slopes[:2], [-0.079998, -0.061475])
+    near(held.softmax(-1)[0], 0.703797)
+    p_hat = smoothing.smoothed_target(Y0, smoothing.tempered(A), smoothing.adaptive_alpha(A))
+    near(p_hat[0], 0.718064)
+    near(F.held_labo_loss(p_hat.log(), Y0, A), 1.103665)
+
+
+def test_held_labo_of_its_own_prediction_is_labo():
+    for alpha in ("adaptive", 0.3):
+        expected = F.labo_loss(BATCH, TARGETS, alpha=alpha, reduction="none")
+        near(F.held_labo_loss(BATCH, TARGETS, BATCH, alpha=alpha, reduction="none"), expected)
+        loss = labo.HeldLABOLoss(alpha=alpha, reduction="none")
+        assert torch.equal(loss(BATCH, TARGETS), expected)
+        near(loss(BATCH, TARGETS, BATCH), expected)
+    x, weight = torch.randn(5, 3), torch.randn(4, 3)
+    target = torch.tensor([0, 3, 1, 1, 2])
+    loss = labo.HeldLABOLoss()
+    by_head = labo.linear_loss(x, weight, target, loss, teacher_logits=(x.flip(0), weight + 1))
+    expected = loss(x @ weight.T, target, x.flip(0) @ (weight + 1).T)
+    torch.testing.assert_close(by_head, expected)
+
+
+def test_warmup_counts_steps_and_resumes():
+    def make():
+        return labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=4)
+
+    loss = make()
+    loss.step()
+    loss.step()
+    assert loss.active is loss.before
+    resumed = make()
+    resumed.load_state_dict(loss.state_dict())
+    assert resumed.steps_done == 2
+    resumed.step()
+    assert resumed.active is resumed.after
+    assert loss.active is loss.before
+    assert "steps=4, steps_done=3" in repr(resumed)
+
+
+def test_warmup_of_zero_or_one_step_is_off():
+    for steps in (0, 1):
+        loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=steps)
+        assert loss.active is loss.after
+
+
+def test_warmup_compiles_at_most_twice():
+    logits, target = LOGITS, TARGET
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=4)
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for _ in range(8):
+        torch.testing.assert_close(compiled(logits, target), loss.active(logits, target))
+        loss.step()
+    assert counter.frame_count == 2
+
+
+def test_warmup_passes_teacher_logits_to_the_loss_that_takes_them():
+    logits, target = LOGITS, TARGET
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
+    teacher = logits.sin()
+    assert torch.equal(loss(logits, target, teacher), loss.before(logits, target))
+    loss.step()
+    assert torch.equal(loss(logits, target, teacher), loss.after(logits, target, teacher))
+    with pytest.raises(TypeError, match="DistillationLoss needs teacher_logits"):
+        loss(logits, target)
+    draws = torch.linspace(0.1, 0.9, 6)
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.BetaSmoothingLoss(), steps=0)
+    expected = loss.after(logits, target, teacher, draws)
+    assert torch.equal(loss(logits, target, teacher, draws), expected)

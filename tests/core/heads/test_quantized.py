@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eighths import Eighths
 
 import labo
+from eighths import Eighths
 from labo.heads import quantized
 from probes import LargestTensor
 

@@ -1,4 +1,4 @@
-"""A tensor counts by its values: strides, offsets and expanded dimensions change nothing.
+"""Rows of logits: strides, offsets and expanded dimensions change nothing; the largest logits.
 
 Every tensor argument of every loss is given as a view of some layout, and the result is compared
 with that of contiguous copies. The memory around a view holds values that would be noticed.
@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import labo
-from conftest import LOSS_CASES, MODULES, REPRESENTATIVES, draws, triton_for_native
+from backends import ONE_CALL
+from conftest import CASES, MODULES, REPRESENTATIVES, draws, triton_for_native
 from labo import functional as F
+from labo.rows import largest
 
 quick = settings(max_examples=12, deadline=None)
 
@@ -110,7 +112,7 @@ def extra_arguments(case, logits: Tensor, layout: str) -> list[Tensor]:
 
 
 # One loss of each kind, and every other kind of argument.
-ARGUMENTS = [case for case in LOSS_CASES if case.name in ("ols", "mls", "wls", "betals")]
+ARGUMENTS = [CASES[name] for name in ("topk-bucket", "connet", "ols", "mls", "wls", "betals")]
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVES + ARGUMENTS, ids=lambda case: case.name)
@@ -132,54 +134,38 @@ def test_any_layout_of_any_argument(case, size, kind, soft):
     )
 
 
-FUSED = {
-    "ce": (F.cross_entropy_loss, {}),
-    "ls": (F.label_smoothing_loss, {"alpha": 0.2}),
-    "labo": (F.labo_loss, {}),
-    "labo-fixed": (F.labo_loss, {"alpha": 0.4}),
-}
-
-
-def fused_call(name: str, impl: str, weighted: bool):
-    function, hyper = FUSED[name]
-
-    def call(z, t, w, *, reduction):
-        weight = w if weighted else None
-        return function(z, t, weight=weight, impl=impl, reduction=reduction, **hyper)
-
-    return call
-
-
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("impl", ["blocked", "native"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=30, deadline=None)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["ls", "labo"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("blocked", torch.float32),
+        ("blocked", torch.bfloat16),
+        ("native", torch.float32),
+        ("native", torch.bfloat16),
+        ("triton", torch.float32),
+    ],
+)
+@settings(max_examples=12, deadline=None)
 @given(sizes, kinds, st.booleans(), st.booleans())
-def test_any_layout_on_the_fused_backends(name, impl, dtype, size, kind, weighted, ignored):
+def test_any_layout_on_the_fast_backends(name, backend, dtype, size, kind, weighted, ignored):
     logits, target, weight = problem(*size, dtype)
     if ignored:
         target[::2] = -100
-    assert_layout_does_not_matter(
-        fused_call(name, impl, weighted),
-        arranged(logits, kind[0]),
-        arranged(target, kind[1]),
-        arranged(weight.float(), kind[2]),
-    )
 
+    def call(z, t, w, *, reduction):
+        impl = "native" if backend == "triton" else backend
+        weight = w if weighted else None
+        return ONE_CALL[name](z, t, weight=weight, impl=impl, reduction=reduction)
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", FUSED)
-@settings(max_examples=6, deadline=None)
-@given(sizes, kinds, st.booleans())
-def test_any_layout_for_the_triton_kernels(name, size, kind, weighted):
-    logits, target, weight = problem(*size, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        triton_for_native(patch)
+        if backend == "triton":
+            triton_for_native(patch)
         assert_layout_does_not_matter(
-            fused_call(name, "native", weighted),
+            call,
             arranged(logits, kind[0]),
             arranged(target, kind[1]),
-            arranged(weight, kind[2]),
+            arranged(weight.float(), kind[2]),
         )
 
 
@@ -237,28 +223,16 @@ def test_any_layout_of_smoothing_and_strengths(size, kind, last):
 
 @quick
 @given(sizes, kinds)
-def test_any_layout_of_prior(size, kind):
+def test_any_layout_of_prior_and_draws(size, kind):
     logits, target, _ = problem(*size, torch.float64)
     prior = vector_of_probabilities(logits[0].softmax(-1), kind[2])
-
-    def call(z, t, u, *, reduction):
-        return F.generalized_entropy_loss(z, t, prior=u, reduction=reduction)
-
-    assert_layout_does_not_matter(call, arranged(logits, kind[0]), arranged(target, kind[1]), prior)
-
-
-@quick
-@given(sizes, kinds)
-def test_any_layout_of_draws(size, kind):
-    logits, target, _ = problem(*size, torch.float64)
-
-    def call(z, t, ema, b, *, reduction):
-        return F.beta_smoothing_loss(z, t, ema, draws=b, reduction=reduction)
-
+    fixed = arranged(logits, kind[0]), arranged(target, kind[1])
     assert_layout_does_not_matter(
-        call,
-        arranged(logits, kind[0]),
-        arranged(target, kind[1]),
+        lambda z, t, u, **r: F.generalized_entropy_loss(z, t, prior=u, **r), *fixed, prior
+    )
+    assert_layout_does_not_matter(
+        lambda z, t, ema, b, **r: F.beta_smoothing_loss(z, t, ema, draws=b, **r),
+        *fixed,
         arranged(logits.sin(), kind[2]),
         arranged(draws(logits).double(), kind[3]),
     )
@@ -267,7 +241,7 @@ def test_any_layout_of_draws(size, kind):
 # ------------------------------------------------------------------ linear_loss
 
 
-@pytest.mark.parametrize("name", ["ls", "labo", "fl", "logitnorm", "mls", "kd", "pskd"])
+@pytest.mark.parametrize("name", ["labo", "logitnorm", "mls", "kd"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @quick
 @given(sizes, st.lists(layouts, min_size=8, max_size=8), st.booleans(), st.booleans())
@@ -295,7 +269,7 @@ def test_any_layout_in_linear_loss(name, dtype, size, kind, weighted, as_layer):
         loss = MODULES[name](classes)
         loss.reduction, loss.weight = reduction, w if weighted else None
         given = None
-        if name in ("kd", "pskd"):
+        if name == "kd":
             given = (teacher, teacher_matrix, teacher_bias) if as_layer else teacher
         options = labo.LinearLossOptions(batch_chunk_size=2)
         return labo.linear_loss(x, m, t, loss, linear_bias=b, teacher_logits=given, options=options)
@@ -320,3 +294,20 @@ def test_gradients_of_a_strided_output_layer():
         results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 2000),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 1 << 16),
+)
+def test_largest_logits(classes, k, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(3, classes, generator=generator)).round().to(dtype)  # with ties
+    logits[1, : classes // 2] = -math.inf
+    wanted = logits.sort(1, descending=True).values[:, :k]
+    assert torch.equal(largest(logits, k), wanted)
+    twice = torch.stack([logits, logits], 2)[..., 0]  # strided
+    assert torch.equal(largest(twice, k), wanted)

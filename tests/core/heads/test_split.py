@@ -13,12 +13,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import labo
-from gloo import Processes, World
+import layers
+from gloo import World, on_processes
 from labo.fast import blocked, kernels, native
 from labo.fast.columns import SUMS
 from labo.fast.formula import differentiate, entries_of, masses_of, plan_of, u_of
 from labo.heads import split as shards
 from labo.heads.quantized import QuantizedWeight
+from probes import LargestTensor
 
 # Without a GPU the Triton kernels run in the interpreter, which conftest.py chooses.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,21 +46,19 @@ FORMULA_LOSSES = {
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 5e-3}
 REDUCTIONS = ("mean", "sum", "none")
 
+CHUNKS = labo.LinearLossOptions(batch_chunk_size=5)
+
 each_loss = pytest.mark.parametrize("name", LOSSES)
-each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda x: str(x)[6:])
-each_size = pytest.mark.parametrize("size", [2, 3])
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    started = Processes(3, tmp_path_factory.mktemp("gloo"))
-    yield started
-    started.stop()
 
 
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float64) -> None:
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+def placed(world: World, x: Tensor, placement: Any) -> Any:
+    """The tensor as a DTensor of these processes."""
+    return distribute_tensor(x, world.mesh, [placement])
 
 
 def example(classes: int = 23, rows: int = 12, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -86,60 +86,53 @@ def dense(
 # ------------------------------------------------------------------ logits
 
 
-def logits_case(
-    world: World, name: str, dtype: torch.dtype, scale: float, sizes: list[int]
-) -> None:
-    logits, target = example(sum(sizes), scale=scale)
-    logits = logits.to(dtype)
-    weights = torch.rand(sum(sizes), dtype=torch.float64) + 0.5
-    for weight in (None, weights):
-        for reduction in REDUCTIONS:
-            loss = LOSSES[name](weight=weight, reduction=reduction)
-            value, grad = dense(loss, logits.double(), target, upstream=1.7)
-            mine = world.share(logits, 1, sizes).clone().requires_grad_()
-            found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
-            assert found.dtype == torch.promote_types(dtype, torch.float32)
-            found.backward(torch.full_like(found, 1.7))
-            tolerance = max(1.0, float(value.abs().max()))
-            close(found / tolerance, value / tolerance, min_dtype(dtype))
-            close(mine.grad, world.share(grad, 1, sizes), dtype)
-
-
-def min_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values come: half types are computed in float32."""
-    return torch.promote_types(dtype, torch.float32)
+def columns_are_whole(world: World, loss, logits, target, sizes, upstream=1.7) -> None:
+    """Value and gradient of columns in parts of these sizes; half types give float32 values."""
+    value, grad = dense(loss, logits.double(), target, upstream)
+    mine = world.share(logits, 1, sizes).clone().requires_grad_()
+    found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    assert found.dtype == wide
+    found.backward(torch.full_like(found, upstream))
+    size = max(1.0, float(value.abs().max()))
+    close(found / size, value / size, wide)
+    close(mine.grad, world.share(grad, 1, sizes), logits.dtype)
 
 
 @each_loss
-@each_dtype
-@pytest.mark.parametrize("scale", [3.0, 1000.0])
-def test_columns_of_plain_logits(processes, name, dtype, scale):
-    processes.run(2, logits_case, name, dtype, scale, [19, 4])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float64, 1000.0), (torch.float32, 3.0), (torch.bfloat16, 3.0)]
+)
+@on_processes(2)
+def test_columns_of_plain_logits(world: World, name, dtype, scale) -> None:
+    logits, target = example(23, scale=scale)
+    for weight in (None, torch.rand(23, dtype=torch.float64) + 0.5):
+        for reduction in REDUCTIONS:
+            loss = LOSSES[name](weight=weight, reduction=reduction)
+            columns_are_whole(world, loss, logits.to(dtype), target, [19, 4])
 
 
-@pytest.mark.parametrize("sizes", [[12, 12], [9, 3, 11], [10, 0, 13]], ids=str)
-@pytest.mark.parametrize("scale", [3.0, 1000.0])
-def test_cuts_of_plain_logits(processes, scale, sizes):
-    processes.run(len(sizes), logits_case, "labo", torch.float64, scale, sizes)
+@pytest.mark.parametrize("sizes", [[9, 3, 11], [10, 0, 13]], ids=str)
+@on_processes(3)
+def test_cuts_of_plain_logits(world: World, sizes) -> None:
+    for scale in (3.0, 1000.0):
+        logits, target = example(sum(sizes), scale=scale)
+        columns_are_whole(world, labo.LABOLoss(), logits, target, sizes)
 
 
-def formula_case(world: World, name: str, sizes: list[int]) -> None:
+@pytest.mark.parametrize("name", FORMULA_LOSSES)
+@on_processes(2)
+def test_losses_that_are_formulas(world: World, name) -> None:
     """Columns of logits, plain and as DTensors, and rows of a weight."""
-    classes = sum(sizes)
+    sizes, classes = [19, 4], 23
     logits, target = example(classes)
     logits[6, [2, classes - 1]] = 30.0  # a tie of the largest logits of two processes
     hidden, matrix = torch.randn(12, 6, dtype=torch.float64), torch.randn(classes, 6).double()
     for weight in (None, torch.rand(classes, dtype=torch.float64) + 0.5):
         loss = FORMULA_LOSSES[name](classes, weight=weight, reduction="none")
-        value, grad = dense(loss, logits, target, upstream=1.7)
         for dtype in (torch.float64, torch.float32):
-            mine = world.share(logits, 1, sizes).to(dtype).requires_grad_()
-            found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
-            found.backward(torch.full_like(found, 1.7))
-            close(found, value, dtype)
-            close(mine.grad, world.share(grad, 1, sizes), dtype)
-        columns = distribute_tensor(logits, world.mesh, [Shard(1)])
-        close(loss(columns, target), value)
+            columns_are_whole(world, loss, logits.to(dtype), target, sizes)
+        close(loss(placed(world, logits, Shard(1)), target), loss(logits, target))
         head = world.share(matrix, 0, sizes).clone().requires_grad_()
         found = labo.parallel.linear_loss(hidden, head, target, loss, group=world.group)
         whole = matrix.clone().requires_grad_()
@@ -152,115 +145,73 @@ def formula_case(world: World, name: str, sizes: list[int]) -> None:
         close(d_head, world.share(d_whole, 0, sizes))
 
 
-@pytest.mark.parametrize("name", FORMULA_LOSSES)
-def test_losses_that_are_formulas(processes, name):
-    processes.run(2, formula_case, name, [19, 4])
-
-
-def dtensor_case(world: World, name: str, classes: int) -> None:
-    logits, target = example(classes)
-    for reduction in REDUCTIONS:
-        loss = LOSSES[name](reduction=reduction)
-        value, grad = dense(loss, logits, target, upstream=0.6)
-        leaf = distribute_tensor(logits, world.mesh, [Shard(1)]).requires_grad_()
-        found = loss(leaf, target)
-        assert type(found) is Tensor
-        found.backward(torch.full_like(found, 0.6))
-        close(found, value)
-        assert leaf.grad.placements == (Shard(1),)
-        close(leaf.grad.full_tensor(), grad)
-        with torch.no_grad():
-            close(loss(leaf, distribute_tensor(target, world.mesh, [Replicate()])), value)
+def dtensor_is_whole(world, loss, logits, target, dim=1, dtype=torch.float64, upstream=0.6):
+    value, grad = dense(loss, logits, target, upstream)
+    leaf = placed(world, logits, Shard(dim)).requires_grad_()
+    found = loss(leaf, target)
+    assert type(found) is Tensor
+    found.backward(torch.full_like(found, upstream))
+    close(found, value, dtype)
+    assert leaf.grad.placements == (Shard(dim),)
+    close(leaf.grad.full_tensor(), grad, dtype)
+    with torch.no_grad():
+        close(loss(leaf, placed(world, target, Replicate())), value, dtype)
 
 
 @each_loss
-@each_size
-def test_dtensor_logits(processes, name, size):
-    processes.run(size, dtensor_case, name, 23)
+@pytest.mark.parametrize("classes", [23, 5, 2])
+@on_processes(2, 3)
+def test_dtensor_logits(world: World, name, classes) -> None:
+    """Also with fewer columns than processes."""
+    logits, target = example(classes) if classes > 2 else (torch.randn(4, 2), torch.arange(4) % 2)
+    for reduction in REDUCTIONS:
+        dtensor_is_whole(world, LOSSES[name](reduction=reduction), logits.double(), target)
 
 
-@each_size
-def test_fewer_columns_than_processes(processes, size):
-    processes.run(size, dtensor_case, "labo", 5)
-    processes.run(3, few_columns_case)
-
-
-def few_columns_case(world: World) -> None:
-    logits, target = torch.randn(4, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
-    leaf = distribute_tensor(logits, world.mesh, [Shard(1)])
-    assert leaf.to_local().shape[1] == (1 if world.rank < 2 else 0)
-    close(labo.LABOLoss()(leaf, target), labo.LABOLoss()(logits, target))
-
-
-def layout_case(world: World) -> None:
+@on_processes(2)
+def test_layouts(world: World) -> None:
     """Sequences, and classes in dimension 1."""
     logits, target = torch.randn(2, 5, 13, dtype=torch.float64), torch.randint(13, (2, 5))
     for dim in (-1, 1):
         loss = labo.LABOLoss(dim=dim, reduction="none")
-        moved = logits.movedim(-1, dim)
-        value, grad = dense(loss, moved, target, upstream=1.0)
-        leaf = distribute_tensor(moved, world.mesh, [Shard(dim % 3)]).requires_grad_()
-        found = loss(leaf, target)
-        found.sum().backward()
-        close(found, value)
-        close(leaf.grad.full_tensor(), grad)
-
-
-def test_layouts(processes):
-    processes.run(2, layout_case)
-
-
-def masked_target_case(world: World, name: str) -> None:
-    """The target itself is masked: an infinite value, in one process as in many."""
-    logits, target = torch.randn(3, 8), torch.tensor([1, 6, 3])
-    logits[0, 1] = logits[1, 6] = -math.inf
-    loss = LOSSES[name](reduction="none")
-    value, grad = dense(loss, logits, target, upstream=1.0)
-    assert value[:2].isinf().all()
-    leaf = distribute_tensor(logits, world.mesh, [Shard(1)]).requires_grad_()
-    found = loss(leaf, target)
-    found.sum().backward()
-    close(found, value, torch.float32)
-    close(leaf.grad.full_tensor(), grad, torch.float32)
+        dtensor_is_whole(world, loss, logits.movedim(-1, dim), target, dim % 3)
 
 
 @each_loss
-def test_a_masked_target(processes, name):
-    processes.run(2, masked_target_case, name)
+@on_processes(2)
+def test_a_masked_target(world: World, name) -> None:
+    """An infinite value, in one process as in many."""
+    logits, target = torch.randn(3, 8), torch.tensor([1, 6, 3])
+    logits[0, 1] = logits[1, 6] = -math.inf
+    loss = LOSSES[name](reduction="none")
+    assert loss(logits, target)[:2].isinf().all()
+    dtensor_is_whole(world, loss, logits, target, dtype=torch.float32)
 
 
-def nothing_counts_case(world: World) -> None:
+@on_processes(2)
+def test_nothing_counts(world: World) -> None:
     logits = torch.randn(3, 8, dtype=torch.float64)
     for rows, target in ((3, torch.full((3,), -100)), (0, torch.empty(0, dtype=torch.long))):
-        leaf = distribute_tensor(logits[:rows], world.mesh, [Shard(1)]).requires_grad_()
+        leaf = placed(world, logits[:rows], Shard(1)).requires_grad_()
         value = labo.LABOLoss()(leaf, target)
         value.backward()
         assert value.item() == 0
         assert leaf.grad.to_local().eq(0).all()
 
 
-def test_nothing_counts(processes):
-    processes.run(2, nothing_counts_case)
-
-
-def collectives_case(world: World) -> tuple[dict, dict]:
+@on_processes(2, 3)
+def test_two_collectives_forward_and_none_backward(world: World) -> None:
     logits, target = example()
-    leaf = distribute_tensor(logits, world.mesh, [Shard(1)]).requires_grad_()
+    leaf = placed(world, logits, Shard(1)).requires_grad_()
     forward, backward = CommDebugMode(), CommDebugMode()
     with forward:
         value = labo.LABOLoss(weight=torch.rand(23))(leaf, target)
     with backward:
         value.backward()
-    counts = forward.get_comm_counts(), backward.get_comm_counts()
-    return tuple({str(k): n for k, n in found.items()} for found in counts)
-
-
-@each_size
-def test_two_collectives_forward_and_none_backward(processes, size):
-    for forward, backward in processes.run(size, collectives_case):
-        assert sum(forward.values()) == 2
-        assert "all_reduce" in next(iter(forward)).replace("allreduce", "all_reduce")
-        assert sum(backward.values()) == 0
+    counts = {str(kind): count for kind, count in forward.get_comm_counts().items()}
+    assert sum(counts.values()) == 2
+    assert "all_reduce" in next(iter(counts)).replace("allreduce", "all_reduce")
+    assert backward.get_total_counts() == 0
 
 
 def test_no_coefficients_where_no_gradient_is_asked_for(monkeypatch):
@@ -281,22 +232,19 @@ def test_no_coefficients_where_no_gradient_is_asked_for(monkeypatch):
     assert len(differentiated) == 1
 
 
-def underflow_case(world: World) -> None:
+@on_processes(2)
+def test_smoothing_uses_the_whole_vocabulary(world: World) -> None:
     """Known wrong elsewhere: the K of the shard in the smoothing, the log of a softmax of 0."""
     logits = torch.zeros(1, 8)
     logits[0, 0] = 300.0
     target, loss = torch.tensor([0]), labo.LabelSmoothingLoss(alpha=0.1)
     mine = world.share(logits, 1)
     found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
-    wanted = torch.nn.functional.cross_entropy(logits.double(), target, label_smoothing=0.1)
+    wanted = nn.functional.cross_entropy(logits.double(), target, label_smoothing=0.1)
     close(found, wanted, torch.float32)
     p, k = logits.softmax(1), mine.shape[1]
     as_elsewhere = 0.9 * -p[0, 0].log() - 0.1 / k * (p + 1e-20).log().sum()
     assert abs(as_elsewhere - wanted) > 1
-
-
-def test_smoothing_uses_the_whole_vocabulary(processes):
-    processes.run(2, underflow_case)
 
 
 class Speaker(nn.Module):
@@ -323,36 +271,35 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
 
 
-def parallelized_case(world: World, local: bool, context: bool) -> None:
-    x, (_, target) = torch.randn(12, 4, dtype=torch.float64), example()
-    loss, one = labo.LABOLoss(), speaker()
-    loss(one(x), target).backward()
-    many = speaker(world, local)
-    logits = many(x)
-    if local:
-        value = labo.parallel.logits_loss(logits, target, loss, group=world.group)
-        value.backward()
-    elif context:
-        with loss_parallel():
-            value = loss(logits, target)
-            value.backward()
-    else:
-        loss(logits, target).backward()
+def alike(many: nn.Module, one: nn.Module) -> None:
     for found, wanted in zip(gradients(many), gradients(one), strict=True):
         close(found, wanted)
 
 
-@pytest.mark.parametrize(("local", "context"), [(True, False), (False, False), (False, True)])
-@each_size
-def test_parallelize_module_and_loss_parallel(processes, size, local, context):
-    processes.run(size, parallelized_case, local, context)
+@pytest.mark.parametrize("how", ["local output", "DTensor", "loss_parallel"])
+@on_processes(2, 3)
+def test_parallelize_module_and_loss_parallel(world: World, how) -> None:
+    x, (_, target) = torch.randn(12, 4, dtype=torch.float64), example()
+    loss, one = labo.LABOLoss(), speaker()
+    loss(one(x), target).backward()
+    many = speaker(world, how == "local output")
+    logits = many(x)
+    if how == "local output":
+        labo.parallel.logits_loss(logits, target, loss, group=world.group).backward()
+    elif how == "DTensor":
+        loss(logits, target).backward()
+    else:
+        with loss_parallel():
+            loss(logits, target).backward()
+    alike(many, one)
 
 
-def replicated_case(world: World) -> None:
+@on_processes(2)
+def test_replicated_logits(world: World) -> None:
     """Every loss takes replicated DTensors."""
     logits, target = example()
     logits[5] = 0.0
-    whole = distribute_tensor(logits, world.mesh, [Replicate()])
+    whole = placed(world, logits, Replicate())
     for loss in (labo.LABOLoss(), labo.FocalLoss(), labo.ConfidencePenaltyLoss()):
         leaf = whole.detach().requires_grad_()
         value, grad = dense(loss, logits, target, upstream=1.0)
@@ -364,70 +311,52 @@ def replicated_case(world: World) -> None:
     close(teacher(whole, target, whole), teacher(logits, target, logits))
 
 
-def test_replicated_logits(processes):
-    processes.run(2, replicated_case)
-
-
-def refused_case(world: World) -> None:
+@on_processes(2)
+def test_what_is_refused(world: World) -> None:
     logits, target = torch.randn(4, 10), torch.tensor([0, 1, 2, 9])
-    columns = distribute_tensor(logits, world.mesh, [Shard(1)])
-    rows = distribute_tensor(logits, world.mesh, [Shard(0)])
+    columns, rows = (placed(world, logits, Shard(dim)) for dim in (1, 0))
     partial = DTensor.from_local(logits, world.mesh, [Partial()])
-    soft = logits.softmax(1)
-
-    def refused(message: str, loss: nn.Module, x: Tensor, y: Tensor = target) -> None:
+    split_target = DTensor.from_local(target, world.mesh, [Shard(0)])
+    labo_loss, mine = labo.LABOLoss(), world.share(logits, 1)
+    for message, loss, x, y in (
+        ("split over the classes .dim=-1. along one mesh", labo_loss, rows, target),
+        ("split over the classes .dim=-1. along one mesh", labo_loss, partial, target),
+        ("do not go with this loss", labo.KRLSLoss(10), columns, target),
+        ("do not go with alpha_grad=True", labo.LABOLoss(alpha_grad=True), columns, target),
+        ("needs a margin below the", labo.MarginSmoothingLoss(), columns, target),
+        ("needs the norm or standard deviation", labo.LogitNormLoss(), columns, target),
+        ("needs the largest logits", labo.EAFTLoss(top_k=2), columns, target),
+        ("do not go with class probabilities", labo_loss, columns, logits.softmax(1)),
+        ('do not go with impl="native"', labo.LABOLoss(impl="native"), columns, target),
+        ("do not go with inplace=True", labo.LABOLoss(inplace=True), columns, target),
+        ("target must be a plain", labo_loss, columns, split_target),
+        (r"target 10 at position 0 is outside \[0, 10\)", labo_loss, columns, target + 10),
+        (r"weight must have shape \(10,\)", labo.LABOLoss(weight=torch.ones(5)), columns, target),
+    ):
         with pytest.raises(ValueError, match=message):
             loss(x, y)
-
-    refused("split over the classes .dim=-1. along one mesh", labo.LABOLoss(), rows)
-    refused("split over the classes .dim=-1. along one mesh", labo.LABOLoss(), partial)
-    refused("do not go with this loss", labo.KRLSLoss(10), columns)
-    refused("do not go with alpha_grad=True", labo.LABOLoss(alpha_grad=True), columns)
-    refused("a loss that needs a margin below the", labo.MarginSmoothingLoss(), columns)
-    refused("a loss that needs the norm or standard deviation", labo.LogitNormLoss(), columns)
-    refused("a loss that needs the largest logits", labo.EAFTLoss(top_k=2), columns)
-    refused("do not go with class probabilities", labo.LABOLoss(), columns, soft)
-    refused('do not go with impl="native"', labo.LABOLoss(impl="native"), columns)
-    refused("do not go with inplace=True", labo.LABOLoss(inplace=True), columns)
-    refused(
-        "target must be a plain",
-        labo.LABOLoss(),
-        columns,
-        DTensor.from_local(target, world.mesh, [Shard(0)]),
-    )
-    refused(r"target 10 at position 0 is outside \[0, 10\)", labo.LABOLoss(), columns, target + 10)
-    refused(r"weight must have shape \(10,\)", labo.LABOLoss(weight=torch.ones(5)), columns)
-    mine = world.share(logits, 1)
-    with pytest.raises(ValueError, match=r"LABOLoss.* cannot work on logits that are split"):
-        labo.parallel.logits_loss(mine, target, labo.LABOLoss(alpha_grad=True), group=world.group)
-    with pytest.raises(ValueError, match="a loss that needs teacher logits"):
-        labo.parallel.logits_loss(mine, target, labo.DistillationLoss(), group=world.group)
-    with pytest.raises(ValueError, match="a loss that needs stored classes of a teacher"):
-        labo.parallel.logits_loss(mine, target, labo.TopKDistillationLoss(), group=world.group)
-    with pytest.raises(ValueError, match="class-index target must have shape"):
-        labo.parallel.logits_loss(mine, target[:2], labo.LABOLoss(), group=world.group)
-    with pytest.raises(ValueError, match="brings its own processes"):
-        labo.parallel.logits_loss(columns, target, labo.LABOLoss(), group=world.group)
+    for message, loss, x, y in (
+        ("cannot work on logits that are split", labo.LABOLoss(alpha_grad=True), mine, target),
+        ("a loss that needs teacher logits", labo.DistillationLoss(), mine, target),
+        ("needs stored classes of a teacher", labo.TopKDistillationLoss(), mine, target),
+        ("class-index target must have shape", labo_loss, mine, target[:2]),
+        ("brings its own processes", labo_loss, columns, target),
+    ):
+        with pytest.raises(ValueError, match=message):
+            labo.parallel.logits_loss(x, y, loss, group=world.group)
 
 
-def test_what_is_refused(processes):
-    processes.run(2, refused_case)
-
-
-def compiled_case(world: World) -> None:
+@on_processes(2)
+def test_compiled(world: World) -> None:
     logits, target = example()
     loss = labo.LABOLoss()
-    leaf = distribute_tensor(logits, world.mesh, [Shard(1)]).requires_grad_()
+    leaf = placed(world, logits, Shard(1)).requires_grad_()
     compiled = torch.compile(lambda x, y: loss(x, y) * 2, backend="eager")
     value, grad = dense(loss, logits, target, upstream=2.0)
     found = compiled(leaf, target)
     found.backward()
     close(found, 2 * value)
     close(leaf.grad.full_tensor(), grad)
-
-
-def test_compiled(processes):
-    processes.run(2, compiled_case)
 
 
 # ------------------------------------------------------------------ backends
@@ -467,22 +396,20 @@ def shards_of(
 
 
 @each_loss
-@pytest.mark.parametrize("backend", [blocked, native, kernels], ids=lambda x: x.__name__[11:])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda x: str(x)[6:])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_backends(backend, name, dtype, weighted):
+@pytest.mark.parametrize("backend", [blocked, native, kernels], ids=lambda x: x.__name__[10:])
+def test_backends(backend, name):
     """Parts of 23 and 50 columns, of 0 and 73, and of which one is masked."""
-    logits, target = example(73)
     device = DEVICE if backend is kernels else "cpu"
-    logits = logits.to(device, dtype)
-    target = target.to(device)
-    weight = torch.rand(73, device=device) + 0.5 if weighted else None
-    loss = LOSSES[name](weight=weight, reduction="none")
-    value, grad = dense(loss, logits.double(), target, upstream=1.0)
-    for cut in (23, 0, 73 // 3):
-        values, grads = shards_of(backend, logits, target, loss, cut)
-        close(values, value, torch.float32)
-        close(grads, grad, dtype)
+    logits, target = (x.to(device) for x in example(73))
+    weights = torch.rand(73, device=device) + 0.5
+    for dtype, weight in ((torch.float32, None), (torch.bfloat16, weights)):
+        given = logits.to(dtype)
+        loss = LOSSES[name](weight=weight, reduction="none")
+        value, grad = dense(loss, given.double(), target, upstream=1.0)
+        for cut in (23, 0, 73 // 3):
+            values, grads = shards_of(backend, given, target, loss, cut)
+            close(values, value, torch.float32)
+            close(grads, grad, dtype)
 
 
 # ------------------------------------------------------------------ output layer and loss
@@ -507,74 +434,64 @@ def dense_head(loss, hidden, weight, bias, target, softcap, upstream):
     return value.detach(), [x.grad for x in leaves]
 
 
-def head_case(world: World, name: str, dtype: torch.dtype, sizes: list[int]) -> None:
-    hidden, weight, bias, target = (
-        x.to(dtype) if x.is_floating_point() else x for x in head_example(sum(sizes))
-    )
-    options = labo.LinearLossOptions(batch_chunk_size=5)
-    for reduction in REDUCTIONS:
-        for softcap in (None, 3.0):
-            for class_weight in (None, torch.rand(sum(sizes)).double() + 0.5):
-                loss = LOSSES[name](reduction=reduction, weight=class_weight)
-                wide = (
-                    x.double() if x.is_floating_point() else x
-                    for x in (hidden, weight, bias, target)
-                )
-                value, grads = dense_head(loss, *wide, softcap, upstream=1.3)
-                mine = [
-                    hidden.clone(),
-                    world.share(weight, 0, sizes).clone(),
-                    world.share(bias, 0, sizes).clone(),
-                ]
-                for x in mine:
-                    x.requires_grad_()
-                found = labo.parallel.linear_loss(
-                    mine[0],
-                    mine[1],
-                    target,
-                    loss,
-                    linear_bias=mine[2],
-                    softcap=softcap,
-                    group=world.group,
-                    options=options,
-                )
-                found.backward(torch.full_like(found, 1.3))
-                tolerance = torch.float32 if dtype == torch.float32 else dtype
-                close(found, value, tolerance)
-                scale = max(1.0, float(grads[1].abs().max()))
-                close(mine[0].grad / scale, grads[0] / scale, tolerance)
-                close(mine[1].grad / scale, world.share(grads[1], 0, sizes) / scale, tolerance)
-                close(mine[2].grad / scale, world.share(grads[2], 0, sizes) / scale, tolerance)
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes"),
+    [
+        ("ce", torch.float64, [11, 12, 0]),
+        ("ls", torch.float32, [19, 4, 0]),
+        ("labo", torch.float64, [9, 0, 14]),
+        ("labo", torch.float32, [19, 3, 1]),
+        ("labo-fixed", torch.float64, [11, 11, 1]),
+    ],
+)
+@on_processes(3)
+def test_rows_of_a_plain_weight(world: World, name, dtype, sizes) -> None:
+    hidden, weight, bias, target = head_example(sum(sizes))
+    tensors = [x.to(dtype) for x in (hidden, weight, bias)]
+    class_weights = torch.rand(sum(sizes)).double() + 0.5
+    for reduction, softcap, class_weight in (
+        ("mean", None, class_weights),
+        ("mean", 3.0, None),
+        ("sum", None, None),
+        ("none", 3.0, class_weights),
+    ):
+        loss = LOSSES[name](reduction=reduction, weight=class_weight)
+        wide = (x.double() for x in tensors)
+        value, grads = dense_head(loss, *wide, target, softcap, upstream=1.3)
+        mine = [tensors[0], *(world.share(x, 0, sizes) for x in tensors[1:])]
+        mine = [x.clone().requires_grad_() for x in mine]
+        found = labo.parallel.linear_loss(
+            mine[0],
+            mine[1],
+            target,
+            loss,
+            linear_bias=mine[2],
+            softcap=softcap,
+            group=world.group,
+            options=CHUNKS,
+        )
+        found.backward(torch.full_like(found, 1.3))
+        close(found, value, dtype)
+        size = max(1.0, float(grads[1].abs().max()))
+        wanted = [grads[0], *(world.share(x, 0, sizes) for x in grads[1:])]
+        for ours, theirs in zip(mine, wanted, strict=True):
+            close(ours.grad / size, theirs / size, dtype)
 
 
-@each_loss
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=lambda x: str(x)[6:])
-@pytest.mark.parametrize("sizes", [[11, 12], [19, 4], [9, 0, 14]], ids=str)
-def test_rows_of_a_plain_weight(processes, name, dtype, sizes):
-    processes.run(len(sizes), head_case, name, dtype, sizes)
-
-
-def dtensor_head_case(world: World, bias: bool, hidden_as: str) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("hidden_as", ["plain", "replicated", "sequence"])
+@on_processes(2, 3)
+def test_dtensor_weight(world: World, bias, hidden_as) -> None:
     hidden, weight, offset, target = head_example(23, bias)
     loss = labo.LABOLoss()
     value, grads = dense_head(loss, hidden, weight, offset, target, None, upstream=0.7)
-    leaves = [
-        distribute_tensor(x, world.mesh, [Shard(0)]).requires_grad_()
-        for x in (weight, offset)
-        if x is not None
-    ]
-    placements = {"plain": None, "replicated": Replicate(), "sequence": Shard(1)}[hidden_as]
-    if placements is None:
-        leaf = hidden.clone().requires_grad_()
-    else:
-        leaf = distribute_tensor(hidden, world.mesh, [placements]).requires_grad_()
+    parameters = [weight, offset] if bias else [weight]
+    leaves = [placed(world, x, Shard(0)).requires_grad_() for x in parameters]
+    placement = {"plain": None, "replicated": Replicate(), "sequence": Shard(1)}[hidden_as]
+    leaf = hidden.clone() if placement is None else placed(world, hidden, placement)
+    leaf.requires_grad_()
     found = labo.linear_loss(
-        leaf,
-        leaves[0],
-        target,
-        loss,
-        linear_bias=leaves[1] if bias else None,
-        options=labo.LinearLossOptions(batch_chunk_size=5),
+        leaf, leaves[0], target, loss, linear_bias=leaves[1] if bias else None, options=CHUNKS
     )
     found.backward(torch.tensor(0.7, dtype=torch.float64))
     close(found, value)
@@ -586,61 +503,70 @@ def dtensor_head_case(world: World, bias: bool, hidden_as: str) -> None:
         close(grad, wanted)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("hidden_as", ["plain", "replicated", "sequence"])
-@each_size
-def test_dtensor_weight(processes, size, bias, hidden_as):
-    processes.run(size, dtensor_head_case, bias, hidden_as)
-
-
-def module_case(world: World) -> None:
-    """A LinearLoss whose layer was split by parallelize_module."""
+@on_processes(2, 3)
+def test_linear_loss_module_after_parallelize_module(world: World) -> None:
     hidden, _, _, target = head_example(23)
-    torch.manual_seed(2)
-    one = labo.LinearLoss(6, 23, labo.LABOLoss(), bias=True, dtype=torch.float64)
-    torch.manual_seed(2)
-    many = labo.LinearLoss(6, 23, labo.LABOLoss(), bias=True, dtype=torch.float64)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        models.append(labo.LinearLoss(6, 23, labo.LABOLoss(), bias=True, dtype=torch.float64))
+    one, many = models
     parallelize_module(many, world.mesh, {"linear": ColwiseParallel()})
     close(many(hidden, target), one(hidden, target))
     one(hidden, target).backward()
     many(hidden, target).backward()
-    for found, wanted in zip(gradients(many), gradients(one), strict=True):
-        close(found, wanted)
+    alike(many, one)
 
 
-@each_size
-def test_linear_loss_module_after_parallelize_module(processes, size):
-    processes.run(size, module_case)
+@on_processes(2)
+def test_metrics_token_weights_and_z_loss(world: World) -> None:
+    x, weight, bias, target = layers.problem()
+    token_weight = torch.linspace(0.5, 2, layers.N, dtype=torch.float64)
+    token_weight[target == -100] = math.nan  # does not matter
+    sizes = [2, layers.V - 2]
+    shard, shard_bias = (world.share(t, 0, sizes) for t in (weight, bias))
+    options = {
+        "softcap": 3.0,
+        "token_weight": token_weight,
+        "z_loss": 0.2,
+        "return_metrics": True,
+        "options": layers.SMALL,
+    }
+    for reduction in ("mean", "none"):
+        loss = labo.LABOLoss(reduction=reduction)
+        results = []
+        for call, head in (
+            (labo.parallel.linear_loss, {"linear_weight": shard, "linear_bias": shard_bias}),
+            (labo.linear_loss, {"linear_weight": weight, "linear_bias": bias}),
+        ):
+            group = {"group": world.group} if call is labo.parallel.linear_loss else {}
+            leaf = x.clone().requires_grad_()
+            value, metrics = call(leaf, target=target, loss=loss, **head, **group, **options)
+            value.sum().backward()
+            results.append((value.detach(), leaf.grad, tuple(metrics)))
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
-def no_logits_case(world: World) -> int:
-    from probes import LargestTensor
-
+@on_processes(2)
+def test_a_sharded_head_never_has_its_logits(world: World) -> None:
     hidden, weight, target = torch.randn(64, 4), torch.randn(500, 4), torch.randint(500, (64,))
     mine = world.share(weight, 0).clone().requires_grad_()
     hidden.requires_grad_()
+    options = labo.LinearLossOptions(batch_chunk_size=8)
     with LargestTensor() as probe:
         labo.parallel.linear_loss(
-            hidden,
-            mine,
-            target,
-            labo.LABOLoss(),
-            group=world.group,
-            options=labo.LinearLossOptions(batch_chunk_size=8),
+            hidden, mine, target, labo.LABOLoss(), group=world.group, options=options
         ).backward()
-    return probe.largest
+    assert probe.largest < 64 * 250
 
 
-def test_a_sharded_head_never_has_its_logits(processes):
-    assert max(processes.run(2, no_logits_case)) < 64 * 250
-
-
-def head_collectives_case(world: World) -> tuple[int, int]:
+@on_processes(2)
+def test_collectives_of_a_sharded_head(world: World) -> None:
+    """Two for each of four chunks, one for the gradient of the hidden states."""
     hidden, weight, target = torch.randn(64, 4), torch.randn(50, 4), torch.randint(50, (64,))
-    mine = distribute_tensor(weight, world.mesh, [Shard(0)]).requires_grad_()
+    mine = placed(world, weight, Shard(0)).requires_grad_()
     hidden.requires_grad_()
     options = labo.LinearLossOptions(batch_chunk_size=16)
-    counts = []
     labo.linear_loss(hidden, mine, target, labo.LABOLoss(), options=options)  # checks the targets
     for reduction in ("mean", "none"):
         loss = labo.LABOLoss(reduction=reduction)
@@ -649,18 +575,13 @@ def head_collectives_case(world: World) -> tuple[int, int]:
             value = labo.linear_loss(hidden, mine, target, loss, options=options)
         with backward:
             value.sum().backward()
-        counts += [forward.get_total_counts(), backward.get_total_counts()]
-    return tuple(counts)
+        assert (forward.get_total_counts(), backward.get_total_counts()) == (8, 1)
 
 
-def test_collectives_of_a_sharded_head(processes):
-    """Two for each of four chunks, one for the gradient of the hidden states."""
-    assert processes.run(2, head_collectives_case) == [(8, 1, 8, 1)] * 2
-
-
-def frozen_case(world: World) -> None:
+@on_processes(2)
+def test_gradients_that_nobody_needs(world: World) -> None:
     hidden, weight, _, target = head_example(23)
-    mine = distribute_tensor(weight, world.mesh, [Shard(0)]).requires_grad_()
+    mine = placed(world, weight, Shard(0)).requires_grad_()
     with CommDebugMode() as counted:
         labo.linear_loss(hidden, mine, target, labo.LABOLoss()).backward()
     wanted = dense_head(labo.LABOLoss(), hidden, weight, None, target, None, 1.0)[1][1]
@@ -672,14 +593,11 @@ def frozen_case(world: World) -> None:
     close(found, labo.linear_loss(hidden, weight, target, labo.LABOLoss()))
 
 
-def test_gradients_that_nobody_needs(processes):
-    processes.run(2, frozen_case)
-
-
-def refused_head_case(world: World) -> None:
+@on_processes(2)
+def test_what_a_sharded_head_refuses(world: World) -> None:
     hidden, weight, bias, target = head_example(24)
-    rows = distribute_tensor(weight, world.mesh, [Shard(0)])
-    columns = distribute_tensor(weight, world.mesh, [Shard(1)])
+    rows = placed(world, weight, Shard(0))
+    columns = placed(world, weight, Shard(1))
     loss = labo.LABOLoss()
     with pytest.raises(ValueError, match=r"split over the classes \(Shard\(0\)\)"):
         labo.linear_loss(hidden, columns, target, loss)
@@ -694,7 +612,7 @@ def refused_head_case(world: World) -> None:
     low = {"base": weight, "a": torch.ones(2, 6).double(), "b": torch.ones(24, 2).double()}
     for name, x in low.items():
         for placement in (Shard(0), Replicate()):
-            split = low | {name: distribute_tensor(x, world.mesh, [placement])}
+            split = low | {name: placed(world, x, placement)}
             with pytest.raises(ValueError, match=rf"{name} of a LowRank.*gather_weight\({name}\)"):
                 labo.LowRankWeight(**split, scale=1.0)
     shards._SAME_ROWS.clear()
@@ -707,15 +625,12 @@ def refused_head_case(world: World) -> None:
     )
 
 
-def test_what_a_sharded_head_refuses(processes):
-    processes.run(2, refused_head_case)
-
-
-def replicated_rows_case(world: World) -> None:
+@on_processes(2)
+def test_replicated_targets_and_token_weights(world: World) -> None:
     """What there is for each row may be a replicated DTensor, whatever the weight is."""
     hidden, weight, _, target = head_example(24)
     loss, token_weight = labo.LABOLoss(), torch.linspace(0.5, 2, target.numel()).view_as(target)
-    whole = [distribute_tensor(x, world.mesh, [Replicate()]) for x in (target, token_weight)]
+    whole = [placed(world, x, Replicate()) for x in (target, token_weight)]
     wanted = labo.linear_loss(hidden, weight, target, loss, token_weight=token_weight)
     close(labo.linear_loss(hidden, weight, whole[0], loss, token_weight=whole[1]), wanted)
     close(labo.linear_loss(hidden, weight, target, loss, token_weight=whole[1]), wanted)
@@ -724,14 +639,15 @@ def replicated_rows_case(world: World) -> None:
         hidden, mine, whole[0], loss, token_weight=whole[1], group=world.group
     )
     close(found, wanted)
-    split = [distribute_tensor(x, world.mesh, [Shard(0)]) for x in (target, token_weight)]
+    split = [placed(world, x, Shard(0)) for x in (target, token_weight)]
     with pytest.raises(ValueError, match=r"target must be .*use target.full_tensor\(\)$"):
         labo.linear_loss(hidden, weight, split[0], loss)
     with pytest.raises(ValueError, match=r"use token_weight.full_tensor\(\)$"):
         labo.linear_loss(hidden, weight, target, loss, token_weight=split[1])
 
 
-def teacher_case(world: World) -> None:
+@on_processes(2)
+def test_teachers_as_dtensors(world: World) -> None:
     """Replicated DTensors of a teacher are taken, split ones are refused in one line."""
     hidden, weight, bias, target = head_example(24)
     layer = (hidden.sin(), weight.cos(), bias)
@@ -742,27 +658,16 @@ def teacher_case(world: World) -> None:
     def value(loss, teacher):
         return labo.linear_loss(hidden, weight, target, loss, teacher_logits=teacher)
 
-    def placed(x, placement):
-        return distribute_tensor(x, world.mesh, [placement])
-
     wanted = value(loss, logits)
-    close(value(loss, placed(logits, Replicate())), wanted)
-    close(value(loss, tuple(placed(x, Replicate()) for x in layer)), wanted)
+    close(value(loss, placed(world, logits, Replicate())), wanted)
+    close(value(loss, tuple(placed(world, x, Replicate()) for x in layer)), wanted)
     pair = (top.indices, top.values)
-    close(value(stored, tuple(placed(x, Replicate()) for x in pair)), value(stored, pair))
-    split = placed(layer[1], Shard(0))
+    close(value(stored, tuple(placed(world, x, Replicate()) for x in pair)), value(stored, pair))
+    split = placed(world, layer[1], Shard(0))
     with pytest.raises(ValueError, match=r"teacher_weight must be .*teacher_weight.full_tensor"):
         value(loss, (layer[0], split))
     with pytest.raises(ValueError, match=r"teacher_logits must be .*teacher_logits.full_tensor"):
-        value(loss, placed(logits, Shard(0)))
-
-
-def test_teachers_as_dtensors(processes):
-    processes.run(2, teacher_case)
-
-
-def test_replicated_targets_and_token_weights(processes):
-    processes.run(2, replicated_rows_case)
+        value(loss, placed(world, logits, Shard(0)))
 
 
 # ------------------------------------------------------------------ sharded parameters: FSDP
@@ -820,56 +725,55 @@ def one_process(size: int, tied: bool) -> list[Tensor]:
     return two_steps(model, lambda: [model(*batch) / size for batch in data])
 
 
-def shard(world: World, model: Model, how: str) -> Model:
+def shard(world: World, model: Model, how: str, mesh: Any = None) -> Model:
     from torch.distributed.fsdp import fully_shard
 
-    options = {"mesh": world.mesh}
+    options = {"mesh": mesh or world.mesh}
     if how == "apart":
         fully_shard(model.head, **options)
-    if how == "apart, linear":
+    if how == "apart, linear":  # LinearLoss calls no forward of its layer, which then stays split
         fully_shard(model.head.linear, **options)
     fully_shard(model, reshard_after_forward=True if how == "resharded" else None, **options)
     return model
 
 
-def fsdp2_case(world: World, how: str, tied: bool, inside: bool) -> None:
-    tokens, target = batches(world.size)[world.rank]
-    model = shard(world, build(tied), how)
-
-    def losses() -> list[Tensor]:
-        if inside:
-            return [model(tokens, target)]
-        hidden = model(tokens)
-        weight = model.head.linear.weight
-        assert isinstance(weight, DTensor) == (how != "root")
-        return [labo.linear_loss(hidden, weight, target, labo.LABOLoss())]
-
-    for found, wanted in zip(two_steps(model, losses), one_process(world.size, tied), strict=True):
-        close(found, wanted)
+def outside(model: Model, tokens: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """The loss computed outside of the model, with its parameter."""
+    hidden, weight = model(tokens), model.head.linear.weight
+    return labo.linear_loss(hidden, weight, target, labo.LABOLoss(), **options)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize(
     ("how", "tied"),
-    [("root", False), ("root", True), ("resharded", False), ("resharded", True), ("apart", False)],
+    [
+        ("root", False),
+        ("root", True),
+        ("resharded", False),
+        ("resharded", True),
+        ("apart", False),
+        ("apart, linear", False),
+    ],
 )
-@each_size
-def test_fsdp2(processes, size, how, tied, inside):
+@on_processes(2, 3)
+def test_fsdp2(world: World, how, tied, inside) -> None:
     """A rank without targets keeps step; gradients are the mean over ranks, and split."""
-    processes.run(size, fsdp2_case, how, tied, inside)
+    batch = batches(world.size)[world.rank]
+    model = shard(world, build(tied), how)
+
+    def losses() -> list[Tensor]:
+        if inside:
+            return [model(*batch)]
+        value = outside(model, *batch)
+        assert isinstance(model.head.linear.weight, DTensor) == (how != "root")
+        return [value]
+
+    for found, wanted in zip(two_steps(model, losses), one_process(world.size, tied), strict=True):
+        close(found, wanted)
 
 
-def linear_apart_case(world: World, inside: bool) -> None:
-    """LinearLoss calls no forward of its layer, whose parameters then stay split."""
-    fsdp2_case(world, "apart, linear", False, inside)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_fsdp2_layer_within_linear_loss(processes, inside):
-    processes.run(2, linear_apart_case, inside)
-
-
-def gathered_once_case(world: World) -> tuple[int, int]:
+@on_processes(2)
+def test_fsdp2_weight_is_gathered_once(world: World) -> None:
     tokens, target = batches(world.size)[world.rank]
     model = shard(world, build(False), "apart")
     hidden = model(tokens).detach()
@@ -881,78 +785,56 @@ def gathered_once_case(world: World) -> tuple[int, int]:
     with backward:
         value.backward()
     assert weight.grad.placements == (Shard(0),)
-    return forward.get_total_counts(), backward.get_total_counts()
+    assert (forward.get_total_counts(), backward.get_total_counts()) == (1, 1)
 
 
-def test_fsdp2_weight_is_gathered_once(processes):
-    assert processes.run(2, gathered_once_case) == [(1, 1)] * 2
-
-
-def divide_factor_case(world: World) -> None:
-    tokens, target = batches(world.size)[world.rank]
+@on_processes(2)
+def test_fsdp2_gradient_divide_factor(world: World) -> None:
+    batch = batches(world.size)[world.rank]
     found = []
-    for inside in (True, False):
+    for loss in (Model.__call__, outside):
         model = shard(world, build(False), "apart")
         for module in (model, model.head):
             module.set_gradient_divide_factor(1.0)
-        hidden = model(tokens)
-        weight = model.head.linear.weight
-        loss = labo.LABOLoss()
-        value = model(tokens, target) if inside else labo.linear_loss(hidden, weight, target, loss)
-        value.backward()
+        loss(model, *batch).backward()
         found.append(gradients(model))
     for a, b in zip(*found, strict=True):
         close(a, b)
 
 
-def test_fsdp2_gradient_divide_factor(processes):
-    processes.run(2, divide_factor_case)
-
-
-def hybrid_case(world: World) -> None:
+@on_processes(2)
+def test_fsdp2_hybrid(world: World) -> None:
     """A mesh of replicas and shards."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    tokens, target = batches(world.size)[world.rank]
+    batch = batches(world.size)[world.rank]
     for shape in ((1, 2), (2, 1)):
         mesh = DeviceMesh("cpu", torch.arange(2).reshape(shape), mesh_dim_names=("replica", "part"))
-        world.mesh, kept = mesh, world.mesh
-        model = shard(world, build(True), "resharded")
-        world.mesh = kept
-
-        def losses(model: Model = model) -> list[Tensor]:
-            hidden = model(tokens)
-            return [labo.linear_loss(hidden, model.head.linear.weight, target, labo.LABOLoss())]
-
-        for found, wanted in zip(two_steps(model, losses), one_process(2, True), strict=True):
-            close(found, wanted)
+        model = shard(world, build(True), "resharded", mesh)
+        found = two_steps(model, lambda model=model: [outside(model, *batch)])
+        for ours, wanted in zip(found, one_process(2, True), strict=True):
+            close(ours, wanted)
 
 
-def test_fsdp2_hybrid(processes):
-    processes.run(2, hybrid_case)
-
-
-def explicit_gather_case(world: World) -> None:
+@on_processes(2, 3)
+def test_gather_weight(world: World) -> None:
     """A weight of data-parallel processes that FSDP2 knows nothing of, on a mesh it works on."""
     other = shard(world, build(False), "root")
     other.set_gradient_divide_factor(1.0)
     hidden, weight, _, _ = head_example(23)
-    target = torch.randint(23, (3, 4), generator=torch.Generator().manual_seed(world.rank))
-    leaf = distribute_tensor(weight, world.mesh, [Shard(0)]).requires_grad_()
+    targets = [
+        torch.randint(23, (3, 4), generator=torch.Generator().manual_seed(rank))
+        for rank in range(world.size)
+    ]
+    leaf = placed(world, weight, Shard(0)).requires_grad_()
     whole = labo.parallel.gather_weight(leaf)
-    labo.linear_loss(hidden, whole, target, labo.LABOLoss()).backward()
+    labo.linear_loss(hidden, whole, targets[world.rank], labo.LABOLoss()).backward()
     wanted = torch.zeros_like(weight)
-    for rank in range(world.size):
-        target = torch.randint(23, (3, 4), generator=torch.Generator().manual_seed(rank))
+    for target in targets:
         grads = dense_head(labo.LABOLoss(), hidden, weight, None, target, None, 1.0)[1]
         wanted += grads[1] / world.size
     assert leaf.grad.placements == (Shard(0),)
     close(leaf.grad.full_tensor(), wanted)
-
-
-@each_size
-def test_gather_weight(processes, size):
-    processes.run(size, explicit_gather_case)
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
@@ -961,7 +843,10 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in found}
 
 
-def fsdp1_case(world: World, tied: bool, original: bool, apart: bool) -> None:
+@pytest.mark.parametrize("how", ["tied", "one unit", "layer in a unit of its own"])
+@pytest.mark.parametrize("original", [True, False])
+@on_processes(2)
+def test_fsdp1(world: World, how, original) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     def wrapped(module: nn.Module) -> FullyShardedDataParallel:
@@ -973,8 +858,8 @@ def fsdp1_case(world: World, tied: bool, original: bool, apart: bool) -> None:
         )
 
     tokens, target = batches(world.size)[world.rank]
-    model = build(tied)
-    if apart:
+    model = build(how == "tied")
+    if how == "layer in a unit of its own":
         model.head = wrapped(model.head)
     model = wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -984,7 +869,7 @@ def fsdp1_case(world: World, tied: bool, original: bool, apart: bool) -> None:
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model):
         found = named(model)
-    one, data = build(tied), batches(world.size)
+    one, data = build(how == "tied"), batches(world.size)
     two_steps(one, lambda: [one(*batch) / world.size for batch in data])
     wanted = named(one)
     assert found.keys() == wanted.keys()
@@ -994,9 +879,3 @@ def fsdp1_case(world: World, tied: bool, original: bool, apart: bool) -> None:
         labo.linear_loss(
             torch.randn(4, 6).double(), next(model.parameters()), target[0], labo.LABOLoss()
         )
-
-
-@pytest.mark.parametrize("how", ["tied", "one unit", "layer in a unit of its own"])
-@pytest.mark.parametrize("original", [True, False])
-def test_fsdp1(processes, how, original):
-    processes.run(2, fsdp1_case, how == "tied", original, how == "layer in a unit of its own")

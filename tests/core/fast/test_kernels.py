@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from backends import (
+    FORMULAS,
+    assert_no_worse_than_naive,
+    assert_rounded_once,
+    hard_rows,
+    sample,
+)
+from conftest import CASES, gradient, triton_for_native
 from labo.fast.kernel import Kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +37,10 @@ IGNORE = -100
 INF = math.inf
 NAN = math.nan
 
-modes = pytest.mark.parametrize("mode", [CE, LS, LABO, ADAPTIVE])
-weighting = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+# Each mode, and class weights with two of them.
+modes = pytest.mark.parametrize(
+    ("mode", "weighted"), [(CE, False), (LS, True), (LABO, False), (ADAPTIVE, True)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,24 +139,15 @@ def check(got: Result, want: Result, rtol: float = 1e-5, atol: float = 2e-6) -> 
     torch.testing.assert_close(got.alpha, want.alpha, **close)
 
 
-@pytest.mark.parametrize("classes", [1, 2, 3, 7, 17, 130, 1000, 5000])
-@modes
-@weighting
-def test_definition(kernels: ModuleType, classes: int, mode: int, weighted: bool) -> None:
-    batch = draw(3, classes, weighted)
-    setting = Setting(mode)
-    check(run(kernels, batch, setting), define(batch, setting))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3, 5])
-@modes
-@weighting
-def test_any_number_of_rows(kernels: ModuleType, rows: int, mode: int, weighted: bool) -> None:
-    batch = draw(rows, 7, weighted)
-    got = run(kernels, batch, Setting(mode))
-    assert got.values.shape == (rows,)
-    assert got.gradient.shape == (rows, 7)
-    check(got, define(batch, Setting(mode)))
+@pytest.mark.parametrize("mode", [CE, LS, LABO, ADAPTIVE])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_definition(kernels: ModuleType, mode: int, weighted: bool) -> None:
+    for rows, classes in ((0, 7), (1, 1), (3, 2), (3, 3), (5, 7), (3, 17), (3, 130), (2, 5000)):
+        batch = draw(rows, classes, weighted)
+        got = run(kernels, batch, Setting(mode))
+        assert got.values.shape == (rows,)
+        assert got.gradient.shape == (rows, classes)
+        check(got, define(batch, Setting(mode)))
 
 
 @pytest.mark.parametrize(
@@ -164,34 +165,15 @@ def test_any_number_of_rows(kernels: ModuleType, rows: int, mode: int, weighted:
     ],
     ids=str,
 )
-@weighting
-def test_ends_of_the_settings(kernels: ModuleType, setting: Setting, weighted: bool) -> None:
-    batch = draw(3, 17, weighted)
-    check(run(kernels, batch, setting), define(batch, setting))
-
-
-@modes
-@weighting
-def test_sums_survive_every_move_of_the_maximum(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: int, weighted: bool
-) -> None:
-    monkeypatch.setattr(kernels, "MAX_BLOCK", 16)
-    batch = draw(5, 130, weighted)
-    rising = torch.linspace(-30, 30, 130, device=DEVICE)
-    batch.logits[0] += rising
-    batch.logits[1] -= rising
-    batch.logits[2, :50] = -INF  # whole blocks before the first class that is present
-    batch.logits[3, 20:] = -INF  # whole blocks after the last
-    batch.logits[4] = 2.0
-    batch.target.fill_(60)
-    batch.target[3] = 5
-    check(run(kernels, batch, Setting(mode)), define(batch, Setting(mode)))
+def test_ends_of_the_settings(kernels: ModuleType, setting: Setting) -> None:
+    for weighted in (False, True):
+        batch = draw(3, 17, weighted)
+        check(run(kernels, batch, setting), define(batch, setting))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@weighting
-def test_cross_entropy_of_torch(kernels: ModuleType, smoothing: float, weighted: bool) -> None:
-    batch = draw(5, 17, weighted)
+def test_cross_entropy_of_torch(kernels: ModuleType, smoothing: float) -> None:
+    batch = draw(5, 17, weighted=True)
     batch.target[2] = IGNORE
     z = batch.logits.clone().requires_grad_()
     values = F.cross_entropy(
@@ -204,27 +186,43 @@ def test_cross_entropy_of_torch(kernels: ModuleType, smoothing: float, weighted:
 
 
 @modes
-@weighting
-def test_masked_classes(kernels: ModuleType, mode: int, weighted: bool) -> None:
-    batch = draw(4, 17, weighted)
-    batch.logits[:, ::3] = -INF
-    batch.target.fill_(4)
-    batch.logits[3] = -INF
-    batch.logits[3, 4] = 0.5  # the target alone is left
-    got = run(kernels, batch, Setting(mode))
-    assert got.values.isfinite().all()
-    assert (got.gradient[batch.logits == -INF] == 0).all()
-    check(got, define(batch, Setting(mode)))
+def test_sums_survive_every_move_of_the_maximum(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: int, weighted: bool
+) -> None:
+    """Many models mask with a large finite number; the maximum then grows by that much at once."""
+    monkeypatch.setattr(kernels, "MAX_BLOCK", 32)
+    batch = draw(8, 130, weighted)
+    rising = torch.linspace(-30, 30, 130, device=DEVICE)
+    batch.logits[0] += rising
+    batch.logits[1] -= rising
+    batch.logits[2, :50] = -INF  # whole blocks before the first class that is present
+    batch.logits[3, 20:] = -INF  # whole blocks after the last
+    batch.logits[4] = 2.0
+    for row, mask in ((5, torch.finfo(torch.float32).min), (6, -1e30)):
+        batch.logits[row, :50] = mask
+    batch.logits[7, 50:] = torch.finfo(torch.float32).min
+    batch.target.fill_(60)
+    batch.target[[3, 7]] = 5
+    check(run(kernels, batch, Setting(mode)), define(batch, Setting(mode)), atol=1e-5)
 
 
 @modes
-@weighting
-def test_masked_target_costs_infinity(kernels: ModuleType, mode: int, weighted: bool) -> None:
-    batch = draw(3, 7, weighted)
-    batch.target.fill_(2)
-    batch.logits[:, 2] = -INF
+def test_masked_classes_and_large_logits(kernels: ModuleType, mode: int, weighted: bool) -> None:
+    batch = draw(9, 17, weighted)
+    batch.logits[:3, ::3] = -INF
+    batch.target.fill_(4)
+    batch.logits[3] = -INF
+    batch.logits[3, 4] = 0.5  # the target alone is left
+    batch.logits[4] += 1e4
+    batch.logits[5] -= 1e4
+    batch.logits[6, ::2], batch.logits[6, 1::2] = 1e4, -1e4
+    batch.logits[7] = -1e4
+    batch.logits[7, 5] = 1e4
+    batch.logits[8, 4] = -INF  # the target
     got = run(kernels, batch, Setting(mode))
-    assert (got.values == INF).all()
+    assert got.values[:8].isfinite().all()
+    assert got.values[8] == INF
+    assert (got.gradient[:8][batch.logits[:8] == -INF] == 0).all()
     check(got, define(batch, Setting(mode)))
 
 
@@ -238,7 +236,7 @@ def test_masked_target_without_a_share_costs_nothing(kernels: ModuleType) -> Non
         check(got, define(batch, setting))
 
 
-@modes
+@pytest.mark.parametrize("mode", [CE, LS, LABO, ADAPTIVE])
 def test_classes_of_no_weight(kernels: ModuleType, mode: int) -> None:
     batch = draw(3, 7, weighted=True)
     batch.target.copy_(torch.tensor([2, 2, 5]))
@@ -250,62 +248,36 @@ def test_classes_of_no_weight(kernels: ModuleType, mode: int) -> None:
 
 
 @modes
-@weighting
-def test_ignored_rows_are_zero_whatever_they_hold(
-    kernels: ModuleType, mode: int, weighted: bool
-) -> None:
-    batch = draw(5, 17, weighted)
-    batch.logits[1] = NAN
-    batch.logits[2] = INF
-    batch.logits[4] = -INF
-    batch.target[[1, 2, 4]] = IGNORE
-    got = run(kernels, batch, Setting(mode))
-    for row in (1, 2, 4):
-        assert got.values[row] == 0
-        assert (got.gradient[row] == 0).all()
-    check(got, define(batch, Setting(mode)))
-
-
-@modes
-@weighting
 @pytest.mark.parametrize("max_block", [8, 4096])
-def test_broken_rows_are_nan_and_alone(
+def test_broken_and_ignored_rows_are_alone(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: int, weighted: bool, max_block: int
 ) -> None:
+    """A broken row is NaN, an ignored one 0 whatever it holds; others do not change a bit."""
     monkeypatch.setattr(kernels, "MAX_BLOCK", max_block)
-    batch = draw(6, 20, weighted)
+    batch = draw(13, 20, weighted)
     sound = run(kernels, batch, Setting(mode))
     batch.logits[0, 3] = NAN
     batch.logits[1] = NAN
     batch.logits[2, 15] = INF
     batch.logits[3] = -INF
-    batch.logits[4, 19] = NAN
-    batch.logits[4, batch.target[4]] = -INF
+    batch.logits[4, 19], batch.logits[4, 2], batch.target[4] = NAN, -INF, 2
+    # An unknown target. Read as an offset, the larger ones would leave the address space.
+    batch.target[5:9] = torch.tensor([20, -1, 2**60, -(2**60)])
+    batch.logits[9], batch.logits[10], batch.logits[11] = NAN, INF, -INF
+    batch.target[9:12] = IGNORE
     got = run(kernels, batch, Setting(mode))
-    assert got.values[:5].isnan().all()
-    assert got.gradient[:5].isnan().any(1).all()
-    assert torch.equal(got.values[5:], sound.values[5:])
-    assert torch.equal(got.gradient[5:], sound.gradient[5:])
-
-
-@modes
-@weighting
-def test_large_logits(kernels: ModuleType, mode: int, weighted: bool) -> None:
-    batch = draw(4, 17, weighted)
-    batch.logits[0] += 1e4
-    batch.logits[1] -= 1e4
-    batch.logits[2, ::2] = 1e4
-    batch.logits[2, 1::2] = -1e4
-    batch.logits[3] = -1e4
-    batch.logits[3, 5] = 1e4
-    got = run(kernels, batch, Setting(mode))
-    assert got.values.isfinite().all()
-    check(got, define(batch, Setting(mode)))
+    assert got.values[:9].isnan().all()
+    assert got.gradient[:9].isnan().any(1).all()
+    assert got.gradient[5:9].isnan().all()
+    assert got.values[9:12].count_nonzero() == got.gradient[9:12].count_nonzero() == 0
+    alone = Batch(*(x[12:] for x in (batch.logits, batch.target, batch.factor)), batch.weight)
+    for other in (got, sound, run(kernels, alone, Setting(mode))):
+        assert torch.equal(other.values[-1], got.values[12])
+        assert torch.equal(other.gradient[-1], got.gradient[12])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @modes
-@weighting
 def test_low_precision_storage(
     kernels: ModuleType, dtype: torch.dtype, mode: int, weighted: bool
 ) -> None:
@@ -323,7 +295,6 @@ def test_low_precision_storage(
 
 
 @modes
-@weighting
 def test_strided_rows(kernels: ModuleType, mode: int, weighted: bool) -> None:
     batch = draw(5, 23, weighted)
     batch.logits = batch.logits[:, 2:19]
@@ -337,61 +308,24 @@ def test_strided_rows(kernels: ModuleType, mode: int, weighted: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@modes
-@weighting
-def test_in_place(
-    kernels: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    mode: int,
-    weighted: bool,
-) -> None:
+def test_in_place(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(kernels, "MAX_BLOCK", 16)
-    batch = draw(4, 50, weighted, dtype)
+    batch = draw(4, 50, weighted=True, dtype=dtype)
     batch.target[1] = IGNORE
-    apart = run(kernels, batch, Setting(mode))
+    apart = run(kernels, batch, Setting(ADAPTIVE))
 
     wide = torch.full((4, 60), 7.0, device=DEVICE, dtype=dtype)
     out = wide[:, 3:53]
-    beside = run(kernels, batch, Setting(mode), out=out)
+    beside = run(kernels, batch, Setting(ADAPTIVE), out=out)
     assert beside.gradient is out
     assert torch.equal(out, apart.gradient)
     assert (wide[:, :3] == 7).all()
     assert (wide[:, 53:] == 7).all()
 
     batch.logits = batch.logits.clone()
-    over = run(kernels, batch, Setting(mode), out=batch.logits)
+    over = run(kernels, batch, Setting(ADAPTIVE), out=batch.logits)
     assert over.gradient is batch.logits
     assert torch.equal(over.gradient, apart.gradient)
-
-
-@modes
-@weighting
-def test_rows_are_independent(kernels: ModuleType, mode: int, weighted: bool) -> None:
-    batch = draw(5, 130, weighted)
-    together = run(kernels, batch, Setting(mode))
-    for row in range(5):
-        one = slice(row, row + 1)
-        single = Batch(batch.logits[one], batch.target[one], batch.factor[one], batch.weight)
-        alone = run(kernels, single, Setting(mode))
-        assert torch.equal(alone.values, together.values[one])
-        assert torch.equal(alone.gradient, together.gradient[one])
-
-
-@modes
-@weighting
-def test_unknown_targets_are_nan_and_never_read(
-    kernels: ModuleType, mode: int, weighted: bool
-) -> None:
-    batch = draw(5, 7, weighted)
-    sound = run(kernels, batch, Setting(mode))
-    # Read as an offset, the larger ones would leave the address space.
-    batch.target[:4] = torch.tensor([7, -1, 2**60, -(2**60)])
-    got = run(kernels, batch, Setting(mode))
-    assert got.values[:4].isnan().all()
-    assert got.gradient[:4].isnan().all()
-    assert torch.equal(got.values[4:], sound.values[4:])
-    assert torch.equal(got.gradient[4:], sound.gradient[4:])
 
 
 def test_refuses_what_it_would_misread(kernels: ModuleType) -> None:
@@ -403,17 +337,42 @@ def test_refuses_what_it_would_misread(kernels: ModuleType) -> None:
         run(kernels, batch, Setting(CE), out=batch.logits.new_empty(3, 8))
 
 
-@modes
-@weighting
-@pytest.mark.parametrize("mask", [-INF, torch.finfo(torch.float32).min, -1e30])
-def test_a_whole_block_is_masked(kernels: ModuleType, mode: int, weighted: bool, mask: float):
-    """Many models mask with a large finite number; the maximum then grows by that much at once."""
-    batch = draw(3, 2 * kernels.MAX_BLOCK + 5, weighted)
-    batch.logits[0, : kernels.MAX_BLOCK] = mask
-    batch.logits[1, kernels.MAX_BLOCK :] = mask
-    batch.logits[2, 3:] = mask
-    batch.target[:] = torch.tensor([kernels.MAX_BLOCK + 1, 4, 2])
-    setting = Setting(mode)
-    got, wanted = run(kernels, batch, setting), define(batch, setting)
-    torch.testing.assert_close(got.values.double(), wanted.values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.gradient.double(), wanted.gradient, rtol=1e-4, atol=1e-6)
+# ------------------------------------------------------------------ as a backend of the losses
+
+
+_WEIGHTED = [CASES[name] for name in ("labo", "fl", "kd", "ols")]
+
+
+@pytest.mark.parametrize(
+    ("case", "weighted"),
+    [*((case, False) for case in FORMULAS), *((case, True) for case in _WEIGHTED)],
+    ids=lambda x: "weighted" * x if isinstance(x, bool) else x.name,
+)
+def test_every_loss(case, weighted, monkeypatch):
+    """Several blocks for a row."""
+    triton_for_native(monkeypatch)
+    from labo.fast import kernels
+
+    for name in ("MAX_BLOCK", "MAX_FORMULA_BLOCK"):
+        monkeypatch.setattr(kernels, name, 64)
+    logits, target = hard_rows()
+    weight = torch.linspace(0, 2, logits.shape[1]) if weighted else None
+    extra = case.extra(logits.nan_to_num().clamp(-50, 50))
+    arguments = {"extra": extra, "weight": weight, "reduction": "none"}
+    assert_no_worse_than_naive(case, "native", logits, target, rounding=1e-6, **arguments)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_float16_gradient_has_the_loss_scale_before_it_is_rounded(compiled, monkeypatch):
+    """Few rows, as the interpreter is slow, but a wide spread of probabilities."""
+    triton_for_native(monkeypatch)
+    logits, target = sample(12, 24, dtype=torch.float16)
+    weight = torch.rand(24)
+
+    def scaled(z, impl="native"):
+        return 65536 * CASES["labo"](z, target, weight=weight, impl=impl)
+
+    exact = gradient(lambda z: scaled(z, "reference"), logits.double())
+    torch._dynamo.reset()
+    slope = gradient(torch.compile(scaled, backend="aot_eager") if compiled else scaled, logits)
+    assert_rounded_once(slope, exact)

@@ -11,27 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import labo
-from gloo import Processes, World
 from labo import functional as F
 from labo import metrics
 from labo.fast import native
 from labo.fast.dispatch import FastRows
 from labo.heads.quantized import product_dtype
+from layers import SMALL, D, N, V, problem
 from probes import LargestTensor
 
-N, D, V = 13, 6, 11
-SMALL = labo.LinearLossOptions(batch_chunk_size=4)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-def problem(dtype=torch.float64, rows=N, classes=V, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, D, generator=generator, dtype=torch.float64)
-    weight = torch.randn(classes, D, generator=generator, dtype=torch.float64)
-    bias = torch.randn(classes, generator=generator, dtype=torch.float64)
-    target = torch.randint(classes, (rows,), generator=generator)
-    target[rows // 3] = -100
-    return x.to(dtype), weight.to(dtype), bias.to(dtype), target
 
 
 def dense(logits: Tensor, target: Tensor, loss: nn.Module) -> dict[str, Tensor]:
@@ -115,8 +103,6 @@ def test_ties_infinities_and_ignored_rows():
         return_metrics="rows",
     )
     assert found.correct.tolist() == [1, 1, 0, 1]  # all logits are 0: ties are right
-    from labo import metrics
-
     statistics = metrics.row_statistics(logits, target, -100)
     assert statistics[:, metrics.CORRECT].tolist() == [1, 0, 0, 0]
     assert statistics[1, metrics.NLL] == math.inf
@@ -183,9 +169,20 @@ def test_micro_batches_add_up():
     check(parts[0].plus(parts[1]), whole._asdict(), 1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", ["labo", "focal"])
-@pytest.mark.parametrize("head", ["plain", "adapted", "compiled"])
+each_way = pytest.mark.parametrize(
+    ("head", "name", "reduction"),
+    [
+        ("plain", "labo", "mean"),
+        ("plain", "focal", "none"),
+        ("adapted", "labo", "sum"),
+        ("adapted", "focal", "mean"),
+        ("compiled", "labo", "none"),
+        ("compiled", "focal", "mean"),
+    ],
+)
+
+
+@each_way
 def test_token_weight_and_z_loss(head, name, reduction):
     """sum_i t_i (loss_i + c w_y Z_i^2) over sum_i t_i w_y, in value and gradient."""
     x, weight, bias, target = problem()
@@ -232,14 +229,13 @@ def test_token_weight_and_z_loss(head, name, reduction):
     check(results[0][2], {k: v.detach() for k, v in results[1][2]._asdict().items()}, 1e-10)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", ["labo", "focal"])
-@pytest.mark.parametrize("head", ["plain", "adapted", "compiled"])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_token_weights_of_ignored_rows_do_not_matter(head, name, reduction, weighted):
+@each_way
+def test_token_weights_of_ignored_rows_do_not_matter(head, name, reduction):
     x, weight, _, target = problem(torch.float32)
     target[-1] = -100
-    loss = type(LOSSES[name])(reduction=reduction, weight=torch.rand(V) if weighted else None)
+    loss = type(LOSSES[name])(
+        reduction=reduction, weight=torch.rand(V) if head == "plain" else None
+    )
 
     def step(x, w, token_weight):
         low = torch.ones(2, D), torch.ones(V, 2)
@@ -277,22 +273,15 @@ def test_token_weights_that_are_no_tensor_of_real_numbers(wrong, found):
 
 def test_half_types_with_a_late_gradient():
     x, weight, _, target = problem(torch.float32)
-    token_weight = torch.rand(N)
-    grads = []
+    options = {"token_weight": torch.rand(N), "z_loss": 0.1, "return_metrics": True}
+    results = []
     for dtype in (torch.float32, torch.float16):
-        leaf = x.detach().to(dtype).clone().requires_grad_()
-        value, found = labo.linear_loss(
-            leaf,
-            weight.to(dtype),
-            target,
-            labo.LABOLoss(),
-            token_weight=token_weight,
-            z_loss=0.1,
-            return_metrics=True,
-        )
+        leaf = x.to(dtype).clone().requires_grad_()
+        loss = labo.LABOLoss()
+        value, found = labo.linear_loss(leaf, weight.to(dtype), target, loss, **options)
         value.backward()
-        grads.append((value.detach(), leaf.grad.float(), torch.stack(found).float()))
-    torch.testing.assert_close(*grads, rtol=1e-2, atol=3e-3)
+        results.append((value.detach(), leaf.grad.float(), torch.stack(found).float()))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=3e-3)
 
 
 def test_weights_that_cancel_give_zero():
@@ -331,45 +320,6 @@ def test_refuses(change, sentence):
     x, weight, _, target = problem()
     with pytest.raises(ValueError, match=sentence):
         labo.linear_loss(x, weight, target, labo.LABOLoss(), **change)
-
-
-# ------------------------------------------------------------------ classes split over processes
-
-
-def sharded_case(world: World) -> None:
-    x, weight, bias, target = problem()
-    token_weight = torch.linspace(0.5, 2, N, dtype=torch.float64)
-    token_weight[target == -100] = math.nan  # does not matter
-    sizes = [2, V - 2]
-    shard, shard_bias = (world.share(t, 0, sizes) for t in (weight, bias))
-    for reduction in ("mean", "none"):
-        loss = labo.LABOLoss(reduction=reduction)
-        options = {
-            "softcap": 3.0,
-            "token_weight": token_weight,
-            "z_loss": 0.2,
-            "return_metrics": True,
-            "options": SMALL,
-        }
-        leaf = x.clone().requires_grad_()
-        value, found = labo.parallel.linear_loss(
-            leaf, shard, target, loss, linear_bias=shard_bias, group=world.group, **options
-        )
-        value.sum().backward()
-        one = x.clone().requires_grad_()
-        wanted, metrics = labo.linear_loss(one, weight, target, loss, linear_bias=bias, **options)
-        wanted.sum().backward()
-        torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(leaf.grad, one.grad, rtol=1e-11, atol=1e-11)
-        check(found, metrics._asdict(), 1e-11)
-
-
-def test_two_processes(tmp_path):
-    processes = Processes(2, tmp_path)
-    try:
-        processes.run(2, sharded_case)
-    finally:
-        processes.stop()
 
 
 @pytest.mark.parametrize(

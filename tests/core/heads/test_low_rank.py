@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eighths import Eighths
 from torch import Tensor, nn
 
 import labo
+from eighths import Eighths
 from labo.heads import quantized
 from probes import LargestTensor
 
