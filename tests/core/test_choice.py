@@ -12,6 +12,7 @@ import labo
 from labo.fast import dispatch
 from labo.sums import Traced
 
+
 def half_logits(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).mul(3).half().requires_grad_()
 
