@@ -495,7 +495,7 @@ def drawn_differences(*names: str) -> str:
         difference_chart(replace(group, title=_title(name)), name, titled=True)
         for name, group in zip(names, groups, strict=True)
     ]
-    return sheet([panel for panel in panels if panel is not None], columns=2)
+    return _svg(sheet([panel for panel in panels if panel is not None], columns=2))
 
 
 def selection(name: str) -> str:
@@ -573,7 +573,11 @@ def drawn_curves(name: str) -> str:
             f"{name}-sum", "Accuracy by label weight", "", integral, accuracy, _above(fast[1], 80)
         ),
     ]
-    return sheet(panels, [(style, label) for label, style in styles.items()], columns=2)
+    return _svg(sheet(panels, [(style, label) for label, style in styles.items()], columns=2))
+
+
+def _svg(files: Mapping[str, bytes]) -> str:
+    return files[".svg"].decode()
 
 
 def _above(lines: Sequence[Line], low: float) -> list[Line]:

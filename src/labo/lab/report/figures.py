@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ..analysis.groups import Member
 from ..analysis.intervals import wilson
+from ..run import files as atomic
 from ..tables import Column
-from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart
+from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart, sheet
 from .gather import NEVER_ACTIVE, DrawnVariant, ReportGroup, signature_line
 from .palette import Style
 
@@ -44,6 +46,12 @@ class Figure:
     caption: str
     signature: str
     legend: Sequence[tuple[Style, str]] = ()
+
+    def write(self, stem: Path, suffixes: Sequence[str] = (".pdf", ".svg", ".csv")) -> None:
+        """Write it to ``STEM.pdf`` and ``STEM.svg``, and its data to ``STEM.csv``."""
+        for suffix, content in sheet(self.panels, self.legend).items():
+            if suffix in suffixes:
+                atomic.write_bytes(stem.with_name(stem.name + suffix), content)
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ def training_figures(group: ReportGroup, name: str, scores: Sequence[Column]) ->
 
 def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterator[Figure]:
     panels = Panels(name, group)
-    step = Axis("step")
+    step = Axis("step", low=0)
     losses = Axis("loss of each method, nats")
     shown: dict[str, Any] = {"settled": True, "starts": _starts(group)}
     panels.lines("Training loss", step, losses, _training("loss"), **shown)
@@ -194,7 +202,7 @@ def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterat
 
 def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]:
     panels = Panels(name, group)
-    step, starts = Axis("step"), _starts(group)
+    step, starts = Axis("step", low=0), _starts(group)
     confidence = Axis("mean over the validation split")
     panels.lines("Top probability", step, confidence, _valid("confidence"), starts=starts)
     panels.lines("Entropy", step, Axis("mean, nats", low=0), _valid("entropy"), starts=starts)

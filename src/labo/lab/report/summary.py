@@ -242,7 +242,7 @@ def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
             caption += " Hollow marks: the calibration error after one temperature."
     if not panels:
         return None
-    if any('class="dot far"' in panel.body for panel in panels):
+    if any(panel.cut for panel in panels):
         caption += " An arrow: far outside of the scale; the number is at the right."
     members = [m for group in shown for v in _scored(group) for m in v.members]
     return Figure("summary-figure", "All methods", panels, caption, signature_line(members))
