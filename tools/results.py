@@ -39,8 +39,8 @@ from typing import Any
 import yaml
 
 from labo.lab.analysis.groups import Difference, Member, Variant, mean_cell
-from labo.lab.analysis.printing import difference_cells, difference_columns
 from labo.lab.analysis.reading import Run, State, find_teacher, read_conditions, read_run
+from labo.lab.analysis.run import FORMAT
 from labo.lab.analysis.task import find_analysis
 from labo.lab.report import palette
 from labo.lab.report.charts import Axis, Line, line_chart, sheet
@@ -178,7 +178,10 @@ def _calibration(run: Run) -> dict[str, float]:
     file = run.path / "analysis.json"
     if not file.is_file():
         return {}
-    split = json.loads(file.read_text(encoding="utf-8"))["splits"].get("test")
+    document = json.loads(file.read_text(encoding="utf-8"))
+    if document["format"] != FORMAT:
+        raise SystemExit(f"{file} is of another version of labo: labo analyze {run.path}")
+    split = document["splits"].get("test")
     if split is None:
         return {}
     before, after = (split["views"].get(way) for way in find_report(run.task).views)
@@ -187,7 +190,7 @@ def _calibration(run: Run) -> dict[str, float]:
         "ece_after": after and after["ece"],
         "aurc": before and (before.get("selective") or {}).get("aurc"),
         "aurc_normalised": (split.get("logit_norm") or {}).get("aurc"),
-        "temperature": (split.get("temperature") or {}).get("value"),
+        "temperature": split["temperature"],
     }
     return {f"analysis_{name}": value for name, value in found.items() if value is not None}
 
@@ -387,7 +390,6 @@ def table(name: str) -> str:
     """The methods of a study, best first."""
     group = study(name)
     headline = group.kind.headline
-    references = [v for v in group.group.references if v.name == "ls"] or group.group.references
     analysed = [
         Column("ece_after", "ECE after T %", scale=100, better=-1),
         Column("aurc", "AURC %", scale=100, better=-1),
@@ -401,16 +403,15 @@ def table(name: str) -> str:
             column.key: variant.cell(_test(column.key)) for column in (headline, *group.kind.scores)
         }
         cells["seeds"] = Cell(len(variant.scores("test")))
-        for reference in references:
-            found = group.group.difference(variant, reference)
-            cells |= {} if found is None else difference_cells(found)
+        cells |= group.group.difference_cells(variant)
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
         for key in ("aurc", "aurc_normalised"):
             cells[key] = variant.cell(_analysed(before, key))
         cells["time"] = Cell(times.get(variant.name))
         rows.append(Row(variant.label, cells))
     columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
-    columns += [c for r in references for c in difference_columns(headline, r.name)]
+    every = group.group.difference_columns()
+    columns += [column for column in every if column.key.endswith("_ls")] or every
     columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
     return _markdown(Table(name, filled(columns, rows), rows))
 

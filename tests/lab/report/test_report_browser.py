@@ -334,7 +334,7 @@ def test_text_has_contrast(scheme, show, file):
     assert (luminance(ground) > 0.5) == (scheme == "light")
     colours = page.evaluate(
         """() => Object.fromEntries(
-             ['body', '.quiet', '.signature', 'nav a', 'th', 'svg .tick'].map((s) => {
+             ['body', '.quiet', '.signature', 'nav a', 'th', 'svg text'].map((s) => {
                const style = getComputedStyle(document.querySelector(s));
                return [s, s.startsWith('svg') ? style.fill : style.color]; }))"""
     )

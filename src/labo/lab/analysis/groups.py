@@ -16,13 +16,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..config import differing_keys
 from ..errors import RequestError
-from ..tables import Cell
+from ..tables import Cell, Column
 from .reading import Floats, Run, find_teacher, read_conditions
 from .significance import mean_std, paired_bootstrap, paired_difference
 from .task import Records, TaskAnalysis, find_analysis
@@ -311,6 +311,33 @@ class Group:
         """That of two variants of the group."""
         labels = variant.label, reference.label
         return next((d for d in self.differences if (d.variant, d.reference) == labels), None)
+
+    def difference_cells(self, variant: Variant) -> dict[str, Cell]:
+        """The cells of the differences of a variant, by :meth:`difference_columns`."""
+        found = (self.difference(variant, reference) for reference in self.references)
+        return {
+            f"{key}_{difference.name}": cell
+            for difference in found
+            if difference is not None
+            for key, cell in {
+                "delta": difference.cell,
+                "p": Cell(difference.p),
+                "p_bootstrap": Cell(difference.p_bootstrap),
+            }.items()
+        }
+
+    def difference_columns(self) -> list[Column]:
+        """Three columns for each reference: the difference, and its p-values."""
+        headline = replace(self.kind.headline, signed=True, better=0)
+        return [
+            column
+            for name in dict.fromkeys(reference.name for reference in self.references)
+            for column in (
+                replace(headline, key=f"delta_{name}", heading=f"Δ {name}"),
+                Column(f"p_{name}", "p", digits=3),
+                Column(f"p_bootstrap_{name}", "p examples", digits=3),
+            )
+        ]
 
     @property
     def notes(self) -> list[str]:

@@ -154,8 +154,7 @@ class LanguageAnalysis(TaskAnalysis):
                 )
         temperature = None
         if split == "test" and views:
-            valid = read_documents(run, "valid").forced if "valid" in run.splits() else []
-            temperature, after = tempered_view(forced, valid, notes)
+            temperature, after = tempered_view(forced, notes)
             views |= {} if after is None else {"forced_after": after}
         nll = math.fsum(document.nll for document in used)
         tokens, size = (sum(getattr(d, name) for d in used) for name in ("tokens", "bytes"))
@@ -181,8 +180,7 @@ class LanguageAnalysis(TaskAnalysis):
             "nll": nll,
             "ece": before.get("ece"),
             "ece_after": split["views"].get("forced_after", {}).get("ece"),
-            "temperature": (split["temperature"] or {}).get("value"),
-            "confidence": before.get("confidence"),
+            "temperature": split["temperature"],
             "confidence_on_errors": before.get("confidence_on_errors"),
             "underconfidence": before.get("underconfidence"),
             "aurc": before.get("selective", {}).get("aurc"),

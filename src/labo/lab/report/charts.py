@@ -215,8 +215,7 @@ _COLOURS = {both[LIGHT]: f"var(--{name})" for name, both in COLOURS.items()}
 # What is replaced in a tag; a text between tags is the user's.
 _REPLACED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"| font-family: [^;]*;|xlink:', ""),
-    (r'^<g id="(\w+):([^"]*)"', r'<g class="\1" data-series="\2"'),
-    (r'^<g id="[^":]*"', "<g"),
+    (r'^<g id="[^"]*"', "<g"),
     (r"\s+", " "),
     (r"-?\d+\.\d{2,}", lambda number: f"{float(number[0]):.{1 if len(number[0]) > 8 else 2}f}"),
     ("|".join(_COLOURS), lambda colour: _COLOURS[colour[0]]),
@@ -225,6 +224,8 @@ _REPLACED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 
 def _tag(found: re.Match[str]) -> str:
     tag = found[1]
+    if series := re.match(r'<g id="(\w+):([^"]*)"', tag):
+        return f'<g class="{series[1]}" data-series="{series[2]}">'
     for pattern, text in _REPLACED:
         tag = re.sub(pattern, text, tag)
     return tag
@@ -318,8 +319,9 @@ def line_chart(
             if low <= at <= high:
                 axes.axvline(at, **_GUIDE)
                 side = "right" if at > (low + high) / 2 else "left"  # where there is more room
-                look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": side}
-                axes.text(at, 1, f" {text} ", **look, va="bottom", color=light("quiet"))
+                look: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": side}
+                look |= {"textcoords": "offset points", "color": light("quiet")}
+                axes.annotate(text, (at, 1), (-4 if side == "right" else 4, 2), **look)
         for at, line in _spread(axes, [line for line in shown if line.label]):
             look = {"color": light(line.style.colour), "gid": f"mark:{line.series}"}
             panel.text(right + 9, at + 4, line.label, **look, weight="bold", size=12)

@@ -251,9 +251,7 @@ def _valid(metric: str, scale: float = 1) -> Callable[[Member], Points]:
 
 def _alphas(member: Member) -> Points:
     training = _curves(member)
-    if training["alpha"] is None:
-        return ()
-    return pairs(training["valid"]["step"], training["alpha"]["values"])
+    return pairs(training["valid"]["step"], training["alpha"]) if training["alpha"] else ()
 
 
 # ------------------------------------------------------------------ confidence

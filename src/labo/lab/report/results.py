@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..analysis.groups import Member, mean_cell
-from ..analysis.printing import difference_cells, difference_columns
 from ..tables import Cell, Column, Row, Table, filled
 from .figures import view
 from .gather import ReportGroup
@@ -47,23 +46,16 @@ def results_table(group: ReportGroup) -> Table | None:
         variant = drawn.variant
         cells = {headline.key: variant.cell(lambda member: member.score(split))}
         cells |= {c.key: variant.cell(_metric(split, c.key)) for c in scores}
-        for reference in compared.references:
-            if (found := compared.difference(variant, reference)) is not None:
-                cells |= difference_cells(found)
+        cells |= compared.difference_cells(variant)
         cells["time"] = Cell(mean_cell(compared.step_times(variant)).value)
         memory = variant.cell(lambda member: member.results.get("peak_memory"))
         cells["memory"] = Cell(memory.value)
         rows.append(Row(drawn.label, cells))
-    differences = [
-        column
-        for reference in compared.references
-        for column in difference_columns(headline, reference.name)
-    ]
     costs = [
         Column("time", "time", suffix="×"),
         Column("memory", "peak memory, MB", digits=0, scale=1e-6),
     ]
-    columns = filled([headline, *differences, *scores, *costs], rows)
+    columns = filled([headline, *compared.difference_columns(), *scores, *costs], rows)
     return Table(f"Results on the {split} split of {group.title}", columns, rows)
 
 
@@ -96,9 +88,8 @@ def confidence_table(
     """
     first, second = views
 
-    def fitted(part: str, key: str) -> Value:
-        """A number of what was fitted on the validation split."""
-        return lambda member: ((member.split(group.split) or {}).get(part) or {}).get(key)
+    def normalised(member: Member) -> float | None:
+        return ((member.split(group.split) or {}).get("logit_norm") or {}).get("aurc")
 
     def aurc(member: Member) -> float | None:
         shown = view(member, group, first)
@@ -111,14 +102,14 @@ def confidence_table(
             group, first, "underconfidence"
         ),
         Column("ece", "ECE %", scale=100, better=-1): view_value(group, first, "ece"),
-        Column("temperature", "temperature"): fitted("temperature", "value"),
+        Column("temperature", "temperature"): lambda member: (member.split(group.split) or {}).get(
+            "temperature"
+        ),
         Column("ece_after", "ECE after temperature %", scale=100, better=-1): view_value(
             group, second, "ece"
         ),
         Column("aurc", "AURC %", scale=100, better=-1): aurc,
-        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1): fitted(
-            "logit_norm", "aurc"
-        ),
+        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1): normalised,
         **{column: view_value(group, way, key) for column, way, key in further},
     }
     caption = f"Confidence on the {group.split} split of {group.title}"

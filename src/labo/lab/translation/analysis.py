@@ -104,8 +104,7 @@ class TranslationAnalysis(TaskAnalysis):
                 views[name] = found
         temperature = None
         if split == "test" and "forced" in views:
-            valid = read_translations(run, "valid").forced if "valid" in run.splits() else []
-            temperature, after = tempered_view(records.forced, valid, notes)
+            temperature, after = tempered_view(records.forced, notes)
             views |= {} if after is None else {"forced_after": after}
         hypotheses, references = records.hypotheses, records.references
         parts = frequency_parts(records.frequency, part_size)
@@ -151,10 +150,9 @@ class TranslationAnalysis(TaskAnalysis):
             "nll": forced.get("nll"),
             "forced_ece": forced.get("ece"),
             "forced_ece_after": views.get("forced_after", {}).get("ece"),
-            "temperature": (split["temperature"] or {}).get("value"),
+            "temperature": split["temperature"],
             "decoded_ece": decoded.get("ece"),
             "decoded_aurc": decoded.get("selective", {}).get("aurc"),
-            "confidence": decoded.get("confidence"),
             "confidence_on_errors": decoded.get("confidence_on_errors"),
             "underconfidence": decoded.get("underconfidence"),
             **{
@@ -166,12 +164,7 @@ class TranslationAnalysis(TaskAnalysis):
     # ------------------------------------------------------------------ several runs
 
     def compare_group(self, group: Group, **options: Any) -> dict[str, Any]:
-        part_size: int | None = options.get("part_size")
-        records, parts = _parts(group, part_size)
-        return {
-            "frequency": _frequency(group, records, parts, part_size),
-            "confidence": _confidence(group, records, parts),
-        }
+        return {"frequency": _frequency(group, options.get("part_size"))}
 
     def group_tables(self, document: Mapping[str, Any]) -> list[Table]:
         found = document["frequency"]
@@ -246,16 +239,11 @@ def _lengths(records: Translations, notes: list[str]) -> dict[str, Any] | None:
 # ------------------------------------------------------------------ variants by part
 
 
-def _parts(group: Group, part_size: int | None) -> tuple[Translations, dict[str, Integers]]:
-    """The parts by the frequencies of the first reference: the same sentences for all runs."""
+def _frequency(group: Group, part_size: int | None) -> dict[str, Any]:
+    """By the frequencies of the first reference: the parts are the same sentences for all runs."""
     first = next(iter(group.references[0].members.values()))
     records: Translations = first.records(group.split)
-    return records, frequency_parts(records.frequency, part_size)
-
-
-def _frequency(
-    group: Group, records: Translations, parts: Mapping[str, Integers], part_size: int | None
-) -> dict[str, Any]:
+    parts = frequency_parts(records.frequency, part_size)
     scores = {member: _part_bleu(member, group.split, parts) for member in group.members}
 
     def numbers(variant: Variant, part: str) -> list[float]:
@@ -293,20 +281,3 @@ def _part_bleu(
     records: Translations = member.records(split)
     signature = bleu_signature(member.run)
     return bleu_by_part(records.hypotheses, records.references, parts, signature)
-
-
-def _confidence(
-    group: Group, records: Translations, parts: Mapping[str, Integers]
-) -> dict[str, Any]:
-    """The histograms of each variant, over the tokens of all its runs."""
-    rows = []
-    edges: list[float] = []
-    for variant in group.variants:
-        members = list(variant.members.values())
-        pooled = [p for member in members for p in member.records(group.split).probabilities]
-        shift = len(records) * np.arange(len(members))[:, None]
-        everywhere = {part: (index + shift).ravel() for part, index in parts.items()}
-        found = chosen_probabilities(pooled, everywhere)
-        edges = found.pop("edges")
-        rows.append({"method": variant.label, **found})
-    return {"edges": edges, "rows": rows}
