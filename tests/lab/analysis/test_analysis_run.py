@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import pkgutil
-import shutil
 
 import numpy as np
 import pytest
@@ -353,34 +352,6 @@ def test_seeds_make_a_method_and_methods_are_compared(tmp_path):
     assert (difference["p"], difference["smallest_p"]) == (0.25, 0.25)
     assert difference["bootstrap"] is difference["p_bootstrap"] is None
     assert "frequency" not in group
-
-
-def test_one_method_with_two_settings_is_two_methods(tmp_path):
-    a = image_run(tmp_path / "a", method={"name": "labo", "tau": 1.15, "rho": 0.5})
-    b = image_run(tmp_path / "b", method={"name": "labo", "tau": 1.25, "rho": 0.5})
-    (group,) = analyze_runs([a, b])["groups"]
-    assert [row["method"] for row in group["methods"]] == ["labo tau=1.15", "labo tau=1.25"]
-    assert group["references"] == ["labo tau=1.15"]
-
-
-def test_an_unfair_comparison_is_named(tmp_path):
-    a = image_run(tmp_path / "a", method={"name": "ls"}, train={"epochs": 3})
-    b = image_run(tmp_path / "b", method={"name": "labo"}, train={"epochs": 9}, seed=1)
-    found = analyze_runs([a, b])
-    assert found["groups"][0]["differences"] == []
-    assert found["notes"] == [
-        "labo and ls differ in train.epochs, not only in method",
-        "labo and ls have no seed in common",
-    ]
-
-
-def test_the_same_run_twice_counts_once(tmp_path):
-    path = image_run(tmp_path / "a")
-    copy = tmp_path / "b"
-    shutil.copytree(path, copy)
-    found = analyze_runs([path, path, copy])
-    assert [row["runs"] for row in found["groups"][0]["methods"]] == [["a"]]
-    assert found["notes"] == ["b is left out: a has the same recipe and seed"]
 
 
 def test_runs_on_different_examples_are_not_compared(tmp_path):

@@ -13,7 +13,7 @@ from ..analysis.intervals import wilson
 from ..run import files as atomic
 from ..tables import Column
 from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart, sheet
-from .gather import NEVER_ACTIVE, DrawnVariant, ReportGroup, signature_line
+from .gather import DrawnVariant, ReportGroup, signature_line
 from .palette import Style
 
 # With more or longer names the labels at the ends of lines do not fit: a legend replaces them.
@@ -219,8 +219,8 @@ def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]
 def _starts(group: ReportGroup) -> list[tuple[float, str]]:
     """The steps at which methods begin after a warm-up."""
     names: dict[int, dict[str, None]] = {}
-    for variant in group.variants:
-        if variant.first_step and not variant.label.endswith(NEVER_ACTIVE):
+    for variant in group.group.variants:
+        if variant.first_step and not variant.never_active:
             names.setdefault(variant.first_step, {})[variant.name] = None
     return [
         (step, f"{', '.join(of_step)} begin{'s' if len(of_step) == 1 else ''}")

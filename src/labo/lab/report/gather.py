@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from ..analysis.task import TaskAnalysis, find_analysis
 from ..config import differing_keys
 from ..errors import RequestError
 from .palette import OWN, Style, styles
-
-NEVER_ACTIVE = "(never active)"  # beside the name of a method whose warm-up was longer than the run
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +61,6 @@ class DrawnVariant:
     def members(self) -> list[Member]:
         """Its runs by seed."""
         return list(self.variant.members.values())
-
-    @property
-    def first_step(self) -> int:
-        """The step at which the method itself begins; 0 if it has no warm-up."""
-        method = self.variant.recipe["method"]
-        return int(method.get("warmup_steps") or 0) * int(method.get("outer_steps") or 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +130,7 @@ def _analysis(run: Run) -> Mapping[str, Any]:
 
 def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
     """The groups of :func:`labo.lab.analysis.groups.group_runs` with titles and colours."""
-    groups = [_marked(group) for group in group_runs(members)]
+    groups = group_runs(members)
     numbered = [_numbered(group.variants) for group in groups]
     chosen = styles(key for variants in numbered for key in variants)
     titles = _titles([group.members[0] for group in groups])
@@ -146,24 +138,6 @@ def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
         ReportGroup(title, group, _drawn(variants, chosen))
         for group, title, variants in zip(groups, titles, numbered, strict=True)
     ]
-
-
-def _marked(group: Group) -> Group:
-    """The group with a mark beside the name of every method that was never used itself."""
-    variants = [
-        replace(variant, label=f"{variant.label} {NEVER_ACTIVE}")
-        if _never_active(variant)
-        else variant
-        for variant in group.variants
-    ]
-    return replace(group, variants=variants)
-
-
-def _never_active(variant: Variant) -> bool:
-    """Whether the warm-up of the method was longer than each of its finished runs."""
-    first = DrawnVariant(variant, Style("m0")).first_step
-    steps = [member.results.get("steps") for member in variant.members.values()]
-    return bool(steps) and all(count is not None and first > count for count in steps)
 
 
 def _numbered(variants: Sequence[Variant]) -> dict[tuple[str, int], Variant]:
