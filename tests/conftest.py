@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ class LossCase:
     rowwise: bool = True
     detached: bool = False
     shifts: bool = True  # adding a number to all logits of a row changes nothing
-    worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
+    worked: float | None = None  # the value for the sample A of support/worked.py, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
         extra = arguments.pop("extra", None)
@@ -212,16 +212,13 @@ each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.na
 # One loss of each kind, for properties that all losses have from one helper of src: shapes, dtypes
 # of targets and logits, refusals, compilation. What depends on the formula runs on LOSS_CASES.
 _KINDS = {
-    "ls": "a kernel of one call",
     "labo": "a kernel of one call, with a strength of each sample",
     "fl": "a formula of sums",
     "kd": "a formula with a teacher",
-    "topk-bucket": "a formula with stored classes of a teacher",
     "krls": "on rows, with a table",
-    "rdrop": "on rows, with a second prediction",
-    "connet": "on the whole batch",
 }
-REPRESENTATIVES = [case for case in LOSS_CASES if case.name in _KINDS]
+CASES = {case.name: case for case in LOSS_CASES}
+REPRESENTATIVES = [CASES[name] for name in _KINDS]
 
 each_kind = pytest.mark.parametrize("case", REPRESENTATIVES, ids=lambda case: case.name)
 
@@ -252,6 +249,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three processes joined by gloo: ``processes.run(2, f, *arguments)``."""
+    from gloo import Processes
+
+    started = Processes(3, tmp_path_factory.mktemp("gloo"))
+    yield started
+    started.stop()
+
+
 def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     """d loss / d logits."""
     leaf = logits.detach().clone().requires_grad_()
@@ -267,3 +274,12 @@ def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
     monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)
     monkeypatch.setattr(dispatch.FastRows, "in_one_pass", lambda rows, logits: False)
+
+
+def both(case: LossCase, logits: Tensor, target: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Value and gradient in float64; rows have different upstream gradients."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = case(leaf, target, **arguments)
+    upstream = torch.linspace(-1, 2, value.numel(), dtype=value.dtype).reshape(value.shape)
+    (slope,) = torch.autograd.grad(value, leaf, upstream if value.dim() else None)
+    return value.detach().double(), slope.double()

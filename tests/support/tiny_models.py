@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import torch
 import transformers
 from torch import nn
@@ -173,3 +176,26 @@ def make_trainer(way, model, loss, args, data=None, teacher=None, **settings):
         return hf.regularize(cls(model=model, args=args, **settings), loss, teacher=teacher)
     callbacks = [hf.RegularizationCallback(loss)]
     return cls(model=hf.fuse_head(model, loss), args=args, callbacks=callbacks, **settings)
+
+
+def assert_step(way, model, loss, data, out, *, accumulate=1, by=by_hand, rows=collate, **settings):
+    """One step of a Trainer, in micro-batches, is that of SGD on ``by(model, batch, loss)``.
+
+    Args:
+        way: as for ``make_trainer``, or a function of (model, loss, args, data, **settings).
+    """
+    expected = copy.deepcopy(model).train()
+    slopes = gradients(expected, by(expected, rows(data), loss))
+    args = arguments(
+        out,
+        kind_of_arguments(model),
+        max_steps=1,
+        per_device_train_batch_size=len(data) // accumulate,
+        gradient_accumulation_steps=accumulate,
+    )
+    make = way if callable(way) else functools.partial(make_trainer, way)
+    trainer = make(model, loss, args, data, data_collator=rows, **settings)
+    trainer.train()
+    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(trained(model)[0], trained(expected)[0])
+    return trainer

@@ -42,7 +42,7 @@ from torch import Tensor
 from .. import _checks
 from .._torch import forward_mode
 from ..fields import describe, described
-from ..rows import row_sum, wide
+from ..rows import SPLIT, row_sum, wide
 from ..sums import FROM_TEACHER
 from . import blocked, formula, native
 from .kernel import Kernel
@@ -157,6 +157,25 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     # A compiler fuses the plain formula well, and only that can be differentiated twice.
     plain = logits.dtype == torch.float64 or torch.compiler.is_compiling()
     return "reference" if plain and not inplace else "blocked"
+
+
+# The C kernel takes no float16. A float32 copy of the logits and the kernel are several times as
+# fast as blocks; with more classes than this the memory of the copy is worth saving.
+_COPIED_CLASSES = 4096
+
+
+def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tuple[str, Tensor]:
+    """The backend and the logits that "auto" takes, by the number of classes.
+
+    Not by the number of rows: the bits of a row depend on that row alone.
+    """
+    if classes <= loss.few_classes:
+        return "reference", logits
+    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
+        copy = logits.float()
+        if _native_refuses(copy) is None:
+            return "native", copy
+    return backend, logits
 
 
 ROW_LOSS_SCHEMA = "Tensor[] tensors, str backend, str loss"
@@ -447,7 +466,9 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
     counted = isinstance(total, float) and loss.weight is None
     some_ignored = bool(total != len(labels)) if counted else None
     values = rows.values(flat, labels, inplace and with_grad, some_ignored)
-    if reduction != "none":
+    if reduction == "mean" and some_ignored is False and len(values) < SPLIT:
+        values = values.mean()  # the bits of a sum and a division, as one node
+    elif reduction != "none":
         values = row_sum(values) / divisor
     return values.to(wide(flat.dtype))
 

@@ -45,6 +45,7 @@ The functions of a backend are
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -55,17 +56,22 @@ from .._torch import autograd_enabled
 from ..rows import largest, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
+    COUNT,
     DEVIATION,
     EMIX,
     FROM_TEACHER,
     NO_MASSES,
     OTHERS,
+    QD,
+    QU,
     TEMPERED,
     TOP,
     UE,
     UR,
+    WQU,
     FoundSums,
     Passes,
+    R,
     RowTau,
     passes_of,
     value_of,
@@ -176,8 +182,7 @@ class FormulaRows:
         ``statistics``, (N, 5) float64, is filled as by :func:`labo.metrics.row_statistics`, for a
         plan that measures them.
         """
-        with torch.no_grad():
-            w_y = self._first_pass(logits.detach(), statistics)
+        w_y = self._first_pass(logits.detach(), statistics)
         sums = self.sums
         if logits.requires_grad and torch.is_grad_enabled():
             names = variables_of(self.plan)
@@ -223,18 +228,17 @@ class FormulaRows:
         self.y = y
         z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
         limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
-        z_y = z_stored = None
+        z_apart = None
         if self.stored is not None:
-            z_y, z_stored = entries_of(logits, y.unsqueeze(1)), entries_of(logits, self.stored)
+            z_apart = entries_of(logits, torch.cat([y.unsqueeze(1), self.stored], 1))
             logits = self._masked = self._without_stored(logits)
         sums = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
         if statistics is not None:
             torch.stack(statistics_of(sums), 1, out=statistics)
             if self.ignored is not None:
                 statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
-        if z_y is not None and z_stored is not None and self.log_t is not None:
-            apart = _apart(sums, z_y.squeeze(1), z_stored, limits)
-            sums |= {"log_t": self.log_t.double(), **apart}
+        if z_apart is not None and self.log_t is not None:
+            sums |= {"log_t": self.log_t.double(), **_apart(sums, z_apart, limits)}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
         if plan.asked & EMIX:
@@ -243,7 +247,7 @@ class FormulaRows:
             sums |= {name: again[name] for name in MIXED}
         u_y = sums.get("sums_u_y", sums["u_y"])
         sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
-        self.w_y = 1.0 if self.weight is None else self.weight[y].double()
+        self.w_y = 1.0 if self.weight is None else self.weight.index_select(0, y).double()
         self.plan, self.sums = plan, sums | temperatures(plan, sums["e"])
         return self.w_y
 
@@ -301,10 +305,25 @@ def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
     return rows.scatter_add_(1, index.clamp(min=0), entries)
 
 
+# The sums that have to be asked for; the others are always there.
+_ASKED = {
+    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
+    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
+}
+
+
+@lru_cache
+def _columns(asked: int) -> tuple[tuple[str, int], ...]:
+    """The names and places of the sums that these bits ask for."""
+    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
+    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
+
+
 def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
-    """The columns of the sums by name."""
+    """The sums that were asked for, by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
-    named = dict(zip(SUMS, sums.T.contiguous().unbind(), strict=True))
+    columns = sums.T.contiguous()
+    named = {name: columns[i] for name, i in _columns(plan.asked)}
     if plan.asked & OTHERS:  # without other classes any finite maximum serves
         for name in ("top", "source_top"):
             named[name] = named[name].masked_fill(named[name] == -math.inf, 0.0)
@@ -319,21 +338,23 @@ def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
     return [log_e - u_y, entropy, correct.double(), sums["top"], log_e]
 
 
-def _apart(
-    sums: dict[str, Tensor], z_y: Tensor, z_stored: Tensor, limits: torch.finfo
-) -> dict[str, Tensor]:
-    """With stored classes: what has the maximum of all classes, and what has that of the sums."""
+def _apart(sums: dict[str, Tensor], z: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
+    """With stored classes: what has the maximum of all classes, and what has that of the sums.
+
+    ``z``, (N, 1 + k), has the logits of the target and of the stored classes.
+    """
     here = sums["top"]
-    top = torch.maximum(here, z_stored.amax(1))
+    top = torch.maximum(here, z.amax(1))
     top = top.masked_fill(top == -math.inf, 0.0)
     here = torch.where(here == -math.inf, top, here)  # without other classes any number serves
+    u = u_of(z, top.unsqueeze(1), limits)
     return {
         "top": top,
-        "u_y": u_of(z_y, top, limits),
-        "u_stored": u_of(z_stored, top.unsqueeze(1), limits),
-        "gap": u_of(here, top, limits),
+        "u_y": u[:, 0].contiguous(),
+        "u_stored": u[:, 1:].contiguous(),
+        "gap": (here - top).clamp(min=limits.min),
         "sums_top": here,
-        "sums_u_y": u_of(z_y, here, limits),
+        "sums_u_y": u_of(z[:, 0], here, limits),
     }
 
 

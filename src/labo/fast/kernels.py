@@ -82,7 +82,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 # A kernel keeps a block of logits, its exponentials and its weights in registers. The kernels of a
 # formula need up to 111 of them at 8 logits a thread. Without a limit ptxas prefers fewer with a
-# few bytes spilled (tests/core/test_kernels_compile.py).
+# few bytes spilled (tests/core/fast/test_kernels_compile.py).
 MAX_BLOCK = 8192
 LOGITS_PER_THREAD = 32
 MAX_FORMULA_BLOCK = 4096

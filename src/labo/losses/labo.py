@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import smoothing
 from ..fast.kernel import LABO, LABO_ADAPTIVE, Kernel
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper
@@ -153,8 +152,10 @@ class HeldLABOLoss(LABOLoss):
 
 def labo_objective(rows: Rows, held: Tensor, tau: float, alpha: float | str, rho: float) -> Tensor:
     """The objective at the optimum of other logits, (M, K), held constant; per row, (M,)."""
-    strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
-    return objective(rows, smoothing.tempered(held, tau), strength, strength * tau)
+    from ..smoothing import adaptive_alpha, tempered
+
+    strength = adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
+    return objective(rows, tempered(held, tau), strength, strength * tau)
 
 
 def objective(

@@ -77,7 +77,7 @@ def test_the_manifest_counts_what_is_there(corpus):
         assert manifest["bytes"][name] == split.bytes.sum()
     train = prepared.split("train")
     every = np.concatenate([train.tokens(i) for i in range(len(train))])
-    assert np.array_equal(prepared.frequencies(), np.bincount(every, minlength=280))
+    assert np.array_equal(prepared.frequencies("tokens"), np.bincount(every, minlength=280))
     assert [entry["file"] for entry in manifest["inputs"]][:2] == ["000.txt", "001.txt"]
 
 
@@ -296,7 +296,7 @@ def test_what_is_read_or_made_by_another_command_is_kept(corpus, tmp_path, capsy
         ({"documents": "page"}, "--documents: should be 'file', 'paragraph' or 'line'"),
         ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
         ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
-        ({"holdout": 1000}, "the valid split has no documents"),
+        ({"holdout": 1000}, "the valid split is empty"),
     ],
 )
 def test_wrong_requests(corpus, settings, message):
@@ -366,7 +366,7 @@ def test_frequencies_are_counts(corpus):
     manifest["sha256"]["frequencies.json"] = sha256(path / "frequencies.json")
     (path / "prepared.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(RequestError, match=r"frequencies.json: tokens: should be less than"):
-        PreparedDocuments(path).frequencies()
+        PreparedDocuments(path).frequencies("tokens")
 
 
 def test_a_translation_task_refuses_documents_and_the_other_way_round(corpus):

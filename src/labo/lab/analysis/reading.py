@@ -157,7 +157,7 @@ class _Model(_Facts):
 
 
 class _Conditions(_Content):
-    jobs: int
+    jobs: int | None = None  # not known if no engine started the run
     threads: int
 
 
@@ -287,7 +287,9 @@ def _metrics_line(text: bytes) -> dict[str, Any] | str:
 
 
 def read_conditions(path: Path) -> list[dict[str, Any]]:
-    """The conditions a run was trained under, from ``conditions.json`` beside its directory.
+    """The conditions a run was trained under, from its ``conditions.json``.
+
+    An older version of ``labo compare`` wrote such a file beside the run directories.
 
     Args:
         path: the run directory.
@@ -296,14 +298,17 @@ def read_conditions(path: Path) -> list[dict[str, Any]]:
         One entry per kind of launch (machine, torch version, number of jobs, threads); empty if
         nothing was noted.
     """
-    file = path.parent / "conditions.json"
-    if not file.is_file():
-        return []
-    content = _object(_read_json(file), _Content, file)
-    found = content.get(path.name, [])
-    if not isinstance(found, list):
-        raise RequestError(f"{file}: {path.name}: not a list")
-    return [_object(entry, _Conditions, file, f"{path.name}.") for entry in found]
+    found: list[dict[str, Any]] = []
+    for folder, key in ((path.parent, path.name), (path, "launches")):
+        file = folder / "conditions.json"
+        content = _object(_read_json(file), _Content, file) if file.is_file() else {}
+        entries = content.get(key, [])
+        if not isinstance(entries, list):
+            raise RequestError(f"{file}: {key}: not a list")
+        for entry in entries:
+            _object(entry, _Conditions, file, f"{key}.")
+        found += [entry for entry in entries if entry not in found]
+    return found
 
 
 def digests(run: Run) -> dict[str, str]:

@@ -6,6 +6,7 @@ Runs that are finished are not run again, runs that were interrupted are continu
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,8 @@ from ..run.directory import RunDirectory
 from ..run.lock import held
 from ..tables import Table, write_table
 from ..tasks import find_task
-from . import launch
-from .conditions import note_conditions
+from .engines import Job, Setup
+from .launch import Failure, Launch, in_order
 from .plan import Comparison, PlannedRun, check_folder, claim_folder, plan
 from .table import tabulate
 
@@ -30,10 +31,13 @@ def compare(
     out: str | Path,
     overrides: Iterable[str] = (),
     grid: Iterable[str] = (),
+    select_seeds: int | None = None,
+    extend: bool = False,
     teacher: str | None = None,
     jobs: int | None = None,
+    setup: Setup | None = None,
     accept_data: bool = False,
-) -> tuple[Table, list[launch.Failure]]:
+) -> tuple[Table, list[Failure]]:
     """Train several methods with several seeds, and tabulate them, as ``labo compare`` does.
 
     Each run is a process of its own. Finished runs are reused, interrupted ones are continued.
@@ -45,10 +49,15 @@ def compare(
         out: the folder of the runs. The table is written there as ``table.md``, ``.tex``, ``.csv``
             and ``.json``.
         overrides: ``key=value`` settings for all runs.
-        grid: hyper-parameters to select on the validation split, such as ``labo.tau=1.15,1.25``.
+        grid: hyper-parameters to select on the validation split, such as ``labo.tau=1.15,1.25`` or
+            ``optim.lr=0.01..1@6``.
+        select_seeds: how many seeds the points of the grid are run with; by default all. The others
+            are run with the selected point of each method only.
+        extend: whether to add values to a grid until the selected one is not at its edge.
         teacher: a run that methods with a teacher learn from; by default the base run of the same
             seed.
         jobs: how many runs at once; by default one per GPU, or one per core.
+        setup: the engine, instead of ``jobs``.
         accept_data: continue although the data of some runs have changed.
 
     Returns:
@@ -57,15 +66,27 @@ def compare(
     Raises:
         RequestError: the request is wrong, or ``out`` holds something else.
     """
-    comparison = plan(recipe, methods, seeds, out, overrides=overrides, grid=grid, teacher=teacher)
-    return run_comparison(comparison, jobs, accept_data=accept_data)
+    setup = setup or Setup(jobs=jobs)
+    setup.check()
+    comparison = plan(
+        recipe,
+        methods,
+        seeds,
+        out,
+        overrides=overrides,
+        grid=grid,
+        select_seeds=select_seeds,
+        extend=extend,
+        teacher=teacher,
+    )
+    return run_comparison(comparison, setup, accept_data=accept_data)
 
 
 def run_comparison(
-    comparison: Comparison, jobs: int | None = None, *, accept_data: bool = False
-) -> tuple[Table, list[launch.Failure]]:
+    comparison: Comparison, setup: Setup | None = None, *, accept_data: bool = False
+) -> tuple[Table, list[Failure]]:
     """Carry out what was planned, and write the table; see :func:`compare`."""
-    failures = carry_out([comparison], comparison.out, jobs, accept_data=accept_data)
+    failures = carry_out([comparison], comparison.out, setup, accept_data=accept_data)
     table = tabulate(comparison)
     write_table(table, comparison.out / "table")
     return table, failures
@@ -74,16 +95,16 @@ def run_comparison(
 def carry_out(
     comparisons: Sequence[Comparison],
     root: Path,
-    jobs: int | None = None,
+    setup: Setup | None = None,
     *,
     accept_data: bool = False,
-) -> list[launch.Failure]:
-    """Train what is missing, select, and score what is selected.
+) -> list[Failure]:
+    """Train what is missing, select, train what the selection asks for, and score what is selected.
 
     Args:
-        comparisons: their folders are in ``root``.
+        comparisons: their folders are in ``root``. The runs that the selection asks for are added.
         root: the folder to own while at work.
-        jobs: how many runs at once; by default one per GPU, or one per core.
+        setup: the engine; by default this machine.
         accept_data: continue although the data of some runs have changed.
 
     Returns:
@@ -92,21 +113,47 @@ def carry_out(
     Raises:
         RequestError: ``root`` holds something else or is in use, or data have changed.
     """
-    # By their folders: a point of a grid may also be a row of its own.
-    runs = list({run.path: run for c in comparisons for run in c.runs}.values())
-    share = launch.Share.of_machine(len(runs), jobs)
+    setup = setup or Setup()
+    setup.check()
     check_folder(root)
     if not accept_data:
         for comparison in comparisons:
             _check_data(comparison)
-    with held(root) as lock:
+    with held(root), Launch(setup, len(_different(comparisons)), root) as launch:
         claim_folder(root)
-        training = [_training(run, root, share, accept_data) for run in runs]
-        failures = launch.run_jobs(training, share, lock)
+        more = True
+        while more:
+            launch.run(
+                [_training(run, root, setup, accept_data) for run in _different(comparisons)]
+            )
+            more = sum(comparison.grow() for comparison in comparisons) > 0
         chosen = {run.path: run for comparison in comparisons for run in comparison.selected()}
-        scoring = [_scoring(run, root, accept_data) for run in chosen.values()]
-        failures += launch.run_jobs(scoring, share, lock)
-    return failures
+        launch.run([_scoring(run, root, accept_data) for run in chosen.values()])
+    return list(launch.failures.values())
+
+
+def missing_commands(
+    comparison: Comparison, setup: Setup | None = None, *, accept_data: bool = False
+) -> list[str]:
+    """The shell lines that train what is missing, each behind those it needs.
+
+    If the results must first select, the lines that follow are printed when they are there.
+    """
+    while all(run.directory.finished for run in comparison.runs) and comparison.grow():
+        pass
+    setup, root = setup or Setup(), comparison.out
+    jobs = [_training(run, root, setup, accept_data) for run in comparison.runs]
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(setup.processes), "-m"]
+    return [
+        shlex.join([*(torchrun if job.processes > 1 else ()), "labo", *job.arguments])
+        for job in in_order(jobs)
+        if not job.finished()
+    ]
+
+
+def _different(comparisons: Iterable[Comparison]) -> list[PlannedRun]:
+    """All runs, each once: a point of a grid may also be a row of its own."""
+    return list({run.path: run for c in comparisons for run in c.runs}.values())
 
 
 def _check_data(comparison: Comparison) -> None:
@@ -138,12 +185,10 @@ def _is_scored(run: PlannedRun) -> bool:
     return results is not None and "test" in results and all(map(Path.exists, records))
 
 
-def _training(
-    run: PlannedRun, root: Path, share: launch.Share, accept_data: bool = False
-) -> launch.Job:
+def _training(run: PlannedRun, root: Path, setup: Setup, accept_data: bool = False) -> Job:
     after = None if run.teacher is None else _name(run.teacher, root)
     options = ("--accept-data",) if accept_data else ()
-    return launch.Job(
+    return Job(
         name=_name(run.path, root),
         row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
         column=f"seed {run.seed}",
@@ -152,13 +197,13 @@ def _training(
         finished=lambda: run.directory.finished,
         status=lambda: _training_status(run),
         after=after,
-        starting=lambda: note_conditions(run, share),
+        processes=setup.processes,
     )
 
 
-def _scoring(run: PlannedRun, root: Path, accept_data: bool = False) -> launch.Job:
+def _scoring(run: PlannedRun, root: Path, accept_data: bool = False) -> Job:
     options = ("--accept-data",) if accept_data else ()
-    return launch.Job(
+    return Job(
         name=f"{_name(run.path, root)} on test",
         row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
         column=f"seed {run.seed}",

@@ -108,12 +108,10 @@ def tabulate(comparison: Comparison) -> Table:
     scores = [column for column in known if column.key in metrics]
     scores += [Column(name, name, printed=False) for name in metrics if name not in names]
     differences = dict.fromkeys(c for group in groups for c in group.difference_columns())
-    columns = [
-        Column("runs", "runs", digits=0),
-        *scores[:1],
-        *filled(differences, rows),
-        *scores[1:],
-    ]
+    counts = [Column("runs", "runs", digits=0)]
+    if comparison.grid:
+        counts.append(Column("trials", "trials", digits=0))
+    columns = [*counts, *scores[:1], *filled(differences, rows), *scores[1:]]
     if any(row.base() is not None for row in compared.values()):
         columns += [
             Column("time", "time", suffix="x"),
@@ -133,6 +131,7 @@ def _cells(row: ComparedRow, metrics: Iterable[str]) -> dict[str, Cell]:
     scored = row.scored()
     cells = {metric: row.cell(metric) for metric in metrics}
     cells["runs"] = Cell(len(scored))
+    cells["trials"] = Cell(row.choice.trials)
     for name in ("seconds", "peak_memory"):
         found = [member.results.get(name) for member in scored.values()]
         cells[name] = mean_cell(number for number in found if number is not None)
@@ -152,7 +151,9 @@ def _notes(
     metric = find_analysis(comparison.runs[0].recipe.task).headline.key
     for asked, row in rows.items():
         if row.choice.point:
-            notes.append(f"{labels[asked]}: {_selection(row.choice, metric, comparison.seeds)}")
+            selected = _selection(row.choice, metric, comparison.select_seeds)
+            notes.append(f"{labels[asked]}: {selected}{_selecting(comparison)}")
+            notes += [f"{labels[asked]}: {note}" for note in _edges(comparison, row.choice)]
         if len(row.scored()) < comparison.seeds:
             finished = f"{len(row.scored())} of {comparison.seeds} runs are finished"
             notes.append(f"{labels[asked]}: {finished}")
@@ -172,22 +173,42 @@ def _notes(
     return notes
 
 
+def _selecting(comparison: Comparison) -> str:
+    some = comparison.select_seeds
+    return f"; by {some} of {comparison.seeds} seeds" if some < comparison.seeds else ""
+
+
+def _edges(comparison: Comparison, choice: Choice) -> Iterable[str]:
+    """Warnings about selected values that are the first or last of their grids."""
+    run = choice.runs[0]
+    for axis, (_, value) in zip(comparison.axes[run.variant.label], run.place, strict=True):
+        if axis.is_edge(value):
+            tried = f"{axis.numbers[0]:g} to {axis.numbers[-1]:g}"
+            limit = comparison.limits.get(run.variant.label)
+            hint = f"it cannot be extended ({limit})" if limit else "--extend tries more values"
+            yield f"{axis.key}={value} is at the edge of its grid ({tried}): {hint}"
+
+
 def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
     kinds = set()
     try:
         for run in runs:
-            kinds |= {(c["jobs"], c["threads"]) for c in read_conditions(run.path)}
+            kinds |= {(c.get("jobs") or 0, c["threads"]) for c in read_conditions(run.path)}
     except RequestError:
         return []  # the group has a note about it
     notes = [
         f"time: seconds per training step relative to {BASE} with the same seed; "
-        f"{'1 run' if jobs == 1 else f'{jobs} runs'} at once, {threads} thread(s) each; wall-clock "
-        "time, so other work on the machine distorts it"
+        f"{_at_once(jobs)}{threads} thread(s) each; wall-clock time, so other work on the machine "
+        "distorts it"
         for jobs, threads in sorted(kinds)
     ]
     if len(kinds) > 1:
         notes.append("time: only runs made under the same conditions are compared")
     return [*notes, f"memory: peak resident memory minus that of {BASE} with the same seed"]
+
+
+def _at_once(jobs: int) -> str:
+    return f"{jobs} run{'' if jobs == 1 else 's'} at once, " if jobs else ""
 
 
 def _selection(choice: Choice, metric: str, seeds: int) -> str:
