@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labo.lab.analysis.views import view
@@ -22,6 +22,7 @@ def arrays(pairs):
     return np.array(confidence), np.array(right)
 
 
+@settings(deadline=None)
 @given(samples)
 def test_ece_and_diagram_against_a_loop_over_bins(pairs):
     shown = view(*arrays(pairs))
@@ -39,6 +40,7 @@ def test_ece_and_diagram_against_a_loop_over_bins(pairs):
     assert shown["ece"] == pytest.approx(expected, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(samples, st.randoms(use_true_random=False))
 def test_the_order_of_the_samples_does_not_matter(pairs, random):
     shuffled = pairs[:]

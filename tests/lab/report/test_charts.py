@@ -63,11 +63,12 @@ def test_the_first_steps_do_not_squeeze_the_scale():
     assert low < 1 < high
 
 
-def test_a_line_of_one_point_can_be_drawn():
-    svg = lines(Line([(5, 0.0)], STYLE, "a & $b$", "a & $b$")).svg
-    assert "nan" not in svg
-    assert 'data-series="a &amp; $b$"' in svg
-    assert ">a &amp; $b$</text>" in svg
+def test_a_line_of_one_point_with_any_name_can_be_drawn():
+    chart = lines(Line([(5, 0.0)], STYLE, "a & $b$ 犬", "a & $b$ 犬"))
+    assert "nan" not in chart.svg
+    assert 'data-series="a &amp; $b$ 犬"' in chart.svg
+    assert ">a &amp; $b$ 犬</text>" in chart.svg
+    assert sheet([chart])[".pdf"].startswith(b"%PDF")  # no warning of a letter that the font lacks
 
 
 def test_labels_at_the_ends_do_not_cover_each_other():

@@ -12,6 +12,7 @@ import csv
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -62,8 +63,8 @@ class Panel:
         return self.drawing.add_axes((*self._share(left, bottom), *size))
 
     def text(self, x: float, y: float, text: str, **options: Any) -> None:
-        """Text that begins at a point; it is not read as TeX."""
-        self.drawing.text(*self._share(x, y), text, parse_math=False, **options)
+        """Text that begins at a point."""
+        self.drawing.text(*self._share(x, y), text, **options)
 
     def _share(self, x: float, y: float) -> Point:
         return (self.left + x) / self.width, 1 - (self.top + y) / self.height
@@ -159,9 +160,13 @@ def sheet(
 
 
 def _saved(drawing: Drawing, kind: str, salt: str, metadata: dict[str, None]) -> bytes:
-    """A drawing in a format; ``salt`` makes the ids in it."""
+    """A drawing in a format; ``salt`` makes the ids in it.
+
+    The font lacks letters of some languages. SVG has them as text; in PDF they are boxes.
+    """
     content = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": salt}):
+    with matplotlib.rc_context({"svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
         drawing.savefig(content, format=kind, metadata=metadata)
     return content.getvalue()
 
@@ -521,7 +526,7 @@ def _row_axes(panel: Panel, rows: Sequence[ChartRow]) -> Axes:
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
     for at, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
         weight = "bold" if row.strong else "normal"
-        label.set(color=light("text"), size=12, weight=weight, parse_math=False)
+        label.set(color=light("text"), size=12, weight=weight)
         height = _TOP + _ROW_HEIGHT * at + 4
         panel.text(WIDTH, height, row.text, ha="right", size=12, weight=weight)
     return axes
