@@ -305,8 +305,8 @@ def summary(*names: str) -> str:
     lines = [[*head, "best method"], ["---"] * (len(head) + 1)]
     for name in names:
         group, ours, reference = _question(name)
-        found, headline = group.group.difference(ours, reference), group.kind.headline
-        base, best = group.group.first("base"), _best(group, ours)
+        found, headline = group.difference(ours, reference), group.kind.headline
+        base, best = group.first("base"), _best(group, ours)
         p = None if found is None else found.p
         cells = [_title(name), headline.heading, str(len(ours.scores("test")))]
         cells += [_score(v, headline) if v else "-" for v in (base, reference, ours)]
@@ -320,7 +320,7 @@ def summary(*names: str) -> str:
 def _question(name: str) -> tuple[ReportGroup, Variant, Variant]:
     """One variant of each method of a study, and of these LABO and LS."""
     (group,) = make_groups(_members(selected(study(name))))
-    ours, reference = group.group.first("labo"), group.group.first("ls")
+    ours, reference = group.first("labo"), group.first("ls")
     if ours is None or reference is None:
         raise SystemExit(f"results/{name}.csv has no runs of labo and ls")
     return group, ours, reference
@@ -329,7 +329,7 @@ def _question(name: str) -> tuple[ReportGroup, Variant, Variant]:
 def _best(group: ReportGroup, ours: Variant) -> Variant:
     """The best of the methods that have enough seeds, or as many as ours."""
     enough = min(SEEDS, len(ours.members))
-    return next(v for v in _ranked(group) if len(v.members) >= enough)
+    return next(v for v in _ranked(group) if len(v.runs) >= enough)
 
 
 def _score(variant: Variant, headline: Column) -> str:
@@ -343,7 +343,7 @@ def _title(name: str) -> str:
 def selected(group: ReportGroup) -> list[Variant]:
     """One variant of each method: the best one on the validation split."""
     best: dict[str, Variant] = {}
-    for variant in group.group.variants:
+    for variant in group.variants:
         known = best.setdefault(variant.name, variant)
         if _sign(group) * (_mean(variant, "valid") - _mean(known, "valid")) > 0:
             best[variant.name] = variant
@@ -355,7 +355,7 @@ def _members(variants: Iterable[Variant]) -> list[Member]:
 
 
 def _compared(group: ReportGroup, variant: Variant, reference: Variant) -> str:
-    found = group.group.difference(variant, reference)
+    found = group.difference(variant, reference)
     if found is None:
         raise SystemExit(f"{variant.label} and {reference.label} have no seed in common")
     headline = group.kind.headline
@@ -403,14 +403,14 @@ def table(name: str) -> str:
             column.key: variant.cell(_test(column.key)) for column in (headline, *group.kind.scores)
         }
         cells["seeds"] = Cell(len(variant.scores("test")))
-        cells |= group.group.difference_cells(variant)
+        cells |= group.difference_cells(variant)
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
         for key in ("aurc", "aurc_normalised"):
             cells[key] = variant.cell(_analysed(before, key))
         cells["time"] = Cell(times.get(variant.name))
         rows.append(Row(variant.label, cells))
     columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
-    every = group.group.difference_columns()
+    every = group.difference_columns()
     columns += [column for column in every if column.key.endswith("_ls")] or every
     columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
     return _markdown(Table(name, filled(columns, rows), rows))
@@ -420,7 +420,7 @@ def _times(name: str) -> dict[str, float]:
     """Method -> seconds per step relative to base, of runs that were made to measure them."""
     if not (RESULTS / f"{name}-cost.csv").is_file():
         return {}
-    group = study(f"{name}-cost").group
+    group = study(f"{name}-cost")
     means = {v.name: mean_cell(group.step_times(v)).value for v in group.variants}
     return {method: value for method, value in means.items() if value is not None}
 
@@ -441,7 +441,7 @@ def _analysed(view: str, name: str) -> Any:
 
 
 def _ranked(group: ReportGroup) -> list[Variant]:
-    scored = [variant for variant in group.group.variants if variant.scores("test")]
+    scored = [variant for variant in group.variants if variant.scores("test")]
     return sorted(scored, key=lambda variant: -_sign(group) * _mean(variant, "test"))
 
 
@@ -490,7 +490,7 @@ def drawn_differences(*names: str) -> str:
 
     One variant of each method that has enough seeds, in the same colour in all charts.
     """
-    shown = [v for name in names for v in selected(study(name)) if len(v.members) >= SEEDS]
+    shown = [v for name in names for v in selected(study(name)) if len(v.runs) >= SEEDS]
     groups = make_groups(_members(shown))
     panels = [
         difference_chart(replace(group, title=_title(name)), name, titled=True)

@@ -64,7 +64,7 @@ def study(results, tmp_path, monkeypatch):
 
 def test_the_rows_have_the_differences_of_the_runs(results, study):
     (expected,) = group_runs([Member(read_run(path)) for path in study], "test")
-    found = results.study("digits").group
+    found = results.study("digits")
     ours, theirs = (
         {(d.variant, d.reference): vars(d) for d in group.differences}
         for group in (found, expected)

@@ -237,11 +237,11 @@ def test_a_method_that_was_never_active_is_marked_everywhere(tmp_path):
     scores = {"base": [0.92], "ls": [0.93], "labo": [0.95]}
     group = scored_group(tmp_path / "long", scores, labo=31)  # the runs have 30 steps
     marked = "labo (never active)"
-    assert [variant.label for variant in group.variants] == ["base", "ls", marked]
+    assert [variant.label for variant in group.shown] == ["base", "ls", marked]
     assert verdict(group, None).best == [marked]
-    assert marked in [d.variant for d in group.group.differences]
+    assert marked in [d.variant for d in group.differences]
     group = scored_group(tmp_path / "short", scores, labo=30)
-    assert [variant.label for variant in group.variants] == ["base", "ls", "labo"]
+    assert [variant.label for variant in group.shown] == ["base", "ls", "labo"]
     paths = [
         write_run(tmp_path / method["name"], method, task="translation")
         for method in (LS, LABO | {"warmup_steps": 500})
@@ -348,10 +348,10 @@ def test_variants_of_a_method_are_told_apart(tmp_path):
     sharp = write_run(tmp_path / "sharp", LABO | {"tau": 1.05})
     usual = write_run(tmp_path / "usual", LABO)
     (group,) = groups_of(sharp, usual)
-    assert [variant.label for variant in group.variants] == ["labo tau=1.05", "labo tau=1.25"]
-    assert {variant.style.colour for variant in group.variants} == {"m2"}
-    assert len({variant.style.dash for variant in group.variants}) == 2
-    assert len({variant.style.marker for variant in group.variants}) == 2
+    assert [variant.label for variant in group.shown] == ["labo tau=1.05", "labo tau=1.25"]
+    assert {variant.style.colour for variant in group.shown} == {"m2"}
+    assert len({variant.style.dash for variant in group.shown}) == 2
+    assert len({variant.style.marker for variant in group.shown}) == 2
 
 
 def test_runs_of_other_models_stand_in_tables_of_their_own(tmp_path):

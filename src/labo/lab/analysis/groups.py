@@ -169,6 +169,11 @@ class Variant:
         steps = [member.results.get("steps") for member in self.members.values()]
         return bool(steps) and all(count and self.first_step > count for count in steps)
 
+    @property
+    def runs(self) -> list[Member]:
+        """By seed."""
+        return list(self.members.values())
+
     def numbers(self, value: Callable[[Member], float | None]) -> dict[int, float]:
         """Seed -> a number of its run, where there is one."""
         found = {seed: value(member) for seed, member in self.members.items()}

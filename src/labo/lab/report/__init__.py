@@ -155,10 +155,10 @@ def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
         "title": group.title,
         "split": group.split,
         "verdict": summary.verdict(group, confidence),
-        "styles": {variant.label: variant.style for variant in group.variants},
-        "notes": group.group.notes,
+        "styles": {variant.label: variant.style for variant in group.shown},
+        "notes": group.notes,
         "results": results.results_table(group),
-        "bootstrapped": any(found.p_bootstrap is not None for found in group.group.differences),
+        "bootstrapped": any(found.p_bootstrap is not None for found in group.differences),
         "differing": differing(group),
         "training": figures.training_figures(group, name, task.validation(group.task)),
         "confidence_table": confidence,
@@ -188,7 +188,7 @@ def _browsers(groups: Sequence[ReportGroup]) -> dict[str, dict[str, Any]]:
 
 def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
     """The figure of one label, of a run of LABO if there is one."""
-    member = figures.labelled_member(v for group in groups for v in group.variants)
+    member = figures.labelled_member(v for group in groups for v in group.shown)
     if member is None:
         return None
     return figures.label_figure(member, "label", find_report(member.run.task).class_names)

@@ -82,8 +82,8 @@ class Panels:
     @property
     def labelled(self) -> bool:
         """Whether lines have labels at their ends."""
-        longest = max(len(variant.label) for variant in self.group.variants)
-        return len(self.group.variants) <= _MOST_LABELS and longest <= _LONGEST_LABEL
+        longest = max(len(variant.label) for variant in self.group.shown)
+        return len(self.group.shown) <= _MOST_LABELS and longest <= _LONGEST_LABEL
 
     def next_name(self) -> str:
         """The name of the next chart."""
@@ -100,8 +100,8 @@ class Panels:
         lines: list[Line] = []
         used: list[Member] = []
         ends = []
-        for variant in self.group.variants:
-            found = [(member, list(points(member))) for member in variant.members]
+        for variant in self.group.shown:
+            found = [(member, list(points(member))) for member in variant.runs]
             found = [(member, line) for member, line in found if line]
             if not found:
                 continue
@@ -119,7 +119,7 @@ class Panels:
     def figure(self, title: str, caption: str, *, legend: bool | None = None) -> Iterator[Figure]:
         """The figure if it has panels; by default with a legend if lines have no labels."""
         if self.charts:
-            shown = [v for v in self.group.variants if set(v.members) & set(self.members)]
+            shown = [v for v in self.group.shown if set(v.runs) & set(self.members)]
             keys = [(variant.style, variant.label) for variant in shown]
             wanted = not self.labelled if legend is None else legend
             signature = signature_line(self.members)
@@ -219,7 +219,7 @@ def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]
 def _starts(group: ReportGroup) -> list[tuple[float, str]]:
     """The steps at which methods begin after a warm-up."""
     names: dict[int, dict[str, None]] = {}
-    for variant in group.group.variants:
+    for variant in group.variants:
         if variant.first_step and not variant.never_active:
             names.setdefault(variant.first_step, {})[variant.name] = None
     return [
@@ -285,11 +285,11 @@ def confidence_figures(
 
 def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[Figure]:
     panels = Panels(name, group)
-    for variant in group.variants:
+    for variant in group.shown:
         lines: list[Line] = []
         words = []
         for index, way in enumerate(spec.views):
-            found = [(member, view(member, group, way)) for member in variant.members]
+            found = [(member, view(member, group, way)) for member in variant.runs]
             bins = _pooled([shown["reliability"] for _, shown in found if shown])
             if bins:
                 lines += _diagram(bins, variant, after=index == 1)
@@ -363,14 +363,14 @@ def _diagram(bins: Sequence[_Bin], variant: DrawnVariant, *, after: bool) -> Ite
 def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
     panels = Panels(name, group)
     rows = []
-    for variant in group.variants:
-        found = [shown for member in variant.members if (shown := view(member, group, way))]
+    for variant in group.shown:
+        found = [shown for member in variant.runs if (shown := view(member, group, way))]
         wrong = _mean(shown["confidence_on_errors"] for shown in found)
         right = _mean(shown["confidence_on_right"] for shown in found)
         if wrong is not None and right is not None:
             text = f"{wrong:.2f}, {right:.2f}"
             rows.append(ChartRow(cut(variant.label), right, variant.style, text, ring=wrong))
-            panels.use(member for member in variant.members if view(member, group, way))
+            panels.use(member for member in variant.runs if view(member, group, way))
     if rows:
         panels.charts.append(
             dot_chart(
@@ -469,7 +469,7 @@ def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:
     found = [
         (variant.name != "labo", member)
         for variant in variants
-        for member in variant.members
+        for member in variant.runs
         if _documents(member).get("labels")
     ]
     return min(found, key=lambda pair: pair[0])[1] if found else None

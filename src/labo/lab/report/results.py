@@ -26,8 +26,8 @@ def mean_table(
         key: the column that a row must have a number in; any if not given.
     """
     rows = [
-        Row(v.label, {column.key: v.variant.cell(value) for column, value in columns.items()})
-        for v in group.variants
+        Row(v.label, {column.key: v.cell(value) for column, value in columns.items()})
+        for v in group.shown
     ]
     needed = [column.key for column in columns] if key is None else [key]
     rows = [row for row in rows if any(row.cells[k].value is not None for k in needed)]
@@ -36,18 +36,18 @@ def mean_table(
 
 def results_table(group: ReportGroup) -> Table | None:
     """The scores of every method over its seeds; None if no run is finished."""
-    compared, split = group.group, group.split
-    finished = [v for v in group.variants if any(m.run.results is not None for m in v.members)]
+    split = group.split
+    finished = [v for v in group.shown if any(m.run.results is not None for m in v.runs)]
     if not finished:
         return None
     headline, scores = group.kind.headline, group.kind.scores
     rows = []
     for drawn in finished:
-        variant = drawn.variant
+        variant = drawn
         cells = {headline.key: variant.cell(lambda member: member.score(split))}
         cells |= {c.key: variant.cell(_metric(split, c.key)) for c in scores}
-        cells |= compared.difference_cells(variant)
-        cells["time"] = Cell(mean_cell(compared.step_times(variant)).value)
+        cells |= group.difference_cells(variant)
+        cells["time"] = Cell(mean_cell(group.step_times(variant)).value)
         memory = variant.cell(lambda member: member.results.get("peak_memory"))
         cells["memory"] = Cell(memory.value)
         rows.append(Row(drawn.label, cells))
@@ -55,7 +55,7 @@ def results_table(group: ReportGroup) -> Table | None:
         Column("time", "time", suffix="×"),
         Column("memory", "peak memory, MB", digits=0, scale=1e-6),
     ]
-    columns = filled([headline, *compared.difference_columns(), *scores, *costs], rows)
+    columns = filled([headline, *group.difference_columns(), *scores, *costs], rows)
     return Table(f"Results on the {split} split of {group.title}", columns, rows)
 
 
@@ -118,7 +118,7 @@ def confidence_table(
 
 def confidence_text(group: ReportGroup, table: Table | None) -> str:
     """LABO's confidence in words, with its numbers; empty without records of it."""
-    ours = {variant.label for variant in group.variants if variant.name == "labo"}
+    ours = {variant.label for variant in group.shown if variant.name == "labo"}
     rows = [row for row in (table.rows if table else ()) if row.label in ours]
     sentences = [_sentences(row, group.kind.unit) for row in rows]
     if any((row.cells["gap"].value or 0) * 100 > _EVEN for row in rows):
