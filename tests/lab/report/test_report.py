@@ -177,6 +177,12 @@ def test_equal_scores_share_the_first_place_and_lower_can_be_better(tmp_path):
     assert len(summary_figure([group]).panels) == 3
 
 
+def set_accuracy(path: Path, value: float) -> None:
+    results = json.loads((path / "results.json").read_text())
+    results["test"]["accuracy"] = value
+    (path / "results.json").write_text(json.dumps(results))
+
+
 def scored_group(folder: Path, scores: dict[str, list[float]], **steps: int) -> ReportGroup:
     """The group of runs with these accuracies, one per seed; ``steps`` are those of warm-ups."""
     paths = []
@@ -185,9 +191,7 @@ def scored_group(folder: Path, scores: dict[str, list[float]], **steps: int) -> 
         method = method | ({"warmup_steps": steps[name]} if name in steps else {})
         for seed, value in enumerate(values):
             path = write_run(folder / f"{name}-{seed}", method, seed)
-            results = json.loads((path / "results.json").read_text())
-            results["test"]["accuracy"] = value
-            (path / "results.json").write_text(json.dumps(results))
+            set_accuracy(path, value)
             paths.append(path)
     (group,) = groups_of(*paths)
     return group
@@ -249,6 +253,14 @@ def test_a_method_that_was_never_active_is_marked_everywhere(tmp_path):
     text = report(paths, tmp_path / "r.html").text
     assert f"{marked} - ls" in text
     assert not re.search(r"\blabo - ls", text)
+    both = [
+        *(write_run(tmp_path / "both" / m["name"], m) for m in (LS, LABO | {"warmup_steps": 3})),
+        write_run(tmp_path / "both" / "late", LABO | {"warmup_steps": 500}),
+    ]
+    for path, accuracy in zip(both, (0.95, 0.93, 0.94), strict=True):
+        set_accuracy(path, accuracy)
+    (group,) = groups_of(*both)  # the line about LABO is that of the variant that was active
+    assert [label for label, _ in verdict(group, None).others] == ["labo warmup_steps=3"]
 
 
 def test_best_numbers_are_bold(page):

@@ -310,7 +310,7 @@ def line_chart(
 
     def draw(panel: Panel) -> None:
         axes = panel.axes(_LEFT, _TOP, right, floor)
-        panel.text(0, 32, y.label, color=light("quiet"), size=12)
+        panel.text(0, 30, y.label, color=light("quiet"), size=12)
         axes.set_xlabel(x.label)
         for line in shown:
             _draw_line(axes, line)
@@ -326,7 +326,7 @@ def line_chart(
                 side = "right" if at > (low + high) / 2 else "left"  # where there is more room
                 look: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": side}
                 look |= {"textcoords": "offset points", "color": light("quiet")}
-                axes.annotate(text, (at, 1), (-4 if side == "right" else 4, 2), **look)
+                axes.annotate(text, (at, 1), (-4 if side == "right" else 4, 0), **look)
         for at, line in _spread(axes, [line for line in shown if line.label]):
             look = {"color": light(line.style.colour), "gid": f"mark:{line.series}"}
             panel.text(right + 9, at + 4, line.label, **look, weight="bold", size=12)

@@ -98,7 +98,8 @@ def _others(
     A difference between two references is told once, and not again if one of them is the best.
     """
     best, references = scored[0], group.references
-    ours = next((v for v in scored if v.name == "labo"), None)
+    named = (v for v in scored if v.name == "labo")
+    ours = min(named, key=lambda v: v.never_active, default=None)  # the best that was active
     for v in scored[1:]:
         told: list[str] = []
         if v in references:
