@@ -13,8 +13,17 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from labo.lab.report.charts import Axis, Chart, ChartRow, Line, dot_chart, line_chart, sheet, swatch
-from labo.lab.report.figures import cut
+from labo.lab.report.charts import (
+    Axis,
+    Chart,
+    ChartRow,
+    Line,
+    cut,
+    dot_chart,
+    line_chart,
+    sheet,
+    swatch,
+)
 from labo.lab.report.palette import COLOURS, Style, styles
 
 STYLE = Style("m0")
@@ -135,6 +144,10 @@ def test_long_labels_keep_the_words_in_which_variants_differ():
     assert [cut(label) for label in labels] == ["labo … optim.lr=0.1", "labo … optim.lr=0.2"]
     assert cut("cs-kd") == "cs-kd"
     assert cut("x" * 40) == "x" * 23 + "…"
+    chart = dot_chart("c", "t", "d", Axis("x"), [ChartRow(labels[0], 1.0, STYLE, "1")])
+    assert ">labo … optim.lr=0.1</text>" in chart.svg
+    assert f'data-series="{labels[0]}"' in chart.svg  # as in the charts of lines
+    assert chart.data[0]["row"] == labels[0]
 
 
 @pytest.mark.parametrize("low", [0.0, None])

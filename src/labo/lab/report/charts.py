@@ -37,7 +37,7 @@ _HEIGHT = 240
 _TOP, _BOTTOM, _LEFT, _RIGHT = 44, 42, 46, 14
 _CHARACTER = 7.4  # the width of a character of a label, in a wide font
 _LABEL_HEIGHT = 14
-_ROW_HEIGHT = 24
+_ROW_HEIGHT, _LONGEST_ROW = 24, 24  # in units, and in characters of its label
 _LEGEND_HEIGHT = 22
 _GAP, _MARGIN = 28, 10  # between the charts of a file, and at its sides
 _SAMPLE = (28, 12)  # width and height of a piece of line in a table
@@ -518,18 +518,34 @@ def dot_chart(
 
 def _row_axes(panel: Panel, rows: Sequence[ChartRow]) -> Axes:
     """Axes with a row for each label, which is at the left, and its number at the right."""
-    left = max(len(row.label) for row in rows) * _CHARACTER + 12
+    labels = [cut(row.label) for row in rows]
+    left = max(map(len, labels)) * _CHARACTER + 12
     right = WIDTH - 10 - max(len(row.text) for row in rows) * 7.0
     axes = panel.axes(left, _TOP - 12, right, _floor(rows))
     axes.spines["bottom"].set_visible(False)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_yticks(range(len(rows)), labels)
     for at, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
         weight = "bold" if row.strong else "normal"
         label.set(color=light("text"), size=12, weight=weight)
         height = _TOP + _ROW_HEIGHT * at + 4
         panel.text(WIDTH, height, row.text, ha="right", size=12, weight=weight)
     return axes
+
+
+def cut(label: str) -> str:
+    """The label of a row, shortened if it is long.
+
+    The last words are kept if they fit: variants of a method begin alike.
+    """
+    if len(label) <= _LONGEST_ROW:
+        return label
+    first, *others = label.split()
+    for start in range(1, len(others)):
+        short = " ".join([first, "…", *others[start:]])
+        if len(short) <= _LONGEST_ROW:
+            return short
+    return label[: _LONGEST_ROW - 1] + "…"
 
 
 def _floor(rows: Sequence[ChartRow]) -> int:

@@ -18,7 +18,6 @@ from .palette import Style
 
 # With more or longer names the labels at the ends of lines do not fit: a legend replaces them.
 _MOST_LABELS, _LONGEST_LABEL = 6, 14
-_LONGEST_ROW = 24
 _FEW = 10  # predictions: a bin with fewer is drawn apart from the line
 
 _SEEDS = "A line is the mean over seeds; the shade is from the lowest to the highest seed."
@@ -369,7 +368,7 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
         right = _mean(shown["confidence_on_right"] for shown in found)
         if wrong is not None and right is not None:
             text = f"{wrong:.2f}, {right:.2f}"
-            rows.append(ChartRow(cut(variant.label), right, variant.style, text, ring=wrong))
+            rows.append(ChartRow(variant.label, right, variant.style, text, ring=wrong))
             panels.use(member for member in variant.runs if view(member, group, way))
     if rows:
         panels.charts.append(
@@ -433,7 +432,7 @@ def label_figure(
     panels = []
     for number, (kind, (title, style)) in enumerate(kinds.items(), 1):
         rows = [
-            ChartRow(cut(text), value, style, f"{value:.3f}", strong=i == shown["target"])
+            ChartRow(text, value, style, f"{value:.3f}", strong=i == shown["target"])
             for i, (text, value) in enumerate(zip(names, shown[kind], strict=True))
         ]
         words = ", ".join(f"{row.label} {row.text}" for row in rows)
@@ -447,21 +446,6 @@ def label_figure(
         "to the classes that the model finds probable (Figure 1c of the paper)."
     )
     return Figure(name, "Three labels of one sample", panels, caption, signature_line([member]))
-
-
-def cut(label: str) -> str:
-    """A label for a row of a chart, shortened if it is long.
-
-    The last words are kept if they fit: variants of a method begin alike.
-    """
-    if len(label) <= _LONGEST_ROW:
-        return label
-    first, *others = label.split()
-    for start in range(1, len(others)):
-        short = " ".join([first, "…", *others[start:]])
-        if len(short) <= _LONGEST_ROW:
-            return short
-    return label[: _LONGEST_ROW - 1] + "…"
 
 
 def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:

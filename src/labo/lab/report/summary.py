@@ -9,7 +9,7 @@ from itertools import groupby
 from ..analysis.groups import Difference, mean_cell
 from ..tables import Cell, Column, Row, Table, best_rows, shown_cell
 from .charts import Axis, Chart, ChartRow, dot_chart
-from .figures import Figure, cut, view
+from .figures import Figure, view
 from .gather import DrawnVariant, ReportGroup, signature_line
 from .task import find_report
 
@@ -255,7 +255,7 @@ def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart
         mean = sum(values) / len(values)
         rows.append(
             ChartRow(
-                cut(v.label),
+                v.label,
                 mean,
                 v.style,
                 f"{mean:.{headline.digits}f}",
@@ -282,7 +282,7 @@ def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> 
             ends = found.interval and [headline.scale * end for end in found.interval]
             rows.append(
                 ChartRow(
-                    cut(v.label),
+                    v.label,
                     headline.scale * found.mean,
                     v.style,
                     f"{headline.scale * found.mean:+.{headline.digits}f}".replace("-", "−"),
@@ -311,7 +311,7 @@ def calibration_chart(group: ReportGroup, name: str) -> Chart | None:
             mean = sum(ece) / len(ece)
             ring = sum(after) / len(after) if after else None
             text = f"{mean:.1f}" if ring is None else f"{mean:.1f} → {ring:.1f}"
-            rows.append(ChartRow(cut(v.label), mean, v.style, text, ring=ring))
+            rows.append(ChartRow(v.label, mean, v.style, text, ring=ring))
     if not rows:
         return None
     title = "Calibration error"
