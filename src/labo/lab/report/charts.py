@@ -36,7 +36,7 @@ WIDTH = 360
 _HEIGHT = 240
 _TOP, _BOTTOM, _LEFT, _RIGHT = 44, 42, 46, 14
 _CHARACTER = 7.4  # the width of a character of a label, in a wide font
-_LABEL_HEIGHT = 14
+_LABEL_HEIGHT, _LONGEST_TITLE = 14, 44  # in units, and in characters
 _ROW_HEIGHT, _LONGEST_ROW = 24, 24  # in units, and in characters of its label
 _LEGEND_HEIGHT = 22
 _GAP, _MARGIN = 28, 10  # between the charts of a file, and at its sides
@@ -109,7 +109,8 @@ class Chart:
     def draw_at(self, drawing: Drawing, left: float, top: float) -> None:
         """Draw it with its title somewhere on a drawing."""
         panel = Panel(drawing, left, top)
-        panel.text(0, 14, self.title, size=13.5, weight="bold")
+        size = 13.5 / max(1, len(self.title) / _LONGEST_TITLE)
+        panel.text(0, 14, self.title, size=size, weight="bold")
         self.draw(panel)
 
 
@@ -510,7 +511,7 @@ def dot_chart(
         for at, row in enumerate(rows):
             if row not in near:
                 end, marker = (low, "<") if row.value < low else (high, ">")
-                axes.plot(end, at, marker, **_mark(row), markersize=9)
+                axes.plot(end, at, marker=marker, **_mark(row), markersize=9)
 
     data = [datum for row in rows for datum in _row_data(row)]
     return Chart(name, title, description, _floor(rows) + 42, draw, data, len(near) < len(rows))
@@ -563,11 +564,11 @@ def _draw_row(axes: Axes, row: ChartRow, at: int) -> None:
         axes.plot(span, (at, at), **look, linewidth=2, alpha=0.45)
     hollow = {"markerfacecolor": light("page"), "markeredgecolor": look["color"]}
     if row.ring is not None:
-        axes.plot(row.ring, at, marker, **look, **hollow, markersize=9, markeredgewidth=1.6)
+        axes.plot(row.ring, at, marker=marker, **look, **hollow, markersize=9, markeredgewidth=1.6)
     if row.dots:
         hollow |= {"markerfacecolor": "none", "markersize": 5.2, "alpha": 0.75}
         axes.plot(row.dots, [at] * len(row.dots), "o", **look, **hollow, markeredgewidth=1.1)
-    axes.plot(row.value, at, marker, **look, markersize=10, markeredgecolor=light("page"))
+    axes.plot(row.value, at, marker=marker, **look, markersize=10, markeredgecolor=light("page"))
 
 
 def _row_data(row: ChartRow) -> Iterator[Datum]:

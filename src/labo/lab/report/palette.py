@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 LIGHT, DARK = 0, 1
 
@@ -35,7 +36,8 @@ COLOURS: dict[str, tuple[str, str]] = {
 OWN = ("base", "ls", "labo")  # drawn the same in every report: m0, m1, m2
 _OTHER_COLOURS = ("m3", "m4", "m5", "m6", "m7")  # for the other methods in turn
 DASHES: tuple[tuple[float, ...], ...] = ((), (7, 3), (2, 2.5), (9, 3, 2, 3), (4, 3))
-MARKERS = "os^DvXP<*d>h"  # of matplotlib
+_BAR = ((-0.4, -1), (0.4, -1), (0.4, 1), (-0.4, 1), (-0.4, -1))
+MARKERS: tuple[Any, ...] = ("o", "s", "^", "D", "v", "X", "P", "<", _BAR, "d", ">", "h")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Style:
     Attributes:
         colour: a name of ``COLOURS``, ``m0`` to ``m7``; on the page also a CSS class.
         dash: an index of ``DASHES``.
-        marker: an index of ``MARKERS``.
+        marker: an index of ``MARKERS``, which are those of matplotlib.
     """
 
     colour: str
