@@ -382,8 +382,10 @@ def test_operator_check(loss, dtype):
     packed = dispatch.FastRows(loss, "native").pack()
     torch.library.opcheck(dispatch.rows_op, (logits, target, True, *packed))
     torch.library.opcheck(dispatch.rows_op, (logits.requires_grad_(), target, False, *packed))
+    _, sums = dispatch.rows_op(logits.detach(), target, False, *packed)
+    upstream = torch.rand(4)
     torch.library.opcheck(
-        dispatch.rows_backward_op, (logits.detach(), target, torch.rand(4), *packed)
+        dispatch.rows_backward_op, (logits.detach(), target, sums, upstream, *packed)
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.analysis.collection import claim_folder
 from labo.lab.compare.engines import Setup
-from labo.lab.compare.plan import claim_folder
 from labo.lab.errors import RequestError
 from labo.lab.reproduce import command as reproduce
 from labo.lab.reproduce.command import EXPERIMENTS, Plan, describe, estimates, paper, plan, require

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,21 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         first = next(iter(wrong.values()))
         problems.append(f"{path}: line {named}{more} left out ({first})")
     return metrics
+
+
+def newest_metrics(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
+    """The last lines of a ``metrics.jsonl``; those that cannot be read are left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        start = max(path.stat().st_size - size, 0)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    found = []
+    for line in lines[1 if start else 0 : -1]:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
 
 
 def _metrics_line(text: bytes) -> dict[str, Any] | str:
