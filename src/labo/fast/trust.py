@@ -19,33 +19,41 @@ from .formula import plan_of
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 _ROWS = 4
 
-# (device, loss, dtype, its kernel or sums, whether there are class weights): what was wrong, or "".
-_found: dict[tuple[Any, ...], str] = {}
+# What was wrong, or "", by (device, loss, dtype), and what was compared: these with the kernel or
+# the sums of the loss and whether there are class weights.
+_found: dict[tuple[str, ...], str] = {}
+_compared: set[tuple[Any, ...]] = set()
 
 
 def refuses(loss: Any, logits: Tensor) -> str | None:
     """Why the kernels cannot be trusted with this loss on the device of the logits, or None."""
-    weighted = loss.weight is not None
-    kernel = loss.kernel()
-    kind = (kernel.mode,) if kernel is not None else plan_of(loss, weighted)[:2]
-    key = (str(logits.device), type(loss).__name__, str(logits.dtype)[6:], weighted, *kind)
-    if key not in _found and _may_check(logits):
-        _found[key] = ""  # the check itself comes here
-        problem = _compare(loss, logits)
-        if problem is None:
-            del _found[key]
-        else:
-            _found[key] = problem
-        if problem:
-            warnings.warn(
-                f"labo: the Triton kernels of {key[1]} in {key[2]} are not used on {key[0]}, "
-                f"because {problem}; another backend is slower and right. Please report this with "
-                "the name of the GPU, the output of `python -m torch.utils.collect_env` and "
-                "labo.backends(). LABO_CHECK_KERNELS=0 uses the kernels without this check",
-                stacklevel=2,
-            )
+    key = (str(logits.device), type(loss).__name__, str(logits.dtype)[6:])
+    if not torch.compiler.is_compiling():
+        _first_use(key, loss, logits)
     problem = _found.get(key)
     return f"the kernels of {key[1]} in {key[2]}: {problem}" if problem else None
+
+
+def _first_use(key: tuple[str, ...], loss: Any, logits: Tensor) -> None:
+    """Compare what was not compared before. A warning says what is wrong."""
+    weighted, kernel = loss.weight is not None, loss.kernel()
+    kind = (kernel.mode,) if kernel is not None else plan_of(loss, weighted)[:2]
+    if (*key, weighted, *kind) in _compared or not _may_check(logits):
+        return
+    _compared.add((*key, weighted, *kind))  # the comparison itself comes here
+    problem = _compare(loss, logits)
+    if problem is None:
+        _compared.remove((*key, weighted, *kind))
+        return
+    _found[key] = _found.get(key) or problem
+    if problem:
+        warnings.warn(
+            f"labo: the Triton kernels of {key[1]} in {key[2]} are not used on {key[0]}, because "
+            f"{problem}; another backend is slower and right. Please report this with the name of "
+            "the GPU, the output of `python -m torch.utils.collect_env` and labo.backends(). "
+            "LABO_CHECK_KERNELS=0 uses the kernels without this check",
+            stacklevel=2,
+        )
 
 
 def checked() -> str:
@@ -57,8 +65,8 @@ def checked() -> str:
 
 
 def _may_check(logits: Tensor) -> bool:
-    """Whether values may be read here: not while something is traced or captured."""
-    if torch.compiler.is_compiling() or os.environ.get("LABO_CHECK_KERNELS") == "0":
+    """Whether values may be read here: not while a CUDA graph is captured."""
+    if os.environ.get("LABO_CHECK_KERNELS") == "0":
         return False
     return not (logits.is_cuda and torch.cuda.is_current_stream_capturing())
 

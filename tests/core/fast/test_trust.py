@@ -20,6 +20,7 @@ def gpu(monkeypatch):
     """CPU tensors are served as on a GPU: by the Triton kernels, which are checked first."""
     triton_for_native(monkeypatch)
     monkeypatch.setattr(trust, "_found", {})
+    monkeypatch.setattr(trust, "_compared", set())
     monkeypatch.delenv("LABO_CHECK_KERNELS", raising=False)
     monkeypatch.setattr(
         dispatch,
@@ -143,3 +144,18 @@ def test_backends_tells_what_was_checked(gpu):
     labo.LABOLoss()(*problem())
     told = labo.backends()["native (CUDA)"]
     assert told == "available (triton; compared with the plain formula: LABOLoss float32)"
+
+
+def test_what_was_found_holds_under_torch_compile(gpu):
+    wrong = broken(kernels.row_statistics, lambda found: (found[0] + 1, found[1]))
+    gpu.setattr(kernels, "row_statistics", wrong)
+    logits, target = problem()
+    loss = labo.LABOLoss()
+    values = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        values.append(torch.compile(loss, fullgraph=True, backend="aot_eager")(logits, target))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            wanted = loss(logits, target)
+    torch.testing.assert_close(values, [wanted + 1, wanted])
