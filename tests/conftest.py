@@ -7,13 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-# Without a GPU the Triton kernels are tested by the interpreter. It must be chosen before Triton
-# is imported, and importing torch imports it.
-if not Path("/dev/nvidia0").exists():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # Some virtual machines announce AMX and fault on its instructions (docs/troubleshooting.md). oneDNN
 # reads this at its first product.
@@ -27,6 +21,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+
+# Where torch has no device the Triton kernels run in the interpreter, which must be chosen before
+# Triton is imported. A subprocess that is to compile kernels takes the variable out.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import labo
 from labo import functional as F
@@ -244,6 +245,12 @@ MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
 }
 
 
+@pytest.fixture(params=["cpu"] if DEVICE == "cpu" else ["cpu", DEVICE])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device that is here."""
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
@@ -266,12 +273,30 @@ def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     return result
 
 
+def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the Triton kernels for CPU tensors: computed on the GPU where there is one."""
+
+    def run(*given: Any) -> Any:
+        moved = tree_map(lambda x: x.to(DEVICE) if isinstance(x, Tensor) else x, given)
+        result = function(*moved)
+        for own, copy in zip(given, moved, strict=True):
+            if copy is result and own is not copy:  # written in place
+                return own.copy_(copy)
+        return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, result)
+
+    return run
+
+
 def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``impl="native"`` use the Triton kernels on the CPU, by the interpreter."""
+    """Let ``impl="native"`` use the Triton kernels for CPU tensors."""
     kernels = dispatch._triton_module()
+    for name in ("row_statistics", "row_gradient", "sums", "gradient"):
+        monkeypatch.setattr(kernels, name, on_device(getattr(kernels, name)))
     monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
     monkeypatch.setattr(dispatch.native, "sums", kernels.sums)
     monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
+    moments = on_device(kernels.masked_moments)
+    monkeypatch.setattr(dispatch.native, "masked_moments", moments, raising=False)
     monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)
     monkeypatch.setattr(dispatch.FastRows, "in_one_pass", lambda rows, logits: False)
 

@@ -154,28 +154,37 @@ def check_devices(logits: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} is on {other.device}, the logits are on {logits.device}")
 
 
-def _in_range(target: Tensor, num_classes: int, ignore_index: int | None) -> tuple[Tensor, str]:
-    """Which entries are classes or ignored, and the sentence for one that is not."""
+def _in_range(target: Tensor, num_classes: int, ignore_index: int | None) -> Tensor:
+    """Which entries are classes or ignored."""
     good = (target >= 0) & (target < num_classes)
-    sentence = f"is outside [0, {num_classes})"
-    if ignore_index is None:
-        return good, sentence
-    return good | (target == ignore_index), f"{sentence} and is not ignore_index ({ignore_index})"
+    return good if ignore_index is None else good | (target == ignore_index)
+
+
+def _range_sentence(num_classes: int, ignore_index: int | None) -> str:
+    unless = "" if ignore_index is None else f" and is not ignore_index ({ignore_index})"
+    return f"is outside [0, {num_classes}){unless}"
 
 
 def out_of_range(target: Tensor, num_classes: int, ignore_index: int | None) -> TargetError:
     """The error for the first entry of ``target`` that is neither a class nor ignored."""
-    good, sentence = _in_range(target, num_classes, ignore_index)
+    good = _in_range(target, num_classes, ignore_index)
     where = tuple((~good).nonzero()[0].tolist())
     index = f" at position {where[0] if len(where) == 1 else where}" if where else ""
+    sentence = _range_sentence(num_classes, ignore_index)
     return TargetError(f"target {target[where].item()}{index} {sentence}")
 
 
-def check_range(target: Tensor, num_classes: int, ignore_index: int | None = None) -> None:
-    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``."""
-    good, sentence = _in_range(target, num_classes, ignore_index)
+def check_range(
+    target: Tensor, num_classes: int, ignore_index: int | None = None, good: Tensor | None = None
+) -> None:
+    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``.
+
+    ``good`` tells whether there are none, if that is known.
+    """
+    if good is None:
+        good = _in_range(target, num_classes, ignore_index)
     error = partial(out_of_range, target, num_classes, ignore_index)
-    ensure(good, error, f"a target {sentence}")
+    ensure(good, error, f"a target {_range_sentence(num_classes, ignore_index)}")
 
 
 def tolerance(dtype: torch.dtype) -> float:

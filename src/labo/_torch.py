@@ -28,7 +28,7 @@ def forward_mode() -> bool:
 
 def assert_later(condition: Tensor, message: str) -> None:
     """Assert without waiting for the device and without a graph break."""
-    torch._assert_async(condition.all(), message)
+    torch._assert_async(condition.all() if condition.dim() else condition, message)
 
 
 @contextmanager

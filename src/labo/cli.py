@@ -22,8 +22,31 @@ if TYPE_CHECKING:
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]  # Typer has its own click, or another
 
 
+# Groups of commands in the help, in this order.
+_DATA, _TRAINING, _COMPARISON, _USE = _GROUPS = (
+    "Data",
+    "Training",
+    "Comparison",
+    "Use of a trained model",
+)
+
+
 class _Commands(TyperGroup):
     """Wrong use is one line, and so is Ctrl-C, of which Typer alone prints nothing."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: _GROUPS.index(self.commands[name].rich_help_panel))  # type: ignore[attr-defined]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:  # the help is shown
+            return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            from .lab.errors import RequestError
+
+            raise RequestError(_usage(error, None)) from error
 
     def invoke(self, ctx: Any) -> Any:
         from .lab.run.interrupt import terminated_as_interrupted
@@ -72,11 +95,28 @@ _RESUMABLE = {
 app = typer.Typer(
     name="labo",
     cls=_Commands,
-    help="Label regularization: train, compare and analyze.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from ._version import __version__
+
+        print(f"labo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _labo(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+    ] = False,
+) -> None:
+    """Label regularization: train, compare and analyze."""
+
 
 RecipeName = Annotated[str, typer.Argument(help="Recipe file, or the name of a built-in recipe.")]
 Overrides = Annotated[
@@ -191,7 +231,7 @@ def _options_of(model: str, *, complete: bool = True) -> type[_ModelCommand]:
     return type("_Command", (_ModelCommand,), {"name_of_model": model, "complete": complete})
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -221,7 +261,7 @@ def train(
         _print_signatures(results)
 
 
-@app.command(cls=_options_of("translation.options:OtherTestSet"))
+@app.command(cls=_options_of("translation.options:OtherTestSet"), rich_help_panel=_TRAINING)
 def evaluate(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run directory.")],
@@ -269,7 +309,7 @@ def _evaluate_files(run: Path, given: Mapping[str, str], *, others: bool) -> Non
     _print_signatures({"sacrebleu": signatures})
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def average(
     run: Annotated[
         Path, typer.Argument(help="Run trained with train.keep_best or train.keep_last.")
@@ -304,7 +344,7 @@ def average(
         print(f"the average of steps {steps} is in {found.folder}")
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def calibrate(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     fold: Annotated[
@@ -326,7 +366,7 @@ def calibrate(
             print(f"{run / 'best'} has it folded in; scores and records are of the model before")
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def compare(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -413,7 +453,7 @@ def compare(
     _conclude("\n".join([_shown(table), *further]), failures)
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def analyze(
     runs: Annotated[
         list[str],
@@ -428,8 +468,8 @@ def analyze(
 ) -> None:
     """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""
     from .lab.analysis import run as analysis
+    from .lab.analysis.collection import runs_in
     from .lab.analysis.printing import as_text
-    from .lab.compare.plan import runs_in
     from .lab.errors import printable
 
     options = [text for text in runs if "=" in text and not Path(text).exists()]
@@ -442,31 +482,40 @@ def analyze(
     print(printable(as_text(documents, comparison, left_out)), end="")
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def report(
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="RUN...", help="Run directories, or the folder of a comparison."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for the figures: each as PDF, as SVG, and its data as CSV.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
-    from .lab.compare.plan import runs_in
+    from .lab.analysis.collection import runs_in
     from .lab.errors import printable
     from .lab.report import write_report
 
     left_out: dict[Path, str] = {}
     paths = runs_in(runs, left_out)
-    for listing in write_report(paths, out, left_out):
+    for listing in write_report(paths, out, left_out, figures):
         if listing.state.kind != "finished":
             print(printable(f"{listing.path} is {listing.state}"))
     for path, reason in left_out.items():
         print(printable(f"{path} is left out: {reason}"))
     print(f"{out} is written")
+    if figures is not None:
+        print(f"{figures} has the figures")
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def reproduce(
     exhibit: Annotated[
         str, typer.Argument(help="table1, table2, table3, table4, figure1, figure2 or imagenet.")
@@ -517,7 +566,7 @@ def reproduce(
     _conclude("\n".join(map(_shown, tables)), failures)
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def demo(
     jobs: Jobs = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
@@ -535,7 +584,9 @@ PreparedOut = Annotated[Path, typer.Argument(help="Folder to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder.")]
 
 
-@app.command(cls=_options_of("translation.options:PrepareOptions", complete=False))
+@app.command(
+    cls=_options_of("translation.options:PrepareOptions", complete=False), rich_help_panel=_DATA
+)
 def prepare(
     context: typer.Context,
     out: PreparedOut,
@@ -584,7 +635,7 @@ def prepare(
     summarize(prepare_text(options, out, workers=workers, force=force), options.tokenizer)
 
 
-@app.command(cls=_options_of("language_modeling.options:DocumentOptions"))
+@app.command(cls=_options_of("language_modeling.options:DocumentOptions"), rich_help_panel=_DATA)
 def prepare_text(
     context: typer.Context, out: PreparedOut, force: Force = False, debug: Debug = False
 ) -> None:
@@ -599,7 +650,7 @@ def prepare_text(
     summarize(prepare_documents(context.obj, out, force=force))
 
 
-@app.command(cls=_options_of("language_modeling.options:GenerateOptions"))
+@app.command(cls=_options_of("language_modeling.options:GenerateOptions"), rich_help_panel=_USE)
 def generate(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
@@ -611,7 +662,7 @@ def generate(
     generate_stream(run, sys.stdin.buffer, sys.stdout.buffer, **dict(context.obj))
 
 
-@app.command(cls=_options_of("text.options:ScoreOptions"))
+@app.command(cls=_options_of("text.options:ScoreOptions"), rich_help_panel=_USE)
 def score(
     context: typer.Context,
     run: Annotated[
@@ -643,7 +694,7 @@ def score(
     score_command(run, files or (), context.obj, sys.stdin.buffer, sys.stdout.buffer)
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def predict(
     run: Annotated[
         Path, typer.Argument(help="A run of image classification, or its model folder.")
@@ -684,7 +735,7 @@ def predict(
         raise LabError("\n".join(problems))
 
 
-@app.command(cls=_options_of("text.options:TeacherOptions"))
+@app.command(cls=_options_of("text.options:TeacherOptions"), rich_help_panel=_DATA)
 def teacher(
     context: typer.Context,
     model: Annotated[
@@ -712,7 +763,7 @@ def teacher(
     )
 
 
-@app.command(cls=_options_of("translation.options:TranslateOptions"))
+@app.command(cls=_options_of("translation.options:TranslateOptions"), rich_help_panel=_USE)
 def translate(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
@@ -728,7 +779,7 @@ def translate(
 _EXPORTS = {"translation": "ctranslate2", "image_classification": "onnx"}
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
     out: Annotated[Path, typer.Option(help="Folder (ctranslate2) or file (onnx) to write.")],
@@ -771,7 +822,7 @@ def export(
     print(export_classifier(run, out))
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def methods(
     task: Annotated[
         str | None,

@@ -283,8 +283,8 @@ _OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu"})
 class Traced(RowSums):
     """Notes what a formula uses. Every sum is 1."""
 
-    def __init__(self, loss: Formula, weighted: bool) -> None:
-        one = torch.ones(1, dtype=torch.float64)
+    def __init__(self, loss: Formula, weighted: bool, device: torch.device | None) -> None:
+        one = torch.ones(1, dtype=torch.float32, device=device)
         super().__init__(loss, one if weighted else 1.0, 2)
         self.used: set[str] = set()
         self.settings: dict[str, Any] = {}
@@ -304,9 +304,9 @@ _BY_CLASS = ("u_stored", "log_t", "u_largest")
 
 
 @torch.no_grad()
-def passes_of(loss: Formula, weighted: bool) -> Passes:
-    """What the passes of a fast backend compute for a loss."""
-    row = Traced(loss, weighted)
+def passes_of(loss: Formula, weighted: bool, device: torch.device | None = None) -> Passes:
+    """What the passes of a fast backend compute for a loss, whose tensors are on ``device``."""
+    row = Traced(loss, weighted, device)
     value_of(loss, row)
     settings = row.settings
     if "odds" in settings:

@@ -42,9 +42,10 @@ from torch import Tensor
 from .. import _checks
 from .._torch import forward_mode
 from ..fields import describe, described
-from ..rows import SPLIT, row_sum, wide
-from ..sums import FROM_TEACHER
-from . import blocked, formula, native
+from ..rows import SPLIT, exact, row_sum, wide
+from ..sums import EMIX, FROM_TEACHER
+from . import formula, native, trust
+from .columns import SUMS
 from .kernel import Kernel
 
 
@@ -52,7 +53,9 @@ def backends() -> dict[str, str]:
     """The backends that are available here, or the reason why one is not.
 
     Returns:
-        A sentence for each of "reference", "blocked", "native (CPU)" and "native (CUDA)".
+        A sentence for each of "reference", "blocked", "native (CPU)" and "native (CUDA)". The last
+        one also lists the losses whose kernels were compared with the plain formula here, at their
+        first use, and those whose kernels are not used because they differ.
 
     Example:
         >>> backends()["reference"]
@@ -60,11 +63,12 @@ def backends() -> dict[str, str]:
     """
     cpu = native.unavailable()
     cuda = _triton_unavailable()
+    checked = f"; {found}" if (found := trust.checked()) else ""
     return {
         "reference": "available",
         "blocked": "available",
         "native (CPU)": f"unavailable: {cpu}" if cpu else f"available ({native.instruction_set()})",
-        "native (CUDA)": f"unavailable: {cuda}" if cuda else "available (triton)",
+        "native (CUDA)": f"unavailable: {cuda}" if cuda else f"available (triton{checked})",
     }
 
 
@@ -79,14 +83,15 @@ def _triton_unavailable() -> str | None:
     return None
 
 
-def _native_refuses(logits: Tensor) -> str | None:
-    """Why no native kernel can take these logits, or None."""
+def _native_refuses(logits: Tensor, loss: Any = None) -> str | None:
+    """Why no native kernel can take these logits, or compute this loss of them; None if one can."""
     if logits.is_cpu:
         return native.refuses(logits)
     if logits.is_cuda:
         if logits.dtype == torch.float64:
             return "the Triton kernels take float32, bfloat16 and float16, not torch.float64"
-        return _triton_unavailable()
+        unavailable = _triton_unavailable()
+        return trust.refuses(loss, logits) if unavailable is None and loss else unavailable
     return f"there is no native kernel for {logits.device.type} tensors"
 
 
@@ -122,11 +127,11 @@ def choose(loss: Any, logits: Tensor, target: Tensor, reference_only: str | None
         return _choose_parallel(impl, target, inplace, reference_only)
     reason = reference_only or _fused_refuses(logits, target, loss.weight)
     if impl == "auto":
-        backend = "reference" if reason else _fastest(logits, inplace)
+        backend = "reference" if reason else _fastest(loss, logits)
     else:
         backend = impl
         if impl == "native":
-            reason = reason or _native_refuses(logits)
+            reason = reason or _native_refuses(logits, loss)
     if backend == "reference":
         if inplace:
             why = f" ({reason})" if reason else ""
@@ -151,12 +156,12 @@ def _choose_parallel(impl: str, target: Tensor, inplace: bool, reference_only: s
     return "parallel"
 
 
-def _fastest(logits: Tensor, inplace: bool) -> str:
-    if _native_refuses(logits) is None:
+def _fastest(loss: Any, logits: Tensor) -> str:
+    if _native_refuses(logits, loss) is None:
         return "native"
     # A compiler fuses the plain formula well, and only that can be differentiated twice.
     plain = logits.dtype == torch.float64 or torch.compiler.is_compiling()
-    return "reference" if plain and not inplace else "blocked"
+    return "reference" if plain and not loss.inplace else "blocked"
 
 
 # The C kernel takes no float16. A float32 copy of the logits and the kernel are several times as
@@ -171,10 +176,9 @@ def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tu
     """
     if classes <= loss.few_classes:
         return "reference", logits
-    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
-        copy = logits.float()
-        if _native_refuses(copy) is None:
-            return "native", copy
+    copied = logits.is_cpu and logits.dtype == torch.float16 and classes <= _COPIED_CLASSES
+    if backend == "blocked" and copied and native.unavailable() is None:
+        return "native", logits.float()
     return backend, logits
 
 
@@ -267,6 +271,46 @@ class FastRows(NamedTuple):
         values: Tensor = _KernelValues.apply(logits, target, kernel, self.loss, out)
         return values if kernel.multiplier == 1 else values * kernel.multiplier
 
+    def values_and_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The values, (N,), and what :meth:`gradient` needs to know of each row, (N, n)."""
+        kernel = self._kernel()
+        if self.in_one_pass(logits):
+            return self.rows(logits, target)[0], self.sums_like(logits)
+        if kernel is not None:
+            fixed = (kernel, self.weight, self.ignore_index)
+            values, statistics = _triton_module().row_statistics(logits, target, *fixed)
+            return values if kernel.multiplier == 1 else values * kernel.multiplier, statistics
+        rows = self._formula(logits, target, None)
+        values, _ = rows.rows(logits, None)
+        return values, torch.cat(rows.found, 1)
+
+    def sums_like(self, logits: Tensor) -> Tensor:
+        """A tensor as the second one of :meth:`values_and_sums`; no columns without two passes."""
+        if self.in_one_pass(logits):
+            return logits.new_empty(logits.shape[0], 0)
+        if self._kernel() is not None:
+            return logits.new_empty(logits.shape[0], native.STATISTICS, dtype=torch.float32)
+        plan = formula.plan_of(self.loss, self.weight is not None)
+        width = len(SUMS) * (2 if plan.asked & EMIX else 1)
+        return logits.new_empty(logits.shape[0], width, dtype=exact(logits.device, logits.dtype))
+
+    def gradient(self, logits: Tensor, target: Tensor, sums: Tensor, factor: Tensor) -> Tensor:
+        """The gradient of sum_i factor_i value_i, (N, K)."""
+        kernel = self._kernel()
+        grad: Tensor | None
+        if self.in_one_pass(logits):
+            _, grad = self.rows(logits, target, factor)
+        elif kernel is not None:
+            fixed = (kernel, self.weight, self.ignore_index)
+            given = (logits, target, sums, factor * kernel.multiplier)
+            grad = _triton_module().row_gradient(*given, *fixed)
+        else:
+            rows = self._formula(logits, target, None)
+            rows.known = list(sums.split(len(SUMS), 1))
+            _, grad = rows.rows(logits, factor)
+        assert grad is not None
+        return grad
+
     def _kernel(self) -> Kernel | None:
         """The kernel of the loss, if it has one on this backend."""
         kernel: Kernel | None = self.loss.kernel() if self.backend == "native" else None
@@ -285,7 +329,7 @@ class FastRows(NamedTuple):
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
         if self.backend != "native":
-            return blocked
+            return _blocked_module()
         return native if logits.is_cpu else _triton_module()
 
 
@@ -293,6 +337,12 @@ def backend_of(logits: Tensor) -> ModuleType:
     """The fastest backend for these logits, with the functions of :mod:`labo.fast.formula`."""
     if _native_refuses(logits) is None:
         return native if logits.is_cpu else _triton_module()
+    return _blocked_module()
+
+
+def _blocked_module() -> ModuleType:
+    from . import blocked
+
     return blocked
 
 
@@ -334,6 +384,12 @@ def denominator(
         weight = weight.detach().to(wide(dtype))
     if _checks.can_read(target) and native.unavailable() is None:
         return native.denominator(target, classes, ignore_index, weight) or math.inf
+    if target.is_cuda and _checks.is_plain(target) and _triton_unavailable() is None:
+        kernels = _triton_module()
+        if len(target) <= kernels.MOST_TARGETS:
+            found, good = kernels.count_targets(target, classes, ignore_index, weight)
+            _checks.check_range(target, classes, ignore_index, good)
+            return found if weight is None else found.to(weight.dtype)
     _checks.check_range(target, classes, ignore_index)
     valid = target != ignore_index
     if weight is None:
@@ -428,7 +484,7 @@ def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     if upstream.dim() == 0:
         return grad.mul_(upstream)
     # In blocks, because PyTorch copies what it multiplies to the wider of two types.
-    for part in blocked.blocks(grad):
+    for part in _blocked_module().blocks(grad):
         grad[part].mul_(upstream[part].unsqueeze(-1))
     return grad
 
@@ -510,44 +566,48 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "labo::rows",
+    "labo::rows_and_sums",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, bool with_grad, {ROW_LOSS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def rows_op(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
-    """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K).
+    """Values (N,) and gradient (N, K), or without ``with_grad`` what its computation needs, (N, n).
 
     The caller asks for the gradient only where it comes with the values in one pass, in the C
-    kernels. Elsewhere the backward operator computes it from the logits, with the upstream factor
-    before the only rounding and no (N, K) buffer between the passes. That operator computes the
-    sums of the rows again: 8 bytes for a bfloat16 logit, where eager mode, which keeps them, moves
-    6, and a stored gradient that is multiplied later 10.
+    kernels. Elsewhere the backward operator computes it from the logits and the sums of the rows,
+    with the upstream factor before the only rounding and no (N, K) buffer between the passes.
     """
-    values, grad = FastRows.unpack(*loss).rows(logits, target, 1.0 if with_grad else None)
-    return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
+    rows = FastRows.unpack(*loss)
+    if not with_grad:
+        return rows.values_and_sums(logits, target)
+    values, grad = rows.rows(logits, target, 1.0)
+    assert grad is not None
+    return values, grad
 
 
 @rows_op.register_fake
 def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
-    count, classes = logits.shape
-    values = logits.new_empty(count, dtype=wide(logits.dtype))
-    return values, logits.new_empty(count if with_grad else 0, classes)
+    values = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
+    if with_grad:
+        return values, torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return values, FastRows.unpack(*loss).sums_like(logits)
 
 
 @torch.library.custom_op(
-    "labo::rows_backward",
+    "labo::rows_from_sums",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor upstream, {ROW_LOSS_SCHEMA}) -> Tensor",
+    schema="(Tensor logits, Tensor target, Tensor sums, Tensor upstream, "
+    f"{ROW_LOSS_SCHEMA}) -> Tensor",
 )
-def rows_backward_op(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
+def rows_backward_op(
+    logits: Tensor, target: Tensor, sums: Tensor, upstream: Tensor, *loss: Any
+) -> Tensor:
     """The gradient of sum_i upstream_i value_i, (N, K)."""
-    _, grad = FastRows.unpack(*loss).rows(logits, target, upstream)
-    assert grad is not None
-    return grad
+    return FastRows.unpack(*loss).gradient(logits, target, sums, upstream)
 
 
 @rows_backward_op.register_fake
-def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
+def _(logits: Tensor, target: Tensor, sums: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
@@ -557,7 +617,7 @@ def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     if ctx.with_grad:
         ctx.save_for_backward(output[1])
     else:
-        ctx.save_for_backward(logits, target, *tensors)
+        ctx.save_for_backward(logits, target, output[1], *tensors)
 
 
 def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
@@ -565,8 +625,8 @@ def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
         (grad,) = ctx.saved_tensors
         grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
     else:
-        logits, target, *tensors = ctx.saved_tensors
-        grad = rows_backward_op(logits, target, upstream, tensors, *ctx.loss)
+        logits, target, sums, *tensors = ctx.saved_tensors
+        grad = rows_backward_op(logits, target, sums, upstream, tensors, *ctx.loss)
     return (grad, None, None, [None] * ctx.tensors, None, None)
 
 

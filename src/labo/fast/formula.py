@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from .._torch import autograd_enabled
-from ..rows import largest, u_of, wide
+from ..rows import exact, largest, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
     COUNT,
@@ -77,7 +77,6 @@ from ..sums import (
     value_of,
 )
 from .columns import COEFFICIENTS, MIXED, SUMS
-from .spread import spread
 
 # What a formula is differentiated for.
 _VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "emix", "u_y", "u_top", "tau", "u_stored")
@@ -90,12 +89,28 @@ def plan_of(loss: Any, weighted: bool) -> Passes:
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:  # a schedule that changes a number with every step
             _PLANS.clear()
-        plan = _PLANS[key] = passes_of(loss, weighted)
+        tensors = (x for x in loss.values().values() if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), None)
+        plan = _PLANS[key] = passes_of(loss, weighted, device)
     return plan
 
 
 _PLANS: dict[Any, Passes] = {}
 _MOST_PLANS = 1000
+
+
+# The sums that have to be asked for; the others are always there.
+_ASKED = {
+    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
+    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
+}
+
+
+@lru_cache
+def _columns(asked: int) -> tuple[tuple[str, int], ...]:
+    """The names and places of the sums that these bits ask for."""
+    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
+    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
 
 
 SECOND_BACKWARD = (
@@ -175,6 +190,9 @@ class FormulaRows:
         # The logits with the stored classes masked, in the buffer of the gradient.
         self._masked: Tensor | None = None
         self._overwritten = False  # whether the logits may hold the gradient
+        # What the backend gave, (N, 16) for each call, and what it gave before for the same rows.
+        self.found: list[Tensor] = []
+        self.known: list[Tensor] = []
 
     def values(self, logits: Tensor, statistics: Tensor | None = None) -> Tensor:
         """The values, (N,) float64, differentiable for the logits; 0 for ignored rows.
@@ -202,17 +220,22 @@ class FormulaRows:
         with autograd_enabled():
             leaf = logits.detach().requires_grad_()
             values = self.values(leaf, statistics)
-            given = factor.double() if isinstance(factor, Tensor) else values.new_tensor(factor)
+            if isinstance(factor, Tensor):
+                given = factor.to(values.dtype)
+            else:
+                given = values.new_full((), factor)
             (grad,) = torch.autograd.grad(values, leaf, given.expand_as(values))
         return values.detach().to(dtype), grad
 
     def _first_pass(self, logits: Tensor, statistics: Tensor | None) -> float | Tensor:
         """Finds the sums. Returns the class weights of the targets, or 1.0."""
-        plan, target, backend = self.plan, self.target, self.backend
+        plan, target, wider = self.plan, self.target, exact(logits.device, logits.dtype)
         if statistics is not None:
             plan = plan._replace(asked=plan.asked | UE)
         if plan.spread is not None:
-            how = (plan.spread == DEVIATION, getattr(backend, "moments", None))
+            from .spread import spread
+
+            how = (plan.spread == DEVIATION, self.backend)
             own = spread(logits, *how)
             taught = own if self.source is None else spread(self.source, *how, logits, own)
             sizes = (plan.tau * own.size, plan.tau * taught.size)
@@ -226,34 +249,43 @@ class FormulaRows:
             if self.some_ignored or not logits.is_cpu or bool(ignored.any()):
                 y, self.ignored = target.masked_fill(ignored, 0), ignored
         self.y = y
-        z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
-        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
+        z_largest = largest(logits, plan.top_k).to(wider) if plan.top_k else None
+        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else wider)
         z_apart = None
         if self.stored is not None:
             z_apart = entries_of(logits, torch.cat([y.unsqueeze(1), self.stored], 1))
             logits = self._masked = self._without_stored(logits)
-        sums = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
+        sums = self._sums(logits, plan)
         if statistics is not None:
             torch.stack(statistics_of(sums), 1, out=statistics)
             if self.ignored is not None:
                 statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
         if z_apart is not None and self.log_t is not None:
-            sums |= {"log_t": self.log_t.double(), **apart(sums, z_apart, limits)}
+            sums |= {"log_t": self.log_t.to(wider), **apart(sums, z_apart, limits)}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
         if plan.asked & EMIX:
             plan = plan.mixed(sums, sums["top"])
-            again = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
+            again = self._sums(logits, plan)
             sums |= {name: again[name] for name in MIXED}
         u_y = sums.get("sums_u_y", sums["u_y"])
         sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
-        self.w_y = 1.0 if self.weight is None else self.weight.index_select(0, y).double()
+        self.w_y = 1.0 if self.weight is None else self.weight.index_select(0, y).to(wider)
         self.plan, self.sums = plan, sums | temperatures(plan, sums["e"])
         return self.w_y
 
+    def _sums(self, logits: Tensor, plan: Passes) -> dict[str, Tensor]:
+        found = len(self.found)
+        if found < len(self.known):
+            self.found.append(self.known[found])
+        else:
+            self.found.append(self.backend.sums(logits, *self._fixed(plan)))
+        return _by_name(plan, self.found[-1])
+
     def _fixed(self, plan: Passes) -> tuple[Any, ...]:
         """What both passes take beside the logits."""
-        return self.target, plan, self.weight, self.ignore_index, self.source
+        weight = self.weight if plan.asked & WQU else None
+        return self.target, plan, weight, self.ignore_index, self.source
 
     def refuse_second_backward(self) -> None:
         """Raise if an earlier backward pass has overwritten the logits."""
@@ -288,8 +320,8 @@ class FormulaRows:
 
 
 def entries_of(logits: Tensor, index: Tensor) -> Tensor:
-    """Some logits of each row, float64, from (N, k) indices; -inf for a negative index."""
-    z = logits.gather(1, index.clamp(min=0)).double()
+    """Some logits of each row, exact, from (N, k) indices; -inf for a negative index."""
+    z = logits.gather(1, index.clamp(min=0)).to(exact(logits.device, logits.dtype))
     return z.masked_fill(index < 0, -math.inf)
 
 
@@ -313,20 +345,6 @@ def stored_entries(
     return entries + slopes["u_y"].unsqueeze(1) * targets if "u_y" in slopes else entries
 
 
-# The sums that have to be asked for; the others are always there.
-_ASKED = {
-    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
-    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
-}
-
-
-@lru_cache
-def _columns(asked: int) -> tuple[tuple[str, int], ...]:
-    """The names and places of the sums that these bits ask for."""
-    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
-    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
-
-
 def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
     """The sums that were asked for, by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
@@ -343,7 +361,7 @@ def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
     log_e, u_y = sums["e"].log(), sums["u_y"]
     entropy = (log_e - sums["ue"] / sums["e"]).clamp(min=0.0)
     correct = (u_y >= 0) & ~sums["e"].isnan()
-    return [log_e - u_y, entropy, correct.double(), sums["top"], log_e]
+    return [log_e - u_y, entropy, correct.to(u_y.dtype), sums["top"], log_e]
 
 
 def apart(sums: dict[str, Tensor], z: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
@@ -376,15 +394,15 @@ def masses_of(
         return {"q_y": (u_y / plan.tau).exp()}
     masked = u_y == -math.inf
     if plan.masses == BEYOND_MARGIN:
-        return {"q_y": (-u_y > plan.margin).double().masked_fill(masked, 0.0)}
+        return {"q_y": (-u_y > plan.margin).to(u_y.dtype).masked_fill(masked, 0.0)}
     if source is None:
-        return {"q_y": (~masked).double()}
+        return {"q_y": (~masked).to(u_y.dtype)}
     if plan.masses == FROM_TEACHER:
-        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).double() - source_top
+        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).to(u_y.dtype) - source_top
         v_y = v_y.masked_fill(masked, -math.inf)
         tau = plan.tau if plan.row_tau is None else plan.row_tau.source_tau
         return {"q_y": (v_y / tau).exp(), "v_y": v_y}
-    mass = (source[y] if source.dim() == 1 else source[y, y]).double()
+    mass = (source[y] if source.dim() == 1 else source[y, y]).to(u_y.dtype)
     return {"q_y": mass.masked_fill(masked, 0.0)}
 
 

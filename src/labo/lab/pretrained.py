@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from .run.files import Document, open_regular, read_json, sha256
 
 __all__ = [
     "Lora",
+    "StartingModel",
     "adapter_files",
     "add_lora",
     "check_finite",
@@ -59,6 +60,29 @@ class Lora(Section):
         description="What the run saves: the model with the adapters merged into it, or also the "
         "adapters by themselves, in `best/adapter`, as PEFT does.",
     )
+
+
+class StartingModel(Section):
+    """A model from a preset, or one to start from."""
+
+    preset: str | None = None
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with a model to start from, instead of `preset`. Only "
+        "safetensors are read.",
+    )
+    freeze: Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `model.encoder` or "
+        "`transformer.wte`; `*` matches anything.",
+    )
+    lora: Lora | None = Field(None, description="Train low-rank adapters only.")
+
+    @model_validator(mode="after")
+    def _one_start(self) -> StartingModel:
+        if (self.preset is None) == (self.pretrained is None):
+            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
+        return self
 
 
 def load_folder(

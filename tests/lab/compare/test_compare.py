@@ -20,12 +20,13 @@ from rich.console import Console
 import lab_runs
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.analysis.collection import check_folder, claim_folder, runs_in
 from labo.lab.analysis.groups import mean_cell
 from labo.lab.compare import engines, execute
 from labo.lab.compare.engines import Setup
 from labo.lab.compare.execute import carry_out, run_comparison
 from labo.lab.compare.launch import Launch
-from labo.lab.compare.plan import Comparison, PlannedRun, check_folder, claim_folder, plan, runs_in
+from labo.lab.compare.plan import Comparison, PlannedRun, plan
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
 from labo.lab.run.lock import held
@@ -58,9 +59,9 @@ def finish(comparison: Comparison, results: dict[str, dict[str, Any]]) -> None:
             run.directory.finish({"steps": 10, "seconds": 5.0, **results[run.path.name]})
 
 
-def note_conditions(run: PlannedRun, jobs: int) -> None:
-    """Pretend that a run was one of so many at once."""
-    launch = {"machine": "here", "torch": "2", "jobs": jobs, "threads": 1}
+def note_conditions(run: PlannedRun, jobs: int, machine: str = "here") -> None:
+    """Pretend that a run was one of so many at once on a machine."""
+    launch = {"machine": machine, "torch": "2", "jobs": jobs, "threads": 1}
     (run.path / "conditions.json").write_text(json.dumps({"launches": [launch]}))
 
 
@@ -447,7 +448,7 @@ def test_the_arithmetic_of_the_table(tmp_path):
         pytest.approx(0.2 + 0.2484, abs=1e-4),
     )
     assert base.cells["delta_ls"].value == pytest.approx(-0.1)
-    assert any("2 runs at once, 1 thread(s) each" in note for note in table.notes)
+    assert any("2 run(s) at once, 1 thread(s) each" in note for note in table.notes)
     assert any("other work on the machine distorts it" in note for note in table.notes)
     assert table.caption == "digits: test split, mean ± standard deviation over 3 seeds"
 
@@ -460,6 +461,17 @@ def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
         note_conditions(run, 1 if alone else 2)
     table = tabulate(comparison)
     assert table.rows[1].cells["time"].value is None
+    assert any("only runs made under the same conditions" in note for note in table.notes)
+
+
+def test_times_of_other_machines_are_not_compared(tmp_path):
+    """As the runs of a cluster note them; their processors may well have the same name."""
+    comparison = tiny(tmp_path, ["base", "ls", "labo"])
+    finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
+    for run, machine in zip(comparison.runs, ("node0", "node0", "node1"), strict=True):
+        note_conditions(run, 2, machine)
+    table = tabulate(comparison)
+    assert [row.cells["time"].value for row in table.rows] == [1, 1, None]
     assert any("only runs made under the same conditions" in note for note in table.notes)
 
 
@@ -523,10 +535,10 @@ def test_one_number_has_no_spread():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ('{"valid": 3}', "valid should be a valid dictionary, got 3"),
-        ('{"valid": {"accuracy": "x"}}', "valid.accuracy should be a valid number, got 'x'"),
+        ("", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"valid": 3}', "valid: should be a valid dictionary, got 3"),
+        ('{"valid": {"accuracy": "x"}}', "valid.accuracy: should be a valid number, got 'x'"),
         ('{"valid": {"nll": 1.0}}', "valid.accuracy is missing"),
     ],
 )

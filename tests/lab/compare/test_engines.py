@@ -231,7 +231,8 @@ def test_each_job_stands_behind_those_it_needs(tmp_path):
 
 
 def test_the_runs_of_a_killed_driver_end_with_a_checkpoint_and_are_continued(tmp_path):
-    options = ["train.save_every=100000", "train.log_every=1", "--methods", "base", "--seeds", "1"]
+    options = ["train.max_steps=150", "train.save_every=1000", "train.log_every=1"]
+    options += ["--methods", "base", "--seeds", "1"]
     driver = compare(tmp_path, *options)
     run = tmp_path / "base-s0"
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 5, driver)

@@ -15,8 +15,11 @@ import pytest
 import lab_runs
 from labo.cli import main
 from labo.lab.errors import DataError, LabError, RequestError
+from labo.lab.language_modeling import prepare as preparing
+from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.run import checksums
 from labo.lab.run.files import sealed, sha256
+from labo.lab.text import arrow
 from labo.lab.text import folder as folders
 from labo.lab.translation import prepare, prepared
 from labo.lab.translation.prepared import Prepared
@@ -28,6 +31,7 @@ from tiny_corpus import (
     write,
     write_corpus,
 )
+from tiny_language import prepare_prompts, prepare_texts
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +186,12 @@ def test_a_file_that_was_changed_a_moment_ago_is_not_remembered(copy, monkeypatc
         Prepared(copy)
 
 
+def write_split(folder: Path, table: pa.Table) -> None:
+    with pa.ipc.new_stream(str(folder / "train.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    seal(folder)
+
+
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
@@ -196,13 +206,8 @@ def test_ids_that_fit_no_vocabulary_are_refused(copy, column, value, message):
     """Whoever wrote the folder: an index out of range would be read from anywhere in memory."""
     columns = {"source": [[5]], "target": [[5]], "pair": [0]} | {column: value}
     table = pa.table(columns, schema=prepared.schema("train"))
-    with (
-        pa.OSFile(str(copy / "train.arrow"), "wb") as file,
-        pa.ipc.new_stream(file, table.schema) as stream,
-    ):
-        stream.write_table(table)
-    seal(copy)
-    with refused(message):
+    write_split(copy, table)
+    with refused(f"train.arrow: {message}"):
         Prepared(copy).split("train")
 
 
@@ -281,3 +286,66 @@ def test_what_is_held_is_not_read_again(plain, tmp_path):
         assert len(data.split(split)) == len(plain.split(split))
     assert data.tokenizer_files == plain.tokenizer_files
     assert (data.frequencies("target") == plain.frequencies("target")).all()
+
+
+# Documents: what they share with sentence pairs is tested above. -------------------------------
+
+
+@pytest.fixture(scope="module", params=["text", "prompt"])
+def prepared_documents(request, tmp_path_factory) -> Path:
+    prepare = prepare_texts if request.param == "text" else prepare_prompts
+    return prepare(tmp_path_factory.mktemp("documents") / "data")
+
+
+@pytest.fixture
+def documents(prepared_documents, tmp_path) -> Path:
+    return shutil.copytree(prepared_documents, tmp_path / "documents")
+
+
+@pytest.mark.parametrize("rows", [3, 100_000])
+def test_documents_are_found_however_many_batches_there_are(tmp_path, monkeypatch, rows):
+    whole = PreparedDocuments(prepare_texts(tmp_path / "one", vocabulary=280)).split("train")
+    monkeypatch.setattr(arrow, "_BATCH", rows)
+    monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 2)
+    split = PreparedDocuments(prepare_texts(tmp_path / "two", vocabulary=280)).split("train")
+    for i in range(len(whole)):
+        assert split.tokens(i).tolist() == whole.tokens(i).tolist()
+        assert split.tokens(i, 2, 3).tolist() == whole.tokens(i)[2:5].tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_ids": [[10**6]]}, r"a token id is outside \[0, \d+\)"),
+        ({"input_ids": [[]], "labels": [[]]}, "a document has no token"),
+        ({"bytes": [-1]}, "a document has a negative number of bytes"),
+        ({"labels": [[10**6]]}, r"a label is outside \[0, \d+\), and not -100"),
+        ({"labels": [[5, 5]]}, "a document has more labels than tokens, or fewer"),
+    ],
+)
+def test_documents_that_fit_no_vocabulary_are_refused(documents, values, message):
+    data = PreparedDocuments(documents)
+    columns = {"input_ids": [[5]], "labels": [[-100]], "bytes": [1]} | values
+    schema = data.schema("train")
+    write_split(documents, pa.table({n: columns[n] for n in schema.names}, schema=schema))
+    if data.kind == "text" and values.keys() == {"labels"}:  # has none
+        PreparedDocuments(documents).split("train")
+        return
+    with refused(f"train.arrow: {message}"):
+        PreparedDocuments(documents).split("train")
+
+
+def test_a_folder_of_the_other_kind_or_that_was_replaced_is_refused(documents, plain):
+    with refused("not made by `labo prepare`"):
+        Prepared(documents)
+    with refused("not made by `labo prepare-text`"):
+        PreparedDocuments(plain.path)
+    write(documents / "frequencies.json", json.dumps({"tokens": [10**30]}))
+    seal(documents)
+    data = PreparedDocuments(documents)
+    with refused(r"frequencies.json: tokens: should be less than"):
+        data.hold()
+    shutil.copy(plain.path / "prepared.json", documents / "prepared.json")
+    write(documents / "frequencies.json", json.dumps({"tokens": [1]}))
+    with refused("was replaced while it was read"):
+        data.hold()

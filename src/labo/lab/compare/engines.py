@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ..errors import LabError, RequestError
+from ..run.distributed import core_count, visible_gpus
 from ..run.files import append
 from ..run.launched import JOBS
 from ..run.progress import notice
@@ -159,23 +160,10 @@ class Setup:
     def share(self, work: int) -> tuple[int, int]:
         """How many jobs run at once on this machine, and with how many threads per process."""
         cores = core_count()
-        gpus = len(_gpus()) or (1 if torch.accelerator.is_available() else 0)
+        gpus = len(visible_gpus()) or (1 if torch.accelerator.is_available() else 0)
         room = max((gpus or cores) // self.processes, 1)
         at_once = max(min(self.jobs or room, work), 1)
         return at_once, self.threads or max(cores // (at_once * self.processes), 1)
-
-
-def core_count() -> int:
-    """The cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _gpus() -> list[str]:
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
 
 
 def _check_answer(address: str) -> None:
@@ -259,7 +247,7 @@ class LocalEngine:
 
     def start(self, job: Job, slot: int) -> None:
         environment = {**_threads(self.threads), JOBS: str(self.jobs)}
-        if gpus := _gpus():
+        if gpus := visible_gpus():
             first = slot * job.processes
             chosen = [gpus[(first + i) % len(gpus)] for i in range(job.processes)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(chosen))

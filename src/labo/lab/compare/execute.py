@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..analysis.collection import check_folder, claim_folder
+from ..analysis.reading import newest_metrics
 from ..errors import RequestError
 from ..run.directory import RunDirectory
 from ..run.lock import held
@@ -19,7 +21,7 @@ from ..tables import Table, write_table
 from ..tasks import find_task
 from .engines import Job, Setup
 from .launch import Failure, Launch, in_order
-from .plan import Comparison, PlannedRun, check_folder, claim_folder, plan
+from .plan import Comparison, PlannedRun, plan
 from .table import tabulate
 
 
@@ -29,14 +31,10 @@ def compare(
     seeds: int = 3,
     *,
     out: str | Path,
-    overrides: Iterable[str] = (),
-    grid: Iterable[str] = (),
-    select_seeds: int | None = None,
-    extend: bool = False,
-    teacher: str | None = None,
     jobs: int | None = None,
     setup: Setup | None = None,
     accept_data: bool = False,
+    **request: Any,
 ) -> tuple[Table, list[Failure]]:
     """Train several methods with several seeds, and tabulate them, as ``labo compare`` does.
 
@@ -48,17 +46,11 @@ def compare(
         seeds: runs per method, with seeds from 0.
         out: the folder of the runs. The table is written there as ``table.md``, ``.tex``, ``.csv``
             and ``.json``.
-        overrides: ``key=value`` settings for all runs.
-        grid: hyper-parameters to select on the validation split, such as ``labo.tau=1.15,1.25`` or
-            ``optim.lr=0.01..1@6``.
-        select_seeds: how many seeds the points of the grid are run with; by default all. The others
-            are run with the selected point of each method only.
-        extend: whether to add values to a grid until the selected one is not at its edge.
-        teacher: a run that methods with a teacher learn from; by default the base run of the same
-            seed.
         jobs: how many runs at once; by default one per GPU, or one per core.
         setup: the engine, instead of ``jobs``.
         accept_data: continue although the data of some runs have changed.
+        **request: ``overrides``, ``grid``, ``select_seeds``, ``extend`` and ``teacher``, as for
+            :func:`labo.lab.compare.plan.plan`.
 
     Returns:
         The table, and the runs that failed, which it lacks.
@@ -66,20 +58,8 @@ def compare(
     Raises:
         RequestError: the request is wrong, or ``out`` holds something else.
     """
-    setup = setup or Setup(jobs=jobs)
-    setup.check()
-    comparison = plan(
-        recipe,
-        methods,
-        seeds,
-        out,
-        overrides=overrides,
-        grid=grid,
-        select_seeds=select_seeds,
-        extend=extend,
-        teacher=teacher,
-    )
-    return run_comparison(comparison, setup, accept_data=accept_data)
+    comparison = plan(recipe, methods, seeds, out, **request)
+    return run_comparison(comparison, setup or Setup(jobs=jobs), accept_data=accept_data)
 
 
 def run_comparison(
@@ -119,7 +99,8 @@ def carry_out(
     if not accept_data:
         for comparison in comparisons:
             _check_data(comparison)
-    with held(root), Launch(setup, len(_different(comparisons)), root) as launch:
+    launch = Launch(setup, len(_different(comparisons)), root)
+    with held(root), closing(launch):
         claim_folder(root)
         more = True
         while more:
@@ -186,40 +167,43 @@ def _is_scored(run: PlannedRun) -> bool:
 
 
 def _training(run: PlannedRun, root: Path, setup: Setup, accept_data: bool = False) -> Job:
-    after = None if run.teacher is None else _name(run.teacher, root)
-    options = ("--accept-data",) if accept_data else ()
-    return Job(
-        name=_name(run.path, root),
-        row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
-        column=f"seed {run.seed}",
-        arguments=("train", *run.arguments, *options, "--no-test", "--out", str(run.path)),
-        log=_log(run),
+    return _job(
+        run,
+        root,
+        ("train", *run.arguments, *_accepting(accept_data), "--no-test", "--out", str(run.path)),
         finished=lambda: run.directory.finished,
         status=lambda: _training_status(run),
-        after=after,
+        after=None if run.teacher is None else _name(run.teacher, root),
         processes=setup.processes,
     )
 
 
 def _scoring(run: PlannedRun, root: Path, accept_data: bool = False) -> Job:
-    options = ("--accept-data",) if accept_data else ()
-    return Job(
-        name=f"{_name(run.path, root)} on test",
-        row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
-        column=f"seed {run.seed}",
-        arguments=("evaluate", *options, str(run.path)),
-        log=_log(run),
+    return _job(
+        run,
+        root,
+        ("evaluate", *_accepting(accept_data), str(run.path)),
+        " on test",
         finished=lambda: _is_scored(run),
         status=lambda: "scored" if _is_scored(run) else "scoring",
     )
 
 
+def _job(
+    run: PlannedRun, root: Path, arguments: tuple[str, ...], work: str = "", **rest: Any
+) -> Job:
+    name = _name(run.path, root)
+    log = run.path.parent / "logs" / f"{run.path.name}.log"
+    row, column = name.removesuffix(f"-s{run.seed}"), f"seed {run.seed}"
+    return Job(name + work, row, column, arguments, log, **rest)
+
+
+def _accepting(accept_data: bool) -> tuple[str, ...]:
+    return ("--accept-data",) if accept_data else ()
+
+
 def _name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix()
-
-
-def _log(run: PlannedRun) -> Path:
-    return run.path.parent / "logs" / f"{run.path.name}.log"
 
 
 def _training_status(run: PlannedRun) -> str:
@@ -231,25 +215,10 @@ def _training_status(run: PlannedRun) -> str:
         return f"{score} in {results.get('seconds') or 0:.0f} s"
     metric = run.recipe.selected_by
     progress, score, epochs = "starting", "", run.recipe.train.epochs
-    for line in _newest_lines(run.directory.metrics_file):
+    for line in newest_metrics(run.directory.metrics_file):
         if "epoch" in line:
             progress = f"epoch {line['epoch']}" + (f"/{epochs}" if epochs else "")
         found = line.get("valid")
         if isinstance(found, dict) and isinstance(found.get(metric), float):
             score = f"  {found[metric]:.4f}"
     return progress + score
-
-
-def _newest_lines(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
-    """The metrics in the last bytes of a file; lines that cannot be read are left out."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        start = max(path.stat().st_size - size, 0)
-        file.seek(start)
-        lines = file.read().split(b"\n")
-    found = []
-    for line in lines[1 if start else 0 : -1]:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -56,15 +55,8 @@ class Launch:
         # An engine may put another file in the place of sys.stdout.
         self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> Launch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End what is still running."""
         if self.engine is not None:
             self.engine.stop()
 

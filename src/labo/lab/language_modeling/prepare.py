@@ -9,7 +9,6 @@ folder beside the result, which is renamed at the very end: a folder that is the
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from ..text.folder import (
     check_apart,
     check_free,
     preparing,
-    ready_lines,
+    print_ready,
     seal,
 )
 from ..text.pretrained_tokenizer import pretrained_tokenizer
@@ -354,8 +353,4 @@ def summarize(prepared: PreparedDocuments) -> None:
         notice(
             f"warning: {manifest['repeated']} training documents are also in the held-out splits"
         )
-    path = shlex.quote(str(prepared.path))
-    for line in ready_lines(
-        prepared.path, f"labo train RECIPE data.name=prepared data.path={path}"
-    ):
-        console.print(line, markup=False)
+    print_ready(console, prepared.path, "RECIPE data.name=prepared")

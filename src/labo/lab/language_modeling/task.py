@@ -26,10 +26,9 @@ from transformers import PretrainedConfig
 
 from ..._names import unknown_name
 from .. import config
-from ..config import Names
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
-from ..pretrained import Lora, first_line, folder_digest, load_config
+from ..pretrained import StartingModel, first_line, folder_digest, load_config
 from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
@@ -96,7 +95,7 @@ class DocumentData(config.Section):
         return dict.fromkeys(of_manual, "name=prepared")
 
 
-class CausalModel(config.Section):
+class CausalModel(StartingModel):
     """A preset and what is to differ from it, or a pre-trained folder."""
 
     preset: str | None = Field(
@@ -108,17 +107,6 @@ class CausalModel(config.Section):
     arguments: dict[str, Any] = Field(
         {}, description="Keyword arguments of a function of your own."
     )
-    pretrained: str | None = Field(
-        None,
-        description="A Hugging Face folder with a causal language model to start from. Only "
-        "safetensors are read.",
-    )
-    freeze: Names = Field(
-        (),
-        description="Modules or parameters that are not trained, such as `transformer.wte`; `*` "
-        "matches anything.",
-    )
-    lora: Lora | None = Field(None, description="Train low-rank adapters only.")
     width: int | None = Field(None, ge=2, description="Size of the hidden states.")
     layers: int | None = Field(None, ge=1, description="Number of layers.")
     heads: int | None = Field(None, ge=1, description="Attention heads.")
@@ -140,8 +128,6 @@ class CausalModel(config.Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CausalModel:
-        if (self.preset is None) == (self.pretrained is None):
-            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
         if self.arguments and not self.is_custom:
             raise ValueError("arguments: only a function of your own has them")
         if self.preset is None or self.is_custom:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import re
 import resource
@@ -31,6 +32,20 @@ T = TypeVar("T")
 def on_cpu() -> bool:
     """Whether there is no accelerator. With several processes accelerate must be told so."""
     return not torch.accelerator.is_available()
+
+
+def core_count() -> int:
+    """The cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
 
 
 def device_name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import Field, RootModel
+from rich.console import Console
 
 from ..errors import DataError, LabError, RequestError, printable
 from ..run import checksums
@@ -234,10 +236,11 @@ def preparing(out: Path, maker: Maker, force: bool) -> Iterator[tuple[Path, Prog
         raise LabError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def ready_lines(folder: Path, command: str) -> Iterator[str]:
-    """That a folder is there, and the command that trains on it."""
-    yield f"{printable(str(folder))} is ready; to train on it:"
-    yield command
+def print_ready(console: Console, folder: Path, recipe: str, *settings: str) -> None:
+    """Say that a folder is there, and print the command that trains on it."""
+    console.print(f"{printable(str(folder))} is ready; to train on it:", markup=False)
+    path = f"data.path={shlex.quote(str(folder))}"
+    console.print(" ".join(["labo train", recipe, path, *settings]), markup=False)
 
 
 def cached_folder(name: str, key: object, prepare: Callable[[Path], object]) -> Path:

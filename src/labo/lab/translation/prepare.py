@@ -36,7 +36,7 @@ from ..text.folder import (
     check_apart,
     check_free,
     preparing,
-    ready_lines,
+    print_ready,
     seal,
 )
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
@@ -686,14 +686,12 @@ def summarize(prepared: Prepared, tokenizer: str | None = None) -> None:
             notice(f"warning: {line}")
         else:
             console.print(line)
-    recipe, further = "translation", ""
     if tokenizer is not None:
-        recipe, further = "translation-sft", f" model.pretrained={shlex.quote(tokenizer)}"
-    elif vocabulary["kind"] == "separate":
-        further = " model.embeddings=decoder"
-    path = shlex.quote(str(prepared.path))
-    for line in ready_lines(prepared.path, f"labo train {recipe} data.path={path}{further}"):
-        console.print(line, markup=False)
+        pretrained = f"model.pretrained={shlex.quote(tokenizer)}"
+        print_ready(console, prepared.path, "translation-sft", pretrained)
+    else:
+        separate = ["model.embeddings=decoder"] * (vocabulary["kind"] == "separate")
+        print_ready(console, prepared.path, "translation", *separate)
 
 
 def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:

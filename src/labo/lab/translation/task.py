@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
-from ..pretrained import Lora, folder_digest
+from ..pretrained import StartingModel, folder_digest
 from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
@@ -103,8 +103,11 @@ class TextData(config.Section):
         return dict.fromkeys(of_phrases, "name=prepared")
 
 
-class TextModel(config.Section):
-    """The Transformer: a preset and what differs from it, or a pre-trained model."""
+class TextModel(StartingModel):
+    """The Transformer: a preset and what differs from it, or a pre-trained model.
+
+    Encoder-decoders to start from are Marian, T5, BART, mBART, M2M100 or NLLB, for example.
+    """
 
     preset: str | None = Field(
         None,
@@ -115,18 +118,6 @@ class TextModel(config.Section):
         )
         + ".",
     )
-    pretrained: str | None = Field(
-        None,
-        description="A Hugging Face folder with an encoder-decoder to start from, such as Marian, "
-        "T5, BART, mBART, M2M100 or NLLB. Only safetensors are read. All other keys but `freeze` "
-        "and `lora` are for presets.",
-    )
-    freeze: config.Names = Field(
-        (),
-        description="Modules or parameters that are not trained, such as `model.encoder`; `*` "
-        "matches anything.",
-    )
-    lora: Lora | None = Field(None, description="With `pretrained`: train low-rank adapters only.")
     width: int | None = Field(
         None, ge=2, description="Width of embeddings and layers. null: as in the preset."
     )
@@ -166,10 +157,8 @@ class TextModel(config.Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TextModel:
-        if (self.preset is None) == (self.pretrained is None):
-            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
         if self.pretrained is not None:
-            start = {"preset", "pretrained", "freeze", "lora"}
+            start = StartingModel.model_fields
             defaults = {n: f.default for n, f in TextModel.model_fields.items() if n not in start}
             if given := [n for n, default in defaults.items() if getattr(self, n) != default]:
                 raise ValueError(
