@@ -324,6 +324,20 @@ def linear_losses(
     return work
 
 
+def ignored_rows(rows: int, width: int, classes: int) -> dict[str, Work]:
+    """Output layer and LABO where 60 % of the rows are ignored, as the prompts in fine-tuning."""
+    x, weight, target = _linear_inputs(rows, width, classes)
+    target[torch.randperm(rows)[: rows * 6 // 10]] = -100
+
+    def run(drop: bool) -> None:
+        options = labo.LinearLossOptions(drop_ignored=drop)
+        labo.linear_loss(x, weight, target, labo.LABOLoss(), options=options).backward()
+        x.grad = weight.grad = None
+
+    names = {"60 % ignored, dropped": True, "60 % ignored, kept": False}
+    return {name: partial(run, drop) for name, drop in names.items()}
+
+
 def distillation(
     rows: int, width: int, classes: int, *, names: tuple[str, ...] | None = None
 ) -> dict[str, Work]:
