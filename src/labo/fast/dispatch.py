@@ -44,7 +44,7 @@ from .._torch import forward_mode
 from ..fields import describe, described
 from ..rows import SPLIT, exact, row_sum, wide
 from ..sums import EMIX, FROM_TEACHER
-from . import blocked, formula, native, trust
+from . import formula, native, trust
 from .columns import SUMS
 from .kernel import Kernel
 
@@ -176,10 +176,9 @@ def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tu
     """
     if classes <= loss.few_classes:
         return "reference", logits
-    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
-        copy = logits.float()
-        if _native_refuses(copy) is None:
-            return "native", copy
+    copied = logits.is_cpu and logits.dtype == torch.float16 and classes <= _COPIED_CLASSES
+    if backend == "blocked" and copied and native.unavailable() is None:
+        return "native", logits.float()
     return backend, logits
 
 
@@ -330,7 +329,7 @@ class FastRows(NamedTuple):
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
         if self.backend != "native":
-            return blocked
+            return _blocked_module()
         return native if logits.is_cpu else _triton_module()
 
 
@@ -338,6 +337,12 @@ def backend_of(logits: Tensor) -> ModuleType:
     """The fastest backend for these logits, with the functions of :mod:`labo.fast.formula`."""
     if _native_refuses(logits) is None:
         return native if logits.is_cpu else _triton_module()
+    return _blocked_module()
+
+
+def _blocked_module() -> ModuleType:
+    from . import blocked
+
     return blocked
 
 
@@ -479,7 +484,7 @@ def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     if upstream.dim() == 0:
         return grad.mul_(upstream)
     # In blocks, because PyTorch copies what it multiplies to the wider of two types.
-    for part in blocked.blocks(grad):
+    for part in _blocked_module().blocks(grad):
         grad[part].mul_(upstream[part].unsqueeze(-1))
     return grad
 

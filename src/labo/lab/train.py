@@ -50,6 +50,7 @@ from .run.distributed import (
     has_batchnorm,
     is_lost_process,
     make_accelerator,
+    note_conditions,
     nothing_counted,
     on_cpu,
     owned,
@@ -154,6 +155,7 @@ class Trainer:
         """The whole run, or the rest of it; ``test`` says whether it ends on the test split."""
         if self.accelerator.is_main_process:
             self.run.start(self.recipe, self.task.fingerprint, self.teacher.fingerprint)
+            note_conditions(self.run, self.accelerator.num_processes)
             if self.accept_data:
                 self.run.accept_data(self.task.fingerprint, self.teacher.fingerprint)
         self.accelerator.wait_for_everyone()

@@ -13,24 +13,13 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MarianConfig,
-    MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import labo
 from labo.calibration import fold_temperature
+from tiny_models import V, build
 
 T = 0.7
 HIDDEN = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)) * 3
@@ -90,78 +79,23 @@ def test_half_precision_is_rounded_once():
 
 # ------------------------------------------------------------------ language models
 
-SMALL = {
-    "vocab_size": 40,
+BERT = {
+    "vocab_size": V,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
-BERT = {
-    name: SMALL[name]
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
-}
+APART = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": V}
 
 
-def llama(**options):
-    return LlamaForCausalLM(LlamaConfig(**SMALL, **options))
-
-
-def cohere(**options):
-    return CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25, **options))
-
-
-def granite(**options):
-    return GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=3.0, **options))
-
-
-def gemma(**options):
-    config = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.5, **options)
-    return Gemma2ForCausalLM(config)
-
-
-def gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32,
-            bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
-
-
-def marian(**options):
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32,
-            decoder_ffn_dim=32, encoder_attention_heads=2, decoder_attention_heads=2,
-            pad_token_id=1, eos_token_id=2, bos_token_id=0, decoder_start_token_id=2,
-            forced_eos_token_id=None, max_position_embeddings=32, **options,
-        )
-    )  # fmt: skip
-    model.final_logits_bias.normal_()
-    return model
-
-
-def separate_marian():
-    return marian(
-        tie_word_embeddings=False, share_encoder_decoder_embeddings=False, decoder_vocab_size=40
-    )
+def masked_bert():
+    return BertForMaskedLM(BertConfig(**BERT))
 
 
 def hyper_clova():
     """A family that multiplies by what Granite divides by."""
-    model = granite(tie_word_embeddings=True)
+    model = build("Granite", logits_scaling=3.0)
     forward = type(model).forward
 
     class Multiplies(GraniteForCausalLM):
@@ -175,22 +109,19 @@ def hyper_clova():
 
 
 FOLDED = {
-    "llama": lambda: llama(tie_word_embeddings=False),
-    "cohere, tied": lambda: cohere(tie_word_embeddings=True),
-    "cohere, not tied": lambda: cohere(tie_word_embeddings=False),
-    "granite, tied": lambda: granite(tie_word_embeddings=True),
+    "llama": lambda: build("Llama", tied=False),
+    "cohere, tied": lambda: build("Cohere", logit_scale=0.25),
+    "cohere, not tied": lambda: build("Cohere", tied=False, logit_scale=0.25),
+    "granite, tied": lambda: build("Granite", logits_scaling=3.0),
     "a multiplier of the same name": hyper_clova,
-    "gemma, not tied": lambda: gemma(tie_word_embeddings=False),
-    "marian, not tied": separate_marian,
+    "gemma, not tied": lambda: build("Gemma2", tied=False),
+    "marian, not tied": lambda: build("Marian", tied=False, **APART),
 }
 
 
 def built(make):
     torch.manual_seed(0)
-    model = make()
-    with torch.no_grad():  # so that the logits differ by more than rounding
-        model.get_output_embeddings().weight.mul_(20)
-    return model.eval()
+    return make().eval()
 
 
 def logits_of(model):
@@ -235,11 +166,11 @@ def refused(model, error, sentence, **options):
 @pytest.mark.parametrize(
     ("make", "embeddings"),
     [
-        (gpt2, "transformer.wte"),
-        (lambda: llama(tie_word_embeddings=True), "model.embed_tokens"),
-        (lambda: gemma(tie_word_embeddings=True), "model.embed_tokens"),
-        (marian, "model.shared"),
-        (lambda: BertForMaskedLM(BertConfig(**BERT)), "bert.embeddings.word_embeddings"),
+        (lambda: build("GPT2"), "transformer.wte"),
+        (lambda: build("Llama"), "model.embed_tokens"),
+        (lambda: build("Gemma2"), "model.embed_tokens"),
+        (lambda: build("Marian"), "model.shared"),
+        (masked_bert, "bert.embeddings.word_embeddings"),
     ],
     ids=["gpt2", "llama", "gemma", "marian", "bert"],
 )
@@ -247,25 +178,9 @@ def test_tied_embeddings_without_a_scale_are_refused(make, embeddings):
     refused(built(make), ValueError, f"also that of {embeddings} .tied embeddings.*no logit scale")
 
 
-def t5():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    config = T5Config(vocab_size=40, **sizes, decoder_start_token_id=0, pad_token_id=0)
-    return T5ForConditionalGeneration(config)
-
-
-TIED = {
-    "gpt2": gpt2,
-    "llama": lambda: llama(tie_word_embeddings=True),
-    "gemma": lambda: gemma(tie_word_embeddings=True),
-    "marian": marian,
-    "t5": t5,
-    "bert": lambda: BertForMaskedLM(BertConfig(**BERT)),
-}
-
-
-@pytest.mark.parametrize("name", TIED)
-def test_tied_embeddings_that_are_untied(name, tmp_path):
-    model = built(TIED[name])
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "Gemma2", "Marian", "T5", "Bert"])
+def test_tied_embeddings_that_are_untied(family, tmp_path):
+    model = built(masked_bert if family == "Bert" else lambda: build(family))
     before, inputs = logits_of(model), model.get_input_embeddings().weight.clone()
     fold_temperature(model, T, untie=True).save_pretrained(tmp_path)
     assert_folded(before, logits_of(model))
@@ -273,8 +188,21 @@ def test_tied_embeddings_that_are_untied(name, tmp_path):
     assert_folded(before, logits_of(type(model).from_pretrained(tmp_path).eval()))
 
 
+class Squared(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits**2
+        return outputs
+
+
+def squared(tied):
+    model = build("Llama", tied=tied)
+    model.__class__ = Squared
+    return model
+
+
 def test_untying_is_undone_for_a_model_that_is_refused():
-    model = built(lambda: Squared(LlamaConfig(**SMALL, tie_word_embeddings=True)))
+    model = built(lambda: squared(tied=True))
     tied = copy.deepcopy(model.all_tied_weights_keys)
     refused(model, ValueError, "do not come out divided", untie=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -288,28 +216,15 @@ def test_a_scale_is_preferred_to_untying():
 
 
 def test_an_untied_gpt2_is_folded():
-    model = built(gpt2)
+    model = built(lambda: build("GPT2"))
     before = logits_of(model)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     assert_folded(before, logits_of(fold_temperature(model, T)))
 
 
-class Squared(LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        outputs.logits = outputs.logits**2
-        return outputs
-
-
 def test_an_unknown_use_of_the_logits_is_refused():
-    config = LlamaConfig(**SMALL, tie_word_embeddings=False)
-    refused(Squared(config), ValueError, "the logits of Squared do not come out divided")
-    config = CohereConfig(**SMALL, tie_word_embeddings=True)
-
-    class SquaredCohere(CohereForCausalLM):
-        forward = Squared.forward
-
-    model = CohereForCausalLM(config)
+    refused(squared(tied=False), ValueError, "the logits of Squared do not come out divided")
+    model = build("Cohere")
     model.logit_scale = 5.0  # no longer what the config says: saving would lose it
     refused(model, ValueError, "do not come out divided")
 
@@ -375,7 +290,7 @@ def test_an_adapted_output_layer_is_refused():
     peft = pytest.importorskip("peft")
     options = {"task_type": "CAUSAL_LM", "r": 2}
     model = peft.get_peft_model(
-        llama(tie_word_embeddings=False), peft.LoraConfig(**options, target_modules=["lm_head"])
+        build("Llama", tied=False), peft.LoraConfig(**options, target_modules=["lm_head"])
     )
     with pytest.raises(ValueError, match=r"not an nn\.Linear: an adapter must be merged"):
         fold_temperature(model, T)

@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import DataError
 from ..text.lines import read_lines
+from ..text.options import Unit
 from ..text.records import is_table, read_rows, table_files
 
-__all__ = ["Kind", "Part", "RawDocument", "Unit", "find_inputs", "input_files", "read_documents"]
+__all__ = ["Kind", "Part", "RawDocument", "find_inputs", "input_files", "read_documents"]
 
 Kind = Literal["text", "prompt", "chat"]
-Unit = Literal["file", "paragraph", "line"]
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """(messages, whether an answer follows) -> the text of a chat."""
 
@@ -67,9 +67,6 @@ def find_inputs(names: Sequence[str]) -> list[Path]:
         path = Path(name).expanduser()
         if path.is_file() or is_table(path):
             found.append(path)
-        elif (path / "dataset_dict.json").is_file():
-            splits = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir()))
-            raise DataError(f"{path}: several splits; name one of its folders ({splits})")
         elif path.is_dir():
             inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _readable(p)]
             if not inside:

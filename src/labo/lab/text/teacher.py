@@ -22,16 +22,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ..command_options import validated
 from ..errors import DataError, LabError, RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json
 from ..tasks import TASKS
+from .arrow import IGNORED
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
-from .stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
-from .task import IGNORED
+from .options import TeacherOptions
+from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
 __all__ = ["TrainingPredictions", "store"]
 
@@ -97,11 +99,9 @@ def store(
     data: str | Path,
     out: Path,
     *,
-    top_k: int = 64,
-    block: int | None = None,
-    precision: Precision = "float16",
     force: bool = False,
     part_targets: int = _PART_TARGETS,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write the predictions of a model for the training samples of a prepared folder.
 
@@ -110,12 +110,9 @@ def store(
         data: a folder made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the
             model.
         out: the folder to write.
-        top_k: tokens that are stored for each target.
-        block: for documents, the most tokens that the model sees at once; all its positions by
-            default.
-        precision: of the log-probabilities.
         force: replace a finished folder.
         part_targets: targets of a part. A part is written as a whole.
+        **options: fields of :class:`labo.lab.text.options.TeacherOptions`.
 
     Returns:
         What was written: targets, bytes, and seconds of this call.
@@ -123,12 +120,12 @@ def store(
     Raises:
         RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
-    data = Path(data).expanduser()
+    chosen, data = validated(TeacherOptions, options), Path(data).expanduser()
     task, kind = _find_predictions(data)
     folder = _model_folder(Path(model).expanduser(), task)
     check_apart(out, [data, folder])
-    predictions = kind(folder, data, block)
-    if not 1 <= top_k <= predictions.types:
+    predictions, top_k = kind(folder, data, chosen.block), chosen.top_k
+    if top_k > predictions.types:
         raise RequestError(f"--top-k {top_k}: the vocabulary has {predictions.types} types")
     if torch.accelerator.is_available():
         predictions.model.to(torch.accelerator.current_accelerator())
@@ -138,7 +135,7 @@ def store(
         model=folder_digest(str(folder)),
         top_k=top_k,
         block=predictions.block,
-        precision=precision,
+        precision=chosen.precision,
     )
     started = time.monotonic()
     try:

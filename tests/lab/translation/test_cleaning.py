@@ -1,4 +1,4 @@
-"""``labo prepare`` with workers ends soon after a signal, and its workers with it."""
+"""Cleaning in several processes: in order, a little ahead, and ended with the command."""
 
 from __future__ import annotations
 
@@ -7,9 +7,27 @@ import signal
 import subprocess
 import sys
 import time
+from operator import neg
 from pathlib import Path
 
 import pytest
+
+from labo.lab.translation import cleaning
+
+
+def test_processes_work_in_order_and_only_a_little_ahead():
+    taken = []
+
+    def items():
+        for number in range(40):
+            taken.append(number)
+            yield number
+
+    results = cleaning.map_in_order(neg, items(), 2)
+    assert next(results) == 0
+    assert len(taken) <= 5
+    assert [0, *results] == [-n for n in range(40)]
+
 
 # Cleaning that takes an hour: what is interrupted is the work itself.
 SCRIPT = """
