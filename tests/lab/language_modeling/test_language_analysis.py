@@ -20,18 +20,14 @@ from labo.lab.evaluate import evaluate_run
 from labo.lab.language_modeling.analysis import ANALYSIS
 from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.model import LanguageModel, causal_config, fresh_model
-from labo.lab.language_modeling.options import Tokenization
-from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.score import Scorer
-from tiny_language import SENTENCES
+from tiny_language import prepare_texts
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("analysed")
-    documents = [RawDocument(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(SENTENCES)]
-    options = Tokenization(vocabulary=290, holdout=4, holdout_test=5)
-    prepare_documents(folder / "data", {"train": documents}, options)
+    prepare_texts(folder / "data", vocabulary=290, holdout=4, holdout_test=5)
     settings = ["data.name=prepared", f"data.path={folder / 'data'}", "data.block=24"]
     settings += ["train.batch_tokens=96", "train.epochs=2", "data.recorded_tokens=60"]
     settings += ["model.width=16", "model.layers=1", "model.heads=2", "optim.warmup_steps=1"]
