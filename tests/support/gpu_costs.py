@@ -190,6 +190,8 @@ def everything() -> dict[str, Any]:
         found["logits"][name] = on_logits(kind)
     found["logits"]["topk"] = on_logits(labo.TopKDistillationLoss)
     found["logits"]["kd, standardized"] = on_logits(labo.DistillationLoss, standardize=True)
+    schedule = {"final_lam": 0.2, "epochs": 4}  # with a number that is on the device
+    found["logits"]["maxsup, final_lam"] = on_logits(labo.MaxSuppressionLoss, **schedule)
     found["logits"]["labo, float16"] = on_logits(labo.LABOLoss, torch.float16)
     found["logits"]["labo, float32"] = on_logits(labo.LABOLoss, torch.float32)
     found["compiled"] = {

@@ -27,6 +27,7 @@ LIMITS = {
     "labo, float32": (8, 12, 4),
     "cp": (46, 6, 2),
     "maxsup": (45, 6, 2),
+    "maxsup, final_lam": (52, 6, 2),
     "mbls": (49, 8, 2),
     "fl": (42, 6, 2),
     "afl": (32, 6, 2),
@@ -88,7 +89,9 @@ def test_every_loss_has_a_limit(costs):
     assert set(costs["linear"]) == set(LINEAR_LIMITS)
 
 
-@pytest.mark.parametrize("name", ["ce", "ls", "labo", "cp", "maxsup", "kd", "dkd", "pskd", "wls"])
+@pytest.mark.parametrize(
+    "name", ["ce", "ls", "labo", "cp", "maxsup, final_lam", "kd", "dkd", "pskd", "wls"]
+)
 def test_no_buffer_between_the_passes(costs, name):
     """The logits are kept, and numbers of rows."""
     record = costs["logits"][name]
