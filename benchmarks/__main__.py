@@ -159,6 +159,11 @@ def linear_time(smoke: bool) -> list[Row]:
         ("labo.linear_loss LABO, metrics", "labo.linear_loss LABO", 1.03),
     ]
     rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, with_metrics)
+    ignored = race(contenders.ignored_rows(n, d, v), 1 if smoke else 3)
+    dropped: list[tuple[str, str, float | None]] = [
+        ("60 % ignored, dropped", "60 % ignored, kept", 0.50)
+    ]
+    rows += _compare(f"output layer + LABO, N={n} D={d} V={v}", ignored, dropped)
     names = ("labo.linear_loss LABO", "torch linear + LS")
     half = contenders.linear_losses(n, d, v, names=names, dtype=torch.bfloat16)
     goals = [("labo.linear_loss LABO", "torch linear + LS", 0.80)]

@@ -14,6 +14,8 @@ import labo
 from labo.fast.formula import plan_of
 from labo.sums import Passes
 
+from . import rivals
+
 Work = Callable[[], object]
 
 
@@ -70,6 +72,41 @@ def logits_losses(rows: int, classes: int, *, compiled: bool = True) -> dict[str
     work["labo in place"] = partial(_in_place, output, target)
     work["allocate + copy"] = lambda: torch.empty_like(logits).copy_(logits.detach())
     return work
+
+
+def gpu_losses(rows: int, classes: int) -> dict[str, Work]:
+    """Losses on logits on a GPU: ours and those of other libraries, also compiled."""
+    work = logits_losses(rows, classes)
+    del work["labo blocked"]  # not for devices with kernels
+    torch.manual_seed(0)
+    logits, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "labo CE": labo.CrossEntropyLoss(),
+        "labo LABO compiled": torch.compile(labo.LABOLoss()),
+        "labo LS compiled": torch.compile(labo.LabelSmoothingLoss()),
+    }
+    if logits.device.type != "cpu":
+        of_others = rivals.on_logits()
+        losses |= of_others
+        losses |= {f"{name} compiled": torch.compile(loss) for name, loss in of_others.items()}
+    # A copy, because some write over their logits.
+    leaf = logits.requires_grad_()
+    work |= {name: partial(_forward_backward, loss, leaf, target) for name, loss in losses.items()}
+    return work
+
+
+def gpu_linear_losses(rows: int, width: int, classes: int) -> dict[str, Work]:
+    """Output layer and loss on a GPU, also those of other libraries, and ours compiled."""
+    more: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "labo.linear_loss CE": lambda x, w, y: labo.linear_loss(x, w, y, labo.CrossEntropyLoss()),
+    }
+    ls = labo.LabelSmoothingLoss()
+    more["labo.linear_loss LS compiled"] = torch.compile(
+        lambda x, w, y: labo.linear_loss(x, w, y, ls)
+    )
+    if torch.empty(0).device.type != "cpu":
+        more |= rivals.linear()
+    return linear_losses(rows, width, classes, more=more)
 
 
 # Every row-wise loss without a teacher that has fused backends.
@@ -285,6 +322,7 @@ def linear_losses(
     *,
     names: tuple[str, ...] | None = None,
     dtype: torch.dtype | None = None,
+    more: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None,
 ) -> dict[str, Work]:
     """Output layer and loss: (rows, width) x (classes, width); of the default dtype if None."""
     x, weight, target = _linear_inputs(rows, width, classes)
@@ -311,6 +349,8 @@ def linear_losses(
             x, w, y, options=options()
         )
 
+    losses |= more or {}
+
     def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         loss(x, weight, target).backward()
         x.grad = weight.grad = None
@@ -322,6 +362,20 @@ def linear_losses(
         if names is None or name in names:
             work[name] = partial(run, loss)
     return work
+
+
+def ignored_rows(rows: int, width: int, classes: int) -> dict[str, Work]:
+    """Output layer and LABO where 60 % of the rows are ignored, as the prompts in fine-tuning."""
+    x, weight, target = _linear_inputs(rows, width, classes)
+    target[torch.randperm(rows)[: rows * 6 // 10]] = -100
+
+    def run(drop: bool) -> None:
+        options = labo.LinearLossOptions(drop_ignored=drop)
+        labo.linear_loss(x, weight, target, labo.LABOLoss(), options=options).backward()
+        x.grad = weight.grad = None
+
+    names = {"60 % ignored, dropped": True, "60 % ignored, kept": False}
+    return {name: partial(run, drop) for name, drop in names.items()}
 
 
 def distillation(

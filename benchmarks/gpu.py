@@ -1,7 +1,8 @@
-"""``python -m benchmarks.gpu``: the kernels on a GPU, checked, timed and weighed, as Markdown.
+"""``python -m benchmarks.gpu``: the kernels on a GPU, checked, timed and weighed, as one table.
 
 First the results on the device are compared with float64 on the CPU; then contenders take turns, as
-in ``python -m benchmarks``. ``--device cpu --smoke`` shows that the script works, nothing else.
+in ``python -m benchmarks``, those of other libraries among them where they are installed.
+``--device cpu --smoke`` shows that the script works, nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -74,6 +74,11 @@ CASES: dict[str, Case] = {
     "LABO, alpha=0.1": Case(lambda classes: labo.LABOLoss(alpha=0.1)),
     **{name: Case(build) for name, build in contenders.ROWWISE.items()},
     "KD": Case(lambda classes: labo.DistillationLoss(), teacher="logits"),
+    "KD, standardized": Case(
+        lambda classes: labo.DistillationLoss(standardize=True), teacher="logits"
+    ),
+    "DKD": Case(lambda classes: labo.DecoupledDistillationLoss(warmup_epochs=0), teacher="logits"),
+    "PS-KD": Case(lambda classes: labo.PSKDLoss(epochs=2), teacher="logits"),
     "stored classes": Case(lambda classes: labo.TopKDistillationLoss(), teacher="stored"),
     "LABO, token weights": Case(lambda classes: labo.LABOLoss(), weighted=True),
     "LABO, metrics": Case(lambda classes: labo.LABOLoss(), metrics=True),
@@ -126,16 +131,16 @@ def largest_error(case: Case, dtype: torch.dtype, device: str, head: bool, class
 
 
 def check(device: str, classes: int = 5003) -> str:
-    """A table of errors; raises if one is too large."""
-    rows = []
+    """How many cases were compared, and the largest errors; raises if one is too large."""
+    worst: dict[torch.dtype, tuple[float, str]] = dict.fromkeys(_TOLERANCE, (0.0, ""))
     for (name, case), dtype in itertools.product(CASES.items(), _TOLERANCE):
         heads = (False, True) if case.on_logits else (True,)
         errors = {head: largest_error(case, dtype, device, head, classes) for head in heads}
         if max(errors.values()) > _TOLERANCE[dtype]:
             raise SystemExit(f"{name} in {_NAMES[dtype]} is off by {max(errors.values()):.1e}")
-        cells = [f"{errors[head]:.1e}" if head in errors else "" for head in (False, True)]
-        rows.append([name, _NAMES[dtype], *cells])
-    return _table(["loss", "dtype", "error on logits", "error of linear_loss"], rows)
+        worst[dtype] = max(worst[dtype], (max(errors.values()), name))
+    found = (f"{_NAMES[dtype]} {error:.1e} ({name})" for dtype, (error, name) in worst.items())
+    return f"{len(CASES)} losses agree with float64; largest errors: {', '.join(found)}\n"
 
 
 # ------------------------------------------------------------------ time and memory
@@ -153,9 +158,73 @@ def _peak(work: Callable[[], object], device: str) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+@dataclass(frozen=True)
+class Section:
+    """Contenders of one kind, on some shapes: rows and classes, with the width of a layer between.
+
+    ``base`` is what their times are compared with.
+    """
+
+    make: Callable[..., dict[str, Callable[[], object]]]
+    base: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+
+VOCABULARIES = (32768, 131072, 151936, 256000)
+SMALL = ((128, 100), (256, 1000), (1024, 32000))
+_LARGE = tuple((8192, v) for v in VOCABULARIES)
+_HEADS = tuple((8192, 4096, v) for v in VOCABULARIES)
+_BOTH = (torch.bfloat16, torch.float32)
+SECTIONS = (
+    Section(contenders.gpu_losses, "torch LS", (*SMALL, *_LARGE)),
+    Section(contenders.gpu_losses, "torch LS", ((8192, 32768),), (torch.float32, torch.float16)),
+    Section(contenders.rowwise_losses, "torch LS", ((256, 1000), (8192, 32768))),
+    Section(contenders.teacher_losses, "torch LS", ((8192, 32768),), _BOTH),
+    Section(contenders.gpu_linear_losses, "torch linear + LS", _HEADS),
+    Section(contenders.linear_rowwise_losses, "three matrix products", ((8192, 4096, 131072),)),
+    Section(contenders.distillation, "torch linear + KD", ((8192, 4096, 131072),)),
+)
+HEADER = ["shape", "dtype", "forward + backward", "ms", "beside", "GB/s of 3 passes", "extra MiB"]
+
+
+def benchmark(device: str, smoke: bool, compiled: bool = True) -> Iterator[list[str]]:
+    """The rows of the table. What does not fit into memory, or does not run, is one of them."""
+    rounds = 1 if smoke else 20
+    for section in SECTIONS:
+        shapes = [(16, 8, 256)[:: 2 if len(section.shapes[0]) == 2 else 1]] if smoke else None
+        for shape, dtype in itertools.product(shapes or section.shapes, section.dtypes):
+            if device == "cpu" and dtype == torch.float16:
+                continue  # the C kernel takes none
+            size = float(shape[0] * shape[-1] * dtype.itemsize)
+            with _defaults(device, dtype):
+                work = _made(section, shape)
+                if not compiled:
+                    work = {name: run for name, run in work.items() if "compiled" not in name}
+                turns = max(1, rounds // 4) if len(shape) == 3 else rounds
+                for row in measure(work, device, turns, size, section.base):
+                    yield [" x ".join(map(str, shape)), _NAMES[dtype], *row]
+            del work
+            if device != "cpu":
+                torch.cuda.empty_cache()
+
+
+def _made(section: Section, shape: tuple[int, ...]) -> dict[str, Callable[[], object]]:
+    """The contenders, or one that says that their inputs do not fit into memory."""
+    try:
+        return section.make(*shape)
+    except torch.OutOfMemoryError as problem:
+        raised = problem
+
+    def out_of_memory() -> None:
+        raise raised
+
+    return {"all": out_of_memory}
+
+
 def measure(
     work: dict[str, Callable[[], object]], device: str, rounds: int, logits_bytes: float, base: str
-) -> list[list[str]]:
+) -> Iterator[list[str]]:
     """Rows of the table; bandwidth counts what must move: read twice, written once."""
 
     def timed(contender: Callable[[], object]) -> Callable[[], None]:
@@ -165,51 +234,30 @@ def measure(
 
         return run
 
-    times = race({name: timed(contender) for name, contender in work.items()}, rounds)
-    rows = []
-    for name, contender in work.items():
+    failures = {name: _failure(contender, device) for name, contender in work.items()}
+    able = {name: work[name] for name, failure in failures.items() if failure is None}
+    times = race({name: timed(contender) for name, contender in able.items()}, rounds)
+    for name, failure in failures.items():
+        if failure is not None:
+            yield [name, failure, "", "", ""]
+            continue
         bandwidth = 3 * logits_bytes / times[name] / 1e9
-        cells = [f"{1e3 * times[name]:.3g}", f"{times[name] / times[base]:.2f}"]
-        rows.append([name, *cells, f"{bandwidth:.0f}", f"{_peak(contender, device):.0f}"])
-    return rows
+        beside = f"{times[name] / times[base]:.2f}" if base in times else ""
+        cells = [f"{1e3 * times[name]:.3g}", beside]
+        yield [name, *cells, f"{bandwidth:.0f}", f"{_peak(work[name], device):.0f}"]
 
 
-def benchmark(device: str, smoke: bool) -> Iterator[str]:
-    """One table for each shape and dtype."""
-    header = ["forward + backward", "ms", "beside torch LS", "GB/s of 3 passes", "extra MiB"]
-    rounds = 1 if smoke else 20
-    dtypes = [torch.bfloat16] if smoke else [torch.float32, torch.bfloat16]
-    shapes = [(8, 512)] if smoke else [(8192, 32768), (4096, 131072)]
-    for (n, v), dtype in itertools.product(shapes, dtypes):
-        for title, make in (
-            ("Loss on logits", partial(contenders.logits_losses, compiled=not smoke)),
-            ("Row-wise losses", contenders.rowwise_losses),
-            ("Losses with a teacher", contenders.teacher_losses),
-        ):
-            with _defaults(device, dtype):
-                size = float(n * v * dtype.itemsize)
-                rows = measure(make(n, v), device, rounds, size, "torch LS")
-            yield f"{title}, N={n} V={v}, {_NAMES[dtype]}\n\n{_table(header, rows)}"
-    n, d, v = (16, 8, 256) if smoke else (8192, 4096, 128256)
-    for dtype in dtypes:
-        for title, make_linear, base in (
-            ("Output layer and loss", contenders.linear_losses, "torch linear + LS"),
-            (
-                "Output layer and formulas",
-                contenders.linear_rowwise_losses,
-                "three matrix products",
-            ),
-            ("Output layer and distillation", contenders.distillation, "torch linear + KD"),
-        ):
-            with _defaults(device, dtype):
-                work = make_linear(n, d, v)
-                if smoke:
-                    work = {name: run for name, run in work.items() if "compiled" not in name}
-                size = float(n * v * dtype.itemsize)
-                rows = measure(work, device, max(1, rounds // 4), size, base)
-            columns = [beside.replace("torch LS", base) for beside in header]
-            yield f"{title}, N={n} D={d} V={v}, {_NAMES[dtype]}\n\n{_table(columns, rows)}"
-            del work
+def _failure(contender: Callable[[], object], device: str) -> str | None:
+    """Why a contender does not run here, in a word or a line; None if it does."""
+    try:
+        contender()
+        _wait(device)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return "out of memory"
+    except Exception as problem:
+        return f"fails: {type(problem).__name__} {str(problem).partition(chr(10))[0][:80]}"
+    return None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -223,9 +271,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"no benchmark on a GPU: {problem}")
     if options.versions:
         return
-    print(check(options.device, 211 if options.smoke else 5003))
-    for table in benchmark(options.device, options.smoke):
-        print(table)
+    print(f"\n{check(options.device, 211 if options.smoke else 5003)}")
+    print(_table(HEADER, list(benchmark(options.device, options.smoke, not options.smoke))))
 
 
 if __name__ == "__main__":

@@ -275,11 +275,11 @@ def _shards(case: Case) -> None:
     from labo.fast import native
     from labo.fast.columns import COEFFICIENTS, SUMS
     from labo.fast.formula import plan_of
-    from labo.linear import splittable
+    from labo.linear import computing
     from labo.sums import OTHERS
 
     chance, logits = case.chance, case.logits
-    loss = splittable(_random_loss(chance).build(case, None, "none"))
+    loss = computing(_random_loss(chance).build(case, None, "none"), False, divided=True)
     away = torch.randint(-5, logits.shape[1] + 5, case.target.shape)
     target = torch.where(torch.rand(away.shape) < 0.3, away, case.target.long())
     plan = plan_of(loss, case.weight is not None)

@@ -292,7 +292,6 @@ def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = dispatch._triton_module()
     for name in ("row_statistics", "row_gradient", "sums", "gradient"):
         monkeypatch.setattr(kernels, name, on_device(getattr(kernels, name)))
-    monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
     monkeypatch.setattr(dispatch.native, "sums", kernels.sums)
     monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
     moments = on_device(kernels.masked_moments)

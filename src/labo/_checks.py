@@ -55,7 +55,7 @@ def local(name: str, x: Tensor) -> Tensor:
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() for placement in x.placements):  # type: ignore[attr-defined]
-        others = " (losses with fused backends and without a teacher take split logits)"
+        others = " (losses with fused backends take split logits)"
         raise ValueError(
             f"{name} must be a plain tensor or a replicated DTensor, got placements "
             f"{tuple(x.placements)}: use {name}.full_tensor()"  # type: ignore[attr-defined]

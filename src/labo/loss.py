@@ -244,7 +244,7 @@ class Loss(_WithFields):
         if backend == "parallel":
             from .heads import split
 
-            return split.row_loss(logits, target, self)
+            return split.row_loss(logits, target, self, inputs)
         dim = self.dim
         _checks.check_logits(logits, dim)
         classes = logits.shape[dim]

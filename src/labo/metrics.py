@@ -61,7 +61,7 @@ class LossMetrics(NamedTuple):
 
 
 def row_statistics(
-    logits: Tensor, target: Tensor, ignore_index: int, group: Any = None, *, divided: bool = False
+    logits: Tensor, target: Tensor, ignore_index: int, columns: Any = None
 ) -> Tensor:
     """(N, 5) float64: NLL, entropy, whether the target is highest, maximum, log of the sum of e.
 
@@ -70,30 +70,26 @@ def row_statistics(
         target: (N,) class indices, or (N, K) class probabilities. The NLL is then the cross
             entropy, and the most probable class of the target is to be highest.
         ignore_index: target of rows that do not count, which are 0.
-        group: the processes that hold the other columns.
-        divided: whether there are other columns.
+        columns: :class:`labo.heads.split.Columns`, if other processes hold other columns.
     """
     soft = target.is_floating_point()
     labels = target.argmax(1) if soft else target
     sums = backend_of(logits).sums(logits, labels, Passes(UE), None, ignore_index)
     maximum, e, ue = (sums[:, SUMS.index(name)] for name in ("top", "e", "ue"))
-    width, start = logits.shape[1], labels.new_zeros(())
-    valid = labels != ignore_index
-    if divided:
+    width, valid, column = logits.shape[1], labels != ignore_index, labels
+    if columns is not None:
         from .heads import split
 
-        here, (maximum, start, _) = maximum, split.row_maximum(maximum, width, group)
+        here, maximum = maximum, split.reduced(maximum, columns.group, "MAX")
         e, ue = split.moved(split.drop_of(here, maximum), e, ue)
-    column = labels - start
+        column = labels - columns.start
     mine = valid & (column >= 0) & (column < width)
     z_y = torch.zeros_like(maximum)
     if width:
         picked = logits.gather(1, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
         z_y = torch.where(mine, picked.double(), z_y)
-    if divided:
-        total = torch.stack([e, ue, z_y], 1)
-        split.all_reduce(total, group)
-        e, ue, z_y = total.unbind(1)
+    if columns is not None:
+        e, ue, z_y = split.reduced(torch.stack([e, ue, z_y]), columns.group).unbind()
     columns = statistics_of({"e": e, "ue": ue, "top": maximum, "u_y": z_y - maximum})
     if soft:
         q, u = target.double(), logits.double() - maximum.unsqueeze(1)
@@ -115,19 +111,19 @@ def loss_metrics(logits: Tensor, target: Tensor, loss: Any) -> LossMetrics:
     return sums_of(statistics, target, loss, logits.shape[1])
 
 
-def sums_of(statistics: Tensor, target: Tensor, loss: Any, classes: int) -> LossMetrics:
+def sums_of(statistics: Tensor, target: Tensor, loss: Any, classes: int | Tensor) -> LossMetrics:
     """The metrics as sums; arguments as for :func:`rows_of`."""
     return LossMetrics(*(x.sum() for x in rows_of(statistics, target, loss, classes)))
 
 
-def rows_of(statistics: Tensor, target: Tensor, loss: Any, classes: int) -> LossMetrics:
+def rows_of(statistics: Tensor, target: Tensor, loss: Any, classes: int | Tensor) -> LossMetrics:
     """The metrics of each row, (N,).
 
     Args:
         statistics: (N, 5), from :func:`row_statistics`.
         target: as given there.
         loss: a loss Module; its ``smoothing_weight`` is "adaptive", a number, or missing.
-        classes: K, of all processes.
+        classes: K, of all processes; a tensor if it cannot be read without waiting.
     """
     nll, entropy, correct, maximum, log_e = statistics.unbind(1)
     counts = torch.ones_like(nll)
@@ -135,7 +131,12 @@ def rows_of(statistics: Tensor, target: Tensor, loss: Any, classes: int) -> Loss
         counts = (target != getattr(loss, "ignore_index", -100)).to(counts.dtype)
     alpha = getattr(loss, "smoothing_weight", 0.0)
     if alpha == "adaptive":
-        weight = counts - loss.rho * entropy / (math.log(classes) if classes > 1 else 1.0)
+        log_classes: float | Tensor
+        if isinstance(classes, Tensor):
+            log_classes = classes.double().log().where(classes > 1, 1.0)
+        else:
+            log_classes = math.log(classes) if classes > 1 else 1.0
+        weight = counts - loss.rho * entropy / log_classes
     else:
         weight = counts * alpha
     return LossMetrics(counts, nll, entropy, correct, weight, (maximum + log_e).square())

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import labo
 from conftest import MODULES, gradient
 from eighths import Eighths
-from labo import linear
-from labo.fast.dispatch import FastRows
+from labo import chunks, linear
 from labo.heads import quantized
 from layers import SMALL, D, N, V, problem
 from probes import LargestTensor
@@ -190,7 +189,7 @@ def test_no_gradient_is_computed_without_grad_mode(name, mode, reduction):
     expected = apart(loss, target, given)(x, weight, bias)
     with mode(), Products() as products, LargestTensor() as seen:
         value = fused(loss, target, teacher_logits=given)(x, weight, bias)
-    assert products.count == 4
+    assert products.count == 3  # the ignored row is in no chunk
     assert seen.largest < weight.numel()  # nothing of the size of its gradient
     torch.testing.assert_close(value, expected)
 
@@ -313,9 +312,9 @@ def test_chunks_are_even():
     assert options.most_rows(bytes_per_row=10) == 100
     assert options.most_rows(bytes_per_row=10_000) == 1
     assert labo.LinearLossOptions(batch_chunk_size=7).most_rows(10) == 7
-    assert linear._chunks(101, 100) == [slice(0, 51), slice(51, 101)]
-    assert linear._chunks(5, 1) == [slice(i, i + 1) for i in range(5)]
-    assert linear._chunks(0, 7) == []
+    assert chunks.cut(101, 100) == [slice(0, 51), slice(51, 101)]
+    assert chunks.cut(5, 1) == [slice(i, i + 1) for i in range(5)]
+    assert chunks.cut(0, 7) == []
 
 
 # ------------------------------------------------------------------ torch.compile
@@ -343,25 +342,27 @@ def test_compiles_whole(name, reduction, softcap):
 def test_operator_check(loss, dtype, softcap):
     *tensors, target = problem(dtype)
     weighted = softcap is not None
-    fixed = (softcap, target, 4, weighted, *FastRows(loss, "native").pack())
+    fixed = (softcap, target, 4, weighted, weighted, *chunks.LossRows(loss, "native").pack())
     mean = (torch.tensor(12.0), torch.rand(N) if weighted else None)
     for grad in (False, True):
         leaves = [t.clone().requires_grad_(grad) for t in tensors]
-        torch.library.opcheck(linear.linear_loss_op, (*leaves, *fixed, *mean, [grad] * 3))
-        torch.library.opcheck(linear.linear_rows_op, (*leaves, *fixed))
-    upstream = (torch.rand(N), [True, False, True])
-    torch.library.opcheck(linear.linear_rows_backward_op, (*tensors, *fixed, *upstream))
+        torch.library.opcheck(linear.linear_op, (*leaves, *fixed, *mean, None, [grad] * 3))
+        nothing = (None, None, None, [False] * 3)
+        torch.library.opcheck(linear.linear_op, (*leaves, *fixed, *nothing))
+    late = (None, None, torch.rand(N), [True, False, True])
+    torch.library.opcheck(linear.linear_op, (*tensors, *fixed, *late))
 
 
 def test_operator_check_of_any_loss():
     *tensors, target = problem(torch.float32)
     plain = build("kd").having(reduction="none", impl="reference")
-    fixed = (None, target, 4, True, *linear._AutogradLoss(plain, (teacher("kd"),)).pack())
+    rows = chunks.LossRows(plain, "reference", None, (teacher("kd"),))
+    fixed = (None, target, 4, True, True, *rows.pack())
     for grad in (False, True):
         leaves = [t.clone().requires_grad_(grad) for t in tensors]
-        torch.library.opcheck(linear.linear_autograd_op, (*leaves, *fixed))
-    upstream = (torch.rand(N), [True, False, True])
-    torch.library.opcheck(linear.linear_autograd_backward_op, (*tensors, *fixed, *upstream))
+        torch.library.opcheck(linear.linear_op, (*leaves, *fixed, None, None, None, [False] * 3))
+    late = (None, None, torch.rand(N), [True, False, True])
+    torch.library.opcheck(linear.linear_op, (*tensors, *fixed, *late))
 
 
 # ------------------------------------------------------------------ the Module, and wrong use

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -67,16 +69,37 @@ def test_auto_beside_the_reference(tmp_path):
     assert all(row["rival"] == row["ours"].replace("auto", "reference") for row in rows)
 
 
-def test_gpu_tables(capsys):
-    main = importlib.import_module("benchmarks.gpu").main
-    main(["--device", "cpu", "--smoke"])
+def test_gpu_table(capsys):
+    """On the CPU, tiny: every section is in the one table, and all of it runs."""
+    gpu = importlib.import_module("benchmarks.gpu")
+    gpu.main(["--device", "cpu", "--smoke"])
     printed = capsys.readouterr().out
-    assert printed.count("| torch LS |") == 3  # a table each
-    assert printed.count("| labo.linear_loss LABO |") == 1
-    assert printed.count("| labo.linear_loss top-64 |") == 1
-    for name in ("LABO", "FL", "KD", "stored classes", "LABO, z-loss", "LABO, token weights"):
-        assert printed.count(f"| {name} | bfloat16 |") == 1
-    assert printed.count("| LABO, metrics | float32 |  |") == 1  # there are none on logits
+    assert f"{len(gpu.CASES)} losses agree with float64; largest errors: float32" in printed
+    table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| 16 x ")]
+    assert all(len(row) == len(gpu.HEADER) for row in table)
+    assert not [row for row in table if "fails" in row[3]]
+    names = [row[2] for row in table]
+    assert names.count("torch LS") == 5
+    for name in ("labo CE", "KD", "DKD", "labo.linear_loss LABO", "labo.linear_loss top-64"):
+        assert names.count(name) >= 1
+
+
+def test_gpu_benchmark_on_a_device_that_computes_nothing():
+    """All shapes, dtypes and sections as they run on a GPU, without torch.compile."""
+    script = ROOT / "tests/support/gpu_benchmark.py"
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout)
+    failed = [row for row in rows if row[3].startswith("fails")]
+    of_others = ("Liger", "TRL", "quack", "cut", "torch linear_cross")  # they read values
+    assert [row for row in failed if not row[2].startswith(of_others)] == []
+    names = {row[2] for row in rows}
+    assert {"WLS", "labo CE", "PS-KD", "labo.linear_loss CE", "Liger CE"} <= names
+    shapes = {row[0] for row in rows if row[2] == "labo.linear_loss LABO"}
+    assert shapes == {f"8192 x 4096 x {v}" for v in (32768, 131072, 151936, 256000)}
+    told = {row[0]: row[3] for row in rows if row[2] == "naive LABO" and row[1] == "bfloat16"}
+    assert told["8192 x 256000"] == "out of memory"  # a row, and the others go on
+    assert told["256 x 1000"] == "1e+03"
 
 
 @pytest.mark.parametrize("name", ["LABO, token weights", "LABO, metrics", "KD", "stored classes"])

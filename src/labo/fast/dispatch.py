@@ -246,13 +246,19 @@ class FastRows(NamedTuple):
         kernel = self._kernel()
         if kernel is None:
             return self._formula(logits, target, out).rows(logits, factor, statistics)
+        if not self.in_one_pass(logits):
+            values, sums = self.values_and_sums(logits, target)
+            if factor is None:
+                return values, None
+            if not isinstance(factor, Tensor):
+                factor = values.new_full((), factor).expand_as(values)
+            return values, self.gradient(logits, target, sums, factor, out)
         multiplier = kernel.multiplier
         if multiplier != 1 and factor is not None:
             factor = factor * multiplier
         shared: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
-        shared |= {"out": out} if statistics is None else {"out": out, "statistics": statistics}
-        rows = native.rows if logits.is_cpu else _triton_rows
-        values, grad = rows(logits, target, kernel, factor=factor, **shared)
+        shared |= {"factor": factor, "out": out, "statistics": statistics}
+        values, grad = native.rows(logits, target, kernel, **shared)
         return values if multiplier == 1 else values * multiplier, grad
 
     def _formula(
@@ -265,11 +271,11 @@ class FastRows(NamedTuple):
         self, logits: Tensor, target: Tensor, inplace: bool, some_ignored: bool | None
     ) -> Tensor:
         """The values, (N,), differentiable for the logits, with the gradient in a second pass."""
-        kernel, out = self._kernel(), logits.detach() if inplace else None
-        if kernel is None:
+        out = logits.detach() if inplace else None
+        if self._kernel() is None:
             return self._formula(logits, target, out, some_ignored).values(logits)
-        values: Tensor = _KernelValues.apply(logits, target, kernel, self.loss, out)
-        return values if kernel.multiplier == 1 else values * kernel.multiplier
+        values: Tensor = _KernelValues.apply(logits, target, self, out)
+        return values
 
     def values_and_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The values, (N,), and what :meth:`gradient` needs to know of each row, (N, n)."""
@@ -294,18 +300,25 @@ class FastRows(NamedTuple):
         width = len(SUMS) * (2 if plan.asked & EMIX else 1)
         return logits.new_empty(logits.shape[0], width, dtype=exact(logits.device, logits.dtype))
 
-    def gradient(self, logits: Tensor, target: Tensor, sums: Tensor, factor: Tensor) -> Tensor:
-        """The gradient of sum_i factor_i value_i, (N, K)."""
+    def gradient(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        sums: Tensor,
+        factor: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of sum_i factor_i value_i, (N, K), also written to ``out``."""
         kernel = self._kernel()
         grad: Tensor | None
         if self.in_one_pass(logits):
-            _, grad = self.rows(logits, target, factor)
+            _, grad = self.rows(logits, target, factor, out)
         elif kernel is not None:
-            fixed = (kernel, self.weight, self.ignore_index)
-            given = (logits, target, sums, factor * kernel.multiplier)
-            grad = _triton_module().row_gradient(*given, *fixed)
+            factor = factor if kernel.multiplier == 1 else factor * kernel.multiplier
+            fixed = (kernel, self.weight, self.ignore_index, out)
+            grad = _triton_module().row_gradient(logits, target, sums, factor, *fixed)
         else:
-            rows = self._formula(logits, target, None)
+            rows = self._formula(logits, target, out)
             rows.known = list(sums.split(len(SUMS), 1))
             _, grad = rows.rows(logits, factor)
         assert grad is not None
@@ -324,7 +337,7 @@ class FastRows(NamedTuple):
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
         if self._kernel() is None:
             return formula.plan_of(self.loss, self.weight is not None).measures
-        return logits.is_cpu
+        return self.in_one_pass(logits)
 
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
@@ -350,26 +363,6 @@ def _triton_module() -> ModuleType:
     from . import kernels
 
     return kernels
-
-
-def _triton_rows(
-    logits: Tensor,
-    target: Tensor,
-    kernel: Kernel,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    factor: float | Tensor | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    kernels = _triton_module()
-    fixed = (kernel, weight, ignore_index)
-    values, statistics = kernels.row_statistics(logits, target, *fixed)
-    if factor is None:
-        return values, None
-    if not isinstance(factor, Tensor):
-        factor = torch.full_like(values, factor)
-    return values, kernels.row_gradient(logits, target, statistics, factor, *fixed, out)
 
 
 def denominator(
@@ -458,11 +451,11 @@ class _KernelValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, kernel: Kernel, loss: Any, out: Tensor | None
+        ctx: Any, logits: Tensor, target: Tensor, rows: FastRows, out: Tensor | None
     ) -> Tensor:
-        ctx.fixed, ctx.out, ctx.spent = (kernel, loss.weight, loss.ignore_index), out, False
-        values, statistics = _triton_module().row_statistics(logits, target, *ctx.fixed)
-        ctx.save_for_backward(logits, target, loss.weight, statistics)
+        values, sums = rows.values_and_sums(logits, target)
+        ctx.rows, ctx.out, ctx.spent = rows, out, False
+        ctx.save_for_backward(logits, target, rows.weight, sums)
         return values
 
     @staticmethod
@@ -471,10 +464,8 @@ class _KernelValues(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError(formula.SECOND_BACKWARD)
         ctx.spent = ctx.out is not None
-        logits, target, _, statistics = ctx.saved_tensors
-        given = (logits, target, statistics, upstream)
-        grad = _triton_module().row_gradient(*given, *ctx.fixed, ctx.out)
-        return grad, None, None, None, None
+        logits, target, _, sums = ctx.saved_tensors
+        return ctx.rows.gradient(logits, target, sums, upstream, ctx.out), None, None, None
 
 
 def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ def differentiate(
     w_y: float | Tensor,
     y: Tensor,
     classes: int | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The values of a formula, (N,), and the coefficients of their gradients, (N, 13).
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Values of a formula, (N,), coefficients of their gradients, (N, 13), and derivatives.
 
     For rows whose sums come from several processes; :class:`FormulaRows` leaves it to autograd.
     """
@@ -154,7 +154,7 @@ def differentiate(
         ones = torch.ones_like(values)
         grads = torch.autograd.grad(values, leaves, ones, allow_unused=True)
     slopes = {name: x for name, x in zip(names, grads, strict=True) if x is not None}
-    return values.detach(), coefficients_of(plan, sums, slopes, w_y, y)
+    return values.detach(), coefficients_of(plan, sums, slopes, w_y, y), slopes
 
 
 class FormulaRows:
@@ -261,7 +261,7 @@ class FormulaRows:
             if self.ignored is not None:
                 statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
         if z_apart is not None and self.log_t is not None:
-            sums |= {"log_t": self.log_t.to(wider), **_apart(sums, z_apart, limits)}
+            sums |= {"log_t": self.log_t.to(wider), **apart(sums, z_apart, limits)}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
         if plan.asked & EMIX:
@@ -298,13 +298,7 @@ class FormulaRows:
         coefficients = coefficients_of(self.plan, self.sums, slopes, self.w_y, self.y)
         stored, out = self.stored, self.out
         if stored is not None:
-            # A target that is stored has no entry among the coefficients. It is in no sum.
-            targets = stored == self.y.unsqueeze(1)
-            at_target = coefficients[:, COEFFICIENTS.index("at_target")]
-            at_target.masked_fill_(targets.any(1), 0.0)
-            entries = slopes["u_stored"]
-            if "u_y" in slopes:
-                entries = entries + slopes["u_y"].unsqueeze(1) * targets
+            entries = stored_entries(coefficients, slopes, stored, self.y)
             if self.ignored is not None:
                 entries = entries.masked_fill(self.ignored.unsqueeze(1), 0.0)
             logits = out = self._without_stored(logits) if self._masked is None else self._masked
@@ -312,7 +306,7 @@ class FormulaRows:
         elif out is None:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad: Tensor = self.backend.gradient(logits, *self._fixed(self.plan), coefficients, out)
-        return grad if stored is None else _add_entries(grad, stored, entries)
+        return grad if stored is None else add_entries(grad, stored, entries)
 
     def _without_stored(self, logits: Tensor) -> Tensor:
         """The logits with the stored classes masked, in the buffer of the gradient."""
@@ -322,7 +316,7 @@ class FormulaRows:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if out is not logits and out.data_ptr() != logits.data_ptr():
             out.copy_(logits)
-        return _add_entries(out, stored, torch.full(stored.shape, -math.inf, device=out.device))
+        return add_entries(out, stored, torch.full(stored.shape, -math.inf, device=out.device))
 
 
 def entries_of(logits: Tensor, index: Tensor) -> Tensor:
@@ -331,10 +325,24 @@ def entries_of(logits: Tensor, index: Tensor) -> Tensor:
     return z.masked_fill(index < 0, -math.inf)
 
 
-def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
+def add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
     """Add ``entries`` to the rows, in place, at the (N, k) indices that are not negative."""
     entries = entries.masked_fill(index < 0, 0.0).to(rows.dtype)
     return rows.scatter_add_(1, index.clamp(min=0), entries)
+
+
+def stored_entries(
+    coefficients: Tensor, slopes: dict[str, Tensor], stored: Tensor, y: Tensor
+) -> Tensor:
+    """The gradients of the stored classes, (N, k).
+
+    A target that is stored has no entry among the coefficients. It is in no sum.
+    """
+    targets = stored == y.unsqueeze(1)
+    at_target = coefficients[:, COEFFICIENTS.index("at_target")]
+    at_target.masked_fill_(targets.any(1), 0.0)
+    entries = slopes["u_stored"]
+    return entries + slopes["u_y"].unsqueeze(1) * targets if "u_y" in slopes else entries
 
 
 def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
@@ -356,7 +364,7 @@ def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
     return [log_e - u_y, entropy, correct.to(u_y.dtype), sums["top"], log_e]
 
 
-def _apart(sums: dict[str, Tensor], z: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
+def apart(sums: dict[str, Tensor], z: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
     """With stored classes: what has the maximum of all classes, and what has that of the sums.
 
     ``z``, (N, 1 + k), has the logits of the target and of the stored classes.

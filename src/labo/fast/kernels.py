@@ -503,19 +503,9 @@ def _formula_sums_kernel(
         source += tl.minimum(tl.maximum(y, 0), K - 1) * source_stride
     elif MASSES >= FROM_ROW:
         source += row * source_stride
-    top = -float("inf")
-    source_top = -float("inf")
-    top_at = 0
-    count = 0.0
-    e_sum = 0.0
-    ue_sum = 0.0
-    r_sum = 0.0
-    ur_sum = 0.0
-    q_sum = 0.0
-    qu_sum = 0.0
-    qd_sum = 0.0
-    wq_sum = 0.0
-    wqu_sum = 0.0
+    top, source_top, top_at = -float("inf"), -float("inf"), 0
+    count, e_sum, ue_sum, r_sum, ur_sum = 0.0, 0.0, 0.0, 0.0, 0.0
+    q_sum, qu_sum, qd_sum, wq_sum, wqu_sum = 0.0, 0.0, 0.0, 0.0, 0.0
     if MASSES == BEYOND_MARGIN:
         # Which classes are beyond the margin follows from the maximum of the whole row.
         for start in range(0, K, BLOCK):
@@ -802,13 +792,6 @@ def row_statistics(
     One program processes one row, so the order of summation is fixed and the rows do not affect
     each other. A target that is neither ``ignore_index`` nor in ``[0, K)`` gives NaN.
 
-    Args:
-        logits: ``(N, K)`` of float32, bfloat16 or float16.
-        target: ``(N,)`` class indices, int64.
-        kernel: the loss.
-        weight: ``(K,)`` class weights, or None.
-        ignore_index: Target of the rows that do not count and are not read.
-
     Returns:
         Values ``(N,)`` and statistics ``(N, 5)``, both float32. The statistics are ``max z``,
         ``1 / sum exp(u)``, ``alpha``, ``1 / Q`` and ``sum_k w_k P_hat_k``; zeros where ignored.
@@ -844,16 +827,8 @@ def row_gradient(
     long rows still fill the device, and writing over the logits is safe because a program reads
     only the logits that it overwrites. Ignored rows are exactly zero.
 
-    Args:
-        logits: ``(N, K)``, as given to `row_statistics`.
-        target: ``(N,)`` class indices, int64.
-        statistics: ``(N, 5)``, as returned by `row_statistics`.
-        row_factor: ``(N,)``, the gradient of the loss with respect to each value.
-        kernel, weight, ignore_index: As given to `row_statistics`.
-        out: ``(N, K)`` to write into, unit stride along ``K``; may be ``logits`` itself.
-
-    Returns:
-        ``out``, or a new contiguous tensor of the dtype of the logits.
+    ``row_factor`` has the gradient of the loss with respect to each value, ``(N,)``. ``out`` has
+    unit stride along ``K`` and may be ``logits`` itself; without it the result is a new tensor.
     """
     logits, target, weight = _checked(logits, target, weight)
     if out is None:
@@ -863,9 +838,10 @@ def row_gradient(
         if out.shape != logits.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, logits {tuple(logits.shape)}")
     rows, classes = logits.shape
-    statistics = _ready("statistics", statistics, logits, (rows, STATISTICS), torch.float32)
-    _expect("row_factor", row_factor, logits, (rows,))
-    row_factor = row_factor.float()  # with the stride 0 of a number for all rows
+    shape = (rows, STATISTICS)
+    statistics = _expect("statistics", statistics, logits, shape, torch.float32).contiguous()
+    # With the stride 0 of a number for all rows.
+    row_factor = _expect("row_factor", row_factor, logits, (rows,)).float()
     if rows:
         block, options = _own_tile(classes, weight is not None, each_masked=classes % 16 != 0)
         strides = (row_factor.stride(0), logits.stride(0), out.stride(0))
@@ -968,8 +944,9 @@ def _checked(
     logits = _unit_stride(logits)
     _check(logits)
     rows, classes = logits.shape
-    target = _ready("target", target, logits, (rows,), torch.int64)
-    weight = None if weight is None else _ready("weight", weight, logits, (classes,))
+    target = _expect("target", target, logits, (rows,), torch.int64).contiguous()
+    if weight is not None:
+        weight = _expect("weight", weight, logits, (classes,)).contiguous()
     return logits, target, weight
 
 
@@ -999,21 +976,14 @@ def _check(matrix: Tensor) -> None:
 
 def _expect(
     name: str, x: Tensor, logits: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype
-) -> None:
-    """Refuse a tensor that the kernels would take for something else."""
+) -> Tensor:
+    """A tensor, once it is known to be what the kernels take it for."""
     if x.shape != shape or x.device != logits.device or (dtypes and x.dtype not in dtypes):
         raise ValueError(
             f"{name} must be {dtypes or 'a tensor'} of shape {shape} on {logits.device}, "
             f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
         )
-
-
-def _ready(
-    name: str, x: Tensor, logits: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype
-) -> Tensor:
-    """A contiguous tensor, once it is known to be what the kernels take it for."""
-    _expect(name, x, logits, shape, *dtypes)
-    return x.contiguous()
+    return x
 
 
 def _tile(

@@ -12,16 +12,14 @@ blocks of classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import _checks
-from ..chunks import Mean, Rows
 from .quantized import QuantizedWeight, as_weight, by_blocks
 
 
@@ -123,152 +121,3 @@ class LowRankWeight:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-class _Tensors(NamedTuple):
-    """What the logits are computed from, in one dtype; ``scale`` may be wider."""
-
-    input: Tensor  # (N, D)
-    weight: Tensor | QuantizedWeight  # (V, D)
-    bias: Tensor | None  # (V,)
-    low: Tensor  # (N, r)
-    b: Tensor  # (V, r)
-    scale: Tensor | None  # (V,)
-
-
-class _Chunks:
-    """Logits, values and gradients of some rows at a time, in buffers that are used again."""
-
-    def __init__(self, tensors: _Tensors, softcap: float | None, rows: Rows, chunk: int) -> None:
-        self.tensors, self.softcap, self.rows, self.chunk = tensors, softcap, rows, chunk
-        self.count = len(tensors.input)
-        self.logits = tensors.input.new_empty(min(chunk, self.count), len(tensors.weight))
-
-    def run(
-        self, factor: float | Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Values (N,), and the gradients of sum_i factor_i value_i that are needed."""
-        tensors = self.tensors
-        values = tensors.input.new_empty(self.count, dtype=_wide(tensors.input))
-        grads = [self._start(x, need) for x, need in zip(tensors, needs, strict=True)]
-        for start in range(0, self.count, self.chunk):
-            part = slice(start, min(start + self.chunk, self.count))
-            logits, raw, slope = self._forward(part, with_raw=grads[-1] is not None)
-            part_factor = factor[part] if isinstance(factor, Tensor) else factor
-            values[part], grad = self.rows(logits, part, part_factor, logits)
-            if grad is not None:
-                self._add(grads, part, grad if slope is None else grad.mul_(slope), raw)
-        both: Iterable[tuple[Tensor | None, Any]] = zip(grads, tensors, strict=True)
-        return values, [None if grad is None else grad.to(x.dtype) for grad, x in both]
-
-    def _start(self, x: Tensor | QuantizedWeight | None, need: bool) -> Tensor | None:
-        if not isinstance(x, Tensor) or not need:
-            return None
-        # What is summed over chunks is summed in float32.
-        by_rows = x is self.tensors.input or x is self.tensors.low
-        return torch.zeros_like(x, dtype=x.dtype if by_rows else _wide(x))
-
-    def _forward(self, part: slice, with_raw: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The logits; what they were before scale, bias and cap; the slope of the cap."""
-        input, weight, bias, low, b, scale = self.tensors
-        logits = self.logits[: part.stop - part.start]
-        if isinstance(weight, QuantizedWeight):
-            weight.logits(input[part], None, logits)
-        else:
-            torch.mm(input[part], weight.T, out=logits)
-        logits.addmm_(low[part], b.T)
-        raw = logits.clone() if with_raw else None
-        if scale is not None:
-            logits.mul_(scale)
-        if bias is not None:
-            logits.add_(bias)
-        if self.softcap is None:
-            return logits, raw, None
-        slope = logits.div_(self.softcap).tanh_().square().neg_().add_(1)
-        return logits.mul_(self.softcap), raw, slope
-
-    def _add(
-        self, grads: list[Tensor | None], part: slice, grad: Tensor, raw: Tensor | None
-    ) -> None:
-        """From the gradient of the logits of a chunk, which is used up."""
-        input, weight, _, low, b, scale = self.tensors
-        d_input, d_weight, d_bias, d_low, d_b, d_scale = grads
-        if d_bias is not None:
-            d_bias += grad.sum(0, dtype=d_bias.dtype)
-        if d_scale is not None and raw is not None:
-            d_scale += raw.mul_(grad).sum(0, dtype=d_scale.dtype)
-        if scale is not None:
-            grad.mul_(scale)
-        if d_input is not None:
-            if isinstance(weight, QuantizedWeight):
-                weight.times(grad, d_input[part])
-            else:
-                torch.mm(grad, weight, out=d_input[part])
-        if d_low is not None:
-            torch.mm(grad, b, out=d_low[part])
-        if d_weight is not None:
-            d_weight += grad.T @ input[part]
-        if d_b is not None:
-            d_b += grad.T @ low[part]
-
-
-class _AdaptedLoss(torch.autograd.Function):
-    """With a mean: gradients in the forward pass. Without: computed again in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        softcap: float | None,
-        rows: Rows,
-        chunk: int,
-        mean: Mean | None,
-        *tensors: Any,
-    ) -> Tensor:
-        chunks = _Chunks(_Tensors(*tensors), softcap, rows, chunk)
-        ctx.needs = needs = ctx.needs_input_grad[4:]
-        if mean is None:
-            ctx.quantized = tensors[1] if isinstance(tensors[1], QuantizedWeight) else None
-            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in tensors))
-            ctx.again = (softcap, rows, chunk)
-            return chunks.run(None, (False,) * 6)[0]
-        values, ctx.grads = chunks.run(mean.factor(chunks.count) if any(needs) else None, needs)
-        return mean.reduce(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if upstream.dim():
-            tensors = _Tensors(*ctx.saved_tensors)
-            if ctx.quantized is not None:
-                tensors = tensors._replace(weight=ctx.quantized)
-            chunks = _Chunks(tensors, *ctx.again)
-            grads = chunks.run(upstream, ctx.needs)[1]
-        else:
-            grads = [None if x is None else (x * upstream).to(x.dtype) for x in ctx.grads]
-        return (*(None,) * 4, *grads)
-
-
-def adapted_loss(
-    adapter: LowRankWeight,
-    input: Tensor,
-    weight: Tensor | QuantizedWeight,
-    bias: Tensor | None,
-    softcap: float | None,
-    rows: Rows,
-    chunk: int,
-    mean: Mean | None,
-) -> Tensor:
-    """The end of :func:`labo.linear_loss` for a :class:`LowRankWeight`.
-
-    Args:
-        adapter: whose base is ``weight``, before autocast.
-        input, weight, bias: (N, D), (V, D) and (V,) in one dtype.
-        softcap: as in ``linear_loss``.
-        rows: the loss of the rows of a chunk.
-        chunk: the number of rows of a chunk.
-        mean: how the values become one; None returns them, (N,).
-    """
-    low, scale = adapter.low_rank(input), adapter.class_scale()
-    tensors = (input, weight, bias, low, adapter.b.to(input.dtype), scale)
-    value: Tensor = _AdaptedLoss.apply(softcap, rows, chunk, mean, *tensors)
-    return value

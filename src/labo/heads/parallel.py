@@ -6,15 +6,18 @@ group, for which there are the functions of this module. All processes hold the 
 same targets.
 
 Every loss that has fused backends is computed exactly, with the K of the whole vocabulary, from a
-few sums per row (:mod:`labo.sums`). Losses with a teacher, with a table (OLS), with a
-margin (MbLS) or with a norm (LogitNorm) are not.
+few sums per row (:mod:`labo.sums`). Losses with a table (OLS), with a margin (MbLS), with the
+largest logits (``top_k`` of EAFT) or with a norm (LogitNorm, ``standardize=True`` of distillation)
+are not. The logits of a teacher, or its output layer, are split as those of the model are; stored
+classes of a teacher are classes of the whole vocabulary, the same on all processes.
 
 1. each process takes the maximum of its columns, and with u = z - maximum the sums over them that
    the loss needs: :math:`\sum e^u`; :math:`\sum u e^u` for an entropy; :math:`\sum q` and
    :math:`\sum u q` for the smoothing masses q, also weighted by class weights;
-2. one all-reduce (MAX) of N numbers gives the maximum of each row;
-3. one all-reduce (SUM) of N times 2 to 7 numbers gives the sums, shifted to that maximum (MaxSup
-   takes one more, for the first class that has the maximum);
+2. one all-reduce (MAX) of 2 N numbers gives the maximum of each row, and that of a teacher;
+3. one all-reduce (SUM) of N times 2 to 8 numbers gives the sums, shifted to that maximum, and what
+   one process has of the target and of stored classes (MaxSup takes one more, for the first class
+   that has the maximum);
 4. value and gradient follow from the sums. The backward pass of the logits communicates nothing.
 
 The value is the same on every process. Call ``backward()`` on each of them, as for any replicated
@@ -25,36 +28,45 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import _checks
 from ..linear import (
     LinearLossOptions,
     ReturnMetrics,
+    Teacher,
     check_tensors,
-    split_linear_loss,
-    splittable,
+    computing,
+    eagerly,
 )
 from . import split
 from .low_rank import LowRankWeight
+from .split import gather_weight
 
 __all__ = ["gather_weight", "linear_loss", "logits_loss"]
 
 
 def logits_loss(
-    logits: Tensor, target: Tensor, loss: nn.Module, *, group: Any | None = None
+    logits: Tensor,
+    target: Tensor,
+    loss: nn.Module,
+    *,
+    teacher_logits: Any = None,
+    group: Any | None = None,
 ) -> Tensor:
     """``loss(all_logits, target)`` where each process holds some columns of the logits.
 
-    Two all-reduces of a few numbers per row in the forward pass, none in the backward pass.
+    Two all-reduces of a few numbers per row and, for plain tensors, one of a number per process in
+    the forward pass, none in the backward pass.
 
     Args:
         logits: (..., V_s), the columns of this process, in the order of the ranks; V_s may differ
             between processes. Or a DTensor, for which this is ``loss(logits, target)``.
         target: (...) class indices in [0, V), the same on all processes.
-        loss: a loss with fused backends and without a teacher, see the module, or a
-            :class:`labo.Warmup` of two. Class weights are those of all V classes.
+        loss: a loss with fused backends, see the module, or a :class:`labo.Warmup` of two. Class
+            weights are those of all V classes.
+        teacher_logits: (..., V_s), the same columns of a teacher; for ``TopKDistillationLoss`` the
+            pair (indices, log_probabilities), each (..., k), the same on all processes.
         group: the ``torch.distributed`` process group that shares the columns; None for all
             processes. A DTensor brings its own.
 
@@ -66,13 +78,17 @@ def logits_loss(
         >>> logits_loss(torch.tensor([[2.0, 1.0, 0.1, -1.0]]), torch.tensor([0]), LABOLoss())
         tensor(1.1205)
     """
+    teacher = () if teacher_logits is None else (teacher_logits,)
+    if isinstance(teacher_logits, tuple | list):
+        teacher = tuple(teacher_logits)
     if _checks.is_dtensor(logits):
         if group is not None:
             raise ValueError("a DTensor brings its own processes: do not give group")
-        value: Tensor = loss(logits, target)
+        value: Tensor = loss(logits, target, *teacher)
         return value
     _checks.check_tensors(logits, target)
-    return split.row_loss(logits, target, splittable(loss), group)
+    member = computing(loss, bool(teacher), divided=True)
+    return split.row_loss(logits, target, member, teacher, group)
 
 
 def linear_loss(
@@ -83,6 +99,7 @@ def linear_loss(
     *,
     linear_bias: Tensor | None = None,
     softcap: float | None = None,
+    teacher_logits: Teacher = None,
     token_weight: Tensor | None = None,
     z_loss: float = 0.0,
     return_metrics: ReturnMetrics = False,
@@ -102,16 +119,14 @@ def linear_loss(
         target: (...) class indices in [0, V), the same on all processes.
         loss: as for :func:`logits_loss`.
         linear_bias: (V_s,).
-        softcap, z_loss: as for :func:`labo.linear_loss`.
-        token_weight: (...), the same on all processes.
-        return_metrics: as for :func:`labo.linear_loss`; the metrics are the same on all processes.
-            Each chunk then takes two more all-reduces.
+        teacher_logits: the same columns of a teacher's logits, or the same rows of its weight and
+            bias.
         group: the process group that shares the weight; None for all processes.
-        options: as for :func:`labo.linear_loss`; the memory budget is that of one process.
+        softcap, token_weight, z_loss, return_metrics, options: as for :func:`labo.linear_loss`, the
+            same on all processes. With metrics each chunk takes two more all-reduces.
 
     Returns:
-        The reduced loss, or (...) if the loss has ``reduction="none"``; the same on all processes.
-        With the metrics if they are asked for.
+        As :func:`labo.linear_loss`; the same on all processes.
 
     Example:
         >>> from labo import LABOLoss  # with one process, its columns are all there are
@@ -127,25 +142,8 @@ def linear_loss(
         )
     if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias))):
         raise ValueError("labo.parallel.linear_loss takes plain tensors; labo.linear_loss DTensors")
-    widest = torch.full((1,), len(linear_weight), device=input.device)
-    split.all_reduce(widest, group, "MAX")
+    columns = split.columns_of(len(linear_weight), input.device, group)
     input, target = split.SumGradient.apply(input, group), split.replicated("target", target)
-    head = split.LocalHead(input, linear_weight, linear_bias, target, group, int(widest))
-    return split_linear_loss(head, loss, softcap, options, token_weight, z_loss, return_metrics)
-
-
-def gather_weight(weight: Tensor) -> Tensor:
-    """The whole of a weight that is split over *data-parallel* processes, as FSDP2 does.
-
-    One all-gather. The gradient is averaged over the processes and split again, as FSDP2 hands
-    gradients to its parameters. :func:`labo.linear_loss` calls this for the parameters of modules
-    under ``fully_shard`` that are used outside of their forward pass.
-
-    Args:
-        weight: a DTensor, split or replicated, on a mesh whose processes hold different samples.
-
-    Returns:
-        A plain tensor.
-    """
-    whole: Tensor = split.gather_weight(weight)
-    return whole
+    given = split.LocalHead(input, linear_weight, linear_bias, target, teacher_logits, columns)
+    extras = (token_weight, z_loss, return_metrics, "auto", options)
+    return eagerly(given, loss, softcap, *extras)

@@ -136,10 +136,7 @@ def by_blocks(weight: Tensor | QuantizedWeight) -> QuantizedWeight:
 def as_weight(name: str, weight: Any, *, constant: bool = False) -> Any:
     """A quantized tensor as a :class:`QuantizedWeight`; anything else as it is.
 
-    Args:
-        name: of the argument.
-        weight: any weight.
-        constant: whether nobody expects a gradient, as of a teacher.
+    It must be frozen, unless it is a constant as that of a teacher.
     """
     if not isinstance(weight, Tensor) or is_dtensor(weight):
         return weight

@@ -8,6 +8,7 @@ writes the gradient of its columns. The two passes over the logits are those of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,10 +18,21 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._torch import disable_compile, fsdp_states
+from ..chunks import weighted_total
 from ..fast.columns import COEFFICIENTS, MIXED, SUMS
 from ..fast.dispatch import backend_of
-from ..fast.formula import differentiate, entries_of, masses_of, plan_of, temperatures
-from ..rows import u_of, wide
+from ..fast.formula import (
+    add_entries,
+    apart,
+    differentiate,
+    entries_of,
+    masses_of,
+    plan_of,
+    stored_entries,
+    temperatures,
+)
+from ..rows import teacher_rows, u_of, wide
+from ..stored import stored_rows
 from ..sums import (
     BEYOND_MARGIN,
     COUNT,
@@ -29,6 +41,8 @@ from ..sums import (
     FROM_TABLE,
     FROM_TEACHER,
     NO_MASSES,
+    OTHERS,
+    QD,
     QU,
     TEMPERED,
     TOP,
@@ -51,21 +65,26 @@ Loss = Any  # labo.loss.Loss, which imports this module when it meets a DTensor
 _IGNORED = torch.iinfo(torch.int64).min
 
 
+# Stands for a number of classes that only a device knows; checked later.
+UNKNOWN = torch.iinfo(torch.int64).max
+
+# The sums that are known to add up, see _shifted.
+_KNOWN = COUNT | UE | R | QU | QD | WQU | TOP | OTHERS | EMIX
+
+
 def check_formula(loss: Loss) -> None:
     """Refuse a loss whose sums cannot be added up over the processes."""
-    obstacles = {
-        BEYOND_MARGIN: "a margin below the largest logit of the whole row",
-        FROM_TABLE: "a table of classes",
-        FROM_TEACHER: "teacher logits",
-    }
-    plan = plan_of(loss, loss.weight is not None)
-    obstacle = obstacles.get(plan.masses)
+    plan, obstacle = plan_of(loss, loss.weight is not None), None
+    if plan.asked & ~_KNOWN:
+        obstacle = "sums that are not known for parts of a row"
+    if plan.masses == BEYOND_MARGIN:
+        obstacle = "a margin below the largest logit of the whole row"
+    if plan.masses == FROM_TABLE:
+        obstacle = "a table of classes"
     if plan.spread is not None:
         obstacle = "the norm or standard deviation of the whole row"
     if plan.top_k:
         obstacle = "the largest logits of the whole row"
-    if plan.stored:
-        obstacle = "stored classes of a teacher"
     if obstacle:
         raise ValueError(
             f"logits that are split over processes do not go with a loss that needs {obstacle}: "
@@ -74,10 +93,6 @@ def check_formula(loss: Loss) -> None:
 
 
 # ------------------------------------------------------------------ communication
-
-
-def _size(group: Group) -> int:
-    return dist.get_world_size(group) if _initialized() else 1
 
 
 def _initialized() -> bool:
@@ -90,41 +105,61 @@ def all_reduce(x: Tensor, group: Group, op: str = "SUM") -> None:
         dist.all_reduce(x, getattr(dist.ReduceOp, op), group)
 
 
-def all_classes(width: int, device: torch.device, group: Group) -> int:
-    """The number of columns of all processes."""
-    total = torch.full((1,), width, device=device)
-    all_reduce(total, group)
-    return int(total)
+def reduced(x: Tensor, group: Group, op: str = "SUM") -> Tensor:
+    """The result of an all-reduce, in new memory."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, group, op)
+    return total
 
 
-def class_row(loss: Loss, width: int, device: torch.device, group: Group) -> Tensor | None:
-    """The masses of a loss that has them for each class, (V,), or None.
+class Columns(NamedTuple):
+    """Which of all columns this process holds, and the processes that hold the others.
 
-    Args:
-        loss: the loss.
-        width: the number of classes of this process.
-        device: of the row.
-        group: the processes.
+    Numbers are tensors where they could not be read without waiting for a device.
     """
-    if plan_of(loss, loss.weight is not None).masses != FROM_ROW:
-        return None
-    row = loss.class_row(all_classes(width, device, group))
-    return None if row is None else row.to(device)
+
+    group: Group
+    start: int | Tensor  # the first column of this process
+    classes: int | Tensor  # the columns of all processes
+    most: int | Tensor  # the most columns of a process
+
+    @property
+    def widest(self) -> int:
+        """The most columns of a process; a device may be waited for."""
+        return int(self.most)
+
+    def of_classes(self, whole: Tensor | None, width: int) -> Tensor | None:
+        """What there is for each class, for the ``width`` columns of this process."""
+        if whole is None or isinstance(self.start, int):
+            return whole if whole is None else whole[self.start : self.start + width]
+        return whole[self.start + torch.arange(width, device=self.start.device)]
 
 
-def row_maximum(maximum: Tensor, width: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum of each row, the first column of this process, and the number of all columns.
-
-    How many columns each process has goes with the same message. The last two are tensors, so that
-    no device is waited for.
-    """
-    count, size = len(maximum), _size(group)
+def columns_of(width: int, device: torch.device, group: Group) -> Columns:
+    """The columns of plain tensors, of which this process has ``width``: one all-reduce."""
+    size = dist.get_world_size(group) if _initialized() else 1
     rank = dist.get_rank(group) if _initialized() else 0
-    message = torch.cat([maximum, maximum.new_zeros(size)])
-    message[count + rank].fill_(width)  # an assignment would copy the number and wait
-    all_reduce(message, group, "MAX")
-    widths = message[count:].long()
-    return message[:count], widths[:rank].sum(), widths.sum()
+    widths = torch.zeros(size, dtype=torch.int64, device=device)
+    widths[rank : rank + 1].fill_(width)  # an assignment would copy the number and wait
+    all_reduce(widths, group)
+    if _checks.can_read(widths):
+        known = widths.tolist()
+        return Columns(group, sum(known[:rank]), sum(known), max(known))
+    return Columns(group, widths[:rank].sum(), widths.sum(), widths.max())
+
+
+def _columns_of_dtensor(x: DTensor, dim: int, mesh_dim: int) -> Columns:
+    """The columns of a DTensor, which are cut as ``torch.chunk`` does."""
+    mesh, classes = x.device_mesh, x.shape[dim]
+    widest = math.ceil(classes / mesh.size(mesh_dim))
+    start = min(mesh.get_local_rank(mesh_dim) * widest, classes)
+    width, wanted = x.to_local().shape[dim], min(widest, classes - start)
+    if width != wanted:
+        raise ValueError(
+            f"a DTensor of {classes} classes on {mesh.size(mesh_dim)} processes must have {wanted} "
+            f"of them here, got {width}: use labo.parallel with to_local() for uneven parts"
+        )
+    return Columns(mesh.get_group(mesh_dim), start, classes, widest)
 
 
 class SumGradient(torch.autograd.Function):
@@ -151,16 +186,16 @@ class _Statistics(NamedTuple):
     """What value and gradient of every row follow from; float64, the same on all processes."""
 
     values: Tensor  # (N,)
-    # (N, 13), see labo.fast.formula; top_at counts columns of this process. None for values only.
-    coefficients: Tensor | None
     column: Tensor  # the target as a column of this process; out of range if it is elsewhere
-    start: Tensor  # the first column of this process
     plan: Passes
+    # (N, 13), see labo.fast.formula; top_at counts columns of this process. None for values only.
+    coefficients: Tensor | None = None
+    # Stored classes as columns of this process, -1 elsewhere, and their gradients, (N, k).
+    stored: tuple[Tensor, Tensor] | None = None
 
-    def scaled(self, factor: float | Tensor) -> Tensor:
+    def scaled(self, per_row: float | Tensor) -> Tensor:
         """The coefficients of the gradient of sum_i factor_i value_i."""
         assert self.coefficients is not None
-        per_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
         scaled = self.coefficients * per_row
         for name in ("top", "source_top", "top_at"):  # a list as index would wait for the device
             column = COEFFICIENTS.index(name)
@@ -169,174 +204,200 @@ class _Statistics(NamedTuple):
 
 
 class SplitRows:
-    """The rows of a loss whose columns are split over the processes of ``group``.
+    """The rows of a loss of which this process has ``width`` columns.
 
-    Args:
-        loss: the loss; its class weights are those of the whole vocabulary.
-        target: (N,) int64, the same on all processes.
-        group: the processes.
-        class_row: (V,), the masses of a loss that has them for each class, or None.
-        keep: keep the statistics of a chunk for its gradient in the backward pass.
+    The class weights of the loss are those of all classes. With ``keep`` the statistics of a chunk
+    are kept for its gradient in the backward pass.
     """
 
     def __init__(
-        self,
-        loss: Loss,
-        target: Tensor,
-        group: Group,
-        class_row: Tensor | None = None,
-        keep: bool = False,
+        self, loss: Loss, columns: Columns, width: int, device: torch.device, keep: bool = False
     ) -> None:
         check_formula(loss)
-        self.loss = loss
+        self.loss, self.columns = loss, columns
         self.weight, self.ignore_index = loss.weight, loss.ignore_index
         self.plan = plan_of(loss, self.weight is not None)
-        self.target = target
-        self.group = group
-        self.class_row = class_row
+        # The masses of a loss that has them for each class.
+        row = loss.class_row(int(columns.classes)) if self.plan.masses == FROM_ROW else None
+        self.class_row = None if row is None else row.to(device)
+        for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):
+            if given is not None:
+                self._check(
+                    columns.classes == len(given),
+                    f"{name} must have one entry per class of all processes",
+                    lambda k, name=name, size=tuple(given.shape): ValueError(  # type: ignore[misc]
+                        f"{name} must have shape ({k},), one per class of all processes, got {size}"
+                    ),
+                )
+        self.local_weight = columns.of_classes(self.weight, width)
+        self.local_row = columns.of_classes(self.class_row, width)
         self.kept: dict[int, _Statistics] | None = {} if keep else None
 
-    def divisor(self) -> float | Tensor:
-        """What a mean divides by; inf if that would be 0."""
-        counts = self.target != self.ignore_index
-        if self.weight is not None:
-            inside = self.target.clamp(0, len(self.weight) - 1)  # the range is checked later
-            counts = self.weight[inside].double().masked_fill(~counts, 0.0)
-        total = counts.sum(dtype=torch.float64)
-        total = total.masked_fill(total == 0, math.inf)
-        return float(total) if _checks.can_read(total) else total
-
-    def __call__(
-        self, logits: Tensor, part: slice, factor: float | Tensor | None, out: Tensor | None
+    def rows(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        teacher: tuple[Tensor, ...],
+        factor: float | Tensor | None,
+        out: Tensor | None,
+        number: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Values of some rows, and their gradient times ``factor``; as a chunk loop calls it."""
-        if self.kept is not None and part.start in self.kept:
-            statistics = self.kept[part.start]
+        if self.kept is not None and number in self.kept:
+            statistics = self.kept[number]
         else:
             with_gradient = factor is not None or self.kept is not None
-            statistics = self.statistics(logits, part, with_gradient)
+            statistics = self.statistics(logits, target, teacher, out, with_gradient)
             if self.kept is not None:
-                self.kept[part.start] = statistics
+                self.kept[number] = statistics
         values = statistics.values.to(torch.promote_types(logits.dtype, torch.float32))
-        return values, None if factor is None else self.gradient(logits, statistics, factor, out)
-
-    def for_chunk(self, part: slice) -> _ChunkRows:
-        """These rows as the chunk loop of ``linear_loss`` calls them."""
-        return _ChunkRows(self, part)
+        if factor is None:
+            return values, None
+        return values, self.gradient(logits, statistics, teacher, factor, out)
 
     def gradient(
-        self, logits: Tensor, statistics: _Statistics, factor: float | Tensor, out: Tensor | None
+        self,
+        logits: Tensor,
+        statistics: _Statistics,
+        teacher: tuple[Tensor, ...],
+        factor: float | Tensor,
+        out: Tensor | None,
     ) -> Tensor:
         """The gradient of sum_i factor_i value_i for the columns of this process."""
+        plan, stored = statistics.plan, statistics.stored
         if out is None:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        start, width = statistics.start, logits.shape[1]
-        fixed = (statistics.plan, self._local(self.weight, start, width), _IGNORED)
-        source, coefficients = self._local(self.class_row, start, width), statistics.scaled(factor)
-        grad: Tensor = backend_of(logits).gradient(
-            logits, statistics.column, *fixed, source, coefficients, out
-        )
-        return grad
+        if logits.shape[1] == 0:
+            return out
+        if stored is not None:
+            logits = _without(logits, stored[0], out)
+        per_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
+        fixed = (statistics.column, plan, self.local_weight, _IGNORED, self._source(teacher))
+        grad: Tensor = backend_of(logits).gradient(logits, *fixed, statistics.scaled(per_row), out)
+        return grad if stored is None else add_entries(grad, stored[0], stored[1] * per_row)
 
-    def statistics(self, logits: Tensor, part: slice, with_gradient: bool) -> _Statistics:
+    def _source(self, teacher: tuple[Tensor, ...]) -> Tensor | None:
+        """What the masses come from."""
+        return self.local_row if self.plan.stored or not teacher else teacher[0]
+
+    def statistics(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        teacher: tuple[Tensor, ...],
+        out: Tensor | None,
+        with_gradient: bool,
+    ) -> _Statistics:
         """Local sums and two all-reduces; three for the first largest logit, or for a mixture."""
-        plan, target, width = self.plan, self.target[part], logits.shape[1]
-        valid = target != self.ignore_index
-
-        def local_sums(weight: Tensor | None, source: Tensor | None, plan: Passes = plan) -> Tensor:
-            fixed = (logits, target, plan, weight, self.ignore_index, source)
-            sums: Tensor = backend_of(logits).sums(*fixed)
-            return sums
-
-        # The maxima come with the sums, except that what there is for each class is not cut to the
-        # columns of this process before all processes have told how many columns they hold.
-        whole = self.weight is None and self.class_row is None
-        sums = local_sums(None, None) if whole else None
-        here = _maximum(logits) if sums is None else sums[:, SUMS.index("top")]
-        maximum, start, classes = row_maximum(here, width, self.group)
-        self._check(target, classes)
-        if sums is None:
-            sums = local_sums(
-                self._local(self.weight, start, width), self._local(self.class_row, start, width)
+        plan, (group, start, classes, _), width = self.plan, self.columns, logits.shape[1]
+        self._check(
+            (target >= 0) & (target < classes) | (target == self.ignore_index),
+            "a target is outside the classes of all processes and is not ignore_index",
+            lambda k: _checks.out_of_range(target, k, self.ignore_index),
+        )
+        if plan.stored:
+            late = "an entry of indices is not below the classes of all processes"
+            sentence = "an entry of indices is not below the {} classes"
+            self._check(
+                teacher[0] < classes, late, lambda k: _checks.TeacherError(sentence.format(k))
             )
-        column = (target - start).masked_fill_(~valid, _IGNORED)
-        found = _shifted(dict(zip(SUMS, sums.unbind(1), strict=True)), here, maximum, plan)
-        found["u_y"] = torch.zeros_like(maximum)
-        if width:
-            z_y = entries_of(logits, column.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
-            u_y = u_of(z_y, maximum, torch.finfo(wide(logits.dtype)))
-            found["u_y"] = torch.where((column >= 0) & (column < width), u_y, found["u_y"])
-        total = torch.stack([*found.values()], 1)
-        all_reduce(total, self.group)
-        found = dict(zip(found, total.unbind(1), strict=True))
+        valid = target != self.ignore_index
+        y = target.masked_fill(~valid, 0)
+        column = (target - start).masked_fill(~valid, _IGNORED)
+        # What one process has and all need: the logits of the target and of the stored classes.
+        single = [_entries(logits, column.unsqueeze(1))]
+        source, mine = self._source(teacher), None
+        if plan.masses == FROM_TEACHER and source is not None:
+            single.append(_entries(source, column.unsqueeze(1)))
+        if plan.stored:
+            mine = torch.where(teacher[0] < 0, -1, teacher[0] - start)
+            mine = mine.masked_fill((mine < 0) | (mine >= width), -1)
+            single.append(_entries(logits, mine))
+            logits = _without(logits, mine, out)
+        fixed = (self.local_weight, _IGNORED, source)
+        sums = backend_of(logits).sums(logits, column, plan, *fixed).unbind(1)
+        named = dict(zip(SUMS, sums, strict=True))
+        here = torch.stack([named["top"], named["source_top"]])
+        if width == 0:
+            here.fill_(-math.inf)
+        tops = reduced(here, group, "MAX")
+        if plan.asked & OTHERS or plan.stored:  # without other classes any finite number serves
+            tops.masked_fill_(tops == -math.inf, 0.0)
+        maximum, source_top = tops
+        found = _shifted(named, here[0], maximum, plan, drop_of(here[1], source_top))
+        message = [torch.stack([*found.values()], 1), *single]
+        summed, *single = reduced(torch.cat(message, 1), group).split(
+            [part.shape[1] for part in message], 1
+        )
+        found = dict(zip(found, summed.unbind(1), strict=True))
+        found |= {"top": maximum, "source_top": source_top}
         if plan.asked & EMIX:
             plan = plan.mixed(found, maximum)
-            mixed = local_sums(None, None, plan)[:, SUMS.index(MIXED[0]) :].contiguous()
-            all_reduce(mixed, self.group)
+            again = backend_of(logits).sums(logits, column, plan, *fixed)
+            mixed = reduced(again[:, SUMS.index(MIXED[0]) :], group)
             found |= dict(zip(MIXED, mixed.unbind(1), strict=True))
-        y = target.masked_fill(~valid, 0)
+        limits, z_y = torch.finfo(wide(logits.dtype)), single[0].squeeze(1)
+        u_y = found["u_y"] = u_of(z_y, maximum, limits)
+        if plan.stored:
+            z = torch.cat([single[0], single[1].masked_fill(teacher[0] < 0, -math.inf)], 1)
+            found |= {"log_t": teacher[1].double(), **apart(found, z, limits)}
+            u_y = found["sums_u_y"]
+        if plan.masses == FROM_TEACHER:
+            v_y = (single[1].squeeze(1) - source_top).masked_fill(u_y == -math.inf, -math.inf)
+            found |= {"v_y": v_y, "q_y": (v_y / plan.tau).exp()}
+        else:
+            found |= masses_of(plan, y, u_y, self.class_row, source_top)
         zero = torch.zeros_like(maximum)
-        found |= masses_of(plan, y, found["u_y"], self.class_row, zero)
-        found |= {name: zero for name in SUMS if name not in found} | {"top": maximum}
+        found = dict.fromkeys(SUMS, zero) | found
         if plan.asked & TOP:
-            first = torch.where(here == maximum, start + sums[:, SUMS.index("top_at")], math.inf)
-            all_reduce(first, self.group, "MIN")
+            first = torch.where(here[0] == maximum, start + named["top_at"], math.inf)
+            first = reduced(first, group, "MIN")
             found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
         w_y = 1.0 if self.weight is None else self.weight[y].double()
         found |= temperatures(plan, maximum)
-        coefficients = None
-        if with_gradient:
-            values, coefficients = differentiate(self.loss, plan, found, w_y, y, classes)
-            if plan.asked & TOP:
-                coefficients[:, COEFFICIENTS.index("top_at")] -= start
-            coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
-        else:
+        if not with_gradient:
             values = value_of(self.loss, FoundSums(self.loss, found, w_y, classes))
-        return _Statistics(values.masked_fill(~valid, 0.0), coefficients, column, start, plan)
+            return _Statistics(values.masked_fill(~valid, 0.0), column, plan)
+        given = (found, w_y, y, classes)
+        values, coefficients, slopes = differentiate(self.loss, plan, *given)
+        stored = None
+        if plan.asked & TOP:
+            coefficients[:, COEFFICIENTS.index("top_at")] -= start
+        if mine is not None:
+            entries = stored_entries(coefficients, slopes, teacher[0], y)
+            stored = (mine, entries.masked_fill(~valid.unsqueeze(1), 0.0))
+        coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
+        values = values.masked_fill(~valid, 0.0)
+        return _Statistics(values, column, plan, coefficients, stored)
 
-    def _check(self, target: Tensor, classes: Tensor) -> None:
-        for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):
-            if given is not None:
-                size = given.shape
-                _checks.ensure(
-                    classes == len(given),
-                    lambda name=name, size=size: ValueError(  # type: ignore[misc]
-                        f"{name} must have shape ({int(classes)},), one per class of all "
-                        f"processes, got {tuple(size)}"
-                    ),
-                    f"{name} must have one entry per class of all processes",
-                )
-        good = (target >= 0) & (target < classes) | (target == self.ignore_index)
-        _checks.ensure(
-            good,
-            lambda: _checks.out_of_range(target, int(classes), self.ignore_index),
-            "a target is outside the classes of all processes and is not ignore_index",
-        )
-
-    @staticmethod
-    def _local(whole: Tensor | None, start: Tensor, width: int) -> Tensor | None:
-        """What there is for each class, for the columns of this process."""
-        return None if whole is None else whole[start + torch.arange(width, device=start.device)]
+    def _check(
+        self, good: bool | Tensor, message: str, failure: Callable[[int], Exception]
+    ) -> None:
+        """Raise unless ``good``; where it cannot be read, later. ``failure`` is given V."""
+        if isinstance(good, Tensor):
+            _checks.ensure(good, lambda: failure(int(self.columns.classes)), message)
+        elif not good:
+            raise failure(int(self.columns.classes))
 
 
-class _ChunkRows(NamedTuple):
-    """A chunk of :class:`SplitRows`."""
-
-    all: SplitRows
-    part: slice
-
-    def rows(
-        self, logits: Tensor, target: Tensor, factor: float | Tensor | None, out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`labo.fast.dispatch.FastRows.rows`; the targets are those of the rows."""
-        return self.all(logits, self.part, factor, out)
+def _entries(rows: Tensor, index: Tensor) -> Tensor:
+    """Some entries of each row, float64, from (N, k) columns; 0 for those of other processes."""
+    width = rows.shape[1]
+    if width == 0:
+        return torch.zeros(index.shape, dtype=torch.float64, device=rows.device)
+    mine = (index >= 0) & (index < width)
+    return entries_of(rows, index.clamp(0, width - 1)).masked_fill(~mine, 0.0)
 
 
-def _maximum(logits: Tensor) -> Tensor:
-    """Of each row, (N,) float64; -inf without columns."""
-    if logits.shape[1] == 0:
-        return torch.full((len(logits),), -math.inf, dtype=torch.float64, device=logits.device)
-    return logits.amax(1).double()
+def _without(logits: Tensor, stored: Tensor, out: Tensor | None) -> Tensor:
+    """The logits with the stored classes of this process masked, in ``out`` if that is given."""
+    if out is None:
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if out.data_ptr() != logits.data_ptr():
+        out.copy_(logits)
+    if out.shape[1] == 0:
+        return out
+    return add_entries(out, stored, torch.full(stored.shape, -math.inf, device=out.device))
 
 
 def drop_of(maximum_here: Tensor, maximum: Tensor) -> Tensor:
@@ -347,16 +408,23 @@ def drop_of(maximum_here: Tensor, maximum: Tensor) -> Tensor:
     return torch.where(maximum_here == -math.inf, 0.0, maximum_here - maximum)
 
 
-def moved(d: Tensor, masses: Tensor, products: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The sums of q = exp(u / tau) and of u q after every u has changed by ``d``."""
-    shrink = (d / tau).exp()
-    return shrink * masses, shrink * (products + d * masses)
+def moved(d: Tensor, e: Tensor, ue: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of e and of u e after every u has changed by ``d``."""
+    shrink = d.exp()
+    return shrink * e, shrink * (ue + d * e)
 
 
 def _shifted(
-    sums: dict[str, Tensor], maximum_here: Tensor, maximum: Tensor, plan: Passes
+    sums: dict[str, Tensor],
+    maximum_here: Tensor,
+    maximum: Tensor,
+    plan: Passes,
+    source_drop: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The sums that a formula asks for, with u = z - ``maximum`` instead of that of the shard."""
+    """The sums that a formula asks for, with u = z - ``maximum`` instead of that of the shard.
+
+    ``source_drop`` is by how much the v of a teacher changes.
+    """
     d = drop_of(maximum_here, maximum)
     e, ue = moved(d, sums["e"], sums["ue"])
     found = {"e": e}
@@ -368,12 +436,21 @@ def _shifted(
         found["r"] = (d / plan.tau).exp() * sums["r"]
     if plan.masses == NO_MASSES:
         return found
-    tau = plan.tau if plan.masses == TEMPERED else math.inf  # others do not depend on u
-    found["q"], qu = moved(d, sums["q"], sums["qu"], tau)
+    # By how much the log of a mass changes; those of neither kind depend on no maximum.
+    log_q = torch.zeros_like(d)
+    if plan.masses == TEMPERED:
+        log_q = d / plan.tau
+    elif plan.masses == FROM_TEACHER and source_drop is not None:
+        log_q = source_drop / plan.tau
+    shrink, q = log_q.exp(), sums["q"]
+    found["q"] = shrink * q
     if plan.asked & QU:
-        found["qu"] = qu
+        found["qu"] = shrink * (sums["qu"] + d * q)
+    if plan.asked & QD:
+        found["qd"] = shrink * (sums["qd"] + (log_q - d / plan.tau) * q)
     if plan.asked & WQU:
-        found["wq"], found["wqu"] = moved(d, sums["wq"], sums["wqu"], tau)
+        found["wq"] = shrink * sums["wq"]
+        found["wqu"] = shrink * (sums["wqu"] + d * sums["wq"])
     return found
 
 
@@ -381,105 +458,120 @@ def _shifted(
 
 
 class _SplitLoss(torch.autograd.Function):
-    """The value from the sums; the gradient from the same sums in the backward pass."""
+    """Values, float64, from the sums; the gradient from the same sums in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: SplitRows, divisor: float | Tensor, reduction: str
+        ctx: Any,
+        logits: Tensor,
+        rows: SplitRows,
+        target: Tensor,
+        with_gradient: bool,
+        *teacher: Tensor,
     ) -> Tensor:
-        logits = _waited(logits)
-        ctx.rows, ctx.divisor = rows, divisor
-        ctx.statistics = rows.statistics(logits, slice(0, len(logits)), with_gradient=True)
-        ctx.save_for_backward(logits)
-        return _reduced(ctx.statistics.values, logits, divisor, reduction)
+        ctx.rows, logits = rows, _waited(logits)
+        ctx.statistics = rows.statistics(logits, target, teacher, None, with_gradient)
+        ctx.save_for_backward(logits, *teacher)
+        values: Tensor = ctx.statistics.values
+        return values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        (logits,) = ctx.saved_tensors
-        factor = upstream.double() / ctx.divisor
-        return ctx.rows.gradient(logits, ctx.statistics, factor, None), None, None, None
-
-
-def _reduced(values: Tensor, logits: Tensor, divisor: float | Tensor, reduction: str) -> Tensor:
-    """Values (N,) to the result, in at least float32."""
-    if reduction != "none":
-        values = values.sum() / divisor
-    return values.to(torch.promote_types(logits.dtype, torch.float32))
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, *teacher = ctx.saved_tensors
+        grad = ctx.rows.gradient(logits, ctx.statistics, tuple(teacher), upstream, None)
+        return (grad, None, None, None, *(None for _ in teacher))
 
 
 @disable_compile
-def row_loss(logits: Tensor, target: Tensor, loss: Loss, group: Group = None) -> Tensor:
-    """A loss on this process's columns.
+def row_loss(
+    logits: Any, target: Tensor, loss: Loss, teacher: tuple[Any, ...] = (), group: Group = None
+) -> Tensor:
+    """A loss on a DTensor that is split over the classes, or on this process's columns.
 
-    Args:
-        logits: a DTensor that is split over the classes, or this process's columns with ``group``.
-        target: (...) class indices among all classes.
-        loss: the loss; its class weights are those of all classes.
-        group: the processes that hold the columns of plain ``logits``; None for all.
+    Target, class weights and stored classes are those of all classes. ``teacher`` is what the loss
+    takes after the target; its logits are split as ``logits`` are. ``group`` is for plain columns.
     """
     check_formula(loss)
     target = replicated("target", target)
     loss = loss.having(weight=replicated("weight", loss.weight))
-    dim, reduction = loss.dim, loss.reduction
+    dim, columns = loss.dim, None
+    if loss.teacher_is_stored:
+        names = ("indices", "log_probabilities")
+        teacher = tuple(replicated(*each) for each in zip(names, teacher, strict=True))
     if _checks.is_dtensor(logits):
-        logits, group = _columns_of(logits, dim)
-    check_columns(logits, target, dim)
-    width = logits.shape[dim]
-    row = class_row(loss, width, logits.device, group)
-    flat = logits.movedim(dim, -1).reshape(target.numel(), width)
-    rows = SplitRows(loss, target.reshape(-1).long(), group, row)
-    divisor = rows.divisor() if reduction == "mean" else 1.0
-    value: Tensor
-    if flat.requires_grad and torch.is_grad_enabled():
-        value = _SplitLoss.apply(flat, rows, divisor, reduction)
-    else:
-        flat = _waited(flat)
-        statistics = rows.statistics(flat, slice(0, len(flat)), with_gradient=False)
-        value = _reduced(statistics.values, flat, divisor, reduction)
-    return value.reshape(target.shape) if reduction == "none" else value
-
-
-def check_columns(logits: Tensor, target: Tensor, dim: int) -> None:
+        mesh_dim = _shard_dim(logits, dim)
+        if mesh_dim is None:
+            raise ValueError(
+                f"logits must be replicated, or split over the classes (dim={dim}) along one mesh "
+                f"dimension, got {_describe(logits)}. Redistribute them: "
+                "logits.redistribute(placements=[Shard(-1)])"
+            )
+        columns = _columns_of_dtensor(logits, dim, mesh_dim)
+        if not loss.teacher_is_stored:
+            teacher = tuple(_split_as(loss.teacher_argument, x, logits, dim) for x in teacher)
+        logits = logits.to_local()
+    check_columns(logits.shape, target, dim)
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
-    if not -logits.dim() <= dim < logits.dim():
-        raise ValueError(f"dim={dim} is not a dimension of logits of shape {tuple(logits.shape)}")
+    width, labels = logits.shape[dim], target.reshape(-1).long()
+    flat = logits.movedim(dim, -1).reshape(target.numel(), width)
+    if loss.teacher_is_stored:
+        valid = labels != loss.ignore_index
+        teacher = stored_rows(teacher[0], teacher[1], logits, target.shape, UNKNOWN, valid)
+    elif loss.teacher_argument is not None:
+        given = teacher[0] if teacher else None
+        teacher = (teacher_rows(loss.teacher_argument, given, flat, target.shape, dim),)
+    if columns is None:
+        columns = columns_of(width, logits.device, group)
+    rows = SplitRows(loss, columns, width, flat.device)
+    with_gradient = flat.requires_grad and torch.is_grad_enabled()
+    value: Tensor = _SplitLoss.apply(flat, rows, labels, with_gradient, *teacher)
+    value = value.reshape(target.shape) if loss.reduction == "none" else value.sum()
+    if loss.reduction == "mean":
+        value = value / weighted_total(None, labels, loss.ignore_index, loss.weight)
+    return value.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def check_columns(shape: torch.Size, target: Tensor, dim: int) -> None:
+    """Refuse targets that do not fit logits of this shape."""
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim={dim} is not a dimension of logits of shape {tuple(shape)}")
     if target.is_floating_point():
         raise ValueError(
             "logits that are split over processes take class indices as targets, got probabilities"
         )
-    _checks.check_target(logits.shape, target, dim)
+    _checks.check_target(shape, target, dim)
 
 
 # ------------------------------------------------------------------ heads
 
 
 class LocalHead(NamedTuple):
-    """An output layer and its rows as plain tensors.
+    """An output layer, its rows and what a teacher gives, as plain tensors.
 
-    ``group`` is None for a whole weight; else the processes that hold its other rows, of which no
-    process has more than ``widest``.
+    ``columns`` is None for a whole weight.
     """
 
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    input: Any
+    weight: Any
+    bias: Any
     target: Tensor
-    group: Group
-    widest: int
+    teacher: Any = None
+    columns: Columns | None = None
 
 
-def local_head(input: Any, weight: Any, bias: Any, target: Tensor) -> LocalHead:
-    """The arguments of ``linear_loss``, some of which are DTensors."""
+def local_head(given: LocalHead) -> LocalHead:
+    """The arguments of ``linear_loss``, some of which are DTensors, as plain tensors."""
+    input, weight, bias, target, teacher, _ = given
     target = replicated("target", target)
     whole = not _checks.is_dtensor(weight) or all(p.is_replicate() for p in weight.placements)
     if _checks.is_dtensor(weight) and _fsdp_group(weight) is not None:
         weight, bias, whole = gather_weight(weight), gather_weight(bias), True
     if whole:
         weight, bias = replicated("linear_weight", weight), replicated("linear_bias", bias)
-        return LocalHead(replicated("input", input), weight, bias, target, None, 0)
-    mesh, mesh_dim = weight.device_mesh, _shard_dim(weight, 0)
+        return LocalHead(replicated("input", input), weight, bias, target, teacher)
+    mesh_dim = _shard_dim(weight, 0)
     if mesh_dim is None:
         raise ValueError(
             "linear_weight must be replicated, or split over the classes (Shard(0)) along one "
@@ -490,14 +582,41 @@ def local_head(input: Any, weight: Any, bias: Any, target: Tensor) -> LocalHead:
         if not _checks.is_dtensor(bias) or bias.placements != weight.placements:
             raise ValueError("linear_bias must be a DTensor that is split as linear_weight is")
         bias = bias.to_local()
-    group = mesh.get_group(mesh_dim)
+    columns = _columns_of_dtensor(weight, 0, mesh_dim)
     if _checks.is_dtensor(input):
         input = _with_partial_gradient(input, mesh_dim)
     else:
-        _check_same_rows(target, group)
-        input = SumGradient.apply(input, group)
-    widest = math.ceil(len(weight) / mesh.size(mesh_dim))
-    return LocalHead(input, weight.to_local(), bias, target, group, widest)
+        _check_same_rows(target, columns.group)
+        input = SumGradient.apply(input, columns.group)
+    teacher = _local_teacher(teacher, weight)
+    return LocalHead(input, weight.to_local(), bias, target, teacher, columns)
+
+
+def _local_teacher(teacher: Any, weight: DTensor) -> Any:
+    """The columns of a teacher's logits, or the rows of its weight, that this process holds."""
+    if isinstance(teacher, Tensor):
+        return _split_as("teacher_logits", teacher, weight, teacher.dim() - 1, of=0)
+    layer = isinstance(teacher, tuple | list) and len(teacher) > 1
+    if not layer or not getattr(teacher[0], "is_floating_point", bool)():
+        return teacher  # stored classes; the others are refused later
+    names = ("teacher_weight", "teacher_bias")
+    pairs = zip(names, teacher[1:3], strict=False)
+    local = [x if x is None else _split_as(name, x, weight, 0) for name, x in pairs]
+    rest = [replicated("teacher_hidden", teacher[0]), *local, *teacher[3:]]
+    return type(teacher)(*rest) if hasattr(teacher, "_fields") else tuple(rest)
+
+
+def _split_as(name: str | None, x: Any, other: DTensor, dim: int, of: int | None = None) -> Tensor:
+    """The part of this process of a DTensor whose classes, in ``dim``, are split as the other's."""
+    mesh_dim = _shard_dim(other, dim if of is None else of)
+    same = _checks.is_dtensor(x) and x.device_mesh == other.device_mesh
+    if not same or mesh_dim is None or _shard_dim(x, dim) != mesh_dim:
+        found = _describe(x) if _checks.is_dtensor(x) else f"a {type(x).__name__}"
+        raise _checks.TeacherError(
+            f"{name} must be a DTensor whose classes are split as those of the model, got {found}"
+        )
+    plain: Tensor = x.to_local().detach()
+    return plain
 
 
 def _with_partial_gradient(input: Any, mesh_dim: int) -> Tensor:
@@ -543,7 +662,18 @@ def _check_same_rows(target: Tensor, group: Group) -> None:
 
 
 def gather_weight(weight: Any) -> Any:
-    """See :func:`labo.heads.parallel.gather_weight`."""
+    """The whole of a weight that is split over *data-parallel* processes, as FSDP2 does.
+
+    One all-gather. The gradient is averaged over the processes and split again, as FSDP2 hands
+    gradients to its parameters. :func:`labo.linear_loss` calls this for the parameters of modules
+    under ``fully_shard`` that are used outside of their forward pass.
+
+    Args:
+        weight: a DTensor, split or replicated, on a mesh whose processes hold different samples.
+
+    Returns:
+        A plain tensor.
+    """
     if not _checks.is_dtensor(weight):
         return weight
     from torch.distributed.tensor import Partial
@@ -594,18 +724,6 @@ def _shard_dim(x: DTensor, dim: int) -> int | None:
     if len(splits) == 1 and all(isinstance(p, Replicate) for p in others):
         return splits[0]
     return None
-
-
-def _columns_of(logits: Any, dim: int) -> tuple[Tensor, Group]:
-    """The columns of this process and the processes that hold the others."""
-    mesh_dim = _shard_dim(logits, dim)
-    if mesh_dim is None:
-        raise ValueError(
-            f"logits must be replicated, or split over the classes (dim={dim}) along one mesh "
-            f"dimension, got {_describe(logits)}. Redistribute them: "
-            "logits.redistribute(placements=[Shard(-1)])"
-        )
-    return logits.to_local(), logits.device_mesh.get_group(mesh_dim)
 
 
 def _waited(x: Tensor) -> Tensor:

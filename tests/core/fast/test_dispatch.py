@@ -279,7 +279,8 @@ def test_backward_notices_changed_tensors():
 def test_in_place_is_the_same_and_needs_no_buffer(name, impl, dtype):
     if dtype == torch.float16 and impl == "native":
         impl = "auto"
-    case, (logits, target) = ONE_CALL[name], sample(2000, 3000, dtype=dtype)
+    # With fewer classes float16 takes another backend if it is not in place.
+    case, (logits, target) = ONE_CALL[name], sample(1200, 5000, dtype=dtype)
     expected, expected_slope = both(case, logits, target, impl=impl)
     largest = {}
     for inplace in (False, True):

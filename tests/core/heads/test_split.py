@@ -337,8 +337,8 @@ def test_what_is_refused(world: World) -> None:
             loss(x, y)
     for message, loss, x, y in (
         ("cannot work on logits that are split", labo.LABOLoss(alpha_grad=True), mine, target),
-        ("a loss that needs teacher logits", labo.DistillationLoss(), mine, target),
-        ("needs stored classes of a teacher", labo.TopKDistillationLoss(), mine, target),
+        ("needs teacher_logits", labo.DistillationLoss(), mine, target),
+        ("needs indices and log_probabilities", labo.TopKDistillationLoss(), mine, target),
         ("class-index target must have shape", labo_loss, mine, target[:2]),
         ("brings its own processes", labo_loss, columns, target),
     ):
@@ -384,7 +384,7 @@ def shards_of(
     found["u_y"] = u_of(z_y, maximum, torch.finfo(torch.float32))
     found |= masses_of(plan, y, found["u_y"], None, maximum)
     w_y = 1.0 if weight is None else weight[y].double()
-    values, coefficients = differentiate(loss, plan, found, w_y, y, logits.shape[1])
+    values, coefficients, _ = differentiate(loss, plan, found, w_y, y, logits.shape[1])
     coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
     grads = []
     for part, w, start in zip(parts, weights, starts, strict=True):

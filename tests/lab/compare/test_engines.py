@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import platform
 import re
 import subprocess
@@ -24,6 +25,7 @@ from labo.lab.compare.launch import in_order
 from labo.lab.compare.plan import plan
 from labo.lab.run.directory import RunDirectory
 from launched import Launcher
+from scripts import ROOT
 
 TINY = ("train.max_steps=8",)
 LONG = ("train.max_steps=400", "train.save_every=20")  # there is time to kill something
@@ -261,6 +263,23 @@ def test_of_two_drivers_in_one_folder_one_is_refused_and_no_run_is_lost(tmp_path
     runs = plan("digits", ["base", "ls"], 1, tmp_path, overrides=TINY).runs
     assert all("test" in (run.results() or {}) for run in runs)
     assert len(table_of(tmp_path)) == 2
+
+
+def test_the_documented_script_of_slurm_executes_one_line_of_a_plan(tmp_path):
+    page = (ROOT / "docs" / "compare.md").read_text()
+    (script,) = re.findall(r"```sh\n(#!/bin/sh\n.*?)```", page, re.DOTALL)
+    assert len(script.splitlines()) == 10
+    (tmp_path / "plan.sh").write_text("exit 1\nprintf '%s|' 'one arg' $OMP_NUM_THREADS\nexit 1\n")
+    variables = os.environ | {"SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "3"}
+    done = subprocess.run(
+        ["sh", "-c", script],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[1:] == ["one arg|3|"]
 
 
 # ------------------------------------------------------------------ several processes per run

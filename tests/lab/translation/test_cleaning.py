@@ -38,6 +38,7 @@ from contextlib import closing
 
 def slow(number):
     if number:
+        print("working", flush=True)
         time.sleep(3600)
     return number
 
@@ -74,17 +75,17 @@ def test_workers_end_with_their_command(signals, tmp_path):
         start_new_session=True,
     )
     try:
-        assert process.stdout.readline() == b"started\n"
-        while len(workers := children(process.pid)) < 3:  # two, and the resource tracker
-            time.sleep(0.05)
-        time.sleep(3)
+        said = sorted(process.stdout.readline() for _ in range(3))
+        assert said == [b"started\n", b"working\n", b"working\n"]
+        workers = children(process.pid)
+        assert len(workers) == 3  # two, and the resource tracker
         for number in signals:
             os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(
                 number
             )
             time.sleep(0.1)
-        process.wait(60)  # an hour, without the change
-        deadline = time.monotonic() + 60
+        process.wait(600)  # an hour, without the change
+        deadline = time.monotonic() + 600
         while any(map(running, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(running, workers))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ...chunks import Mean
-from ...linear import weighted_total
+from ...chunks import Mean, weighted_total
 from ...loss import Loss
 from ...losses import CrossEntropyLoss, Warmup
 from ...metrics import loss_metrics

@@ -23,6 +23,7 @@ def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[st
         beams: for each size the ratio of the sums, None if the references are empty.
 
     Example:
+        >>> import numpy as np
         >>> length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))
         {'beams': {'1': {'ratio': 1.0}, '20': {'ratio': 0.75}}}
     """
