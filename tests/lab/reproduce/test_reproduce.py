@@ -328,6 +328,7 @@ def test_figure_of_probabilities(tmp_path):
     document = made("figure2", tmp_path)
     assert cells(document, 0)["all"] == {"value": pytest.approx(0.925), "paper": {"value": 0.9}}
     assert cells(document, 1)["least"] == {"value": pytest.approx(0.425), "paper": {"value": 0.4}}
+    assert cells(document, 1)["all-mean"]["value"] is not None
     shown = texts(tmp_path / "figure2.svg")
     assert {f"Words: {part} frequent" for part in ("most", "medium", "least")} <= shown
     assert {"ls", "labo"} <= {text.split()[0] for text in shown}

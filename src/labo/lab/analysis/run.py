@@ -34,10 +34,10 @@ Besides, a SPLIT of classification has ``"logit_norm": {"p": 2, "aurc": a} or nu
 the largest logit, divided by the p-norm of the centred logits; p is null if none is better on the
 validation split. One of translation has, with PART one of most, medium, least::
 
-    {"bleu": b, "bleu_signature": text,
+    {"bleu": b, "bleu_signature": text, "pairs": {"de-en": {"bleu": b}},
      "frequency": {"rule": "thirds" | "slices of 2400", "left_over": n,
                    PART: {"examples": n, "mean_frequency": f, "bleu": b}} or null,
-     "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "peak": {...}},
+     "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "mean": {...}, "peak": {...}},
      "lengths": {"beams": {"1": {"ratio"}, ...}} or null}
 
 and one of language modelling ``bits_per_byte``, ``nll`` of a token in nats, ``tokens``, ``bytes``.

@@ -103,9 +103,13 @@ class TranslationAnalysis(TokenAnalysis):
         hypotheses, references = records.hypotheses, records.references
         parts = frequency_parts(records.frequency, part_size)
         part_bleu = bleu_by_part(hypotheses, references, parts, signature)
+        names = np.array([sentence.pair for sentence in records.sentences])
+        pairs = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
+        pair_bleu = bleu_by_part(hypotheses, references, pairs, signature)
         return {
             "bleu": float(metric.corpus_score(hypotheses, [references]).score),
             "bleu_signature": str(metric.get_signature()),
+            "pairs": {name: {"bleu": pair_bleu[name]} for name in pairs},
             "frequency": {
                 "rule": rule(part_size),
                 "left_over": len(records) - sum(len(index) for index in parts.values()),
