@@ -162,6 +162,16 @@ LOSS_CASES = [
     LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
     LossCase("kd-standardized", F.distillation_loss, {"standardize": True}, teacher),
+    *(
+        LossCase(
+            f"kd-{divergence}",
+            F.distillation_loss,
+            {"divergence": divergence, "tau": 2.0, "tau_squared": divergence != "jsd"},
+            teacher,
+            off={"alpha": 0.0},
+        )
+        for divergence in ("reverse", "jsd", "skew", "skew_reverse")
+    ),
     LossCase(
         "dkd",
         F.decoupled_distillation_loss,
@@ -186,6 +196,16 @@ LOSS_CASES = [
             detached=tail == "labo",
         )
         for tail in ("bucket", "uniform", "labo", "drop", "renormalize")
+    ),
+    *(
+        LossCase(
+            f"topk-{divergence}",
+            F.topk_distillation_loss,
+            {"divergence": divergence},
+            stored_teacher,
+            off={"alpha": 0.0},
+        )
+        for divergence in ("reverse", "jsd", "skew", "skew_reverse")
     ),
     LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),

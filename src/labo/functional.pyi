@@ -338,6 +338,9 @@ def distillation_loss(
     tau: float = 4.0,
     kl_reduction: str = "batchmean",
     multiplier: float = 1.0,
+    divergence: str = "forward",
+    mixture: float | None = None,
+    tau_squared: bool = True,
     standardize: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -351,13 +354,30 @@ def distillation_loss(
 
     .. math::
         (1-\alpha)\,\mathrm{CE} + \alpha\, m\, \tau^2\,
-        \mathrm{KL}(\mathrm{softmax}(t/\tau) \Vert \mathrm{softmax}(z/\tau))
+        D(\mathrm{softmax}(v/\tau), \mathrm{softmax}(z/\tau))
+
+    with the teacher's logits v. D(t, p) is a divergence:
+
+    ================  ==========================================================================
+    divergence        D
+    ================  ==========================================================================
+    ``forward``       KL(t || p)
+    ``reverse``       KL(p || t)
+    ``jsd``           b KL(t || m) + (1-b) KL(p || m), m = b t + (1-b) p; b = 0.5 by default
+    ``skew``          KL(t || b t + (1-b) p); b = 0.1 by default
+    ``skew_reverse``  KL(p || b p + (1-b) t); b = 0.1 by default
+    ================  ==========================================================================
+
+    A class that is masked for the model (logit -inf) is masked for the teacher too. One that the
+    teacher alone masks makes ``reverse`` infinite, and no other divergence. The ``beta`` of TRL
+        is
+    b; its ends 0 and 1 are ``forward`` and ``reverse``, and it has no factor :math:`\tau^2`.
 
     ``kl_reduction="elementwise"`` also divides the KL by K, as code built on ``KLDivLoss()`` with
     its default reduction does (Tf-KD; the temperatures of the LABO paper fit that scale). With
     ``multiplier`` it is Tf-KD_self.
 
-    ``standardize=True`` takes (t - mean t) / std t and (z - mean z) / std z in place of t and z
+    ``standardize=True`` takes (v - mean v) / std v and (z - mean z) / std z in place of v and z
         in
     the KL divergence: the student is free to have another mean and scale of its logits. The
     standard deviation is the unbiased one. Masked classes are left out of it.
@@ -369,6 +389,10 @@ def distillation_loss(
         tau: temperature of teacher and model.
         kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
         multiplier: the factor m of the KL divergence.
+        divergence: "forward", "reverse", "jsd", "skew" or "skew_reverse", see the table.
+        mixture: the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and
+            "skew_reverse".
+        tau_squared: multiply the divergence by tau^2.
         standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
@@ -377,6 +401,8 @@ def distillation_loss(
 
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
+        Agarwal et al. 2024, On-Policy Distillation of Language Models (``reverse``, ``jsd``).
+        Ko et al. 2024, DistiLLM (``skew``, ``skew_reverse``).
         Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
 
@@ -1120,6 +1146,8 @@ def topk_distillation_loss(
     alpha: float = 0.5,
     tail: str = "bucket",
     tau: float = 1.25,
+    divergence: str = "forward",
+    mixture: float | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -1153,6 +1181,12 @@ def topk_distillation_loss(
     ``renormalize``   KL(t_S / (1-m) || p): the stored probabilities divided by their sum
     ================  ============================================================================
 
+    Another ``divergence`` (see :class:`labo.DistillationLoss`) takes the other classes as one
+        class
+    (``bucket``): it is never above that to the whole teacher, because merging classes lowers it.
+    ``jsd``, ``skew`` and ``skew_reverse`` also take ``renormalize``, which is no bound;
+    ``reverse`` would be infinite there. With ``reverse`` m is at least 1e-8.
+
     A class that is masked for the model (logit -inf) is masked for the teacher too.
 
     Args:
@@ -1161,6 +1195,9 @@ def topk_distillation_loss(
         alpha: weight of the teacher, in [0, 1].
         tail: "bucket", "uniform", "labo", "drop" or "renormalize", see the table.
         tau: temperature of the tail "labo".
+        divergence: "forward", "reverse", "jsd", "skew" or "skew_reverse", see the table.
+        mixture: the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and
+            "skew_reverse".
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
     Returns:

@@ -30,6 +30,14 @@ classes and x = u + s, s = log(a n / ((1 - a) sum(e))), they are
 
 .. math:: \log m = \log \tfrac{1 - a}{n} + \log(1 + e^x) = \log p + \log a + \log(1 + e^{-x})
 
+Others take the logs of a mixture m = b P + (1 - b) p of the masses of a teacher and the prediction,
+both at the temperature tau. With d = v / tau - u / tau and x = d + s, s = log(b sum(r) / ((1 - b)
+sum(q))),
+
+.. math:: \log m = \log p + \log(1 - b) + \log(1 + e^x) = \log P + \log b + \log(1 + e^{-x})
+
+and the share of the prediction in the mixture is (1 - b) p / m = 1 / (1 + e^x).
+
 Some losses divide the logits of a row by their norm or standard deviation. In the sums that is a
 temperature of the row, and another one for a teacher (:class:`RowTau`).
 
@@ -60,7 +68,7 @@ from .rows import (
 )
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
-COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR, EMIX = (1 << i for i in range(10))
+COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR, EMIX, RD, QMIX = (1 << i for i in range(12))
 # What the logits of a row are divided by: their norm, or their standard deviation.
 NORM, DEVIATION = "norm", "deviation"
 
@@ -78,10 +86,11 @@ class RowTau(NamedTuple):
 
 
 class RowMixture(NamedTuple):
-    """The maximum of each row and s, by which x differs from u; (N,) float64."""
+    """The maximum of each row, s, and the maximum of a teacher; (N,) float64."""
 
     top: Tensor
     shift: Tensor
+    source_top: Tensor
 
 
 class Passes(NamedTuple):
@@ -93,7 +102,7 @@ class Passes(NamedTuple):
     margin: float = 0.0
     row_tau: RowTau | None = None  # in place of tau
     top_k: int = 0  # how many of the largest logits
-    odds: float = 0.0  # a / (1 - a), where a is the share of p in a mixture
+    odds: float = 0.0  # a / (1 - a), where a is the share of p in a mixture, with QMIX of P
     mixture: RowMixture | None = None  # known after the first sums
     spread: str | None = None  # NORM or DEVIATION, which row_tau is made of
     stored: bool = False  # whether there are stored classes
@@ -106,8 +115,9 @@ class Passes(NamedTuple):
 
     def mixed(self, sums: dict[str, Tensor], top: Tensor) -> Passes:
         """With the mixture of rows whose first sums are known."""
-        shift = (self.odds * sums["count"] / sums["e"]).log()
-        return self._replace(mixture=RowMixture(top, shift))
+        ratio = sums["r"] / sums["q"] if self.asked & QMIX else sums["count"] / sums["e"]
+        taught = sums.get("source_top", top)
+        return self._replace(mixture=RowMixture(top, (self.odds * ratio).log(), taught))
 
 
 class Formula(Protocol):
@@ -158,6 +168,9 @@ class RowSums:
     v_y = _Sum("the teacher's v of the target; -inf if it is masked; a constant")
     mix = _Sum("the sum of log(1 + exp(x)), after `mixture`")
     emix = _Sum("the sum of e log(1 + exp(-x)), after `mixture`")
+    rd = _Sum("the sum of r d, d = v / tau - u / tau; 0 d = 0")
+    rmix = _Sum("the sum of r log(1 + exp(x)), after `teacher_mixture`")
+    qmix = _Sum("the sum of q log(1 + exp(-x)), after `teacher_mixture`")
     u_stored = _Sum("u of the stored classes, (N, k); -inf if masked or padding")
     log_t = _Sum("the teacher's log-probabilities of the stored classes, (N, k); a constant")
     gap = _Sum("the largest of the classes that are not stored minus the largest of all")
@@ -200,6 +213,10 @@ class RowSums:
     def mixture(self, alpha: float) -> None:
         """The sums of the logs of (1 - alpha) U + alpha p."""
         self._set(odds=alpha / (1 - alpha))
+
+    def teacher_mixture(self, b: float) -> None:
+        """The sums of the logs of b P + (1 - b) softmax(z / tau), P from a teacher."""
+        self._set(odds=b / (1 - b))
 
     def largest(self, k: int) -> Tensor:
         """u of the k largest logits."""
@@ -280,9 +297,9 @@ def value_of(loss: Formula, row: RowSums) -> Tensor:
 
 _BITS = {
     **{"count": COUNT, "ue": UE, "r": R, "qu": QU, "qd": QD, "wq": WQU, "wqu": WQU},
-    **{"u_top": TOP, "mix": EMIX, "emix": EMIX},
+    **{"u_top": TOP, "mix": EMIX, "emix": EMIX, "rd": RD | R, "rmix": QMIX | R, "qmix": QMIX | R},
 }
-_OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu"})
+_OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu", "rd", "rmix", "qmix"})
 
 
 class Traced(RowSums):
@@ -315,7 +332,7 @@ def passes_of(loss: Formula, weighted: bool) -> Passes:
     value_of(loss, row)
     settings = row.settings
     if "odds" in settings:
-        row.used |= {"count", "e"}
+        row.used |= {"r", "q"} if row.used & {"rmix", "qmix"} else {"count", "e"}
     asked = 0
     for name in row.used:
         asked |= _BITS.get(name, 0)
@@ -555,10 +572,36 @@ class PlainSums(RowSums):
         return self._finite(self._u) + shift.to(self._u.dtype).unsqueeze(-1)
 
     def _get_mix(self) -> Tensor:
-        return self._total(self._finite(_log_1_exp(self._x())))
+        return self._total(self._finite(log_1_exp(self._x())))
 
     def _get_emix(self) -> Tensor:
-        return self._total(self._exp_u() * _log_1_exp(-self._x()))
+        return self._total(self._exp_u() * log_1_exp(-self._x()))
+
+    # what a teacher and the logits have in common
+
+    def _difference(self) -> tuple[Tensor, Tensor, Tensor]:
+        """r, q and d, (M, K). Where the teacher alone has masked a class, d is -inf."""
+        v, r = self._teacher_v(), self._over_tau(self._u, self.tau).exp()
+        of_teacher = self._over_tau(v, self.source_tau)
+        d = of_teacher.masked_fill(self._masked, 0.0)
+        return r, of_teacher.exp(), d - self._over_tau(self._finite(self._u), self.tau)
+
+    def _get_rd(self) -> Tensor:
+        r, _, d = self._difference()
+        return self._products(d.masked_fill(r == 0, 0.0), r)
+
+    def _mixed_with_teacher(self) -> tuple[Tensor, Tensor, Tensor]:
+        r, q, d = self._difference()
+        shift = (self._settings["odds"] * self.r / self.q).log()
+        return r, q, d + shift.to(d.dtype).unsqueeze(-1)
+
+    def _get_rmix(self) -> Tensor:
+        r, _, x = self._mixed_with_teacher()
+        return self._products(log_1_exp(x), r)
+
+    def _get_qmix(self) -> Tensor:
+        _, q, x = self._mixed_with_teacher()
+        return self._products(log_1_exp(-x).masked_fill(q == 0, 0.0), q)
 
     def _get_u_largest(self) -> Tensor:
         k = self._settings["top_k"]
@@ -581,7 +624,7 @@ class PlainSums(RowSums):
         return values.to(self.rows.logits.dtype)
 
 
-def _log_1_exp(x: Tensor) -> Tensor:
+def log_1_exp(x: Tensor) -> Tensor:
     """log(1 + exp(x)). The bits of softplus depend on where an element lies in memory."""
     return -torch.nn.functional.logsigmoid(-x)
 

@@ -29,6 +29,14 @@ def either(**options):
     return st.fixed_dictionaries({}, optional=options)
 
 
+# Divergences with a mixture, and all others.
+mixtures = st.fixed_dictionaries(
+    {"divergence": st.sampled_from(["jsd", "skew", "skew_reverse"])},
+    optional={"mixture": st.floats(0.05, 0.95)},
+)
+divergences = mixtures | st.just({"divergence": "reverse"})
+
+
 def from_two_stored(logits, target, teacher, **arguments):
     """Distillation from the two largest probabilities of the teacher."""
     top = teacher.log_softmax(-1).topk(2)
@@ -140,6 +148,17 @@ LOSSES = [
         "teacher",
     ),
     (
+        "kd-divergence",
+        F.distillation_loss,
+        oracle.distillation,
+        st.builds(
+            lambda one, other: one | other,
+            either(alpha=unit, tau=tau, tau_squared=st.booleans()),
+            divergences,
+        ),
+        "teacher",
+    ),
+    (
         "dkd",
         F.decoupled_distillation_loss,
         oracle.decoupled_distillation,
@@ -161,6 +180,17 @@ LOSSES = [
             alpha=unit,
             tail=st.sampled_from(["bucket", "uniform", "labo", "drop", "renormalize"]),
             tau=tau,
+        ),
+        "teacher",
+    ),
+    (
+        "topk-divergence",
+        from_two_stored,
+        oracle.topk_distillation,
+        st.builds(
+            lambda one, other: one | other,
+            either(alpha=unit),
+            divergences | mixtures.map(lambda given: given | {"tail": "renormalize"}),
         ),
         "teacher",
     ),

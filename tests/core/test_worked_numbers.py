@@ -577,3 +577,30 @@ def test_connet_with_trust_is_label_smoothing_of_the_confidence():
     u = torch.zeros(2, dtype=torch.float64)
     value = F.connet_loss(BATCH, TARGETS, u, lam=0, trusted=torch.ones(2, dtype=torch.bool))
     near(value, F.label_smoothing_loss(BATCH, TARGETS, alpha=0.1, convention="fairseq"))
+
+
+DIVERGENCES = {
+    ("forward", None, 1.0): (0.077980, None),
+    ("reverse", None, 1.0): (0.091230, [-0.214713, 0.155743, 0.053777, 0.005194]),
+    ("reverse", None, 4.0): (0.094348, None),
+    ("jsd", 0.1, 1.0): (0.007098, [-0.016150, 0.011352, 0.004168, 0.000630]),
+    ("jsd", None, 1.0): (0.020801, [-0.047649, 0.033869, 0.012191, 0.001589]),
+    ("jsd", 0.9, 1.0): (0.008037, None),
+    ("jsd", 0.5, 2.0): (0.025589, None),
+    ("skew", None, 1.0): (0.064632, [-0.147138, 0.103674, 0.037911, 0.005553]),
+    ("skew_reverse", 0.1, 1.0): (0.070846, [-0.164248, 0.117984, 0.041607, 0.004657]),
+}
+
+
+@pytest.mark.parametrize("given", DIVERGENCES, ids=str)
+def test_divergences(given):
+    (divergence, mixture, tau), (value, slopes) = given, DIVERGENCES[given]
+
+    def distilled(z, **options):
+        hyper = {"alpha": 1.0, "tau": tau, "divergence": divergence, "mixture": mixture}
+        return F.distillation_loss(z, Y0, T, **hyper, **options)
+
+    near(distilled(A), value)
+    near(distilled(A, tau_squared=False), value / tau**2)
+    if slopes is not None:
+        near(gradient(distilled, A), slopes)

@@ -65,6 +65,8 @@ TOP = tl.constexpr(row_sums.TOP)
 OTHERS = tl.constexpr(row_sums.OTHERS)
 UR = tl.constexpr(row_sums.UR)
 EMIX = tl.constexpr(row_sums.EMIX)
+RD = tl.constexpr(row_sums.RD)
+QMIX = tl.constexpr(row_sums.QMIX)
 
 LS = tl.constexpr(1)
 LABO = tl.constexpr(2)
@@ -444,34 +446,72 @@ def _logs_of_mixture(x):
 
 
 @triton.jit
+def _taught_at(source, source_top, cols, masked, u, inv_tau):
+    """r, q and d of a teacher; d is -inf where the teacher alone has masked a class."""
+    t = tl.load(source + cols, mask=~masked, other=0.0).to(tl.float32)
+    v = tl.where(masked, 0.0, (t - source_top) * inv_tau)
+    tempered = u * inv_tau
+    q = tl.where(masked, 0.0, tl.exp(v))
+    return tl.exp(tempered), q, v - tl.where(masked, 0.0, tempered)
+
+
+@triton.jit
+def _share(x):
+    """1 / (1 + exp(x))."""
+    w = tl.exp(-tl.abs(x))
+    return tl.where(x > 0.0, w, 1.0) / (1.0 + w)
+
+
+@triton.jit
 def _mixture_sums_kernel(
     logits,
     target,
+    source,
     mixture,
     sums,
     row_stride,
+    source_stride,
     K,
+    inv_tau,
     ignore_index,
+    ASKED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last two sums of a row, whose maximum is known."""
+    """The last five sums of a row, whose maximum is known: those of a teacher, or the others."""
     row = tl.program_id(0).to(tl.int64)
-    sums += row * WIDTH + WIDTH - 2
+    sums += row * WIDTH + WIDTH - 5
+    mixture += 3 * row
+    rmix_sum = 0.0
+    qmix_sum = 0.0
+    qs_sum = 0.0
     mix_sum = 0.0
     emix_sum = 0.0
     if tl.load(target + row) != ignore_index:
-        top = tl.load(mixture + 2 * row)
-        shift = tl.load(mixture + 2 * row + 1)
+        top = tl.load(mixture)
+        shift = tl.load(mixture + 1)
         for start in range(0, K, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             z = tl.load(logits + row * row_stride + cols, mask=cols < K, other=-float("inf"))
             u = _finite(z.to(tl.float32) - top)
-            log_above, log_below = _logs_of_mixture(_finite(u + shift))
-            mix_sum += tl.sum(log_above, axis=0)
-            emix_sum += tl.sum(tl.exp(u) * log_below, axis=0)
-    tl.store(sums, mix_sum)
-    tl.store(sums + 1, emix_sum)
+            if QMIX & ASKED:
+                rows = source + row * source_stride
+                masked = z == -float("inf")
+                r, q, d = _taught_at(rows, tl.load(mixture + 2), cols, masked, u, inv_tau)
+                x = _finite(d + shift)
+                log_above, log_below = _logs_of_mixture(x)
+                rmix_sum += tl.sum(r * (MASS * log_above), axis=0)
+                qmix_sum += tl.sum(q * (MASS * log_below), axis=0)
+                qs_sum += tl.sum(q * (MASS * _share(x)), axis=0)
+            else:
+                log_above, log_below = _logs_of_mixture(_finite(u + shift))
+                mix_sum += tl.sum(log_above, axis=0)
+                emix_sum += tl.sum(tl.exp(u) * log_below, axis=0)
+    tl.store(sums, rmix_sum)
+    tl.store(sums + 1, qmix_sum)
+    tl.store(sums + 2, qs_sum)
+    tl.store(sums + 3, mix_sum)
+    tl.store(sums + 4, emix_sum)
 
 
 @triton.jit
@@ -521,6 +561,7 @@ def _formula_sums_kernel(
     qd_sum = 0.0
     wq_sum = 0.0
     wqu_sum = 0.0
+    rd_sum = 0.0
     if MASSES == BEYOND_MARGIN:
         # Which classes are beyond the margin follows from the maximum of the whole row.
         for start in range(0, K, BLOCK):
@@ -556,7 +597,8 @@ def _formula_sums_kernel(
             if UR & ASKED:
                 of_ur = tl.sum(finite_u * (MASS * r), axis=0)
                 ur_sum = _moved(ur_sum, MASS * r_sum, r_shrink, d) + of_ur
-            r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
+            if not (RD & ASKED):
+                r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
         if MASSES > 0:
             v = finite_u
             dv = 0.0
@@ -581,6 +623,14 @@ def _formula_sums_kernel(
                 grown = _finite(dv * inv_source_tau) - _finite(d * inv_tau)
                 qd_sum = _moved(qd_sum, q_sum, q_shrink, grown)
                 qd_sum += tl.sum(difference * q, axis=0)
+            if RD & ASKED:
+                r, _, of_r = _taught_at(source, source_origin, cols, masked, u, inv_tau)
+                r_shrink = tl.exp(d * inv_tau)
+                grown = _finite(dv * inv_source_tau) - _finite(d * inv_tau)
+                moved = _moved(rd_sum, MASS * r_sum, r_shrink, grown)
+                rd_sum = tl.where(r_shrink == 0.0, 0.0, moved)
+                rd_sum += tl.sum(r * tl.where(r == 0.0, 0.0, MASS * of_r), axis=0)
+                r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
             if WQU & ASKED:
                 w = tl.load(weight + cols, mask=cols < K, other=0.0).to(tl.float32)
                 wqu_sum = _moved(wqu_sum, wq_sum, q_shrink, d)
@@ -604,6 +654,7 @@ def _formula_sums_kernel(
     tl.store(sums + 11, qd_sum)
     tl.store(sums + 12, wq_sum)
     tl.store(sums + 13, wqu_sum)
+    tl.store(sums + 14, rd_sum)
 
 
 @triton.jit
@@ -655,11 +706,21 @@ def _formula_gradient_kernel(
     if UE & ASKED:
         of_e += tl.load(coefficients + 3) * tl.where(masked, 0.0, u)
     if EMIX & ASKED:
-        _, log_below = _logs_of_mixture(_finite(u + tl.load(mixture + 2 * row + 1)))
+        _, log_below = _logs_of_mixture(_finite(u + tl.load(mixture + 3 * row + 1)))
         of_e += tl.load(coefficients + 9) * tl.where(masked, 0.0, log_below)
     g = of_e * tl.exp(u)
     if R & ASKED:
         g += tl.load(coefficients + 4) * tl.exp(u * inv_tau)
+    if (RD | QMIX) & ASKED:
+        source_top = tl.load(coefficients + 1)
+        r, q, d = _taught_at(source, source_top, cols, masked, u, inv_tau)
+        if RD & ASKED:
+            g += tl.load(coefficients + 13) * (r * tl.where(r == 0.0, 0.0, d))
+        if QMIX & ASKED:
+            x = _finite(d + tl.load(mixture + 3 * row + 1))
+            log_above, _ = _logs_of_mixture(x)
+            g += tl.load(coefficients + 14) * r * log_above
+            g += tl.load(coefficients + 15) * q * _share(x)
     if UR & ASKED:
         linear = tl.load(coefficients + 7) + tl.load(coefficients + 8) * u
         g += tl.where(masked, 0.0, linear)
@@ -819,15 +880,20 @@ def sums(
         found.zero_()[:, 0] = -math.inf
     elif rows and plan.mixture is not None:
         block, options = _tile(classes)
+        given, source_stride = _source(source, plan, rows, classes)
         with torch.cuda.device_of(logits):
             _mixture_sums_kernel[(rows,)](
                 logits,
                 target.contiguous(),
-                _pairs(plan.mixture),
+                given,
+                _columns(plan.mixture, 3),
                 found,
                 logits.stride(0),
+                source_stride,
                 classes,
+                1.0 / plan.tau,
                 ignore_index,
+                ASKED=plan.asked,
                 WIDTH=len(SUMS),
                 BLOCK=block,
                 **options,
@@ -841,7 +907,7 @@ def sums(
                 target.contiguous(),
                 None if weight is None else weight.contiguous(),
                 given,
-                _pairs(plan.row_tau),
+                _columns(plan.row_tau, 2),
                 found,
                 logits.stride(0),
                 source_stride,
@@ -887,8 +953,8 @@ def gradient(
             target.contiguous(),
             None if weight is None else weight.contiguous(),
             given,
-            _pairs(plan.row_tau),
-            _pairs(plan.mixture),
+            _columns(plan.row_tau, 2),
+            _columns(plan.mixture, 3),
             coefficients.float().contiguous(),
             out,
             logits.stride(0),
@@ -909,9 +975,9 @@ def gradient(
     return out
 
 
-def _pairs(of_rows: tuple[Tensor, ...] | None) -> Tensor | None:
-    """The first two numbers of each row, (N, 2): temperatures, or maximum and shift."""
-    return None if of_rows is None else torch.stack(of_rows[:2], 1).float()
+def _columns(of_rows: tuple[Tensor, ...] | None, count: int) -> Tensor | None:
+    """The first numbers of each row, (N, count)."""
+    return None if of_rows is None else torch.stack(of_rows[:count], 1).float()
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:
