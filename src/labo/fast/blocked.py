@@ -155,8 +155,8 @@ def sums(
             if plan.asked & QMIX:
                 tops = (x[part].to(z.dtype).unsqueeze(1) for x in plan.mixture[::2])
                 t = _source_rows(source, plan, part, target, z.dtype)
-                r, q, d = _taught(plan, z, t, *tops)
-                x = _teacher_mixture(plan.mixture, d, part)
+                r, q, difference = _taught(plan, z, t, *tops)
+                x = _teacher_mixture(plan.mixture, difference, part)
                 zero, at = x.new_zeros(()), SUMS.index("rmix")
                 all_sums[part, at] = _product_sum(torch.logaddexp(zero, x), r)
                 all_sums[part, at + 1] = _product_sum(torch.logaddexp(zero, -x), q)
