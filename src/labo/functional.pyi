@@ -4,6 +4,82 @@
 import torch
 from torch import Tensor
 
+def acls_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    lam_top: float = 1.0,
+    lam_rest: float = 0.1,
+    margin: float = 10.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Adaptive and conditional label smoothing (ACLS): margins on the logits themselves.
+
+    .. math::
+        -\log p_y + \lambda \Bigl(\lambda_1 \sum_{j \in M} \max(0, z_j - m)^2 +
+        \frac{\lambda_2}{K-1} \sum_{j \notin M} \max(0, \max z - z_j - m)^2\Bigr)
+
+    M are the classes with the largest logit, which is held constant in the second sum. The first
+    sum depends on a shift of all logits: this loss does not see the softmax alone.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: weight lambda of both penalties.
+        lam_top: lambda_1, the weight of the largest logits.
+        lam_rest: lambda_2, the weight of the other logits.
+        margin: the margin m.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Park et al. 2023, ACLS: Adaptive and Conditional Label Smoothing for Network Calibration.
+    """
+
+def adaptive_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    rho: float = 0.5,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Label smoothing with the alpha of LABO: smoothing is even, its strength is not.
+
+    .. math:: \mathrm{CE}((1-\alpha)\,\mathrm{onehot}(y) + \alpha U, p), \qquad
+        \alpha = 1 - \rho H(p)/\log K
+
+    alpha is held constant. Beside LABO it tells what its alpha and what its optimal smoothing
+    distribution contribute.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        rho: how far the entropy of a prediction lowers alpha.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Lee et al. 2022, Adaptive Label Smoothing with Self-Knowledge in Natural Language
+        Generation.
+    """
+
 def anti_focal_loss(
     logits: Tensor,
     target: Tensor,
@@ -480,6 +556,79 @@ def focal_loss(
         Lin et al. 2017, Focal Loss for Dense Object Detection.
     """
 
+def gem_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.7,
+    h: str = "linear",
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""GEM: fine-tuning that keeps the entropy of the prediction.
+
+    With :math:`q = \mathrm{softmax}(z/\beta)`, held constant:
+
+    .. math:: \sum_j q_j w_j (\log p_j - \log p_y)
+
+    where w is 1 (``h="linear"``) or :math:`\mathrm{sigmoid}(0.01 (z_j - z_y))`, held constant too
+    (``h="logsigmoid"``). With the first, the gradient is q - onehot(y). The value may be
+        negative:
+    it is no likelihood, so compare models by their NLL.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        beta: temperature of q.
+        h: "linear", or "logsigmoid" with about half the gradient, by the reference.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Li et al. 2025, Preserving Diversity in Supervised Fine-Tuning of Large Language Models.
+    """
+
+def generalized_cross_entropy_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    gamma: float = 0.7,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Generalized cross entropy (GCE): less weight on samples that are hard to fit.
+
+    .. math:: \frac{1 - p_y^\gamma}{\gamma}
+
+    Its gradient is that of the cross entropy times :math:`p_y^\gamma`: at gamma = 1 that of
+    :class:`labo.DFTLoss`.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        gamma: from cross entropy (0, the limit) to the probability of an error (1).
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Zhang and Sabuncu 2018, Generalized Cross Entropy Loss for Training Deep Neural Networks
+        with Noisy Labels.
+    """
+
 def generalized_entropy_loss(
     logits: Tensor,
     target: Tensor,
@@ -536,6 +685,8 @@ def held_labo_loss(
     alpha: float | str = "adaptive",
     rho: float = 0.5,
     multiplier: float = 1.0,
+    confidence: float | None = None,
+    num_classes: int | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -567,6 +718,9 @@ def held_labo_loss(
         multiplier: factor of the loss; ours, not the paper's. With SGD, LABO learns slowly at the
             learning rate of cross entropy, because it keeps a part of the label only; 1 /
             :func:`labo.smoothing.stationary_label_weight` makes up for that.
+        confidence: in place of tau: the confidence that fitted samples are to have;
+            :func:`labo.smoothing.tau_for_confidence` gives the tau that leads there.
+        num_classes: the number of classes, which confidence needs.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
     Returns:
@@ -683,6 +837,8 @@ def labo_loss(
     rho: float = 0.5,
     multiplier: float = 1.0,
     alpha_grad: bool = False,
+    confidence: float | None = None,
+    num_classes: int | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -721,6 +877,9 @@ def labo_loss(
             learning rate of cross entropy, because it keeps a part of the label only; 1 /
             :func:`labo.smoothing.stationary_label_weight` makes up for that.
         alpha_grad: keep adaptive alpha in the graph, to study it.
+        confidence: in place of tau: the confidence that fitted samples are to have;
+            :func:`labo.smoothing.tau_for_confidence` gives the tau that leads there.
+        num_classes: the number of classes, which confidence needs.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
     Returns:
@@ -956,6 +1115,41 @@ def poly1_loss(
     Reference:
         Leng et al. 2022, PolyLoss: A Polynomial Expansion Perspective of Classification Loss
         Functions.
+    """
+
+def prior_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    prior_logits: Tensor | None = None,
+    *,
+    rho: float = 0.5,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Adaptive label smoothing towards an earlier prediction.
+
+    :class:`labo.AdaptiveSmoothingLoss` with the prediction of an earlier model in place of U,
+        held
+    constant. Called as ``loss(logits, target, teacher_logits)``; without them, as in the first
+    epoch, the smoothing is even.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        rho: how far the entropy of a prediction lowers alpha.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Lee et al. 2022, Adaptive Label Smoothing with Self-Knowledge in Natural Language
+        Generation.
     """
 
 def ps_kd_loss(
@@ -1279,4 +1473,45 @@ def z_loss(
 
     Reference:
         Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.
+    """
+
+def zipf_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    power: float = 1.0,
+    correct_only: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Zipf label smoothing: the other classes by their rank in the prediction.
+
+    .. math:: -\log p_y + \lambda\, \mathrm{KL}(\pi \Vert p_{others}), \qquad
+        \pi_j \propto \mathrm{rank}_j^{-s}
+
+    over the classes other than y, where :math:`p_{others}` is p renormalised over them. The rank
+        of
+    a class is that of its logit among all classes (1 is the largest; equal logits share the
+        smallest
+    rank), held constant.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        lam: weight lambda of the KL divergence.
+        power: the exponent s of the ranks.
+        correct_only: leave the KL divergence out where the prediction is wrong.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Liang et al. 2022, Efficient One Pass Self-distillation with Zipf's Label Smoothing.
     """

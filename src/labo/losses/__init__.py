@@ -3,6 +3,7 @@
 - :mod:`labo.losses.labo`: LABO, held LABO, the warm-up: the paper.
 - :mod:`labo.losses.fixed`: label smoothing, masked, weighted, with a hand-designed teacher.
 - :mod:`labo.losses.weights`: cross entropy with a penalty or with a weight for each sample.
+- :mod:`labo.losses.adaptive`: labels that follow the prediction: GCE, GEM, Zipf, ACLS, adaptive.
 - :mod:`labo.losses.teachers`: distillation and self-distillation.
 - :mod:`labo.losses.tables`: tables of classes, and a learned confidence.
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 from .._names import Registry
 from ..loss import Loss
-from . import fixed, labo, tables, teachers, weights
+from . import adaptive, fixed, labo, tables, teachers, weights
+from .adaptive import *  # noqa: F403
 from .fixed import *  # noqa: F403
 from .labo import *  # noqa: F403
 from .labo import Warmup
@@ -28,7 +30,7 @@ from .weights import *  # noqa: F403
 def _all() -> list[type[Loss]]:
     """Every loss class of the families."""
     found: list[type[Loss]] = []
-    for family in (weights, fixed, teachers, tables, labo):
+    for family in (weights, adaptive, fixed, teachers, tables, labo):
         for value in vars(family).values():
             if isinstance(value, type) and issubclass(value, Loss) and value not in found:
                 found.append(value)

@@ -173,11 +173,12 @@ def shown_labels(
     }
 
 
-def label_settings(method: Mapping[str, Any]) -> dict[str, Any]:
+def label_settings(method: Mapping[str, Any], num_classes: int | None = None) -> dict[str, Any]:
     """The hyper-parameters of the labels of a run: its own where its method has them.
 
     Args:
         method: a recipe's method, with its name.
+        num_classes: for a method whose tau follows from its confidence.
 
     Example:
         >>> label_settings({"name": "labo", "tau": 1.15, "alpha": "adaptive", "rho": 0.5})
@@ -189,7 +190,12 @@ def label_settings(method: Mapping[str, Any]) -> dict[str, Any]:
     if method["name"] == "ls":
         settings["alpha_ls"] = method.get("alpha", 0.1)
     elif method["name"] == "labo":
-        settings |= {key: method[key] for key in ("tau", "rho") if key in method}
+        settings |= {key: method[key] for key in ("tau", "rho") if method.get(key) is not None}
+        if method.get("confidence") is not None and num_classes is not None:
+            from ...smoothing import tau_for_confidence
+
+            strength = {key: method[key] for key in ("alpha", "rho")}
+            settings["tau"] = tau_for_confidence(method["confidence"], num_classes, **strength)
         settings["alpha_ls"] = method.get("warmup_alpha", 0.1)
         if not isinstance(method.get("alpha", "adaptive"), str):
             settings["alpha"] = method["alpha"]
