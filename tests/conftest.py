@@ -185,7 +185,7 @@ LOSS_CASES = [
         worked=0.565346,
     ),
     LossCase("als", F.adaptive_smoothing_loss, detached=True, worked=1.413241),
-    LossCase("als-prior", F.prior_smoothing_loss, extra=teacher, detached=True),
+    LossCase("als-past", F.prior_smoothing_loss, extra=teacher, detached=True),
     LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
     LossCase("ger-low", F.generalized_entropy_loss, {"alpha": 0.01}),
     LossCase("ger-high", F.generalized_entropy_loss, {"alpha": 0.99}),

@@ -16,7 +16,7 @@ from labo import functional as F
 from probes import is_fused
 
 K = 6
-WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd", "alspast"}
 WITH_STATES = {"rdrop", "connet"}  # a third argument with a gradient, which is no teacher
 
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
@@ -337,7 +337,7 @@ def test_connet_names_missing_states(states):
 # ------------------------------------------------------------------ teacher logits
 
 
-@pytest.mark.parametrize("name", sorted(WITH_TEACHER - {"pskd"}))
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER - {"pskd", "alspast"}))
 def test_missing_teacher_logits_are_named(name):
     logits, target = batch()
     loss = build(name)

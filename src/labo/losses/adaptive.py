@@ -175,6 +175,7 @@ class ACLSLoss(Loss):
         below = below.masked_fill(at_top, 0.0)
         per_class = self.lam_rest / (rows.count() - 1).clamp(min=1)
         penalty = self.lam_top * row_sum(over.square()) + per_class * row_sum(below.square())
+        penalty = penalty.masked_fill(rows.count() <= 1, 0.0)  # one class: nothing to choose
         return rows.nll(rows.log_probabilities()) + rows.weigh(self.lam * penalty)
 
 
