@@ -99,8 +99,8 @@ class ZipfSmoothingLoss(Loss):
         \pi_j \propto \mathrm{rank}_j^{-s}
 
     over the classes other than y, where :math:`p_{others}` is p renormalised over them. The rank of
-    a class is that of its logit among all classes (1 is the largest; equal logits share the smallest
-    rank), held constant.
+    a class is that of its logit among all classes (1 is the largest; equal logits share the
+    smallest rank), held constant.
 
     Example:
         >>> loss = ZipfSmoothingLoss(lam=1.0, power=1.0)

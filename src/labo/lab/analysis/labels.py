@@ -2,7 +2,7 @@ r"""Figure 1c of the paper: the one-hot, the smoothed and the LABO label of one 
 
 .. math:: \hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P_{ls}
 
-The distributions and strengths are those of ``labo.smoothing``, which the losses use.
+The labels are those of the losses themselves, :func:`labo.label_of`.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def smoothed_labels(
     # Loaded here: a report of analyzed runs needs no torch.
     import torch
 
-    from ... import smoothing
+    from ... import LabelSmoothingLoss, LABOLoss, label_of, smoothing
 
     z, label = torch.tensor(logits, dtype=torch.float64), torch.tensor(target)
-    even, optimal = smoothing.uniform(z), smoothing.tempered(z, tau)
     strength = smoothing.adaptive_alpha(z, rho) if alpha is None else alpha
+    ours = LABOLoss(tau=tau, rho=rho, alpha="adaptive" if alpha is None else alpha)
     labels = {
         "prediction": smoothing.tempered(z, 1.0),
-        "one_hot": smoothing.smoothed_target(label, even, 0.0),
-        "ls": smoothing.smoothed_target(label, even, alpha_ls),
-        "optimal": optimal,
-        "labo": smoothing.smoothed_target(label, optimal, strength),
+        "one_hot": smoothing.smoothed_target(label, smoothing.uniform(z), 0.0),
+        "ls": label_of(LabelSmoothingLoss(alpha=alpha_ls), z, label),
+        "optimal": smoothing.tempered(z, tau),
+        "labo": label_of(ours, z, label),
     }
     return {**{name: mass.numpy() for name, mass in labels.items()}, "alpha": float(strength)}
 
