@@ -704,12 +704,32 @@ def predict(
 
 @app.command()
 def teacher(
-    model: Annotated[
-        Path, typer.Argument(help="Run directory, or a Hugging Face folder with the model.")
-    ],
-    data: Annotated[Path, typer.Argument(help="Folder made by prepare-text or prepare.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="MODEL DATA",
+            help="Run directory or Hugging Face folder with the model, and the folder made by "
+            "prepare-text or prepare. With --from the latter alone.",
+        ),
+    ],
+    served: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Answers of a server (vLLM, SGLang, OpenAI), a line of JSON for each training "
+            "document, in place of the model.",
+        ),
+    ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="Tokens to store for each target.")] = 64,
+    top_p: Annotated[
+        float, typer.Option(help="Store no more of them than reach this probability.")
+    ] = 1.0,
+    sampling: Annotated[
+        str,
+        typer.Option(help="top, or random: that many draws, each token with its share of them."),
+    ] = "top",
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     block: Annotated[
         int | None,
         typer.Option(
@@ -734,8 +754,24 @@ def teacher(
 
     if precision not in ("float16", "float32"):
         raise RequestError(f"--precision {precision}: choose float16 or float32")
-    kind: Any = precision
-    found = store(model, data, out, top_k=top_k, block=block, precision=kind, force=force)
+    if len(paths) != (1 if served else 2):
+        wanted = "the prepared folder" if served else "the model and the prepared folder"
+        raise RequestError(f"give {wanted}, got {len(paths)} paths")
+    if served is not None and block is not None:
+        raise RequestError("--block goes with a model, not with --from")
+    options: dict[str, Any] = {"precision": precision, "sampling": sampling}
+    found = store(
+        None if served else paths[0],
+        paths[-1],
+        out,
+        served=served,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        block=block,
+        force=force,
+        **options,
+    )
     print(
         f"{out}: {found['targets']:,} targets, {found['bytes'] / 1e6:,.1f} MB, "
         f"{found['bytes'] / max(1, found['targets']):.0f} bytes per target, "

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from ..errors import DataError, LabError, RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
-from ..run.files import Document, read_json
+from ..run.files import Document, read_json, remove_folder
 from ..tasks import TASKS
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
+from .selection import Sampling, Selection
 from .stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
 from .task import IGNORED
 
@@ -54,6 +55,7 @@ class TrainingPredictions(ABC):
         block: the most tokens that the model sees at once.
         targets: (samples,), how many targets each sample has at most.
         model: in eval mode.
+        selection: which tokens are stored; set before :meth:`samples`, as ``rng`` of its draws.
 
     Raises:
         RequestError: the model and the data do not fit.
@@ -66,6 +68,8 @@ class TrainingPredictions(ABC):
     block: int
     targets: npt.NDArray[np.int64]
     model: nn.Module
+    selection: Selection
+    rng: torch.Generator
 
     @abstractmethod
     def __init__(self, folder: Path, data: Path, block: int | None) -> None: ...
@@ -73,6 +77,11 @@ class TrainingPredictions(ABC):
     @abstractmethod
     def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
         """The predictions for the samples from ``first`` to before ``last``, in order."""
+
+    @classmethod
+    def served(cls, file: Path, data: Path, selection: Selection) -> Any:
+        """The predictions that a server gave, which have a ``digest``, too."""
+        raise RequestError(f"--from is for documents of `labo prepare-text`; {data} has none")
 
     def most_probable(self, head: Head, target: Tensor, top_k: int) -> list[Rows]:
         """The most probable tokens at the targets of each row of a batch.
@@ -85,19 +94,23 @@ class TrainingPredictions(ABC):
         learned = target != IGNORED
         found = []
         for logits, _ in blocks(head.at(learned.to(head.states.device)), target[learned]):
-            top = logits.log_softmax(-1)[:, : self.types].topk(top_k)
-            found.append((top.indices.int().cpu(), top.values.cpu()))
+            indices, log_p = self.selection(logits.log_softmax(-1)[:, : self.types], self.rng)
+            found.append((indices.cpu(), log_p.cpu()))
         counts = learned.sum(-1).tolist()
         columns = [torch.cat(column).split(counts) for column in zip(*found, strict=True)]
         return [(i.numpy(), v.numpy()) for i, v in zip(*columns, strict=True)]
 
 
 def store(
-    model: str | Path,
+    model: str | Path | None,
     data: str | Path,
     out: Path,
     *,
     top_k: int = 64,
+    top_p: float = 1.0,
+    sampling: Sampling = "top",
+    seed: int = 0,
+    served: Path | None = None,
     block: int | None = None,
     precision: Precision = "float16",
     force: bool = False,
@@ -106,11 +119,14 @@ def store(
     """Write the predictions of a model for the training samples of a prepared folder.
 
     Args:
-        model: a run, or a Hugging Face folder.
+        model: a run, or a Hugging Face folder; None for ``served``.
         data: a folder made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the
             model.
         out: the folder to write.
-        top_k: tokens that are stored for each target.
+        top_k: tokens that are stored for each target, at most.
+        top_p: see :class:`labo.lab.text.selection.Selection`, as ``sampling`` and ``seed``.
+        served: a file with the answers of a server in place of the model, see
+            :mod:`labo.lab.language_modeling.served`.
         block: for documents, the most tokens that the model sees at once; all its positions by
             default.
         precision: of the log-probabilities.
@@ -123,29 +139,43 @@ def store(
     Raises:
         RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
-    data = Path(data).expanduser()
+    data, selection = Path(data).expanduser(), Selection(top_k, top_p, sampling, seed)
     task, kind = _find_predictions(data)
-    folder = _model_folder(Path(model).expanduser(), task)
-    check_apart(out, [data, folder])
-    predictions = kind(folder, data, block)
+    predictions: Any
+    if served is not None:
+        check_apart(out, [data])
+        predictions = kind.served(served.expanduser(), data, selection)
+        teacher, digest = served.name, predictions.digest()
+    else:
+        folder = _model_folder(Path(model or "").expanduser(), task)
+        check_apart(out, [data, folder])
+        predictions = kind(folder, data, block)
+        teacher, digest = Path(model or "").name, folder_digest(str(folder))
+        if torch.accelerator.is_available():
+            predictions.model.to(torch.accelerator.current_accelerator())
     if not 1 <= top_k <= predictions.types:
         raise RequestError(f"--top-k {top_k}: the vocabulary has {predictions.types} types")
-    if torch.accelerator.is_available():
-        predictions.model.to(torch.accelerator.current_accelerator())
     settings = StoredSettings(
         data=predictions.fingerprint,
         vocabulary=predictions.vocabulary,
-        model=folder_digest(str(folder)),
+        model=digest,
         top_k=top_k,
         block=predictions.block,
         precision=precision,
+        selection=str(selection),
     )
+    predictions.selection = selection
     started = time.monotonic()
     try:
         with StoredWriter(out, settings, force=force) as writer:
             for first, last in _ranges(predictions.targets, writer.samples, part_targets):
+                # The draws of a part do not depend on whether the work was interrupted.
+                predictions.rng = torch.Generator().manual_seed(seed * 1_000_003 + first)
                 writer.add(predictions.samples(first, last, top_k))
-            writer.finish({"teacher": Path(model).name})
+            writer.finish({"teacher": teacher})
+    except DataError:
+        remove_folder(writer.folder)  # of a file that is refused nothing is kept
+        raise
     except OSError as error:
         raise LabError(f"cannot write {out}: {error.strerror or error}") from error
     stored = StoredTeacher(out)
