@@ -727,7 +727,7 @@ def teacher(
     ] = 1.0,
     sampling: Annotated[
         str,
-        typer.Option(help="top, or random: that many draws, each token with its share of them."),
+        typer.Option(help="Which tokens: top, or random for draws, each with its share of them."),
     ] = "top",
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     block: Annotated[
