@@ -28,6 +28,7 @@ def make(out, *, beta=1.0, loss=None):
         trl.DistillationConfig,
         beta=beta,
         max_steps=2,
+        logging_strategy="steps",
         logging_steps=1,
         bf16=False,
         gradient_checkpointing=False,
@@ -44,6 +45,7 @@ def make(out, *, beta=1.0, loss=None):
 def logged(trainer):
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 2
     return [(entry["loss"], entry["entropy"]) for entry in steps]
 
 
