@@ -29,8 +29,9 @@ bench: $(DEV)
 	$(BIN)/python -m benchmarks
 
 # On a machine with a GPU: the kernels are tested and timed there; prints tables ready to paste.
+# The first line says what the machine has, and one more what is wrong with it.
 gpu: $(DEV)
-	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a GPU'"
+	@$(BIN)/python -m benchmarks.gpu --versions
 	LABO_ALL_KERNELS=1 $(BIN)/python -m pytest tests/core
 	$(BIN)/python -m benchmarks.gpu
 
@@ -44,6 +45,7 @@ results: $(DEV)
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
 soak: $(DEV)
 	LABO_SOAK=5 $(BIN)/python -m pytest tests/lab/run/test_resume.py
+	LABO_SOAK=1 $(BIN)/python -m pytest -k two_processes tests/lab/translation tests/lab/language_modeling
 
 # Damaged files for every reader and command, and the C kernel under sanitizers: half an hour.
 fuzz: $(DEV)
@@ -54,7 +56,7 @@ resolve: $(DEV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/python tools/resolve.py
 
-# torch comes first: a build of your choice that is installed here already stays.
+# torch comes first: a build of your choice that is installed here already stays (README).
 $(TORCH): constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch setuptools

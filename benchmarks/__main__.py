@@ -23,7 +23,7 @@ from rich.table import Table
 import labo
 from labo.lab.run.distributed import device_name
 
-from . import contenders, huggingface, parallel, training, translation
+from . import contenders, huggingface, images, parallel, training, translation
 from .memory import in_fresh_process
 from .plot import line_chart
 from .race import race
@@ -90,6 +90,23 @@ def logits_small(smoke: bool) -> list[Row]:
             ("labo blocked", "torch LS", None),
         ]
         rows += _compare(f"loss, {n} x {v}", times, goals)
+    return rows
+
+
+def automatic(smoke: bool) -> list[Row]:
+    """``impl="auto"`` beside ``impl="reference"``: at no size is the choice slower."""
+    # rows, classes, type, calls in a turn, turns
+    cases = [(8, 10, "float32", 200, 7), (8, 10, "float16", 200, 7)]
+    cases += [(128, 100, "float32", 100, 7), (128, 100, "float16", 100, 7)]
+    cases += [(256, 1000, "float32", 20, 5), (2048, 32768, "float32", 1, 1)]
+    rows = []
+    for n, v, dtype, calls, turns in [(*case[:3], 1, 1) for case in cases[:4]] if smoke else cases:
+        pairs = contenders.backend_pairs(n, v, getattr(torch, dtype))
+        taken = race({name: _repeated(work, calls) for name, work in pairs.items()}, turns)
+        times = {name: seconds / calls for name, seconds in taken.items()}
+        ours = [name for name in times if name.endswith(", auto")]
+        goals = [(name, name.replace(", auto", ", reference"), 1.0) for name in ours]
+        rows += _compare(f"backend, {n} x {v}, {dtype}", times, goals)
     return rows
 
 
@@ -269,6 +286,15 @@ def lab_training(smoke: bool) -> list[Row]:
     return rows
 
 
+def reading_images(smoke: bool) -> list[Row]:
+    """Processor time per image file; of tiny images nearly all of it is the interpreter's."""
+    with images.contenders(smoke) as turns:
+        times = images.seconds_per_image(turns, 1 if smoke else 5)
+    times["2,500 images/s"] = images.SECONDS_OF_INTERPRETER
+    pairs = [("labo", "DataLoader", 1.0), ("labo, 16 x 16 pixels", "2,500 images/s", 1.0)]
+    return _compare("image files, processor time per image", times, pairs)
+
+
 def translating(smoke: bool) -> list[Row]:
     """Training and decoding compared with other toolkits, each in its own process."""
     found = translation.take_turns(smoke)
@@ -350,6 +376,7 @@ def against_vocabulary(smoke: bool) -> dict[str, str]:
 SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "large": logits_large,
     "small": logits_small,
+    "auto": automatic,
     "rowwise": rowwise,
     "rowwise-linear": linear_rowwise,
     "linear": linear_time,
@@ -360,6 +387,7 @@ SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
     "parallel": vocabulary_parallel,
     "huggingface": language_model,
     "training": lab_training,
+    "images": reading_images,
     "translation": translating,
 }
 

@@ -219,6 +219,35 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
     return {name: partial(run, loss) for name, loss in losses.items()}
 
 
+def backend_pairs(rows: int, classes: int, dtype: torch.dtype = torch.float32) -> dict[str, Work]:
+    """Losses of each kind with ``impl="auto"``, and the same with ``impl="reference"``."""
+    torch.manual_seed(0)
+    logits = torch.randn(rows, classes, dtype=dtype, requires_grad=True)
+    teacher, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+    stored = teacher.log_softmax(-1).topk(min(8, classes))
+    weight = torch.rand(classes)
+    work: dict[str, Work] = {}
+
+    def add(name: str, build: Callable[..., nn.Module], *extra: Tensor) -> None:
+        for impl in ("auto", "reference"):
+            run = partial(build(impl=impl), logits, target, *extra)
+            work[f"{name}, {impl}"] = partial(_run_backward, run, logits)
+
+    add("LABO", labo.LABOLoss)
+    add("FL", partial(labo.FocalLoss, gamma=2.0))
+    add("DFT, class weights", partial(labo.DFTLoss, weight=weight))
+    add("EAFT, top_k=20", partial(labo.EAFTLoss, top_k=20))
+    add("GER", labo.GeneralizedEntropyLoss)
+    add("KD", labo.DistillationLoss, teacher)
+    add("stored classes", labo.TopKDistillationLoss, stored.indices, stored.values)
+    return work
+
+
+def _run_backward(loss: Callable[[], Tensor], logits: Tensor) -> None:
+    loss().backward()
+    logits.grad = None
+
+
 def by_sums(classes: int) -> dict[str, nn.Module]:
     """One of the losses of ``ROWWISE`` for each set of sums, under the names of all that share it.
 

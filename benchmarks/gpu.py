@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import labo
 
-from . import contenders
+from . import contenders, machine
 from .race import race
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -216,11 +216,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, once")
+    parser.add_argument("--versions", action="store_true", help="say what the machine has, and end")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA or ROCm device here: run this on a machine that has one")
-    name = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, {labo.backends()['native (CUDA)']}\n")
+    print(machine.describe(), flush=True)
+    if options.device == "cuda" and (problem := machine.problem()):
+        raise SystemExit(f"no benchmark on a GPU: {problem}")
+    if options.versions:
+        return
     print(check(options.device, 211 if options.smoke else 5003))
     for table in benchmark(options.device, options.smoke):
         print(table)

@@ -196,7 +196,7 @@ def _plain_loop(task: Any) -> Turn:
         for position in itertools.islice(positions, steps):
             batch = task.batch(task.global_batch(0, position), 0)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch.inputs), batch.target, label_smoothing=0.1)
+            loss = F.cross_entropy(model(batch.inputs.to("cpu")), batch.target, label_smoothing=0.1)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -272,7 +272,8 @@ def _timed(work: Callable[[], object], sentences: int) -> dict[str, float]:
 def decode_labo(best: Path, smoke: bool) -> dict[str, float]:
     from transformers import MarianMTModel
 
-    from labo.lab.translation.decoding import Decode, decode
+    from labo.lab.translation.decoding import decode
+    from labo.lab.translation.options import Decode
 
     model, sources = MarianMTModel.from_pretrained(best), _sources(smoke)
     return _timed(lambda: decode(model, sources, Decode()), len(sources))

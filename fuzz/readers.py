@@ -295,7 +295,7 @@ def _read_prepared_documents(folder: Path) -> None:
             split.tokens(index), split.labels(index)
             if name != "train":
                 split.name(index)
-    data.frequencies()
+    data.frequencies("tokens")
     data.tokenizer.decode(data.tokenizer.encode("a"))
 
 
@@ -428,8 +428,8 @@ def seal_prepared(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> list[Path]:
-    from labo.lab.translation.decoding import Decode
     from labo.lab.translation.model import fresh_translator, marian_config
+    from labo.lab.translation.options import Decode
 
     tokenizer = make_tokenizer(Merges(True, ("a", "b", "a</w>", "b</w>"), (("a", "b"),)), [])
     size = len(tokenizer)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-# Without a GPU the Triton kernels are tested by the interpreter. It must be chosen before Triton
-# is imported, and importing torch imports it.
-if not Path("/dev/nvidia0").exists():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # Some virtual machines announce AMX and fault on its instructions (docs/troubleshooting.md). oneDNN
 # reads this at its first product.
@@ -27,6 +21,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+
+# Where torch has no device the Triton kernels run in the interpreter, which must be chosen before
+# Triton is imported. A subprocess that is to compile kernels takes the variable out.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import labo
 from labo import functional as F
@@ -51,7 +52,7 @@ class LossCase:
     rowwise: bool = True
     detached: bool = False
     shifts: bool = True  # adding a number to all logits of a row changes nothing
-    worked: float | None = None  # the value for the sample A of test_worked_numbers, target 0
+    worked: float | None = None  # the value for the sample A of support/worked.py, target 0
 
     def __call__(self, logits: Tensor, target: Tensor, **arguments: Any) -> Tensor:
         extra = arguments.pop("extra", None)
@@ -267,16 +268,13 @@ each_loss = pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.na
 # One loss of each kind, for properties that all losses have from one helper of src: shapes, dtypes
 # of targets and logits, refusals, compilation. What depends on the formula runs on LOSS_CASES.
 _KINDS = {
-    "ls": "a kernel of one call",
     "labo": "a kernel of one call, with a strength of each sample",
     "fl": "a formula of sums",
     "kd": "a formula with a teacher",
-    "topk-bucket": "a formula with stored classes of a teacher",
     "krls": "on rows, with a table",
-    "rdrop": "on rows, with a second prediction",
-    "connet": "on the whole batch",
 }
-REPRESENTATIVES = [case for case in LOSS_CASES if case.name in _KINDS]
+CASES = {case.name: case for case in LOSS_CASES}
+REPRESENTATIVES = [CASES[name] for name in _KINDS]
 
 each_kind = pytest.mark.parametrize("case", REPRESENTATIVES, ids=lambda case: case.name)
 
@@ -302,9 +300,25 @@ MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
 }
 
 
+@pytest.fixture(params=["cpu"] if DEVICE == "cpu" else ["cpu", DEVICE])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device that is here."""
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three processes joined by gloo: ``processes.run(2, f, *arguments)``."""
+    from gloo import Processes
+
+    started = Processes(3, tmp_path_factory.mktemp("gloo"))
+    yield started
+    started.stop()
 
 
 def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
@@ -314,11 +328,38 @@ def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     return result
 
 
+def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the Triton kernels for CPU tensors: computed on the GPU where there is one."""
+
+    def run(*given: Any) -> Any:
+        moved = tree_map(lambda x: x.to(DEVICE) if isinstance(x, Tensor) else x, given)
+        result = function(*moved)
+        for own, copy in zip(given, moved, strict=True):
+            if copy is result and own is not copy:  # written in place
+                return own.copy_(copy)
+        return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, result)
+
+    return run
+
+
 def triton_for_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``impl="native"`` use the Triton kernels on the CPU, by the interpreter."""
+    """Let ``impl="native"`` use the Triton kernels for CPU tensors."""
     kernels = dispatch._triton_module()
+    for name in ("row_statistics", "row_gradient", "sums", "gradient"):
+        monkeypatch.setattr(kernels, name, on_device(getattr(kernels, name)))
     monkeypatch.setattr(dispatch.native, "rows", dispatch._triton_rows)
     monkeypatch.setattr(dispatch.native, "sums", kernels.sums)
     monkeypatch.setattr(dispatch.native, "gradient", kernels.gradient)
+    moments = on_device(kernels.masked_moments)
+    monkeypatch.setattr(dispatch.native, "masked_moments", moments, raising=False)
     monkeypatch.setattr(dispatch.native, "refuses", lambda logits: None)
     monkeypatch.setattr(dispatch.FastRows, "in_one_pass", lambda rows, logits: False)
+
+
+def both(case: LossCase, logits: Tensor, target: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Value and gradient in float64; rows have different upstream gradients."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = case(leaf, target, **arguments)
+    upstream = torch.linspace(-1, 2, value.numel(), dtype=value.dtype).reshape(value.shape)
+    (slope,) = torch.autograd.grad(value, leaf, upstream if value.dim() else None)
+    return value.detach().double(), slope.double()

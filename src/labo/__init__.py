@@ -58,12 +58,12 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{_MODULES[name]}", __name__)
     if name in _HOMES:
-        home = importlib.import_module(f".{_HOMES[name]}", __name__)
-    elif name[0].isupper() and name in _losses().__all__:
-        home = _losses()
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(home, name)
+        value = getattr(_losses(), name, None) if name[0].isupper() else None
+        if value is None or name in _losses().FUNCTION_ONLY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
     return value
 
 

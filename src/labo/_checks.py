@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ._torch import assert_later, inside_transform
-
-# How far the sum of a probability target may be from 1: enough for rounding, not for a missing
-# class.
-_PROBABILITY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class TargetError(IndexError, ValueError):
@@ -92,15 +89,14 @@ def can_read(tensor: Tensor) -> bool:
 
 def ensure(condition: Tensor, failure: Callable[[], Exception], message: str) -> None:
     """Raise ``failure()`` unless all of ``condition`` holds, without a synchronisation."""
-    if torch.compiler.is_compiling():
-        assert_later(condition, message)
-    elif inside_transform():
-        return  # values cannot be read inside vmap or grad
-    elif can_read(condition):
-        if not bool(condition.all()):
-            raise failure()
-    else:
-        assert_later(condition, message)
+    if not torch.compiler.is_compiling():
+        if inside_transform():
+            return  # values cannot be read inside vmap or grad
+        if can_read(condition):
+            if not bool(condition.all()):
+                raise failure()
+            return
+    assert_later(condition, message)
 
 
 def check_logits(logits: Tensor, dim: int) -> None:
@@ -158,6 +154,12 @@ def check_devices(logits: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name} is on {other.device}, the logits are on {logits.device}")
 
 
+def _in_range(target: Tensor, num_classes: int, ignore_index: int | None) -> Tensor:
+    """Which entries are classes or ignored."""
+    good = (target >= 0) & (target < num_classes)
+    return good if ignore_index is None else good | (target == ignore_index)
+
+
 def _range_sentence(num_classes: int, ignore_index: int | None) -> str:
     unless = "" if ignore_index is None else f" and is not ignore_index ({ignore_index})"
     return f"is outside [0, {num_classes}){unless}"
@@ -165,30 +167,32 @@ def _range_sentence(num_classes: int, ignore_index: int | None) -> str:
 
 def out_of_range(target: Tensor, num_classes: int, ignore_index: int | None) -> TargetError:
     """The error for the first entry of ``target`` that is neither a class nor ignored."""
-    bad = (target < 0) | (target >= num_classes)
-    if ignore_index is not None:
-        bad = bad & (target != ignore_index)
-    where = tuple(bad.nonzero()[0].tolist())
+    good = _in_range(target, num_classes, ignore_index)
+    where = tuple((~good).nonzero()[0].tolist())
     index = f" at position {where[0] if len(where) == 1 else where}" if where else ""
     sentence = _range_sentence(num_classes, ignore_index)
     return TargetError(f"target {target[where].item()}{index} {sentence}")
 
 
-def check_range(target: Tensor, num_classes: int, ignore_index: int | None = None) -> None:
-    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``."""
-    good = (target >= 0) & (target < num_classes)
-    if ignore_index is not None:
-        good = good | (target == ignore_index)
-    ensure(
-        good,
-        lambda: out_of_range(target, num_classes, ignore_index),
-        f"a target {_range_sentence(num_classes, ignore_index)}",
-    )
+def check_range(
+    target: Tensor, num_classes: int, ignore_index: int | None = None, good: Tensor | None = None
+) -> None:
+    """Refuse class indices, int64, outside [0, K) that are not ``ignore_index``.
+
+    ``good`` tells whether there are none, if that is known.
+    """
+    if good is None:
+        good = _in_range(target, num_classes, ignore_index)
+    error = partial(out_of_range, target, num_classes, ignore_index)
+    ensure(good, error, f"a target {_range_sentence(num_classes, ignore_index)}")
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far a sum of probabilities that are given in ``dtype`` may be from 1."""
-    return _PROBABILITY_TOLERANCE.get(dtype, 1e-2)
+    """How far a sum of probabilities that are given in ``dtype`` may be from 1.
+
+    Enough for rounding, not for a missing class.
+    """
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 1e-2)
 
 
 def check_distribution(name: str, probabilities: Tensor) -> None:

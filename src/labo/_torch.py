@@ -11,18 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-# As torch.compiler.disable, which would import the compiler at once.
-from torch._compile import _disable_dynamo as disable_compile
-
-__all__ = [
-    "assert_later",
-    "autograd_enabled",
-    "disable_compile",
-    "forward_mode",
-    "fsdp_states",
-    "inside_transform",
-]
+disable_compile = _disable_dynamo  # torch.compiler.disable would import the compiler at once
 
 
 def inside_transform() -> bool:
@@ -37,7 +28,7 @@ def forward_mode() -> bool:
 
 def assert_later(condition: Tensor, message: str) -> None:
     """Assert without waiting for the device and without a graph break."""
-    torch._assert_async(condition.all(), message)
+    torch._assert_async(condition.all() if condition.dim() else condition, message)
 
 
 @contextmanager

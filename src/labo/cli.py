@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -22,12 +22,37 @@ if TYPE_CHECKING:
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]  # Typer has its own click, or another
 
 
+# Groups of commands in the help, in this order.
+_DATA, _TRAINING, _COMPARISON, _USE = _GROUPS = (
+    "Data",
+    "Training",
+    "Comparison",
+    "Use of a trained model",
+)
+
+
 class _Commands(TyperGroup):
     """Wrong use is one line, and so is Ctrl-C, of which Typer alone prints nothing."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: _GROUPS.index(self.commands[name].rich_help_panel))  # type: ignore[attr-defined]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:  # the help is shown
+            return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            from .lab.errors import RequestError
+
+            raise RequestError(_usage(error, None)) from error
+
     def invoke(self, ctx: Any) -> Any:
         from .lab.run.interrupt import terminated_as_interrupted
+        from .lab.run.launched import end_with_engine
 
+        end_with_engine()
         try:
             with terminated_as_interrupted():
                 return super().invoke(ctx)
@@ -45,7 +70,7 @@ class _Commands(TyperGroup):
 
 def _usage(error: Any, command: str | None) -> str:
     """What is wrong with the arguments of a command, and what would be right if it is known."""
-    message = str(error.format_message()).rstrip(".")
+    message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if option and command in ("train", "compare", "reproduce"):
         from .lab.recipes import keys_named
@@ -70,11 +95,28 @@ _RESUMABLE = {
 app = typer.Typer(
     name="labo",
     cls=_Commands,
-    help="Label regularization: train, compare and analyze.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from ._version import __version__
+
+        print(f"labo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _labo(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+    ] = False,
+) -> None:
+    """Label regularization: train, compare and analyze."""
+
 
 RecipeName = Annotated[str, typer.Argument(help="Recipe file, or the name of a built-in recipe.")]
 Overrides = Annotated[
@@ -86,10 +128,36 @@ Overrides = Annotated[
 Jobs = Annotated[
     int | None, typer.Option(help="Runs at the same time. Default: one per GPU, or per core.")
 ]
+EngineName = Annotated[
+    str, typer.Option("--engine", help="What runs them: local (this machine) or ray (a cluster).")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Ray cluster, HOST:PORT or auto. Default: Ray is started on this machine."),
+]
+Processes = Annotated[int, typer.Option(help="Processes of each run, started by torchrun.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads of each process. Default: the cores are shared out; with ray, 1."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AcceptData = Annotated[
     bool, typer.Option("--accept-data", help="Continue although the data of a run have changed.")
 ]
+
+
+def _known_splits(value: Any) -> Any:
+    """Refuse other splits than valid and test, of one option or of one that is repeated."""
+    for name in [value] if isinstance(value, str) else value or ():
+        if name not in ("valid", "test"):
+            from .lab.errors import RequestError
+
+            raise RequestError(f"--split {name}: must be valid or test")
+    return value
+
+
+def _splits(about: str) -> Any:
+    return typer.Option(help=f"{about}: valid or test.", callback=_known_splits)
 
 
 def _verify(value: bool) -> bool:
@@ -122,7 +190,48 @@ Verify = Annotated[
 ]
 
 
-@app.command()
+class _ModelCommand(TyperCommand):
+    """A command whose further options are the fields of a model, which is imported when needed.
+
+    The context of the command has the model, filled in, as ``obj``; or, if it is not complete, a
+    dict of the values that are given.
+    """
+
+    name_of_model: ClassVar[str]  # module:class
+    complete: ClassVar[bool]
+
+    @cached_property
+    def _model(self) -> Any:
+        from importlib import import_module
+
+        module, name = self.name_of_model.split(":")
+        return getattr(import_module(f"labo.lab.{module}"), name)
+
+    @cached_property
+    def _options(self) -> list[Any]:
+        from .lab.command_options import command_options
+
+        return command_options(self._model)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        first, *others = super().get_params(ctx)
+        return [first, *self._options, *others]
+
+    def invoke(self, ctx: Any) -> Any:
+        from .lab.command_options import validated
+
+        values = {option.name: ctx.params.pop(option.name) for option in self._options}
+        given = {name: value for name, value in values.items() if value not in (None, (), [])}
+        ctx.obj = validated(self._model, given) if self.complete else given
+        return super().invoke(ctx)
+
+
+def _options_of(model: str, *, complete: bool = True) -> type[_ModelCommand]:
+    """The class of a command with the options of a model, given as module:class."""
+    return type("_Command", (_ModelCommand,), {"name_of_model": model, "complete": complete})
+
+
+@app.command(rich_help_panel=_TRAINING)
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -152,33 +261,15 @@ def train(
         _print_signatures(results)
 
 
-@app.command()
+@app.command(cls=_options_of("translation.options:OtherTestSet"), rich_help_panel=_TRAINING)
 def evaluate(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     options: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Options of the task, such as beams=1,5,20."),
     ] = None,
-    split: Annotated[
-        list[str] | None, typer.Option(help="Split to score: valid or test. Default: both.")
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(help="Translation: text file of another test set, used with --reference."),
-    ] = None,
-    reference: Annotated[
-        Path | None, typer.Option(help="Translation: a reference for each line of --source.")
-    ] = None,
-    pair: Annotated[
-        str | None, typer.Option(help="Language pair of --source, if the model has several.")
-    ] = None,
-    comet: Annotated[
-        str | None,
-        typer.Option(
-            help="Score --source with this COMET model too: a checkpoint file, or a name that the "
-            "package unbabel-comet knows."
-        ),
-    ] = None,
+    split: Annotated[list[str] | None, _splits("Split to score, both by default")] = None,
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
@@ -188,19 +279,15 @@ def evaluate(
 
     With --source and --reference, score its translations of another test set. Nothing is written.
     """
-    if source or reference or pair or comet:
-        others = bool(options or split)
-        _evaluate_files(run, source, reference, pair, comet, others)
+    given = {name: value for name, value in context.obj if value is not None}
+    if given:
+        _evaluate_files(run, given, others=bool(options or split))
         return
     from .lab.analysis.task import read_options
-    from .lab.errors import RequestError
     from .lab.evaluate import evaluate_run
     from .lab.recipes import recipe_of
     from .lab.run.directory import RunDirectory
 
-    for name in split or ():
-        if name not in ("valid", "test"):
-            raise RequestError(f"--split {name}: must be valid or test")
     settings = read_options("evaluate", options or (), [recipe_of(RunDirectory(run)).task])
     scores = evaluate_run(run, split or ("valid", "test"), settings, accept_data=accept_data)
     if _is_main_process():
@@ -208,28 +295,21 @@ def evaluate(
         _print_signatures(RunDirectory(run).results() if RunDirectory(run).finished else {})
 
 
-def _evaluate_files(
-    run: Path,
-    source: Path | None,
-    reference: Path | None,
-    pair: str | None,
-    comet: str | None,
-    others: bool,
-) -> None:
+def _evaluate_files(run: Path, given: Mapping[str, str], *, others: bool) -> None:
     from .lab.errors import RequestError
 
     if others:
         raise RequestError("--source takes neither --split nor KEY=VALUE")
-    if source is None or reference is None:
+    if not {"source", "reference"} <= given.keys():
         raise RequestError("another test set needs both --source and --reference")
     from .lab.translation.score import evaluate_files
 
-    scores, signatures = evaluate_files(run, source, reference, pair=pair, comet=comet)
-    _print_scores({source.name: scores})
+    scores, signatures = evaluate_files(run, **given)
+    _print_scores({Path(given["source"]).name: scores})
     _print_signatures({"sacrebleu": signatures})
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def average(
     run: Annotated[
         Path, typer.Argument(help="Run trained with train.keep_best or train.keep_last.")
@@ -243,9 +323,7 @@ def average(
     out: Annotated[
         Path | None, typer.Option(help="Model folder to write. Default: RUN/average.")
     ] = None,
-    split: Annotated[
-        list[str] | None, typer.Option(help="Split to score: valid or test. Default: valid.")
-    ] = None,
+    split: Annotated[list[str] | None, _splits("Split to score, valid by default")] = None,
     trust_code: TrustCode = False,
     debug: Debug = False,
 ) -> None:
@@ -257,9 +335,6 @@ def average(
 
     if best is not None and last is not None:
         raise RequestError("--best and --last exclude each other")
-    for name in split or ():
-        if name not in ("valid", "test"):
-            raise RequestError(f"--split {name}: must be valid or test")
     from .lab.average import average_models
 
     found = average_models(run, best=best, last=last, out=out, splits=split or ("valid",))
@@ -269,7 +344,7 @@ def average(
         print(f"the average of steps {steps} is in {found.folder}")
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def calibrate(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
     fold: Annotated[
@@ -291,7 +366,7 @@ def calibrate(
             print(f"{run / 'best'} has it folded in; scores and records are of the model before")
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def compare(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -302,18 +377,40 @@ def compare(
     grid: Annotated[
         list[str] | None,
         typer.Option(
-            help="Values of a hyper-parameter, such as labo.tau=1.15,1.25. The best one on the "
-            "validation split is reported. Can be repeated."
+            help="Values of a hyper-parameter, such as labo.tau=1.15,1.25, or with equal ratios, "
+            "such as optim.lr=0.01..1@6. The best one on the validation split is reported. Can be "
+            "repeated."
         ),
     ] = None,
+    select_seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="Seeds that select from the grid; only the selected values are run with the "
+            "others. Default: all."
+        ),
+    ] = None,
+    extend: Annotated[
+        bool,
+        typer.Option("--extend", help="Add values to a grid while the best one is at its edge."),
+    ] = False,
     teacher: Annotated[
         Path | None,
         typer.Option(help="Run directory of the teacher of kd. Default: base with the same seed."),
     ] = None,
+    engine: EngineName = "local",
+    address: Address = None,
     jobs: Jobs = None,
+    processes: Processes = 1,
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-RECIPE.")
     ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Print a shell line for each missing run, teachers first, and stop."
+        ),
+    ] = False,
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
@@ -323,20 +420,29 @@ def compare(
 
     Finished runs are reused, interrupted runs are continued, missing runs are started.
     """
-    from .lab.compare.execute import compare as compare_methods
+    from .lab.compare import execute
+    from .lab.compare.engines import Setup
+    from .lab.compare.plan import plan as plan_runs
 
     out = out or Path("runs") / f"compare-{Path(recipe).stem}"
-    table, failures = compare_methods(
+    setup = Setup(engine, address, jobs, processes, threads)
+    setup.check()
+    comparison = plan_runs(
         recipe,
         methods.split(","),
         seeds,
-        out=out,
+        out,
         overrides=overrides or (),
         grid=grid or (),
+        select_seeds=select_seeds,
+        extend=extend,
         teacher=None if teacher is None else str(teacher),
-        jobs=jobs,
-        accept_data=accept_data,
     )
+    if plan:
+        for line in execute.missing_commands(comparison, setup, accept_data=accept_data):
+            print(line)
+        return
+    table, failures = execute.run_comparison(comparison, setup, accept_data=accept_data)
     written = ", ".join(str(out / f"table.{kind}") for kind in ("md", "tex", "csv", "json"))
     further = [
         f"written: {written}",
@@ -347,7 +453,7 @@ def compare(
     _conclude("\n".join([_shown(table), *further]), failures)
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def analyze(
     runs: Annotated[
         list[str],
@@ -357,17 +463,15 @@ def analyze(
             "part_size=2400.",
         ),
     ],
-    split: Annotated[str, typer.Option(help="Split to compare: valid or test.")] = "test",
+    split: Annotated[str, _splits("Split to compare")] = "test",
     debug: Debug = False,
 ) -> None:
     """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""
     from .lab.analysis import run as analysis
+    from .lab.analysis.collection import runs_in
     from .lab.analysis.printing import as_text
-    from .lab.compare.plan import runs_in
-    from .lab.errors import RequestError, printable
+    from .lab.errors import printable
 
-    if split not in ("valid", "test"):
-        raise RequestError(f"--split {split}: must be valid or test")
     options = [text for text in runs if "=" in text and not Path(text).exists()]
     missing: dict[Path, str] = {}
     paths = [str(path) for path in runs_in((r for r in runs if r not in options), missing)]
@@ -378,7 +482,7 @@ def analyze(
     print(printable(as_text(documents, comparison, left_out)), end="")
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def report(
     runs: Annotated[
         list[Path],
@@ -388,7 +492,7 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
-    from .lab.compare.plan import runs_in
+    from .lab.analysis.collection import runs_in
     from .lab.errors import printable
     from .lab.report import write_report
 
@@ -402,7 +506,7 @@ def report(
     print(f"{out} is written")
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def reproduce(
     exhibit: Annotated[
         str, typer.Argument(help="table1, table2, table3, table4, figure1, figure2 or imagenet.")
@@ -425,7 +529,11 @@ def reproduce(
     seeds: Annotated[
         int | None, typer.Option(help="Runs per method. Default: as in the paper, or fewer.")
     ] = None,
+    engine: EngineName = "local",
+    address: Address = None,
     jobs: Jobs = None,
+    processes: Processes = 1,
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/reproduce-SCALE.")
     ] = None,
@@ -435,18 +543,21 @@ def reproduce(
     debug: Debug = False,
 ) -> None:
     """Reproduce a table or figure of the paper, next to the published numbers."""
+    from .lab.compare.engines import Setup
     from .lab.reproduce import command
 
+    setup = Setup(engine, address, jobs, processes, threads)
+    setup.check()
     plan = command.plan(exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out)
     if dry_run:
         print(command.describe(plan))
         return
     command.require(plan)
-    tables, failures = command.reproduce(exhibit, plan, jobs)
+    tables, failures = command.reproduce(exhibit, plan, setup)
     _conclude("\n".join(map(_shown, tables)), failures)
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAINING)
 def demo(
     jobs: Jobs = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
@@ -460,44 +571,13 @@ def demo(
     _conclude(*run_demo(out, jobs))
 
 
-class _ModelCommand(TyperCommand):
-    """A command whose further options are the fields of a model, which is imported when needed."""
-
-    model: ClassVar[str]  # module:class
-
-    @cached_property
-    def _options(self) -> list[Any]:
-        from importlib import import_module
-
-        from .lab.command_options import command_options
-
-        module, name = self.model.split(":")
-        return command_options(getattr(import_module(module), name))
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        out, *others = super().get_params(ctx)
-        return [out, *self._options, *others]
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command. The values of the options of the model that are given are ctx.obj."""
-        values = {option.name: ctx.params.pop(option.name) for option in self._options}
-        ctx.obj = {name: value for name, value in values.items() if value not in (None, (), [])}
-        return super().invoke(ctx)
-
-
-class _PrepareCommand(_ModelCommand):
-    model = "labo.lab.translation.options:PrepareOptions"
-
-
-class _PrepareTextCommand(_ModelCommand):
-    model = "labo.lab.language_modeling.options:DocumentOptions"
-
-
 PreparedOut = Annotated[Path, typer.Argument(help="Folder to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder.")]
 
 
-@app.command(cls=_PrepareCommand)
+@app.command(
+    cls=_options_of("translation.options:PrepareOptions", complete=False), rich_help_panel=_DATA
+)
 def prepare(
     context: typer.Context,
     out: PreparedOut,
@@ -546,7 +626,7 @@ def prepare(
     summarize(prepare_text(options, out, workers=workers, force=force), options.tokenizer)
 
 
-@app.command(cls=_PrepareTextCommand)
+@app.command(cls=_options_of("language_modeling.options:DocumentOptions"), rich_help_panel=_DATA)
 def prepare_text(
     context: typer.Context, out: PreparedOut, force: Force = False, debug: Debug = False
 ) -> None:
@@ -555,58 +635,27 @@ def prepare_text(
     Rows of a table with the columns prompt and completion, or with chat messages, become examples
     for supervised fine-tuning: only the completion, or what the assistant says, is learned.
     """
-    from .lab.command_options import validated
-    from .lab.language_modeling.options import DocumentOptions
     from .lab.language_modeling.prepare import prepare as prepare_documents
     from .lab.language_modeling.prepare import summarize
 
-    summarize(prepare_documents(validated(DocumentOptions, context.obj), out, force=force))
+    summarize(prepare_documents(context.obj, out, force=force))
 
 
-@app.command()
+@app.command(cls=_options_of("language_modeling.options:GenerateOptions"), rich_help_panel=_USE)
 def generate(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Largest number of tokens of a continuation. Default: 100, or half the positions.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Temperature: 0 takes the most probable token, 1 draws from the prediction."
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw only from the most probable tokens with this share of the mass."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the random numbers.")] = None,
-    scores: Annotated[
-        bool,
-        typer.Option("--scores", help="Write JSON lines, with each token and its probability."),
-    ] = False,
     debug: Debug = False,
 ) -> None:
     """Continue prompts: reads stdin, writes one line for each line."""
     from .lab.language_modeling.generate import generate_stream
 
-    generate_stream(
-        run,
-        sys.stdin.buffer,
-        sys.stdout.buffer,
-        scores=scores,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    generate_stream(run, sys.stdin.buffer, sys.stdout.buffer, **dict(context.obj))
 
 
-@app.command()
+@app.command(cls=_options_of("text.options:ScoreOptions"), rich_help_panel=_USE)
 def score(
+    context: typer.Context,
     run: Annotated[
         Path,
         typer.Argument(help="A run of language modelling or translation, or its model folder."),
@@ -620,47 +669,23 @@ def score(
             "each line of stdin is a text.",
         ),
     ] = None,
-    pair: Annotated[
-        str | None, typer.Option(help="Language pair of a translation model with several.")
-    ] = None,
-    documents: Annotated[
-        str, typer.Option(help="A document of a text file: file, paragraph or line.")
-    ] = "file",
-    column: Annotated[str, typer.Option(help="Column of a table that holds text.")] = "text",
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also write each token and its log-probability.")
-    ] = False,
     debug: Debug = False,
 ) -> None:
     """Write the log-probability of given text, a line of JSON for each document or line."""
-    from .lab.errors import RequestError, printable_on
+    from .lab.errors import RequestError
     from .lab.tasks import task_of_model
 
-    if task_of_model(run) == "translation":
-        from .lab.translation.score import score_files
-
-        if files is None or len(files) != 2:
-            raise RequestError("the score of a translation needs two files: SOURCE TARGET")
-        source, target = files
-        for number, scored in enumerate(score_files(run, source, target, pair=pair), 1):
-            line = json.dumps(scored.record(number, tokens=tokens), ensure_ascii=False)
-            print(printable_on(sys.stdout, line))
-        return
-    from .lab.language_modeling import score as scoring
-
-    if pair is not None:
-        raise RequestError("--pair is for translation models")
-    if documents not in ("file", "paragraph", "line"):
-        raise RequestError(f"--documents {documents}: choose file, paragraph or line")
-    if not files:
-        scoring.score_stream(run, sys.stdin.buffer, sys.stdout.buffer, tokens=tokens)
-        return
-    unit: Any = documents
-    found = scoring.score_files(run, files, documents=unit, column=column)
-    scoring.write_scores(found, sys.stdout.buffer, tokens=tokens)
+    task = task_of_model(run)
+    if task == "translation":
+        from .lab.translation.score import score_command
+    elif task == "language_modeling":
+        from .lab.language_modeling.score import score_command
+    else:
+        raise RequestError(f"{run} holds a model for {task}, which scores no text")
+    score_command(run, files or (), context.obj, sys.stdin.buffer, sys.stdout.buffer)
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def predict(
     run: Annotated[
         Path, typer.Argument(help="A run of image classification, or its model folder.")
@@ -675,7 +700,9 @@ def predict(
         str | None,
         typer.Option(help="File with one image or folder per line; - reads them from stdin."),
     ] = None,
-    to: Annotated[str, typer.Option("--format", help="Output format: csv or jsonl.")] = "csv",
+    form: Annotated[
+        Literal["csv", "jsonl"], typer.Option("--format", help="Output format.")
+    ] = "csv",
     top: Annotated[int, typer.Option(min=1, help="Number of classes for each image.")] = 5,
     trust_code: TrustCode = False,
     debug: Debug = False,
@@ -685,9 +712,6 @@ def predict(
     from .lab.images import predict as prediction
     from .lab.run.progress import notice
 
-    if to not in ("csv", "jsonl"):
-        raise RequestError(f"--format {to}: must be csv or jsonl")
-    form: Any = to
     names = [*(files or ()), *([] if files_from is None else prediction.read_list(files_from))]
     if not names:
         raise RequestError("no images: give files or folders, or --files-from")
@@ -702,9 +726,9 @@ def predict(
         raise LabError("\n".join(problems))
 
 
-@app.command()
+@app.command(cls=_options_of("text.options:TeacherOptions"), rich_help_panel=_DATA)
 def teacher(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    context: typer.Context,
     paths: Annotated[
         list[Path],
         typer.Argument(
@@ -713,6 +737,7 @@ def teacher(
             "prepare-text or prepare. With --from the latter alone.",
         ),
     ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
     served: Annotated[
         Path | None,
         typer.Option(
@@ -721,24 +746,6 @@ def teacher(
             "document, in place of the model.",
         ),
     ] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="Tokens to store for each target.")] = 64,
-    top_p: Annotated[
-        float, typer.Option(help="Store no more of them than reach this probability.")
-    ] = 1.0,
-    sampling: Annotated[
-        str,
-        typer.Option(help="Which tokens: top, or random for draws, each with its share of them."),
-    ] = "top",
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    block: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="For documents: tokens the model sees at once. Default: all its positions."
-        ),
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Of the log-probabilities: float16 or float32.")
-    ] = "float16",
     force: Force = False,
     verify: Verify = False,
     debug: Debug = False,
@@ -752,26 +759,11 @@ def teacher(
     from .lab.errors import RequestError
     from .lab.text.teacher import store
 
-    if precision not in ("float16", "float32"):
-        raise RequestError(f"--precision {precision}: choose float16 or float32")
     if len(paths) != (1 if served else 2):
         wanted = "the prepared folder" if served else "the model and the prepared folder"
         raise RequestError(f"give {wanted}, got {len(paths)} paths")
-    if served is not None and block is not None:
-        raise RequestError("--block goes with a model, not with --from")
-    options: dict[str, Any] = {"precision": precision, "sampling": sampling}
-    found = store(
-        None if served else paths[0],
-        paths[-1],
-        out,
-        served=served,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        block=block,
-        force=force,
-        **options,
-    )
+    model = None if served else paths[0]
+    found = store(model, paths[-1], out, served=served, force=force, **dict(context.obj))
     print(
         f"{out}: {found['targets']:,} targets, {found['bytes'] / 1e6:,.1f} MB, "
         f"{found['bytes'] / max(1, found['targets']):.0f} bytes per target, "
@@ -779,67 +771,23 @@ def teacher(
     )
 
 
-@app.command()
+@app.command(cls=_options_of("translation.options:TranslateOptions"), rich_help_panel=_USE)
 def translate(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            help="Language pair of a model with several, such as de-en. One language is enough if "
-            "it identifies the pair."
-        ),
-    ] = None,
-    beam: Annotated[
-        int | None, typer.Option(min=1, help="Beam size. Default: as in the recipe.")
-    ] = None,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(min=0, help="Larger values favor longer outputs. Default: as in the recipe."),
-    ] = None,
-    batch_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Largest batch: sentences times longest source times beam. "
-            "Default: as in the recipe.",
-        ),
-    ] = None,
-    nbest: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Write this many lines per input line: NUMBER<tab>SCORE<tab>TEXT."
-        ),
-    ] = None,
-    scores: Annotated[
-        bool,
-        typer.Option(
-            "--scores",
-            help="Write JSON lines with line, text, score, tokens and token probabilities.",
-        ),
-    ] = False,
     debug: Debug = False,
 ) -> None:
     """Translate standard input to standard output, line by line."""
     from .lab.translation.translate import translate_stream
 
-    translate_stream(
-        run,
-        sys.stdin.buffer,
-        sys.stdout.buffer,
-        pair=pair,
-        nbest=nbest,
-        scores=scores,
-        beam=beam,
-        length_penalty=length_penalty,
-        batch_tokens=batch_tokens,
-    )
+    translate_stream(run, sys.stdin.buffer, sys.stdout.buffer, **dict(context.obj))
 
 
 # Task -> the format that its models are exported to.
 _EXPORTS = {"translation": "ctranslate2", "image_classification": "onnx"}
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
     out: Annotated[Path, typer.Option(help="Folder (ctranslate2) or file (onnx) to write.")],
@@ -882,7 +830,7 @@ def export(
     print(export_classifier(run, out))
 
 
-@app.command()
+@app.command(rich_help_panel=_COMPARISON)
 def methods(
     task: Annotated[
         str | None,

@@ -13,6 +13,7 @@ operators of torch.compile take are made of the fields.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ from torch import Tensor
 from ._names import unknown_name
 
 REQUIRED = inspect.Parameter.empty
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 @dataclass(frozen=True)
@@ -67,33 +70,17 @@ NOT_NEGATIVE = Range(at_least=0)
 
 @dataclass(frozen=True)
 class Field:
-    """A hyper-parameter.
+    """A hyper-parameter."""
 
-    Attributes:
-        name: of the argument.
-        kind: its type.
-        default: its default, or ``REQUIRED``.
-        doc: what it means, for every page and help.
-        range: of a number; None if there is none to check.
-        choices: the words to choose from, if it is one of several.
-        word: the word that may stand in place of a number.
-        kw_only: whether it is given by name.
-        module_only: whether the function does not have it, because it is about state.
-    """
-
-    default: Any
-    doc: str
-    range: Range | None
-    choices: tuple[str, ...]
-    word: str | None
-    kw_only: bool
-    module_only: bool
+    default: Any  # or REQUIRED
+    doc: str  # what it means, for every page and help
+    range: Range | None  # of a number; None if there is none to check
+    choices: tuple[str, ...]  # the words to choose from, if it is one of several
+    word: str | None  # the word that may stand in place of a number
+    kw_only: bool  # whether it is given by name
+    module_only: bool  # whether the function does not have it, because it is about state
     name: str = ""
-    kind: Any = None
-
-    @property
-    def takes_tensor(self) -> bool:
-        return self.kind is Tensor or Tensor in get_args(self.kind)
+    kind: Any = None  # its type
 
     def check(self, value: object) -> None:
         """Refuse a value outside of the range or choices."""
@@ -108,8 +95,7 @@ class Field:
             raise ValueError(f"{self.name} must be True or False, got {value!r}")
 
     def parameter(self) -> inspect.Parameter:
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        kind = kinds[self.kw_only]
+        kind = KEYWORD if self.kw_only else POSITIONAL
         return inspect.Parameter(self.name, kind, default=self.default, annotation=self.kind)
 
 
@@ -180,7 +166,7 @@ def with_signature(
     listed = list(parameters)
     texts, starred = [], False
     for parameter in listed:
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+        if parameter.kind is KEYWORD and not starred:
             texts.append("*")
             starred = True
         default = "" if parameter.default is REQUIRED else f"=_{parameter.name}"
@@ -196,11 +182,6 @@ def with_signature(
     }
     function.__annotations__["return"] = returns
     return function
-
-
-def arguments_text(fields: Iterable[Field]) -> str:
-    """The ``Args`` of a docstring."""
-    return "\n".join(f"    {field.name}: {field.doc}." for field in fields)
 
 
 # ------------------------------------------------------------------ for operators
@@ -235,6 +216,8 @@ def describe(name: str, values: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
 def described(text: str, tensors: Sequence[Tensor]) -> tuple[type, dict[str, Any]]:
     """The inverse of :func:`describe`: the class and the values."""
     name, *lines = text.split("\n")
+    if name not in _CLASSES:  # a graph that was compiled in another process
+        importlib.import_module(name.rpartition(".")[0])
     values: dict[str, Any] = {}
     for line in lines:
         key, _, value = line.partition("=")

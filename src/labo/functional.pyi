@@ -1498,8 +1498,7 @@ def zipf_smoothing_loss(
     over the classes other than y, where :math:`p_{others}` is p renormalised over them. The rank
         of
     a class is that of its logit among all classes (1 is the largest; equal logits share the
-        smallest
-    rank), held constant.
+    smallest rank), held constant.
 
     Args:
         logits: (..., K).

@@ -21,13 +21,13 @@ from typing_extensions import dataclass_transform
 
 from . import _checks
 from ._checks import TeacherError
-from .fast.dispatch import FastRows, choose, fast_loss
+from .fast.dispatch import FastRows, choose, fast_loss, for_few_classes
 from .fast.kernel import Kernel
 from .fields import (
+    KEYWORD,
     NOT_NEGATIVE,
-    REQUIRED,
+    POSITIONAL,
     Field,
-    arguments_text,
     collect,
     hyper,
     register,
@@ -35,13 +35,10 @@ from .fields import (
     with_signature,
 )
 from .rows import Rows, log_sum, teacher_rows
-from .stored import stored_rows
 from .sums import PlainSums, RowSums, value_of
 
 __all__ = ["Loss", "hyper", "state"]
 
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Self = TypeVar("Self", bound="Loss")
 
 
@@ -101,6 +98,10 @@ class Loss(_WithFields):
     teacher_is_stored: ClassVar[bool] = False
     # Whether the sums are over the classes other than the target.
     leaves_out_target: ClassVar[bool] = False
+    # The field that :meth:`class_row` is made of; None if that is made of numbers.
+    row_field: ClassVar[str | None] = None
+    # Up to so many classes the reference is as fast as a fast backend, and ``auto`` takes it.
+    few_classes: ClassVar[int] = 0
     # Fields of a base that the loss does not have.
     without: ClassVar[tuple[str, ...]] = ()
     # What the function takes after the target, or may take, and as keywords.
@@ -232,26 +233,22 @@ class Loss(_WithFields):
             keywords: further arguments of the function.
         """
         if not inputs and self.teacher_optional:
-            return self.without_teacher().compute_rows(logits, target, (), keywords)
-        return self.compute_rows(logits, target, inputs, keywords)
-
-    def compute_rows(
-        self, logits: Tensor, target: Tensor, inputs: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> Tensor:
-        """:meth:`compute`, once it is known which loss computes."""
+            return self.without_teacher().compute(logits, target)
         _checks.check_tensors(logits, target)
         reason = self.reference_only(*inputs)
         backend = choose(self, logits, target, reason)
-        if backend == "reference":
-            return self._plain(logits, target, inputs, keywords)
         if backend == "parallel":
             from .heads import split
 
             return split.row_loss(logits, target, self)
         dim = self.dim
         _checks.check_logits(logits, dim)
-        _checks.check_target(logits.shape, target, dim)
         classes = logits.shape[dim]
+        if self.impl == "auto" and not self.inplace and backend != "reference":
+            backend, logits = for_few_classes(self, backend, logits, classes)
+        if backend == "reference":
+            return self._plain(logits, target, inputs, keywords, reason is not None)
+        _checks.check_target(logits.shape, target, dim)
         _checks.check_weight(self.weight, classes)
         if self.weight is not None or target.device != logits.device:
             _checks.check_devices(logits, target=target, weight=self.weight)
@@ -261,67 +258,58 @@ class Loss(_WithFields):
             flat, labels = logits.movedim(dim, -1).reshape(-1, classes), target.reshape(-1)
         if labels.dtype != torch.int64:
             labels = labels.long()
+        source: Tensor | None
+        stored = None
         if self.teacher_is_stored:
-            valid = labels != self.ignore_index
-            index, log_t = stored_rows(inputs[0], inputs[1], logits, target.shape, classes, valid)
-            rows = FastRows(self, backend, log_t, index)
+            stored, source = self._stored(inputs, flat, target.shape, labels != self.ignore_index)
+        elif self.teacher_argument is not None:
+            taught = inputs[0] if inputs else None
+            source = teacher_rows(self.teacher_argument, taught, flat, target.shape, dim)
         else:
-            rows = FastRows(self, backend, self.source(logits, inputs))
-        value = fast_loss(rows, logits, flat, labels)
+            source = self.mass_source(flat, *inputs)
+        value = fast_loss(FastRows(self, backend, source, stored), logits, flat, labels)
         return value.reshape(target.shape) if self.reduction == "none" else value
 
-    def source(self, logits: Tensor, inputs: tuple[Any, ...]) -> Tensor | None:
-        """What the masses come from, for a fast backend, once it is known to fit."""
-        classes = logits.shape[self.dim]
-        if self.teacher_argument is not None:
-            name, given = self.teacher_argument, inputs[0] if inputs else None
-            shape = logits.movedim(self.dim, -1).shape[:-1]
-            teacher = teacher_rows(name, given, shape, classes, self.dim)
-            _checks.check_devices(logits, **{name: teacher})
-            return teacher
-        return self._class_row(logits, classes)
-
-    def _class_row(self, logits: Tensor, classes: int) -> Tensor | None:
-        row = self.class_row(classes)
-        if row is not None:
-            _checks.check_devices(logits, **{self._row_name: row})
-        return row
-
-    @property
-    def _row_name(self) -> str:
-        """The field that :meth:`class_row` is made of."""
-        return next((n for n in self._own if isinstance(getattr(self, n), Tensor)), "the row")
-
     def _plain(
-        self, logits: Tensor, target: Tensor, inputs: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        logits: Tensor,
+        target: Tensor,
+        inputs: tuple[Any, ...],
+        keywords: dict[str, Any],
+        reference_only: bool,
     ) -> Tensor:
         """The reference: sums in plain PyTorch, or the rows themselves."""
         shared = (self.weight, self.ignore_index, self.reduction, self.dim)
         rows = Rows(logits, target, *shared, linear=self.linear)
-        if _defines(type(self), "on_rows") and self.reference_only(*inputs) is not None:
+        if reference_only and _defines(type(self), "on_rows"):
             values = self.on_rows(rows, *inputs, **keywords)
             if self.z_loss:
                 values = values + rows.weigh(self.z_loss * log_sum(rows.logits).square())
             return rows.reduce(values)
-        return rows.reduce(self.plain_values(rows, inputs))
-
-    def plain_values(self, rows: Rows, inputs: tuple[Any, ...] = ()) -> Tensor:
-        """The value of each row by the formula, in plain PyTorch, (M,)."""
         stored = source = None
         if self.teacher_is_stored:
-            stored = stored_rows(
-                inputs[0], inputs[1], rows.logits, rows.shape, rows.num_classes, rows.valid
-            )
+            stored = self._stored(inputs, rows.logits, rows.shape, rows.valid)
         elif self.teacher_argument is not None:
             source = rows.teacher(self.teacher_argument, inputs[0] if inputs else None)
         else:
-            source = self.plain_source(rows, inputs)
+            source = self.mass_source(rows.logits, *inputs)
         sums = PlainSums(self, rows, source, stored)
-        return sums.averaged(value_of(self, sums))
+        return rows.reduce(sums.averaged(value_of(self, sums)))
 
-    def plain_source(self, rows: Rows, inputs: tuple[Any, ...]) -> Tensor | None:
-        """What the masses come from that are no teacher's."""
-        return self._class_row(rows.logits, rows.num_classes)
+    def mass_source(self, logits: Tensor, *inputs: Any) -> Tensor | None:
+        """What the masses come from that are no teacher's, once it fits the logits, (N, K)."""
+        row = self.class_row(logits.shape[1])
+        if row is not None and self.row_field is not None:
+            _checks.check_devices(logits, **{self.row_field: row})
+        return row if row is None else row.to(logits.device)
+
+    @staticmethod
+    def _stored(
+        inputs: tuple[Any, ...], logits: Tensor, shape: torch.Size, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from .stored import stored_rows
+
+        return stored_rows(inputs[0], inputs[1], logits, shape, logits.shape[1], valid)
 
 
 def _defines(cls: type[Loss], method: str) -> bool:
@@ -334,30 +322,28 @@ def _declare(cls: type[Loss]) -> None:
     cls._of_function = tuple(n for n, field in cls.fields.items() if not field.module_only)
     cls._own = tuple(name for name in cls._of_function if name not in _SHARED)
     fields = sorted(cls.fields.values(), key=lambda field: field.kw_only)
-    names = [field.name for field in fields]
-    own = inspect.Parameter("self", _POSITIONAL)
 
     def build(self: Loss, *values: Any) -> None:
-        given = dict(zip(names, values, strict=True))
+        given = {field.name: value for field, value in zip(fields, values, strict=True)}
         nn.Module.__init__(self)
-        for name in cls.fields:
-            value = given[name]
-            cls.fields[name].check(value)
-            if isinstance(value, Tensor):
-                self.register_buffer(name, value)
+        for name, field in cls.fields.items():
+            field.check(given[name])
+            if isinstance(given[name], Tensor):
+                self.register_buffer(name, given[name])
             else:
-                setattr(self, name, value)
+                setattr(self, name, given[name])
         self.check_together()
         self.make_state()
 
-    parameters = [own, *(field.parameter() for field in fields)]
+    parameters = [inspect.Parameter("self", POSITIONAL), *(field.parameter() for field in fields)]
     init = with_signature("__init__", parameters, build, cls.__module__, None)
     cls.__init__ = init  # type: ignore[method-assign]
     register(cls)
     text = inspect.cleandoc(cls.__doc__ or "")
-    listed = arguments_text(f for f in cls.fields.values() if f.name not in _SHARED)
-    if listed and "\nArgs:\n" not in text:
+    own = [field for name, field in cls.fields.items() if name not in _SHARED]
+    if own and "\nArgs:\n" not in text:
         head, mark, tail = text.partition("\nExample:")
+        listed = "\n".join(f"    {field.name}: {field.doc}." for field in own)
         text = f"{head}\nArgs:\n{listed}\n{mark}{tail}"
     cls.__doc__ = text
 
@@ -370,37 +356,33 @@ _SHARED = tuple(Loss.fields)
 def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
     """The loss as a function of logits, target, inputs and hyper-parameters."""
     fields = [cls.fields[name] for name in cls._of_function]
-    positional = [field for field in fields if not field.kw_only]
-    named = [field for field in fields if field.kw_only]
-    tensor: dict[str, Any] = {"annotation": Tensor}
-    optional: dict[str, Any] = {"annotation": Tensor | None}
+    positional = [field.parameter() for field in fields if not field.kw_only]
+    own = [field.parameter() for field in fields if field.kw_only and field.name not in _SHARED]
+    shared = [field.parameter() for field in fields if field.name in _SHARED]
 
-    def given(name: str, default: Any, kind: Any) -> inspect.Parameter:
-        about = tensor if default is REQUIRED else optional
-        return inspect.Parameter(name, kind, default=default, **about)
+    def optional(name: str, kind: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, kind, default=None, annotation=Tensor | None)
 
-    parameters = [given("logits", REQUIRED, _POSITIONAL), given("target", REQUIRED, _POSITIONAL)]
-    parameters += [given(name, REQUIRED, _POSITIONAL) for name in cls.inputs]
-    parameters += [given(name, None, _POSITIONAL) for name in cls.optional_inputs]
-    parameters += [field.parameter() for field in positional]
-    own = [field for field in named if field.name not in _SHARED]
-    parameters += [field.parameter() for field in own]
-    parameters += [given(name, None, _KEYWORD) for name in cls.keywords]
-    parameters += [field.parameter() for field in named if field.name in _SHARED]
+    required = ("logits", "target", *cls.inputs)
+    parameters = [inspect.Parameter(name, POSITIONAL, annotation=Tensor) for name in required]
+    parameters += [optional(name, POSITIONAL) for name in cls.optional_inputs]
+    parameters += [*positional, *own, *(optional(name, KEYWORD) for name in cls.keywords), *shared]
     names = tuple(parameter.name for parameter in parameters)
 
-    def call(*values: Any) -> Tensor:
-        taken = dict(zip(names, values, strict=True))
-        logits, target = taken.pop("logits"), taken.pop("target")
-        inputs = tuple(taken.pop(name) for name in (*cls.inputs, *cls.optional_inputs))
-        keywords = {name: taken.pop(name) for name in cls.keywords}
+    def call(logits: Tensor, target: Tensor, *values: Any) -> Tensor:
+        given = dict(zip(names[2:], values, strict=True))
+        inputs = tuple(given.pop(name) for name in (*cls.inputs, *cls.optional_inputs))
+        keywords = {name: given.pop(name) for name in cls.keywords}
+        for name, value in given.items():
+            cls.fields[name].check(value)
+        loss = cls.bare(given)
+        loss.check_together()
         if inputs and inputs[0] is None:
             inputs = ()
-        return _checked(cls, taken).compute(logits, target, *inputs, **keywords)
+        return loss.compute(logits, target, *inputs, **keywords)
 
-    name = cls.function_name
-    assert name is not None
-    function = with_signature(name, parameters, call, "labo.functional", Tensor)
+    assert cls.function_name is not None
+    function = with_signature(cls.function_name, parameters, call, "labo.functional", Tensor)
     function.__doc__ = function_doc(cls)
     function.loss = cls  # type: ignore[attr-defined]
     return function
@@ -408,22 +390,13 @@ def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
 
 def function_doc(cls: type[Loss]) -> str:
     """The docstring of a class for its function: without the example of the Module."""
-    text = (cls.__doc__ or "").partition("\nExample:")
-    reference = text[2].partition("\nReference:")[2]
+    text, _, rest = (cls.__doc__ or "").partition("\nExample:")
+    head, _, own = text.rstrip().partition("\nArgs:\n")
     soft = " or (..., K) class probabilities" if cls.linear else ""
-    given = f"    logits: (..., K).\n    target: (...) class indices{soft}.\n"
-    shared = f"    {', '.join(_SHARED)}: as for every loss."
-    head, _, own = text[0].rstrip().partition("\nArgs:\n")
-    own = f"{own}\n" if own else ""
-    head = f"{head.rstrip()}\n\nArgs:\n{given}{own}{shared}"
-    head += '\n\nReturns:\n    The reduced loss, or (...) for ``reduction="none"``.'
-    return head + (f"\n\nReference:{reference}" if reference else "")
-
-
-def _checked(cls: type[Self], values: dict[str, Any]) -> Self:
-    """A bare loss, once its hyper-parameters are known to be in range."""
-    for name, value in values.items():
-        cls.fields[name].check(value)
-    loss = cls.bare(values)
-    loss.check_together()
-    return loss
+    lines = ["    logits: (..., K).", f"    target: (...) class indices{soft}."]
+    lines += [own] if own else []
+    lines += [f"    {', '.join(_SHARED)}: as for every loss."]
+    doc = f"{head.rstrip()}\n\nArgs:\n" + "\n".join(lines)
+    doc += '\n\nReturns:\n    The reduced loss, or (...) for ``reduction="none"``.'
+    reference = rest.partition("\nReference:")[2]
+    return doc + (f"\n\nReference:{reference}" if reference else "")

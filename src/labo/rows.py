@@ -33,7 +33,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype))
 
 
-_SPLIT = 1 << 15  # PyTorch's grain size: shorter sums are computed by one thread
+SPLIT = 1 << 15  # PyTorch's grain size: shorter sums are computed by one thread
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def row_sum(x: Tensor) -> Tensor:
     """
     # Under torch.compile the order of a sum is the compiler's, and a test of the length would
     # compile once more for lengths on the other side of it.
-    if not torch.compiler.is_compiling() and x.numel() == x.shape[-1] >= _SPLIT:
+    if not torch.compiler.is_compiling() and x.numel() == x.shape[-1] >= SPLIT:
         return x.expand(2, *x.shape).sum(-1)[0]
     return x.sum(-1)
 
@@ -56,7 +56,7 @@ def spread(x: Tensor, num_classes: int) -> Tensor:
     The backward pass sums over the classes. As in :func:`row_sum`, the bits of a row depend on that
     row alone; plain broadcasting does not guarantee this for a single row.
     """
-    if not torch.compiler.is_compiling() and x.numel() == 1 and num_classes >= _SPLIT:
+    if not torch.compiler.is_compiling() and x.numel() == 1 and num_classes >= SPLIT:
         return x.expand(2, *x.shape).unsqueeze(-1).expand(2, *x.shape, num_classes)[0]
     return x.unsqueeze(-1).expand(*x.shape, num_classes)
 
@@ -117,30 +117,29 @@ def largest(logits: Tensor, k: int) -> Tensor:
     return torch.cat([inside, logits[:, groups * _GROUP :]], 1).topk(k, 1).values
 
 
-def teacher_rows(
-    name: str, logits: Tensor | None, shape: torch.Size, num_classes: int, dim: int
-) -> Tensor:
+def teacher_rows(name: str, given: Any, logits: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """Teacher logits as rows without a graph, (M, K), once they are known to fit.
 
     Args:
         name: of the argument.
-        logits: (..., K), or classes in ``dim``.
+        given: (..., K), or classes in ``dim``.
+        logits: (M, K), those of the model.
         shape: (...) of the samples.
-        num_classes: K.
         dim: the dimension of the classes.
     """
-    if not isinstance(logits, Tensor):
+    if not isinstance(given, Tensor):
         raise _checks.TeacherError(
             f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
         )
-    logits = _checks.local(name, logits)
-    wanted = (*shape, num_classes)
-    if logits.dim() != len(wanted) or logits.movedim(dim, -1).shape != wanted:
+    given = _checks.local(name, given)
+    wanted = (*shape, logits.shape[1])
+    if given.dim() != len(wanted) or given.movedim(dim, -1).shape != wanted:
         raise _checks.TeacherError(
-            f"{name} must have the shape of the logits, got {tuple(logits.shape)} "
-            f"for {num_classes} classes and targets of shape {tuple(shape)}"
+            f"{name} must have the shape of the logits, got {tuple(given.shape)} "
+            f"for {logits.shape[1]} classes and targets of shape {tuple(shape)}"
         )
-    return logits.detach().movedim(dim, -1).reshape(math.prod(shape), num_classes)
+    _checks.check_devices(logits, **{name: given})
+    return given.detach().movedim(dim, -1).reshape(logits.shape)
 
 
 def log_sum(logits: Tensor) -> Tensor:
@@ -213,16 +212,9 @@ class Rows:
         *,
         linear: bool = True,
     ) -> None:
-        """Check the arguments and bring them into rows.
+        """Check the arguments, which are those of every loss, and bring them into rows.
 
-        Args:
-            logits: (..., K), or classes in ``dim``.
-            target: (...) class indices, or probabilities of the shape of ``logits``.
-            weight: (K,) class weights.
-            ignore_index: rows with this target do not count.
-            reduction: "none", "mean" or "sum".
-            dim: the dimension of the classes.
-            linear: whether the loss is linear in the label, and so accepts class probabilities.
+        ``linear`` tells whether the loss is linear in the label, and so takes class probabilities.
         """
         _checks.check_tensors(logits, target)
         logits, target = _checks.local("logits", logits), _checks.local("target", target)
@@ -248,19 +240,18 @@ class Rows:
             _checks.check_distribution("probability targets", self.flatten(target))
             self.target = self.flatten(target).to(self.logits.dtype)
         else:
-            self._set_indices(target.long(), num_classes, ignore_index)
+            _checks.check_range(target.long(), num_classes, ignore_index)
+            self.target = target.long().reshape(-1)
+            valid = self.target != ignore_index
+            if not (_checks.can_read(valid) and bool(valid.all())):
+                self.valid = valid
+                self.target = self.target.masked_fill(~valid, 0)
+                self.logits = self.of_valid(self.logits)
         self.shifted = shifted(self.logits)
 
-    def _set_indices(self, target: Tensor, num_classes: int, ignore_index: int) -> None:
-        _checks.check_range(target, num_classes, ignore_index)
-        self.target = target.reshape(-1)
-        valid = self.target != ignore_index
-        if _checks.can_read(valid) and bool(valid.all()):
-            return
-        self.valid = valid
-        self.target = self.target.masked_fill(~valid, 0)
-        # Nothing in an ignored row, NaN included, may reach values or gradients.
-        self.logits = self.logits.masked_fill(~valid.unsqueeze(-1), 0.0)
+    def of_valid(self, x: Tensor) -> Tensor:
+        """0 in ignored rows: nothing in them, NaN included, may reach values or gradients."""
+        return x if self.valid is None else x.masked_fill(~self.valid.unsqueeze(-1), 0.0)
 
     def count(self) -> Tensor:
         """The number of classes that are not masked, (M,)."""
@@ -289,9 +280,7 @@ class Rows:
     def like(self, logits: Tensor) -> Rows:
         """The rows of other logits with the same labels; they have the layout of those given."""
         other = copy(self)
-        other.logits = other.flatten(upcast(logits))
-        if self.valid is not None:
-            other.logits = other.logits.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        other.logits = self.of_valid(self.flatten(upcast(logits)))
         other.shifted = shifted(other.logits)
         return other
 
@@ -301,11 +290,8 @@ class Rows:
         A class that is masked for the student (logit -inf) is masked for the teacher too. Ignored
         rows become uniform.
         """
-        given = teacher_rows(name, logits, self.shape, self.num_classes, self.dim)
-        _checks.check_devices(self.logits, **{name: given})
-        rows = upcast(given).to(self.logits.dtype)
-        if self.valid is not None:
-            rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        given = teacher_rows(name, logits, self.logits, self.shape, self.dim)
+        rows = self.of_valid(upcast(given).to(self.logits.dtype))
         return rows.masked_fill(self.logits == -math.inf, -math.inf)
 
     def log_probabilities(self, tau: float = 1.0) -> Tensor:

@@ -131,50 +131,36 @@ class Formula(Protocol):
         """The value of each row, (N,)."""
 
 
-class _Sum:
-    """An attribute of :class:`RowSums` that its subclasses provide by name."""
-
-    def __init__(self, about: str) -> None:
-        self.__doc__ = about
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, row: Any, owner: type) -> Tensor:
-        found: Tensor = row._sum(self.name)
-        return found
-
-
 class RowSums:
     """What the value of a row is made of: (N,) tensors, float64 where the device has it.
 
     With class probabilities as labels (the reference only) what belongs to the target has a row for
-    each class, (K, N), and the value is averaged over the label.
+    each class, (K, N), and the value is averaged over the label. "Constant" means no gradient.
     """
 
-    top = _Sum("the largest logit; a constant")
-    count = _Sum("the number of classes that are not masked; a constant")
-    e = _Sum("the sum of exp(u)")
-    ue = _Sum("the sum of u exp(u)")
-    u_y = _Sum("u of the target; -inf if it is masked")
-    u_top = _Sum("0, with the gradient of the largest logit")
-    r = _Sum("the sum of exp(u / tau), after `tempered`")
-    tau = _Sum("the temperature of r: that of `tempered`, times the spread of the row")
-    source_tau = _Sum("the temperature of a teacher")
-    q = _Sum("the sum of the masses; a constant")
-    qu = _Sum("the sum of q u")
-    qd = _Sum("the sum of q (v / source_tau - u / tau)")
-    q_y = _Sum("q of the target; a constant")
-    v_y = _Sum("the teacher's v of the target; -inf if it is masked; a constant")
-    mix = _Sum("the sum of log(1 + exp(x)), after `mixture`")
-    emix = _Sum("the sum of e log(1 + exp(-x)), after `mixture`")
-    rd = _Sum("the sum of r d, d = v / tau - u / tau; 0 d = 0")
-    rmix = _Sum("the sum of r log(1 + exp(x)), after `teacher_mixture`")
-    qmix = _Sum("the sum of q log(1 + exp(-x)), after `teacher_mixture`")
-    u_stored = _Sum("u of the stored classes, (N, k); -inf if masked or padding")
-    log_t = _Sum("the teacher's log-probabilities of the stored classes, (N, k); a constant")
-    gap = _Sum("the largest of the classes that are not stored minus the largest of all")
-    u_largest = _Sum("u of the largest logits, (N, k), after `largest`; a constant")
+    top: Tensor  # the largest logit; constant
+    count: Tensor  # the number of classes that are not masked; constant
+    e: Tensor  # the sum of exp(u)
+    ue: Tensor  # the sum of u exp(u)
+    u_y: Tensor  # u of the target; -inf if it is masked
+    u_top: Tensor  # 0, with the gradient of the largest logit
+    r: Tensor  # the sum of exp(u / tau), after `tempered`
+    tau: Tensor  # the temperature of r: that of `tempered`, times the spread of the row
+    source_tau: Tensor  # the temperature of a teacher
+    q: Tensor  # the sum of the masses; constant
+    qu: Tensor  # the sum of q u
+    qd: Tensor  # the sum of q (v / source_tau - u / tau)
+    q_y: Tensor  # q of the target; constant
+    v_y: Tensor  # the teacher's v of the target; -inf if it is masked; constant
+    mix: Tensor  # the sum of log(1 + exp(x)), after `mixture`
+    emix: Tensor  # the sum of e log(1 + exp(-x)), after `mixture`
+    rd: Tensor  # the sum of r d, d = v / tau - u / tau; 0 d = 0
+    rmix: Tensor  # the sum of r log(1 + exp(x)), after `teacher_mixture`
+    qmix: Tensor  # the sum of q log(1 + exp(-x)), after `teacher_mixture`
+    u_stored: Tensor  # u of the stored classes, (N, k); -inf if masked or padding
+    log_t: Tensor  # the teacher's log-probabilities of the stored classes, (N, k); constant
+    gap: Tensor  # the largest of the classes that are not stored minus the largest of all
+    u_largest: Tensor  # u of the largest logits, (N, k), after `largest`; constant
 
     w_y: float | Tensor  # the class weight of the target, or 1.0
 
@@ -185,7 +171,13 @@ class RowSums:
         self._log_e: Tensor | None = None
         self._log_p_y: Tensor | None = None
 
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in _ATTRIBUTES:
+            raise AttributeError(f"the sums of a row have no {name!r}")
+        return self._sum(name)
+
     def _sum(self, name: str) -> Tensor:
+        """The attribute of this name."""
         raise NotImplementedError(name)
 
     def _set(self, **settings: Any) -> None:
@@ -284,6 +276,9 @@ class RowSums:
         return self.qd / self.q - self.q.log() + self.r.log()
 
 
+_ATTRIBUTES = frozenset(RowSums.__annotations__)
+
+
 def value_of(loss: Formula, row: RowSums) -> Tensor:
     """The value of each row, with the z-loss of the loss: z_loss (log sum exp z)^2."""
     value = loss.value(row)
@@ -305,8 +300,8 @@ _OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu", "rd", "rmix", "qmix"})
 class Traced(RowSums):
     """Notes what a formula uses. Every sum is 1."""
 
-    def __init__(self, loss: Formula, weighted: bool) -> None:
-        one = torch.ones(1, dtype=torch.float64)
+    def __init__(self, loss: Formula, weighted: bool, device: torch.device | None) -> None:
+        one = torch.ones(1, dtype=torch.float32, device=device)
         super().__init__(loss, one if weighted else 1.0, 2)
         self.used: set[str] = set()
         self.settings: dict[str, Any] = {}
@@ -326,9 +321,9 @@ _BY_CLASS = ("u_stored", "log_t", "u_largest")
 
 
 @torch.no_grad()
-def passes_of(loss: Formula, weighted: bool) -> Passes:
-    """What the passes of a fast backend compute for a loss."""
-    row = Traced(loss, weighted)
+def passes_of(loss: Formula, weighted: bool, device: torch.device | None = None) -> Passes:
+    """What the passes of a fast backend compute for a loss, whose tensors are on ``device``."""
+    row = Traced(loss, weighted, device)
     value_of(loss, row)
     settings = row.settings
     if "odds" in settings:
@@ -374,9 +369,9 @@ class PlainSums(RowSums):
             )
         super().__init__(loss, w_y, rows.num_classes)
         self.rows, self.source = rows, source
-        self.index = None if stored is None else stored[0]
-        self._log_t = None if stored is None else stored[1]
-        self._found: dict[str, Tensor] = {}
+        self._known: dict[str, Tensor] = {}
+        if stored is not None:
+            self.index, self._known["log_t"] = stored[0], stored[1].to(self.dtype)
         self._settings: dict[str, Any] = {"tau": 1.0}
         z = rows.shifted
         left_out = self._left_out(z)
@@ -393,7 +388,7 @@ class PlainSums(RowSums):
         """(M, K) bool, the classes that are in no sum; None if all are."""
         if self.others:
             return self.rows.is_label()
-        if self.index is None:
+        if not self.stored:
             return None
         # Padding is written to a column that is then left out.
         column = self.index.masked_fill(self.index < 0, z.shape[-1])
@@ -404,9 +399,64 @@ class PlainSums(RowSums):
         self._settings |= settings
 
     def _sum(self, name: str) -> Tensor:
-        if name not in self._found:
-            self._found[name] = getattr(self, f"_get_{name}")()
-        return self._found[name]
+        if name not in self._known:
+            self._known[name] = self._compute(name)
+        return self._known[name]
+
+    def _compute(self, name: str) -> Tensor:
+        u, rows, settings = self._u, self.rows, self._settings
+        match name:
+            case "top":
+                top = rows.logits.detach().amax(-1)
+                moved = rows.shifted.detach().amax(-1) - self._top.squeeze(-1)
+                return torch.where(top == -math.inf, top, top - moved).to(self.dtype)
+            case "count":
+                return self._total((~self._masked).to(u.dtype))
+            case "exp_u":
+                return u.exp()
+            case "e":
+                return self._total(self._sum("exp_u"))
+            case "ue":
+                return self._total(self._sum("exp_u") * self._finite(u))
+            case "u_y":
+                return self._of_target(rows.shifted - self._top)
+            case "u_top":
+                # Of several largest logits the first gets the whole gradient; amax would share it.
+                return u.max(-1).values.to(self.dtype)
+            case "gap":
+                return (self._summed_top - self._top).squeeze(-1).to(self.dtype)
+            case "tau":
+                return self._temperature(rows.logits)
+            case "source_tau":
+                return self._temperature(self._given)
+            case "r":
+                return self._total(self._over_tau(u, self.tau).exp())
+            case "v_y":
+                # Of a target that is in no sum, relative to the largest of the teacher's others.
+                return self._of_target(shifted(self._given) - self._teacher_top())
+            case "mix":
+                return self._total(self._finite(log_1_exp(self._x())))
+            case "emix":
+                return self._total(self._sum("exp_u") * log_1_exp(-self._x()))
+            case "rd":
+                r, _, d = self._difference()
+                return self._products(d.masked_fill(r == 0, 0.0), r)
+            case "rmix":
+                r, _, d = self._difference()
+                return self._products(log_1_exp(d + self._teacher_shift()), r)
+            case "qmix":
+                _, q, d = self._difference()
+                below = log_1_exp(-d - self._teacher_shift())
+                return self._products(below.masked_fill(q == 0, 0.0), q)
+            case "u_largest":
+                top_k = largest(rows.shifted.detach(), settings["top_k"])
+                return (top_k - self._top).to(self.dtype)
+            case "u_stored":
+                z = rows.shifted.gather(-1, self.index.clamp(min=0)) - self._top
+                return z.masked_fill(self.index < 0, -math.inf).to(self.dtype)
+            case _:
+                self._find_masses()
+                return self._known[name]
 
     def _total(self, x: Tensor) -> Tensor:
         return row_sum(x).to(self.dtype)
@@ -424,43 +474,10 @@ class PlainSums(RowSums):
         """The entries of the target, (M,), or of every class, (K, M), for soft labels."""
         return (x.T if self.rows.soft else self.rows.pick(x)).to(self.dtype)
 
-    def _get_top(self) -> Tensor:
-        top = self.rows.logits.detach().amax(-1)
-        moved = self.rows.shifted.detach().amax(-1) - self._top.squeeze(-1)
-        return torch.where(top == -math.inf, top, top - moved).to(self.dtype)
-
-    def _get_count(self) -> Tensor:
-        return self._total((~self._masked).to(self._u.dtype))
-
-    def _get_e(self) -> Tensor:
-        return self._total(self._exp_u())
-
-    def _exp_u(self) -> Tensor:
-        if "exp_u" not in self._found:
-            self._found["exp_u"] = self._u.exp()
-        return self._found["exp_u"]
-
-    def _get_ue(self) -> Tensor:
-        return self._total(self._exp_u() * self._finite(self._u))
-
-    def _get_u_y(self) -> Tensor:
-        return self._of_target(self.rows.shifted - self._top)
-
-    def _get_u_top(self) -> Tensor:
-        # Of several largest logits the first one gets the whole gradient; amax would share it.
-        return self._u.max(-1).values.to(self.dtype)
-
-    def _get_gap(self) -> Tensor:
-        return (self._summed_top - self._top).squeeze(-1).to(self.dtype)
-
-    # the temperature
-
-    def _get_tau(self) -> Tensor:
-        return self._temperature(self.rows.logits)
-
-    def _get_source_tau(self) -> Tensor:
+    @property
+    def _given(self) -> Tensor:
         assert self.source is not None
-        return self._temperature(self.source)
+        return self.source
 
     def _temperature(self, logits: Tensor) -> Tensor:
         tau, spread = self._settings["tau"], self._settings.get("spread")
@@ -475,8 +492,20 @@ class PlainSums(RowSums):
             return u / self._settings["tau"]
         return over_tau(u, tau.to(u.dtype).unsqueeze(-1))
 
-    def _get_r(self) -> Tensor:
-        return self._total(self._over_tau(self._u, self.tau).exp())
+    def _x(self) -> Tensor:
+        shift = (self._settings["odds"] * self.count / self.e).log()
+        return self._finite(self._u) + shift.to(self._u.dtype).unsqueeze(-1)
+
+    def _teacher_shift(self) -> Tensor:
+        """x - d of a mixture with a teacher, (M, 1)."""
+        shift = (self._settings["odds"] * self.r / self.q).log()
+        return shift.to(self._u.dtype).unsqueeze(-1)
+
+    def _difference(self) -> tuple[Tensor, Tensor, Tensor]:
+        """r, q and d, (M, K). Where the teacher alone has masked a class, d is -inf."""
+        v = shifted(self._given).masked_fill(self._masked, -math.inf) - self._teacher_top()
+        of_teacher, u = self._over_tau(v, self.source_tau), self._over_tau(self._u, self.tau)
+        return u.exp(), of_teacher.exp(), self._finite(of_teacher) - self._finite(u)
 
     # masses
 
@@ -490,7 +519,8 @@ class PlainSums(RowSums):
         elif self.source is None:
             q = torch.ones_like(self._u)
         elif kind == FROM_TEACHER:
-            v = self._teacher_v()
+            masked_too = shifted(self.source).masked_fill(self._masked, -math.inf)
+            v = masked_too - self._teacher_top()
             q = self._over_tau(v, self.source_tau).exp()
         elif kind == FROM_TABLE:
             q = self.source.to(self._u.dtype)[self.rows.target]
@@ -498,12 +528,10 @@ class PlainSums(RowSums):
             q = self.source.to(self._u.dtype).expand_as(self._u)
         return self._finite(q), v
 
-    def _teacher_v(self) -> Tensor:
-        """The teacher's logits minus the largest that is in the sums, (M, K); -inf if masked."""
-        assert self.source is not None
-        z = shifted(self.source).masked_fill(self._masked, -math.inf)
-        top = z.amax(-1, keepdim=True)
-        return z - top.masked_fill(top == -math.inf, 0.0)
+    def _teacher_top(self) -> Tensor:
+        """The largest of the teacher's logits that are in the sums, (M, 1)."""
+        top = shifted(self._given).masked_fill(self._masked, -math.inf).amax(-1, keepdim=True)
+        return top.masked_fill(top == -math.inf, 0.0)
 
     def _find_masses(self) -> None:
         if self._settings["masses"] == FROM_TABLE and self.rows.soft:
@@ -511,110 +539,27 @@ class PlainSums(RowSums):
             return
         (q, v), u = self._q(), self._finite(self._u)
         weight = self.rows.weight
-        self._found |= {"q": self._total(q), "qu": self._products(u, q)}
+        self._known |= {"q": self._total(q), "qu": self._products(u, q)}
         if not (self.others or self.stored):
-            self._found["q_y"] = self._of_target(q)
+            self._known["q_y"] = self._of_target(q)
         if weight is not None:
             weighted = q * weight
-            self._found |= {"wq": self._total(weighted), "wqu": self._products(u, weighted)}
+            self._known |= {"wq": self._total(weighted), "wqu": self._products(u, weighted)}
         if v is not None:
-            absent = v == -math.inf
-            of_teacher = self._over_tau(v, self.source_tau).masked_fill(absent, 0.0)
+            of_teacher = self._over_tau(v, self.source_tau).masked_fill(v == -math.inf, 0.0)
             of_model = self._over_tau(u, self.tau)
-            self._found["qd"] = self._products(of_teacher - of_model, q)
+            self._known["qd"] = self._products(of_teacher - of_model, q)
 
     def _find_mixed_table(self) -> None:
         """The sums for every class as label, (K, M): the row of each class in the table."""
-        assert self.source is not None
-        table, weight = self.source.to(self._u.dtype), self.rows.weight
+        table, weight = self._given.to(self._u.dtype), self.rows.weight
         u, present = self._finite(self._u).T, (~self._masked).to(self._u.dtype).T
         with torch.autocast(u.device.type, enabled=False):
-            self._found |= {"q": (table @ present).to(self.dtype)}
-            self._found |= {"qu": (table @ u).to(self.dtype)}
+            products = {"q": table @ present, "qu": table @ u}
             if weight is not None:
                 weighted = table * weight
-                self._found["wq"] = (weighted @ present).to(self.dtype)
-                self._found["wqu"] = (weighted @ u).to(self.dtype)
-
-    def _mass(self, name: str) -> Tensor:
-        self._find_masses()
-        return self._found[name]
-
-    def _get_q(self) -> Tensor:
-        return self._mass("q")
-
-    def _get_qu(self) -> Tensor:
-        return self._mass("qu")
-
-    def _get_qd(self) -> Tensor:
-        return self._mass("qd")
-
-    def _get_wq(self) -> Tensor:
-        return self._mass("wq")
-
-    def _get_wqu(self) -> Tensor:
-        return self._mass("wqu")
-
-    def _get_q_y(self) -> Tensor:
-        return self._mass("q_y")
-
-    def _get_v_y(self) -> Tensor:
-        """Of a target that is in no sum, relative to the largest of the teacher's others."""
-        assert self.source is not None
-        z = shifted(self.source)
-        top = z.masked_fill(self._masked, -math.inf).amax(-1, keepdim=True)
-        return self._of_target(z - top.masked_fill(top == -math.inf, 0.0))
-
-    # mixture, largest logits, stored classes
-
-    def _x(self) -> Tensor:
-        shift = (self._settings["odds"] * self.count / self.e).log()
-        return self._finite(self._u) + shift.to(self._u.dtype).unsqueeze(-1)
-
-    def _get_mix(self) -> Tensor:
-        return self._total(self._finite(log_1_exp(self._x())))
-
-    def _get_emix(self) -> Tensor:
-        return self._total(self._exp_u() * log_1_exp(-self._x()))
-
-    # what a teacher and the logits have in common
-
-    def _difference(self) -> tuple[Tensor, Tensor, Tensor]:
-        """r, q and d, (M, K). Where the teacher alone has masked a class, d is -inf."""
-        v, r = self._teacher_v(), self._over_tau(self._u, self.tau).exp()
-        of_teacher = self._over_tau(v, self.source_tau)
-        d = of_teacher.masked_fill(self._masked, 0.0)
-        return r, of_teacher.exp(), d - self._over_tau(self._finite(self._u), self.tau)
-
-    def _get_rd(self) -> Tensor:
-        r, _, d = self._difference()
-        return self._products(d.masked_fill(r == 0, 0.0), r)
-
-    def _mixed_with_teacher(self) -> tuple[Tensor, Tensor, Tensor]:
-        r, q, d = self._difference()
-        shift = (self._settings["odds"] * self.r / self.q).log()
-        return r, q, d + shift.to(d.dtype).unsqueeze(-1)
-
-    def _get_rmix(self) -> Tensor:
-        r, _, x = self._mixed_with_teacher()
-        return self._products(log_1_exp(x), r)
-
-    def _get_qmix(self) -> Tensor:
-        _, q, x = self._mixed_with_teacher()
-        return self._products(log_1_exp(-x).masked_fill(q == 0, 0.0), q)
-
-    def _get_u_largest(self) -> Tensor:
-        k = self._settings["top_k"]
-        return (largest(self.rows.shifted.detach(), k) - self._top).to(self.dtype)
-
-    def _get_u_stored(self) -> Tensor:
-        assert self.index is not None
-        z = self.rows.shifted.gather(-1, self.index.clamp(min=0)) - self._top
-        return z.masked_fill(self.index < 0, -math.inf).to(self.dtype)
-
-    def _get_log_t(self) -> Tensor:
-        assert self._log_t is not None
-        return self._log_t.to(self.dtype)
+                products |= {"wq": weighted @ present, "wqu": weighted @ u}
+        self._known |= {name: product.to(self.dtype) for name, product in products.items()}
 
     def averaged(self, values: Tensor) -> Tensor:
         """The value of each row, (M,), in the dtype of the rows."""

@@ -58,11 +58,14 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET |= {"accelerator": "cpu"}
+
+
 def trainer(folder: Path, *callbacks: pl.Callback, **options) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = quiet | {"accelerator": "cpu", "max_epochs": 1} | options
     callbacks = (RegularizationCallback(), *callbacks)
-    return pl.Trainer(default_root_dir=folder, callbacks=list(callbacks), **options)
+    options = {"max_epochs": 1} | options
+    return pl.Trainer(default_root_dir=folder, callbacks=list(callbacks), **QUIET, **options)
 
 
 def warmup(steps: int) -> labo.Warmup:
@@ -212,21 +215,17 @@ def test_a_frozen_teacher_is_hidden(tmp_path):
         assert torch.equal(value, before[key])
 
 
-def test_a_warm_up_without_the_callback_is_warned_about():
-    module = Module(warmup(3))
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    run = pl.Trainer(accelerator="cpu", max_epochs=200, enable_checkpointing=False, **quiet)
-    with pytest.warns(UserWarning, match="1000 training passes without a step"):
+@pytest.mark.parametrize(
+    ("loss", "teacher", "passes"),
+    [(lambda: warmup(3), None, 1000), (labo.DistillationLoss, "ema", 100)],
+)
+def test_what_nobody_steps_is_warned_about(loss, teacher, passes, tmp_path):
+    """Without the callback: a warm-up that never ends, an average that never moves."""
+    module = Module(loss(), teacher)
+    run = pl.Trainer(max_epochs=passes // 5, enable_checkpointing=False, **QUIET)
+    with pytest.warns(UserWarning, match=f"{passes} training passes without a step"):
         run.fit(module, data())
-
-
-def test_an_average_that_nobody_updates_is_warned_about(tmp_path):
-    module = Module(labo.DistillationLoss(), "ema")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    run = pl.Trainer(accelerator="cpu", max_epochs=20, enable_checkpointing=False, **quiet)
-    with pytest.warns(UserWarning, match="100 training passes without a step"):
-        run.fit(module, data())
-    trainer(tmp_path, max_epochs=21, enable_checkpointing=False).fit(module, data())
+    trainer(tmp_path, max_epochs=passes // 5 + 1, enable_checkpointing=False).fit(module, data())
 
 
 def test_the_average_is_the_mean_until_its_decay():
@@ -258,14 +257,8 @@ def test_the_example_module_has_the_mean_over_all_targets(sizes):
     y[::7] = -100
     parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
     # One more than there are micro-batches: Lightning still divides by accumulate_grad_batches.
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    run = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=len(sizes) + 1,
-        enable_checkpointing=False,
-        **quiet,
-    )
+    options = {"accumulate_grad_batches": len(sizes) + 1, "enable_checkpointing": False}
+    run = pl.Trainer(max_epochs=1, **options, **QUIET)
     run.fit(module, DataLoader(parts, batch_size=None))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     labo.LABOLoss()(model(x), y).backward()

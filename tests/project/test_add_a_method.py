@@ -44,8 +44,8 @@ def test_the_page_leads_to_a_method_that_passes_the_tests(tmp_path):
     changed = {*follow(tmp_path)}
     assert "you edit **three files**" in PAGE.read_text()
     assert changed == {"src/labo/losses/weights.py", "tests/conftest.py", "docs/methods.md"}
-    files = ["functional", "algebra", "behaviour", "losses", "linear_loss", "worked_numbers"]
-    paths = [f"tests/core/test_{name}.py" for name in files]
+    files = ["losses", "fast/test_formula.py", "test_loss.py", "test_linear.py"]
+    paths = [f"tests/core/{name}" for name in files]
     paths += ["tests/project/test_docs.py", "tests/lab/test_methods.py"]
     paths += ["tests/project/test_recipe_page.py"]
     command = [sys.executable, "-m", "pytest", *paths]

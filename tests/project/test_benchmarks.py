@@ -48,6 +48,18 @@ def test_every_rowwise_loss_beside_label_smoothing(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+def test_auto_beside_the_reference(tmp_path):
+    main = importlib.import_module("benchmarks.__main__").main
+    main(["--smoke", "--only", "auto", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    sizes, dtypes = ("8 x 10", "128 x 100"), ("float32", "float16")
+    assert {row["work"] for row in rows} == {
+        f"backend, {size}, {dtype}" for size in sizes for dtype in dtypes
+    }
+    assert {row["ours"] for row in rows} >= {"LABO, auto", "KD, auto", "stored classes, auto"}
+    assert all(row["rival"] == row["ours"].replace("auto", "reference") for row in rows)
+
+
 def test_gpu_tables(capsys):
     main = importlib.import_module("benchmarks.gpu").main
     main(["--device", "cpu", "--smoke"])

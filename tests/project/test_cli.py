@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 
 from labo import cli
+from labo._version import __version__
 from labo.cli import _status_and_message, app
 from labo.lab.methods import METHODS, methods_for
 from labo.lab.tasks import TASKS
@@ -50,6 +51,17 @@ def test_an_unknown_task_is_refused():
     assert done.stderr.startswith("labo: --task: unknown task 'translate'; did you mean")
 
 
+def test_version_and_groups(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"labo {__version__}\n"
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    groups = re.findall(r"─ (\w[\w ]*) ─", capsys.readouterr().out)
+    assert groups == ["Options", "Data", "Training", "Comparison", "Use of a trained model"]
+
+
 @pytest.mark.parametrize("name", get_command(app).commands)
 def test_help_is_in_whole_sentences(name):
     command = get_command(app).commands[name]
@@ -84,6 +96,7 @@ def test_a_wrong_request_is_one_line_and_status_2(arguments, line, tmp_path):
     ("arguments", "said"),
     [
         (["trian"], "'trian'"),
+        (["--bogus"], r"No such option: --bogus \(labo --help\)"),
         (["train"], r"(?i)missing argument 'recipe' \(labo train --help\)"),
         (
             ["train", "digits", "--epochs", "3"],

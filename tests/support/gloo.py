@@ -4,6 +4,8 @@ started for one function in the environment of torchrun."""
 from __future__ import annotations
 
 import datetime
+import importlib
+import inspect
 import multiprocessing
 import os
 import socket
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,6 +106,28 @@ class Processes:
         for worker in self.workers:
             worker.kill()
             worker.join()
+
+
+def on_processes(*sizes: int) -> Callable[[Callable[..., None]], Any]:
+    """A test that runs on so many processes at once; its first argument is the World of each."""
+
+    def decorate(case: Callable[..., None]) -> Any:
+        def test(processes: Processes, size: int, **arguments: Any) -> None:
+            processes.run(size, _run_case, case.__module__, case.__name__, arguments)
+
+        names = ("processes", "size", *list(inspect.signature(case).parameters)[1:])
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
+        test.case = case  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", sizes)(test)
+
+    return decorate
+
+
+def _run_case(world: World, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).case(world, **arguments)
 
 
 def launch(size: int, function: Callable[..., None], *args: Any) -> None:

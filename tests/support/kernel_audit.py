@@ -122,6 +122,10 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
     out = torch.empty_like(logits)
     yield "formula gradient", lambda: kernels.gradient(*fixed, coefficients, out)
+    if mode < 2:
+        student = logits.clone() if mode else None
+        yield "moments", lambda: kernels.masked_moments(logits, mode == 1, student)
+        yield "targets", lambda: kernels.count_targets(target, classes, -100, weight)
 
 
 # ------------------------------------------------------------------ ahead of time

@@ -30,6 +30,15 @@ Kill = tuple[str, int]
 TEACHERLESS = {"kd", "dkd", "tf-kd-self"}  # methods that want another run as their teacher
 IMAGE_METHODS = methods_for("image_classification")
 TEXT_METHODS = methods_for("translation")
+# make soak trains every method; otherwise those with a state, a teacher or draws, and two others.
+SOAK = int(os.environ.get("LABO_SOAK", "0"))
+_STATEFUL = {"kd", "ps-kd", "r-drop", "connet", "labo", "topk-kd", "ls", "fl"}
+
+
+def trained_methods(task: str) -> list[str]:
+    """The methods of a task that tests of whole runs train."""
+    return [name for name in methods_for(task) if SOAK or name in _STATEFUL]
+
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(

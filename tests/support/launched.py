@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import lab_runs
-from labo.lab.compare import launch
+from labo.lab.compare import engines
 
 
 class Launcher:
-    """Stands in for ``subprocess.Popen`` in ``labo.lab.compare.launch``.
+    """Stands in for ``subprocess.Popen`` in ``labo.lab.compare.engines``.
 
     Attributes:
         started: the arguments of every command so far.
@@ -24,8 +24,8 @@ class Launcher:
     @classmethod
     def install(cls, monkeypatch: Any) -> Launcher:
         launcher = cls()
-        monkeypatch.setattr(launch.subprocess, "Popen", launcher)
-        monkeypatch.setattr(launch, "_POLL_SECONDS", 0.01)
+        monkeypatch.setattr(engines.subprocess, "Popen", launcher)
+        monkeypatch.setattr(engines, "POLL_SECONDS", 0.01)
         return launcher
 
     def __call__(self, command: list[str], *, stdout: Any, env: Any, **options: Any) -> Forked:

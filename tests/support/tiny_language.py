@@ -10,6 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.options import Tokenization
+from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.tokenizers import learn_tokenizer
 
 ANIMALS = ["dog", "cat", "fox", "owl", "über-bär"]
@@ -37,3 +40,25 @@ def learned_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def prepare_texts(folder: Path, texts: list[str] = SENTENCES, **options: Any) -> Path:
+    """A folder of documents, each fifth held out; the vocabulary is learned unless one is given."""
+    documents = [RawDocument(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(texts)]
+    return _prepare(folder, documents, **options)
+
+
+def prepare_prompts(folder: Path, texts: list[str] = SENTENCES, **options: Any) -> Path:
+    """A folder of prompts with completions, in the tokens of :func:`learned_tokenizer`."""
+    documents = [
+        RawDocument(f"{n}", "prompt", (Part(f"say {s}: ", False), Part(s[:12], True)))
+        for n, s in enumerate(texts)
+    ]
+    return _prepare(folder, documents, **{"tokenizer": learned_tokenizer()} | options)
+
+
+def _prepare(folder: Path, documents: list[RawDocument], **options: Any) -> Path:
+    tokenizer = options.pop("tokenizer", None)
+    chosen = Tokenization(**{"holdout": 5, "holdout_test": 5} | options)
+    prepare_documents(folder, {"train": documents}, chosen, tokenizer=tokenizer)
+    return folder

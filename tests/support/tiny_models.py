@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import torch
 import transformers
 from torch import nn
@@ -55,6 +58,7 @@ def build(family: str, tied: bool = True, seed: int = 0, vocabulary: int = V, **
             forced_eos_token_id=2,
             **sizes,
             **shared,
+            **settings,
         )
         name = {"Marian": "MarianMTModel", "Bart": "BartForConditionalGeneration"}[family]
         model = getattr(transformers, name)(config)
@@ -133,7 +137,8 @@ def gradients(model, value):
 
 def stepped(model, slopes):
     """The parameters after a step of SGD with the learning rate of ``arguments``."""
-    return [p - RATE * g for p, g in zip(trained(model), slopes, strict=True)]
+    pairs = zip(trained(model), slopes, strict=True)
+    return [p if g is None else p - RATE * g for p, g in pairs]
 
 
 def assert_same(ours, theirs, **tolerance):
@@ -173,3 +178,27 @@ def make_trainer(way, model, loss, args, data=None, teacher=None, **settings):
         return hf.regularize(cls(model=model, args=args, **settings), loss, teacher=teacher)
     callbacks = [hf.RegularizationCallback(loss)]
     return cls(model=hf.fuse_head(model, loss), args=args, callbacks=callbacks, **settings)
+
+
+def assert_step(way, model, loss, data, out, *, accumulate=1, by=by_hand, rows=collate, **settings):
+    """One step of a Trainer, in micro-batches, is that of SGD on ``by(model, batch, loss)``.
+
+    Args:
+        way: as for ``make_trainer``, or a function of (model, loss, args, data, **settings).
+    """
+    expected = copy.deepcopy(model).train()
+    slopes = gradients(expected, by(expected, rows(data), loss))
+    args = arguments(
+        out,
+        kind_of_arguments(model),
+        max_steps=1,
+        per_device_train_batch_size=len(data) // accumulate,
+        gradient_accumulation_steps=accumulate,
+    )
+    make = way if callable(way) else functools.partial(make_trainer, way)
+    trainer = make(model, loss, args, data, data_collator=rows, **settings)
+    trainer.train()
+    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+    pairs = zip(trained(model), trained(expected), strict=True)
+    assert not all(torch.allclose(one, other) for one, other in pairs)
+    return trainer

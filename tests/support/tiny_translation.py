@@ -14,8 +14,9 @@ from transformers import MarianMTModel, PreTrainedTokenizerFast
 
 from labo.lab.run.files import write_json
 from labo.lab.text.subwords import Merges, make_tokenizer
-from labo.lab.translation.decoding import Decode, generation_config
+from labo.lab.translation.decoding import generation_config
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, fresh_translator, marian_config
+from labo.lab.translation.options import Decode
 
 POSITIONS = 40
 VOCABULARY = 24
@@ -124,7 +125,7 @@ def save_folder(
 
 def byte_folder(folder: Path, *, seed: int = 0, **facts: Any) -> Path:
     """A folder whose model babbles bytes."""
-    tags = [pair["tag"] for pair in facts.get("pairs", ()) if pair["tag"]]
+    tags = dict.fromkeys(pair["tag"] for pair in facts.get("pairs", ()) if pair["tag"])
     tokenizer = byte_tokenizer(*tags)
     return save_folder(
         folder, random_model(len(tokenizer), len(tokenizer), seed=seed), tokenizer, **facts

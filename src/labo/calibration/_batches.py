@@ -29,11 +29,6 @@ def pairs(logits: Tensor | Batches, target: Tensor | None) -> Iterable[tuple[Ten
     return logits() if callable(logits) else logits
 
 
-def is_read_once(logits: Tensor | Batches) -> bool:
-    """Whether a second pass over the batches would find nothing, as with a generator."""
-    return isinstance(logits, Iterator)
-
-
 def blocks(
     logits: Tensor | Batches, target: Tensor | None, ignore_index: int, dim: int
 ) -> Iterator[Rows]:
@@ -44,21 +39,20 @@ def blocks(
             are all -inf.
     """
     for batch in pairs(logits, target):
-        if not _is_pair(batch):
+        pair = isinstance(batch, tuple | list) and len(batch) == 2
+        if not pair or not all(isinstance(part, Tensor) for part in batch):
             raise TypeError(
                 f"each batch must be a pair of tensors (logits, target), got {type(batch).__name__}"
             )
         scores, labels = batch[0], batch[1].to(batch[0].device)
         _checks.check_logits(scores, dim)
-        soft = _checks.check_target(scores.shape, labels, dim)
-        classes = scores.shape[dim]
-        scores = scores.movedim(dim, -1)
-        if soft:
-            if ignore_index >= 0:
-                raise ValueError("ignore_index needs class-index targets, got probabilities")
-            labels = labels.movedim(dim, -1)
+        if not _checks.check_target(scores.shape, labels, dim):
+            _checks.check_range(labels, scores.shape[dim], ignore_index)
+        elif ignore_index >= 0:
+            raise ValueError("ignore_index needs class-index targets, got probabilities")
         else:
-            _checks.check_range(labels, classes, ignore_index)
+            labels = labels.movedim(dim, -1)
+        scores = scores.movedim(dim, -1)
         if scores.dim() == 1:
             scores, labels = scores.unsqueeze(0), labels.unsqueeze(0)
         if not scores.numel():
@@ -68,14 +62,6 @@ def blocks(
             rows = _rows(part, of_part, ignore_index)
             if len(rows.logits):
                 yield rows
-
-
-def _is_pair(batch: object) -> bool:
-    return (
-        isinstance(batch, tuple | list)
-        and len(batch) == 2
-        and all(isinstance(part, Tensor) for part in batch)
-    )
 
 
 def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> Rows:

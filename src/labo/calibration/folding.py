@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from ..fields import POSITIVE
 from ..linear import LinearLoss
 
-__all__ = ["fold_temperature"]
-
 _Model = TypeVar("_Model", bound=nn.Module)
 
 # Numbers that language models of transformers multiply or divide their logits by ...

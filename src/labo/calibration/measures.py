@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +30,6 @@ from torch import Tensor
 from ..fields import POSITIVE, Range
 from ..rows import Rows, upcast
 from ._batches import Batches, blocks
-
-__all__ = [
-    "ReliabilityBins",
-    "adaptive_calibration_error",
-    "brier_score",
-    "classwise_calibration_error",
-    "expected_calibration_error",
-    "maximum_calibration_error",
-    "reliability_bins",
-]
 
 BINS = Range(at_least=1, whole=True)
 
@@ -90,41 +81,27 @@ class ReliabilityBins:
                 f"confidence and correct must have one length, got {len(confidence)} and "
                 f"{len(correct)}"
             )
-        if adaptive:
-            return cls._of_equal_mass(confidence, correct, bins)
         edges = torch.arange(bins + 1, dtype=torch.float64) / bins
-        return cls._of_bins(edges, _bin_of(confidence, bins), confidence, correct)
-
-    @classmethod
-    def _of_equal_mass(cls, confidence: Tensor, correct: Tensor, bins: int) -> ReliabilityBins:
-        """Runs of N / B confidences in ascending order, the longer runs first."""
-        count = _counted(len(confidence))
-        confidence, order = confidence.double().sort()
-        # Equal confidences share their accuracy, so that the order of the samples does not matter.
-        _, group, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
-        shared = torch.bincount(group, correct[order].double()) / size
-        runs = torch.arange(count).tensor_split(min(bins, count))
-        index = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(run) for run in runs]))
-        edges = confidence[[*(int(run[0]) for run in runs), count - 1]]
-        return cls._of_bins(edges, index, confidence, shared[group])
-
-    @classmethod
-    def _of_bins(
-        cls, edges: Tensor, index: Tensor, confidence: Tensor, correct: Tensor
-    ) -> ReliabilityBins:
-        bins = len(edges) - 1
+        index = _bin_of(confidence, bins)
+        if adaptive:  # runs of N / B confidences in ascending order, the longer runs first
+            count = _counted(len(confidence))
+            confidence, order = confidence.double().sort()
+            # Equal confidences share their accuracy: the order of the samples does not matter.
+            _, group, size = confidence.unique_consecutive(return_inverse=True, return_counts=True)
+            correct = (torch.bincount(group, correct[order].double()) / size)[group]
+            runs = torch.arange(count).tensor_split(min(bins, count))
+            bins = len(runs)
+            index = torch.cat([torch.full_like(run, b) for b, run in enumerate(runs)])
+            edges = confidence[[*(int(run[0]) for run in runs), count - 1]]
         sums = (torch.bincount(index, x.double(), bins) for x in (confidence, correct))
         return cls(edges, torch.bincount(index, minlength=bins), *sums)
 
     def __add__(self, other: ReliabilityBins) -> ReliabilityBins:
         if not torch.equal(self.edges, other.edges):
             raise ValueError("only bins with the same edges can be added")
-        return ReliabilityBins(
-            self.edges,
-            self.count + other.count,
-            self.confidence_sum + other.confidence_sum,
-            self.correct_sum + other.correct_sum,
-        )
+        sums = ("count", "confidence_sum", "correct_sum")
+        added = (getattr(self, name) + getattr(other, name) for name in sums)
+        return ReliabilityBins(self.edges, *added)
 
     @property
     def confidence(self) -> Tensor:
@@ -174,7 +151,6 @@ def _counted(count: int) -> int:
     return count
 
 
-@torch.no_grad()
 def reliability_bins(
     logits: Tensor | Batches,
     target: Tensor | None = None,
@@ -201,20 +177,30 @@ def reliability_bins(
 
     Example:
         >>> logits = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]).log()
-        >>> found = reliability_bins(logits, torch.tensor([0, 1, 1]), bins=4)
-        >>> found.count
+        >>> diagram = reliability_bins(logits, torch.tensor([0, 1, 1]), bins=4)
+        >>> diagram.count
         tensor([0, 0, 1, 2])
-        >>> found.confidence
+        >>> diagram.confidence
         tensor([   nan,    nan, 0.6000, 0.8500], dtype=torch.float64)
-        >>> found.accuracy
+        >>> diagram.accuracy
         tensor([   nan,    nan, 1.0000, 0.5000], dtype=torch.float64)
     """
+    return _bins(logits, target, bins, adaptive, temperature, ignore_index, dim)
+
+
+@torch.no_grad()
+def _bins(
+    logits: Tensor | Batches,
+    target: Tensor | None,
+    bins: int,
+    adaptive: bool,
+    temperature: float,
+    *rows: int,
+) -> ReliabilityBins:
     BINS.check("bins", bins)
     POSITIVE.check("temperature", temperature)
     empty = torch.empty(0)
-    predictions = (
-        _confidence(rows, temperature) for rows in blocks(logits, target, ignore_index, dim)
-    )
+    predictions = (_confidence(block, temperature) for block in blocks(logits, target, *rows))
     if not adaptive:
         parts = (ReliabilityBins.of(*part, bins) for part in predictions)
         return sum(parts, ReliabilityBins.of(empty, empty, bins))
@@ -230,12 +216,9 @@ def _confidence(rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
     Of equal ones the first counts, as for ``argmax``.
     """
     # Of the logits: rounding may make two of their probabilities equal.
-    prediction = rows.logits.argmax(-1)
-    log_p = rows.log_probabilities(temperature).gather(-1, prediction.unsqueeze(-1)).squeeze(-1)
-    if rows.soft:
-        right = rows.target.gather(-1, prediction.unsqueeze(-1)).squeeze(-1).clamp(0, 1)
-    else:
-        right = (prediction == rows.target).to(log_p.dtype)
+    prediction = rows.logits.argmax(-1, keepdim=True)
+    log_p = rows.log_probabilities(temperature).gather(-1, prediction).squeeze(-1)
+    right = rows.label().gather(-1, prediction).squeeze(-1).clamp(0, 1)
     return log_p.exp().cpu(), right.cpu()
 
 
@@ -270,9 +253,7 @@ def expected_calibration_error(
         >>> round(expected_calibration_error(logits, target, temperature=2.0), 4)
         0.0
     """
-    return reliability_bins(
-        logits, target, bins=bins, temperature=temperature, ignore_index=ignore_index, dim=dim
-    ).expected_error
+    return _bins(logits, target, bins, False, temperature, ignore_index, dim).expected_error
 
 
 def adaptive_calibration_error(
@@ -306,15 +287,7 @@ def adaptive_calibration_error(
         >>> round(adaptive_calibration_error(logits, target, bins=2), 4)
         0.15
     """
-    return reliability_bins(
-        logits,
-        target,
-        bins=bins,
-        adaptive=True,
-        temperature=temperature,
-        ignore_index=ignore_index,
-        dim=dim,
-    ).expected_error
+    return _bins(logits, target, bins, True, temperature, ignore_index, dim).expected_error
 
 
 def maximum_calibration_error(
@@ -344,9 +317,7 @@ def maximum_calibration_error(
         >>> round(maximum_calibration_error(logits, torch.tensor([0, 0, 0])), 4)
         0.6
     """
-    return reliability_bins(
-        logits, target, bins=bins, temperature=temperature, ignore_index=ignore_index, dim=dim
-    ).maximum_error
+    return _bins(logits, target, bins, False, temperature, ignore_index, dim).maximum_error
 
 
 @torch.no_grad()
@@ -388,7 +359,7 @@ def classwise_calibration_error(
         gap = p.double() - rows.label().cpu().double()
         return torch.bincount(bin_of_class.flatten(), gap.flatten(), p.shape[-1] * bins)
 
-    means = _mean_over_rows(gaps, logits, target, temperature, ignore_index, dim)
+    means = _mean_over_rows(gaps, temperature, logits, target, ignore_index, dim)
     return float(means.abs().sum() / (len(means) // bins))
 
 
@@ -425,21 +396,14 @@ def brier_score(
         p = rows.log_probabilities(temperature).exp()
         return (p - rows.label()).square_().sum(-1).cpu().double().sum(0, keepdim=True)
 
-    return float(_mean_over_rows(distance, logits, target, temperature, ignore_index, dim))
+    return float(_mean_over_rows(distance, temperature, logits, target, ignore_index, dim))
 
 
-def _mean_over_rows(
-    of_block: Callable[[Rows], Tensor],
-    logits: Tensor | Batches,
-    target: Tensor | None,
-    temperature: float,
-    ignore_index: int,
-    dim: int,
-) -> Tensor:
+def _mean_over_rows(of_block: Callable[[Rows], Tensor], temperature: float, *given: Any) -> Tensor:
     """The sums of blocks, added up and divided by the number of rows."""
     POSITIVE.check("temperature", temperature)
     count, total, classes = 0, torch.zeros(1, dtype=torch.float64), None
-    for rows in blocks(logits, target, ignore_index, dim):
+    for rows in blocks(*given):
         if rows.num_classes != (classes or rows.num_classes):
             raise ValueError(f"a batch has {rows.num_classes} classes, and one before {classes}")
         classes = rows.num_classes

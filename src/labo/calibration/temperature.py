@@ -8,16 +8,14 @@ is underconfident, and one temperature below 1 corrects most of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..rows import Rows
-from ._batches import Batches, blocks, is_read_once
-
-__all__ = ["TemperatureError", "TemperatureFit", "fit_temperature"]
+from ._batches import Batches, blocks
 
 _MOST_PASSES = 40  # three to five are usual
 _SETTLED = 1e-5  # relative; what is left after a step this small is about its cube
@@ -94,7 +92,7 @@ def fit_temperature(
         >>> (logits[0] / fit.temperature).softmax(-1)
         tensor([0.7500, 0.2500])
     """
-    if is_read_once(logits):
+    if isinstance(logits, Iterator):
         raise TypeError(
             "fit_temperature reads its batches several times, and an iterator can be read once: "
             "give a list, or a function that returns a new iterator"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..rows import row_sum, u_of, wide
+from ..rows import exact, row_sum, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
     COUNT,
@@ -145,7 +145,8 @@ def sums(
     source: Tensor | None = None,
 ) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
-    all_sums = torch.zeros(len(logits), len(SUMS), dtype=torch.float64, device=logits.device)
+    wider = exact(logits.device, logits.dtype)
+    all_sums = torch.zeros(len(logits), len(SUMS), dtype=wider, device=logits.device)
     if logits.shape[1] == 0:
         all_sums[:, 0] = -math.inf
         return all_sums
@@ -169,7 +170,7 @@ def sums(
                 "emix": u.exp_().mul_(torch.logaddexp(zero, -x)),
             }
             for name, terms in sums_of.items():
-                all_sums[part, SUMS.index(name)] = row_sum(terms).double()
+                all_sums[part, SUMS.index(name)] = row_sum(terms).to(wider)
         return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
     for part in blocks(logits):
         z = _rows_of(logits, target, plan, part)
@@ -210,11 +211,11 @@ def sums(
 
 
 def _u_of_target(logits: Tensor, target: Tensor, top: Tensor, plan: Passes) -> Tensor:
-    """u of the target, (N,) float64; 0 for a target that is no class of these columns."""
-    classes = logits.shape[1]
-    z_y = logits.gather(1, target.clamp(0, classes - 1).unsqueeze(1)).squeeze(1).double()
-    limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
-    u_y = u_of(z_y, top.squeeze(1).double(), limits)
+    """u of the target, (N,), exact; 0 for a target that is no class of these columns."""
+    classes, wider = logits.shape[1], exact(logits.device, logits.dtype)
+    z_y = logits.gather(1, target.clamp(0, classes - 1).unsqueeze(1)).squeeze(1).to(wider)
+    limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else wider)
+    u_y = u_of(z_y, top.squeeze(1).to(wider), limits)
     return u_y.masked_fill((target < 0) | (target >= classes), 0.0)
 
 
@@ -234,21 +235,22 @@ def _mass_sums(
 
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """See :data:`labo.fast.spread.Moments`."""
-    found = torch.zeros(2, len(logits), dtype=torch.float64, device=logits.device)
+    wider = exact(logits.device, logits.dtype)
+    found = torch.zeros(2, len(logits), dtype=wider, device=logits.device)
     for part in blocks(logits):
         x = logits[part].to(wide(logits.dtype)).contiguous()  # bits depend on the strides
         if centered:
             center = row_sum(x) / x.shape[1]
-            found[0, part] = center.double()
+            found[0, part] = center.to(wider)
             x = x - center.unsqueeze(1)
-        found[1, part] = row_sum(x * x).double()
+        found[1, part] = row_sum(x * x).to(wider)
     return found[0], found[1]
 
 
 def _product_sum(u: Tensor, q: Tensor) -> Tensor:
     """sum_j u_j q_j. The unit is a factor of each term, because the sum could overflow."""
     unit = 1 / q.shape[1]
-    return row_sum(u * (q * unit)).double() / unit
+    return row_sum(u * (q * unit)).to(exact(u.device, u.dtype)) / unit
 
 
 def gradient(

@@ -42,9 +42,10 @@ from torch import Tensor
 from .. import _checks
 from .._torch import forward_mode
 from ..fields import describe, described
-from ..rows import row_sum, wide
-from ..sums import FROM_TEACHER
+from ..rows import SPLIT, exact, row_sum, wide
+from ..sums import EMIX, FROM_TEACHER
 from . import blocked, formula, native
+from .columns import SUMS
 from .kernel import Kernel
 
 
@@ -159,6 +160,25 @@ def _fastest(logits: Tensor, inplace: bool) -> str:
     return "reference" if plain and not inplace else "blocked"
 
 
+# The C kernel takes no float16. A float32 copy of the logits and the kernel are several times as
+# fast as blocks; with more classes than this the memory of the copy is worth saving.
+_COPIED_CLASSES = 4096
+
+
+def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tuple[str, Tensor]:
+    """The backend and the logits that "auto" takes, by the number of classes.
+
+    Not by the number of rows: the bits of a row depend on that row alone.
+    """
+    if classes <= loss.few_classes:
+        return "reference", logits
+    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
+        copy = logits.float()
+        if _native_refuses(copy) is None:
+            return "native", copy
+    return backend, logits
+
+
 ROW_LOSS_SCHEMA = "Tensor[] tensors, str backend, str loss"
 
 
@@ -248,6 +268,46 @@ class FastRows(NamedTuple):
         values: Tensor = _KernelValues.apply(logits, target, kernel, self.loss, out)
         return values if kernel.multiplier == 1 else values * kernel.multiplier
 
+    def values_and_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The values, (N,), and what :meth:`gradient` needs to know of each row, (N, n)."""
+        kernel = self._kernel()
+        if self.in_one_pass(logits):
+            return self.rows(logits, target)[0], self.sums_like(logits)
+        if kernel is not None:
+            fixed = (kernel, self.weight, self.ignore_index)
+            values, statistics = _triton_module().row_statistics(logits, target, *fixed)
+            return values if kernel.multiplier == 1 else values * kernel.multiplier, statistics
+        rows = self._formula(logits, target, None)
+        values, _ = rows.rows(logits, None)
+        return values, torch.cat(rows.found, 1)
+
+    def sums_like(self, logits: Tensor) -> Tensor:
+        """A tensor as the second one of :meth:`values_and_sums`; no columns without two passes."""
+        if self.in_one_pass(logits):
+            return logits.new_empty(logits.shape[0], 0)
+        if self._kernel() is not None:
+            return logits.new_empty(logits.shape[0], native.STATISTICS, dtype=torch.float32)
+        plan = formula.plan_of(self.loss, self.weight is not None)
+        width = len(SUMS) * (2 if plan.asked & EMIX else 1)
+        return logits.new_empty(logits.shape[0], width, dtype=exact(logits.device, logits.dtype))
+
+    def gradient(self, logits: Tensor, target: Tensor, sums: Tensor, factor: Tensor) -> Tensor:
+        """The gradient of sum_i factor_i value_i, (N, K)."""
+        kernel = self._kernel()
+        grad: Tensor | None
+        if self.in_one_pass(logits):
+            _, grad = self.rows(logits, target, factor)
+        elif kernel is not None:
+            fixed = (kernel, self.weight, self.ignore_index)
+            given = (logits, target, sums, factor * kernel.multiplier)
+            grad = _triton_module().row_gradient(*given, *fixed)
+        else:
+            rows = self._formula(logits, target, None)
+            rows.known = list(sums.split(len(SUMS), 1))
+            _, grad = rows.rows(logits, factor)
+        assert grad is not None
+        return grad
+
     def _kernel(self) -> Kernel | None:
         """The kernel of the loss, if it has one on this backend."""
         kernel: Kernel | None = self.loss.kernel() if self.backend == "native" else None
@@ -315,6 +375,12 @@ def denominator(
         weight = weight.detach().to(wide(dtype))
     if _checks.can_read(target) and native.unavailable() is None:
         return native.denominator(target, classes, ignore_index, weight) or math.inf
+    if target.is_cuda and _checks.is_plain(target) and _triton_unavailable() is None:
+        kernels = _triton_module()
+        if len(target) <= kernels.MOST_TARGETS:
+            found, good = kernels.count_targets(target, classes, ignore_index, weight)
+            _checks.check_range(target, classes, ignore_index, good)
+            return found if weight is None else found.to(weight.dtype)
     _checks.check_range(target, classes, ignore_index)
     valid = target != ignore_index
     if weight is None:
@@ -447,7 +513,9 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
     counted = isinstance(total, float) and loss.weight is None
     some_ignored = bool(total != len(labels)) if counted else None
     values = rows.values(flat, labels, inplace and with_grad, some_ignored)
-    if reduction != "none":
+    if reduction == "mean" and some_ignored is False and len(values) < SPLIT:
+        values = values.mean()  # the bits of a sum and a division, as one node
+    elif reduction != "none":
         values = row_sum(values) / divisor
     return values.to(wide(flat.dtype))
 
@@ -489,44 +557,48 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "labo::rows",
+    "labo::rows_and_sums",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, bool with_grad, {ROW_LOSS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def rows_op(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
-    """Values (N,) and gradient (N, K). Without ``with_grad`` the latter is (0, K).
+    """Values (N,) and gradient (N, K), or without ``with_grad`` what its computation needs, (N, n).
 
     The caller asks for the gradient only where it comes with the values in one pass, in the C
-    kernels. Elsewhere the backward operator computes it from the logits, with the upstream factor
-    before the only rounding and no (N, K) buffer between the passes. That operator computes the
-    sums of the rows again: 8 bytes for a bfloat16 logit, where eager mode, which keeps them, moves
-    6, and a stored gradient that is multiplied later 10.
+    kernels. Elsewhere the backward operator computes it from the logits and the sums of the rows,
+    with the upstream factor before the only rounding and no (N, K) buffer between the passes.
     """
-    values, grad = FastRows.unpack(*loss).rows(logits, target, 1.0 if with_grad else None)
-    return values, logits.new_empty(0, logits.shape[1]) if grad is None else grad
+    rows = FastRows.unpack(*loss)
+    if not with_grad:
+        return rows.values_and_sums(logits, target)
+    values, grad = rows.rows(logits, target, 1.0)
+    assert grad is not None
+    return values, grad
 
 
 @rows_op.register_fake
 def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tensor, Tensor]:
-    count, classes = logits.shape
-    values = logits.new_empty(count, dtype=wide(logits.dtype))
-    return values, logits.new_empty(count if with_grad else 0, classes)
+    values = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
+    if with_grad:
+        return values, torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return values, FastRows.unpack(*loss).sums_like(logits)
 
 
 @torch.library.custom_op(
-    "labo::rows_backward",
+    "labo::rows_from_sums",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor upstream, {ROW_LOSS_SCHEMA}) -> Tensor",
+    schema="(Tensor logits, Tensor target, Tensor sums, Tensor upstream, "
+    f"{ROW_LOSS_SCHEMA}) -> Tensor",
 )
-def rows_backward_op(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
+def rows_backward_op(
+    logits: Tensor, target: Tensor, sums: Tensor, upstream: Tensor, *loss: Any
+) -> Tensor:
     """The gradient of sum_i upstream_i value_i, (N, K)."""
-    _, grad = FastRows.unpack(*loss).rows(logits, target, upstream)
-    assert grad is not None
-    return grad
+    return FastRows.unpack(*loss).gradient(logits, target, sums, upstream)
 
 
 @rows_backward_op.register_fake
-def _(logits: Tensor, target: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
+def _(logits: Tensor, target: Tensor, sums: Tensor, upstream: Tensor, *loss: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
@@ -536,7 +608,7 @@ def _save_for_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     if ctx.with_grad:
         ctx.save_for_backward(output[1])
     else:
-        ctx.save_for_backward(logits, target, *tensors)
+        ctx.save_for_backward(logits, target, output[1], *tensors)
 
 
 def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
@@ -544,8 +616,8 @@ def _rows_gradient(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
         (grad,) = ctx.saved_tensors
         grad = (grad * upstream.unsqueeze(-1)).to(grad.dtype)
     else:
-        logits, target, *tensors = ctx.saved_tensors
-        grad = rows_backward_op(logits, target, upstream, tensors, *ctx.loss)
+        logits, target, sums, *tensors = ctx.saved_tensors
+        grad = rows_backward_op(logits, target, sums, upstream, tensors, *ctx.loss)
     return (grad, None, None, [None] * ctx.tensors, None, None)
 
 

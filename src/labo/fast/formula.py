@@ -50,6 +50,7 @@ The functions of a backend are
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -57,20 +58,24 @@ import torch
 from torch import Tensor
 
 from .._torch import autograd_enabled
-from ..rows import largest, u_of, wide
+from ..rows import exact, largest, u_of, wide
 from ..sums import (
     BEYOND_MARGIN,
+    COUNT,
     DEVIATION,
     EMIX,
     FROM_TEACHER,
     NO_MASSES,
     OTHERS,
+    QD,
     QMIX,
+    QU,
     RD,
     TEMPERED,
     TOP,
     UE,
     UR,
+    WQU,
     FoundSums,
     Passes,
     R,
@@ -95,7 +100,9 @@ def plan_of(loss: Any, weighted: bool) -> Passes:
     if plan is None:
         if len(_PLANS) >= _MOST_PLANS:  # a schedule that changes a number with every step
             _PLANS.clear()
-        plan = _PLANS[key] = passes_of(loss, weighted)
+        tensors = (x for x in loss.values().values() if isinstance(x, Tensor))
+        device = next((x.device for x in tensors), None)
+        plan = _PLANS[key] = passes_of(loss, weighted, device)
     return plan
 
 
@@ -180,6 +187,9 @@ class FormulaRows:
         # The logits with the stored classes masked, in the buffer of the gradient.
         self._masked: Tensor | None = None
         self._overwritten = False  # whether the logits may hold the gradient
+        # What the backend gave, (N, 16) for each call, and what it gave before for the same rows.
+        self.found: list[Tensor] = []
+        self.known: list[Tensor] = []
 
     def values(self, logits: Tensor, statistics: Tensor | None = None) -> Tensor:
         """The values, (N,) float64, differentiable for the logits; 0 for ignored rows.
@@ -187,8 +197,7 @@ class FormulaRows:
         ``statistics``, (N, 5) float64, is filled as by :func:`labo.metrics.row_statistics`, for a
         plan that measures them.
         """
-        with torch.no_grad():
-            w_y = self._first_pass(logits.detach(), statistics)
+        w_y = self._first_pass(logits.detach(), statistics)
         sums = self.sums
         if logits.requires_grad and torch.is_grad_enabled():
             names = variables_of(self.plan)
@@ -208,17 +217,20 @@ class FormulaRows:
         with autograd_enabled():
             leaf = logits.detach().requires_grad_()
             values = self.values(leaf, statistics)
-            given = factor.double() if isinstance(factor, Tensor) else values.new_tensor(factor)
+            if isinstance(factor, Tensor):
+                given = factor.to(values.dtype)
+            else:
+                given = values.new_full((), factor)
             (grad,) = torch.autograd.grad(values, leaf, given.expand_as(values))
         return values.detach().to(dtype), grad
 
     def _first_pass(self, logits: Tensor, statistics: Tensor | None) -> float | Tensor:
         """Finds the sums. Returns the class weights of the targets, or 1.0."""
-        plan, target, backend = self.plan, self.target, self.backend
+        plan, target, wider = self.plan, self.target, exact(logits.device, logits.dtype)
         if statistics is not None:
             plan = plan._replace(asked=plan.asked | UE)
         if plan.spread is not None:
-            how = (plan.spread == DEVIATION, getattr(backend, "moments", None))
+            how = (plan.spread == DEVIATION, self.backend)
             own = spread(logits, *how)
             taught = own if self.source is None else spread(self.source, *how, logits, own)
             sizes = (plan.tau * own.size, plan.tau * taught.size)
@@ -232,32 +244,39 @@ class FormulaRows:
             if self.some_ignored or not logits.is_cpu or bool(ignored.any()):
                 y, self.ignored = target.masked_fill(ignored, 0), ignored
         self.y = y
-        z_largest = largest(logits, plan.top_k).double() if plan.top_k else None
-        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else torch.float64)
-        z_y = z_stored = None
+        z_largest = largest(logits, plan.top_k).to(wider) if plan.top_k else None
+        limits = torch.finfo(wide(logits.dtype) if plan.row_tau is None else wider)
+        z_apart = None
         if self.stored is not None:
-            z_y, z_stored = entries_of(logits, y.unsqueeze(1)), entries_of(logits, self.stored)
+            z_apart = entries_of(logits, torch.cat([y.unsqueeze(1), self.stored], 1))
             logits = self._masked = self._without_stored(logits)
-        sums = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
+        sums = self._sums(logits, plan)
         if statistics is not None:
             torch.stack(statistics_of(sums), 1, out=statistics)
             if self.ignored is not None:
                 statistics.masked_fill_(self.ignored.unsqueeze(1), 0.0)
-        if z_y is not None and z_stored is not None and self.log_t is not None:
-            apart = _apart(sums, z_y.squeeze(1), z_stored, limits)
-            sums |= {"log_t": self.log_t.double(), **apart}
+        if z_apart is not None and self.log_t is not None:
+            sums |= {"log_t": self.log_t.to(wider), **_apart(sums, z_apart, limits)}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
         if plan.asked & (EMIX | QMIX):
             plan = plan.mixed(sums, sums["top"])
-            again = _by_name(plan, backend.sums(logits, *self._fixed(plan)))
+            again = self._sums(logits, plan)
             names = MIXED_TEACHER if plan.asked & QMIX else MIXED
             sums |= {name: again[name] for name in names}
         u_y = sums.get("sums_u_y", sums["u_y"])
         sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
-        self.w_y = 1.0 if self.weight is None else self.weight[y].double()
+        self.w_y = 1.0 if self.weight is None else self.weight.index_select(0, y).to(wider)
         self.plan, self.sums = plan, sums | temperatures(plan, sums["e"])
         return self.w_y
+
+    def _sums(self, logits: Tensor, plan: Passes) -> dict[str, Tensor]:
+        found = len(self.found)
+        if found < len(self.known):
+            self.found.append(self.known[found])
+        else:
+            self.found.append(self.backend.sums(logits, *self._fixed(plan)))
+        return _by_name(plan, self.found[-1])
 
     def _fixed(self, plan: Passes) -> tuple[Any, ...]:
         """What both passes take beside the logits."""
@@ -302,8 +321,8 @@ class FormulaRows:
 
 
 def entries_of(logits: Tensor, index: Tensor) -> Tensor:
-    """Some logits of each row, float64, from (N, k) indices; -inf for a negative index."""
-    z = logits.gather(1, index.clamp(min=0)).double()
+    """Some logits of each row, exact, from (N, k) indices; -inf for a negative index."""
+    z = logits.gather(1, index.clamp(min=0)).to(exact(logits.device, logits.dtype))
     return z.masked_fill(index < 0, -math.inf)
 
 
@@ -313,10 +332,25 @@ def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
     return rows.scatter_add_(1, index.clamp(min=0), entries)
 
 
+# The sums that have to be asked for; the others are always there.
+_ASKED = {
+    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
+    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
+}
+
+
+@lru_cache
+def _columns(asked: int) -> tuple[tuple[str, int], ...]:
+    """The names and places of the sums that these bits ask for."""
+    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
+    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
+
+
 def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
-    """The columns of the sums by name."""
+    """The sums that were asked for, by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
-    named = dict(zip(SUMS, sums.T.contiguous().unbind(), strict=True))
+    columns = sums.T.contiguous()
+    named = {name: columns[i] for name, i in _columns(plan.asked)}
     if plan.asked & OTHERS:  # without other classes any finite maximum serves
         for name in ("top", "source_top"):
             named[name] = named[name].masked_fill(named[name] == -math.inf, 0.0)
@@ -328,24 +362,26 @@ def statistics_of(sums: dict[str, Tensor]) -> list[Tensor]:
     log_e, u_y = sums["e"].log(), sums["u_y"]
     entropy = (log_e - sums["ue"] / sums["e"]).clamp(min=0.0)
     correct = (u_y >= 0) & ~sums["e"].isnan()
-    return [log_e - u_y, entropy, correct.double(), sums["top"], log_e]
+    return [log_e - u_y, entropy, correct.to(u_y.dtype), sums["top"], log_e]
 
 
-def _apart(
-    sums: dict[str, Tensor], z_y: Tensor, z_stored: Tensor, limits: torch.finfo
-) -> dict[str, Tensor]:
-    """With stored classes: what has the maximum of all classes, and what has that of the sums."""
+def _apart(sums: dict[str, Tensor], z: Tensor, limits: torch.finfo) -> dict[str, Tensor]:
+    """With stored classes: what has the maximum of all classes, and what has that of the sums.
+
+    ``z``, (N, 1 + k), has the logits of the target and of the stored classes.
+    """
     here = sums["top"]
-    top = torch.maximum(here, z_stored.amax(1))
+    top = torch.maximum(here, z.amax(1))
     top = top.masked_fill(top == -math.inf, 0.0)
     here = torch.where(here == -math.inf, top, here)  # without other classes any number serves
+    u = u_of(z, top.unsqueeze(1), limits)
     return {
         "top": top,
-        "u_y": u_of(z_y, top, limits),
-        "u_stored": u_of(z_stored, top.unsqueeze(1), limits),
-        "gap": u_of(here, top, limits),
+        "u_y": u[:, 0].contiguous(),
+        "u_stored": u[:, 1:].contiguous(),
+        "gap": (here - top).clamp(min=limits.min),
         "sums_top": here,
-        "sums_u_y": u_of(z_y, here, limits),
+        "sums_u_y": u_of(z[:, 0], here, limits),
     }
 
 
@@ -359,15 +395,15 @@ def masses_of(
         return {"q_y": (u_y / plan.tau).exp()}
     masked = u_y == -math.inf
     if plan.masses == BEYOND_MARGIN:
-        return {"q_y": (-u_y > plan.margin).double().masked_fill(masked, 0.0)}
+        return {"q_y": (-u_y > plan.margin).to(u_y.dtype).masked_fill(masked, 0.0)}
     if source is None:
-        return {"q_y": (~masked).double()}
+        return {"q_y": (~masked).to(u_y.dtype)}
     if plan.masses == FROM_TEACHER:
-        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).double() - source_top
+        v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).to(u_y.dtype) - source_top
         v_y = v_y.masked_fill(masked, -math.inf)
         tau = plan.tau if plan.row_tau is None else plan.row_tau.source_tau
         return {"q_y": (v_y / tau).exp(), "v_y": v_y}
-    mass = (source[y] if source.dim() == 1 else source[y, y]).double()
+    mass = (source[y] if source.dim() == 1 else source[y, y]).to(u_y.dtype)
     return {"q_y": mass.masked_fill(masked, 0.0)}
 
 

@@ -37,6 +37,7 @@ one gives the sums that a formula asks for, the other its gradient (:mod:`labo.f
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -49,28 +50,18 @@ from .columns import COEFFICIENTS, SUMS
 from .kernel import Kernel
 
 # Of a formula, see `labo.fast.formula`.
-UNIFORM = tl.constexpr(row_sums.UNIFORM)
-TEMPERED = tl.constexpr(row_sums.TEMPERED)
-BEYOND_MARGIN = tl.constexpr(row_sums.BEYOND_MARGIN)
-FROM_ROW = tl.constexpr(row_sums.FROM_ROW)
-FROM_TABLE = tl.constexpr(row_sums.FROM_TABLE)
-FROM_TEACHER = tl.constexpr(row_sums.FROM_TEACHER)
-COUNT = tl.constexpr(row_sums.COUNT)
-UE = tl.constexpr(row_sums.UE)
-R = tl.constexpr(row_sums.R)
-QU = tl.constexpr(row_sums.QU)
-QD = tl.constexpr(row_sums.QD)
-WQU = tl.constexpr(row_sums.WQU)
-TOP = tl.constexpr(row_sums.TOP)
-OTHERS = tl.constexpr(row_sums.OTHERS)
-UR = tl.constexpr(row_sums.UR)
-EMIX = tl.constexpr(row_sums.EMIX)
-RD = tl.constexpr(row_sums.RD)
-QMIX = tl.constexpr(row_sums.QMIX)
+UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = map(
+    tl.constexpr, range(row_sums.UNIFORM, row_sums.FROM_TEACHER + 1)
+)
+COUNT, UE, R, QU, QD = map(
+    tl.constexpr, (row_sums.COUNT, row_sums.UE, row_sums.R, row_sums.QU, row_sums.QD)
+)
+WQU, TOP, OTHERS, UR, EMIX = map(
+    tl.constexpr, (row_sums.WQU, row_sums.TOP, row_sums.OTHERS, row_sums.UR, row_sums.EMIX)
+)
+RD, QMIX = map(tl.constexpr, (row_sums.RD, row_sums.QMIX))
 
-LS = tl.constexpr(1)
-LABO = tl.constexpr(2)
-ADAPTIVE = tl.constexpr(3)
+LS, LABO, ADAPTIVE = map(tl.constexpr, (1, 2, 3))
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 HIGHEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -84,7 +75,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 # A kernel keeps a block of logits, its exponentials and its weights in registers. The kernels of a
 # formula need up to 111 of them at 8 logits a thread. Without a limit ptxas prefers fewer with a
-# few bytes spilled (tests/core/test_kernels_compile.py).
+# few bytes spilled (tests/core/fast/test_kernels_compile.py).
 MAX_BLOCK = 8192
 LOGITS_PER_THREAD = 32
 MAX_FORMULA_BLOCK = 4096
@@ -342,6 +333,7 @@ def _gradient_kernel(
     statistics,
     row_factor,
     out,
+    factor_stride,
     row_stride,
     out_stride,
     K,
@@ -371,7 +363,7 @@ def _gradient_kernel(
     alpha = tl.load(statistics + 2)
     # The gradient of an unknown target is NaN, as its value is.
     known = (y >= 0) & (y < K)
-    factor = tl.where(known, tl.load(row_factor + row), float("nan"))
+    factor = tl.where(known, tl.load(row_factor + row * factor_stride), float("nan"))
 
     of_p = factor * inv_s1
     of_q = 0.0
@@ -469,6 +461,7 @@ def _mixture_sums_kernel(
     source,
     mixture,
     sums,
+    rows,
     row_stride,
     source_stride,
     K,
@@ -480,7 +473,7 @@ def _mixture_sums_kernel(
 ):
     """The last five sums of a row, whose maximum is known: those of a teacher, or the others."""
     row = tl.program_id(0).to(tl.int64)
-    sums += row * WIDTH + WIDTH - 5
+    sums += row + (WIDTH - 5) * rows
     mixture += 3 * row
     rmix_sum = 0.0
     qmix_sum = 0.0
@@ -495,9 +488,9 @@ def _mixture_sums_kernel(
             z = tl.load(logits + row * row_stride + cols, mask=cols < K, other=-float("inf"))
             u = _finite(z.to(tl.float32) - top)
             if QMIX & ASKED:
-                rows = source + row * source_stride
+                taught = source + row * source_stride
                 masked = z == -float("inf")
-                r, q, d = _taught_at(rows, tl.load(mixture + 2), cols, masked, u, inv_tau)
+                r, q, d = _taught_at(taught, tl.load(mixture + 2), cols, masked, u, inv_tau)
                 x = _finite(d + shift)
                 log_above, log_below = _logs_of_mixture(x)
                 rmix_sum += tl.sum(r * (MASS * log_above), axis=0)
@@ -508,10 +501,10 @@ def _mixture_sums_kernel(
                 mix_sum += tl.sum(log_above, axis=0)
                 emix_sum += tl.sum(tl.exp(u) * log_below, axis=0)
     tl.store(sums, rmix_sum)
-    tl.store(sums + 1, qmix_sum)
-    tl.store(sums + 2, qs_sum)
-    tl.store(sums + 3, mix_sum)
-    tl.store(sums + 4, emix_sum)
+    tl.store(sums + 1 * rows, qmix_sum)
+    tl.store(sums + 2 * rows, qs_sum)
+    tl.store(sums + 3 * rows, mix_sum)
+    tl.store(sums + 4 * rows, emix_sum)
 
 
 @triton.jit
@@ -522,6 +515,7 @@ def _formula_sums_kernel(
     source,
     row_tau,
     sums,
+    rows,
     row_stride,
     source_stride,
     K,
@@ -536,11 +530,11 @@ def _formula_sums_kernel(
 ):
     """The sums of a formula over one row, in one pass under running maxima."""
     row = tl.program_id(0).to(tl.int64)
-    sums += row * WIDTH
+    sums += row
     y = tl.load(target + row)
     if y == ignore_index:
         for i in tl.static_range(WIDTH):
-            tl.store(sums + i, 0.0)
+            tl.store(sums + i * rows, 0.0)
         return
     logits += row * row_stride
     inv_tau, inv_source_tau = _taus(row_tau, row, inv_tau, ROW_TAU)
@@ -638,23 +632,28 @@ def _formula_sums_kernel(
                 wq_sum = q_shrink * wq_sum + tl.sum(w * q, axis=0)
             q_sum = q_shrink * q_sum + tl.sum(q, axis=0)
     tl.store(sums, top)
-    tl.store(sums + 1, source_top)
-    tl.store(sums + 2, 1.0 * top_at)
+    tl.store(sums + rows, source_top)
+    tl.store(sums + 2 * rows, 1.0 * top_at)
     z_y = tl.load(logits + y, mask=(y >= 0) & (y < K), other=0.0).to(tl.float32)
     u_y = z_y - tl.where(top == -float("inf"), 0.0, top)
     u_y = _finite(tl.where(u_y > HIGHEST, HIGHEST, u_y))
-    tl.store(sums + 3, tl.where(z_y == -float("inf"), z_y, u_y))
-    tl.store(sums + 4, count)
-    tl.store(sums + 5, e_sum)
-    tl.store(sums + 6, ue_sum)
-    tl.store(sums + 7, r_sum)
-    tl.store(sums + 8, ur_sum)
-    tl.store(sums + 9, q_sum)
-    tl.store(sums + 10, qu_sum)
-    tl.store(sums + 11, qd_sum)
-    tl.store(sums + 12, wq_sum)
-    tl.store(sums + 13, wqu_sum)
-    tl.store(sums + 14, rd_sum)
+    tl.store(sums + 3 * rows, tl.where(z_y == -float("inf"), z_y, u_y))
+    tl.store(sums + 4 * rows, count)
+    tl.store(sums + 5 * rows, e_sum)
+    tl.store(sums + 6 * rows, ue_sum)
+    tl.store(sums + 7 * rows, r_sum)
+    tl.store(sums + 8 * rows, ur_sum)
+    tl.store(sums + 9 * rows, q_sum)
+    tl.store(sums + 10 * rows, qu_sum)
+    tl.store(sums + 11 * rows, qd_sum)
+    tl.store(sums + 12 * rows, wq_sum)
+    tl.store(sums + 13 * rows, wqu_sum)
+    tl.store(sums + 14 * rows, rd_sum)
+
+
+@triton.jit
+def _coefficient(coefficients, COLUMN: tl.constexpr):
+    return tl.load(coefficients + COLUMN).to(tl.float32)
 
 
 @triton.jit
@@ -701,44 +700,158 @@ def _formula_gradient_kernel(
     if OTHERS & ASKED:
         z = tl.where(cols == y, -float("inf"), z)
     masked = z == -float("inf")
-    u = _finite(z - tl.load(coefficients))
-    of_e = tl.load(coefficients + 2)
+    u = _finite(z - _coefficient(coefficients, 0))
+    of_e = _coefficient(coefficients, 2)
     if UE & ASKED:
-        of_e += tl.load(coefficients + 3) * tl.where(masked, 0.0, u)
+        of_e += _coefficient(coefficients, 3) * tl.where(masked, 0.0, u)
     if EMIX & ASKED:
         _, log_below = _logs_of_mixture(_finite(u + tl.load(mixture + 3 * row + 1)))
-        of_e += tl.load(coefficients + 9) * tl.where(masked, 0.0, log_below)
+        of_e += _coefficient(coefficients, 9) * tl.where(masked, 0.0, log_below)
     g = of_e * tl.exp(u)
     if R & ASKED:
-        g += tl.load(coefficients + 4) * tl.exp(u * inv_tau)
+        g += _coefficient(coefficients, 4) * tl.exp(u * inv_tau)
     if (RD | QMIX) & ASKED:
-        source_top = tl.load(coefficients + 1)
+        source_top = _coefficient(coefficients, 1)
         r, q, d = _taught_at(source, source_top, cols, masked, u, inv_tau)
         if RD & ASKED:
-            g += tl.load(coefficients + 13) * (r * tl.where(r == 0.0, 0.0, d))
+            g += _coefficient(coefficients, 13) * (r * tl.where(r == 0.0, 0.0, d))
         if QMIX & ASKED:
             x = _finite(d + tl.load(mixture + 3 * row + 1))
             log_above, _ = _logs_of_mixture(x)
-            g += tl.load(coefficients + 14) * r * log_above
-            g += tl.load(coefficients + 15) * q * _share(x)
+            g += _coefficient(coefficients, 14) * r * log_above
+            g += _coefficient(coefficients, 15) * q * _share(x)
     if UR & ASKED:
-        linear = tl.load(coefficients + 7) + tl.load(coefficients + 8) * u
+        linear = _coefficient(coefficients, 7) + _coefficient(coefficients, 8) * u
         g += tl.where(masked, 0.0, linear)
     if MASSES > 0:
         v = u
         if MASSES == FROM_TEACHER:
-            v = _teacher_at(source, tl.load(coefficients + 1), cols, masked)
+            v = _teacher_at(source, _coefficient(coefficients, 1), cols, masked)
         q = _masses(source, u, v, cols, masked, inv_tau, inv_source_tau, margin, MASSES)
-        of_q = tl.load(coefficients + 5)
+        of_q = _coefficient(coefficients, 5)
         if WQU & ASKED:
             w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-            of_q += tl.load(coefficients + 6) * w
+            of_q += _coefficient(coefficients, 6) * w
         g += of_q * q
     if TOP & ASKED:
-        at_top = cols == tl.load(coefficients + 11).to(tl.int32)
-        g = tl.where(at_top, tl.load(coefficients + 12), g)
-    g = tl.where(cols == y, tl.load(coefficients + 10), g)
+        at_top = cols == _coefficient(coefficients, 11).to(tl.int32)
+        g = tl.where(at_top, _coefficient(coefficients, 12), g)
+    g = tl.where(cols == y, _coefficient(coefficients, 10), g)
     tl.store(out, g.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _targets_kernel(
+    target, weight, total, good, rows, K, ignore_index, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """How many targets count, or the sum of their weights, and whether each is a class."""
+    counted = tl.zeros([BLOCK], tl.float32)
+    bad = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, rows, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        y = tl.load(target + index, mask=index < rows, other=ignore_index)
+        counts = y != ignore_index
+        known = (y >= 0) & (y < K)
+        bad |= tl.where(counts & ~known, 1, 0)
+        if WEIGHTED:
+            counted += tl.load(weight + y, mask=counts & known, other=0.0).to(tl.float32)
+        else:
+            counted += tl.where(counts, 1.0, 0.0)
+    sum_of_all = tl.sum(counted, axis=0)
+    tl.store(total, tl.where(sum_of_all == 0.0, float("inf"), sum_of_all))
+    tl.store(good, tl.max(bad, axis=0) == 0)
+
+
+@triton.jit
+def _moments_kernel(
+    logits,
+    student,
+    moments,
+    rows,
+    row_stride,
+    student_stride,
+    K,
+    CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Mean (or 0), sum of squared distances from it, and number of the classes not masked.
+
+    The moments of a block are in units of its largest entry, whose squares do not overflow. Those
+    of two parts make those of both, in float64 (Chan et al. 1979).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    zero = tl.sum(tl.zeros([BLOCK], tl.float64), axis=0)
+    mean = zero
+    squares = zero
+    count = zero
+    for start in range(0, K, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + row * row_stride + cols, mask=cols < K, other=-float("inf"))
+        z = z.to(tl.float32)
+        masked = z == -float("inf")
+        if student is not None:
+            of_student = student + row * student_stride + cols
+            masked |= tl.load(of_student, mask=cols < K, other=0.0).to(tl.float32) == -float("inf")
+        present = tl.where(masked, 0.0, 1.0)
+        z = tl.where(masked, 0.0, z)
+        unit = tl.maximum(tl.max(tl.abs(z), axis=0), 1e-30)
+        z = z / unit
+        n = tl.sum(present, axis=0)
+        center = 0.0
+        if CENTERED:
+            center = tl.sum(z, axis=0) / tl.maximum(n, 1.0)
+        distance = (z - center) * present
+        of_block = tl.sum(distance * distance, axis=0)
+        # From here on single numbers.
+        unit_64 = unit.to(tl.float64)
+        n_64 = n.to(tl.float64)
+        apart = unit_64 * center - mean
+        total = count + n_64
+        share = tl.where(total == 0.0, 0.0, n_64 / total)
+        squares += unit_64 * unit_64 * of_block
+        if CENTERED:
+            squares += apart * apart * count * share
+            mean += apart * share
+        count = total
+    tl.store(moments + row, mean)
+    tl.store(moments + rows + row, squares)
+    tl.store(moments + 2 * rows + row, count)
+
+
+# ------------------------------------------------------------------ launches
+
+
+# One program counts so many targets in a few microseconds.
+MOST_TARGETS = 1 << 16
+
+
+def count_targets(
+    target: Tensor, classes: int, ignore_index: int, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What a mean divides by, inf for 0, and whether all targets are classes; in one launch."""
+    total, good = target.new_empty((), dtype=torch.float32), target.new_empty((), dtype=torch.bool)
+    weight = None if weight is None else weight.contiguous()
+    given = (target.contiguous(), weight, total, good, len(target), classes, ignore_index)
+    _launch(_targets_kernel, 1, given, WEIGHTED=weight is not None, BLOCK=4096, num_warps=8)
+    return total, good
+
+
+def masked_moments(
+    logits: Tensor, centered: bool, student: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Center, sum of squares and count of each row, (N,) float64; see `labo.fast.spread`."""
+    logits = _unit_stride(logits)
+    rows, classes = logits.shape
+    moments = logits.new_empty((3, rows), dtype=torch.float64)
+    stride = 0
+    if student is not None:
+        student = _unit_stride(student)
+        stride = student.stride(0)
+    if rows:
+        block, options = _tile(classes)
+        given = (logits, student, moments, rows, logits.stride(0), stride, classes)
+        _launch(_moments_kernel, rows, given, CENTERED=centered, BLOCK=block, **options)
+    return moments[0], moments[1], moments[2]
 
 
 def row_statistics(
@@ -760,37 +873,18 @@ def row_statistics(
         Values ``(N,)`` and statistics ``(N, 5)``, both float32. The statistics are ``max z``,
         ``1 / sum exp(u)``, ``alpha``, ``1 / Q`` and ``sum_k w_k P_hat_k``; zeros where ignored.
     """
-    logits = _unit_stride(logits)
-    _check(logits)
+    logits, target, weight = _checked(logits, target, weight)
     rows, classes = logits.shape
-    target = _ready("target", target, logits, (rows,), torch.int64)
-    weight = None if weight is None else _ready("weight", weight, logits, (classes,))
     values = logits.new_empty(rows, dtype=torch.float32)
     statistics = logits.new_empty((rows, STATISTICS), dtype=torch.float32)
-    if rows == 0:
-        return values, statistics
-    block, options = _own_tile(classes, weight is not None)
-    with torch.cuda.device_of(logits):
-        _statistics_kernel[(rows,)](
-            logits,
-            target,
-            weight,
-            values,
-            statistics,
-            logits.stride(0),
-            classes,
-            float(kernel.alpha) if kernel.mode else 0.0,
-            float(kernel.tau),
-            1.0 / kernel.tau,
-            float(kernel.rho),
-            ignore_index,
-            MODE=kernel.mode,
-            HAS_WEIGHT=weight is not None,
-            WIDTH=STATISTICS,
-            BLOCK=block,
-            **_lanes(logits, block, options["num_warps"]),
-            **options,
-        )
+    if rows:
+        block, options = _own_tile(classes, weight is not None)
+        options |= _lanes(logits, block, options["num_warps"])
+        alpha = float(kernel.alpha) if kernel.mode else 0.0
+        numbers = (alpha, float(kernel.tau), 1.0 / kernel.tau, float(kernel.rho), ignore_index)
+        given = (logits, target, weight, values, statistics, logits.stride(0), classes, *numbers)
+        of_loss = {"MODE": kernel.mode, "HAS_WEIGHT": weight is not None, "WIDTH": STATISTICS}
+        _launch(_statistics_kernel, rows, given, **of_loss, BLOCK=block, **options)
     return values, statistics
 
 
@@ -821,8 +915,7 @@ def row_gradient(
     Returns:
         ``out``, or a new contiguous tensor of the dtype of the logits.
     """
-    logits = _unit_stride(logits)
-    _check(logits)
+    logits, target, weight = _checked(logits, target, weight)
     if out is None:
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     else:
@@ -830,36 +923,17 @@ def row_gradient(
         if out.shape != logits.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, logits {tuple(logits.shape)}")
     rows, classes = logits.shape
-    target = _ready("target", target, logits, (rows,), torch.int64)
-    weight = None if weight is None else _ready("weight", weight, logits, (classes,))
     statistics = _ready("statistics", statistics, logits, (rows, STATISTICS), torch.float32)
-    row_factor = _ready("row_factor", row_factor.float(), logits, (rows,), torch.float32)
-    if rows == 0:
-        return out
-    block, options = _own_tile(classes, weight is not None, each_masked=classes % 16 != 0)
-    blocks = triton.cdiv(classes, block)
-    with torch.cuda.device_of(logits):
-        # One axis: the second axis of a grid ends at 65535, and with one axis the programs go
-        # through memory in order.
-        _gradient_kernel[(rows * blocks,)](
-            logits,
-            target,
-            weight,
-            statistics,
-            row_factor,
-            out,
-            logits.stride(0),
-            out.stride(0),
-            classes,
-            blocks,
-            1.0 / kernel.tau,
-            ignore_index,
-            MODE=kernel.mode,
-            HAS_WEIGHT=weight is not None,
-            WIDTH=STATISTICS,
-            BLOCK=block,
-            **options,
-        )
+    _expect("row_factor", row_factor, logits, (rows,))
+    row_factor = row_factor.float()  # with the stride 0 of a number for all rows
+    if rows:
+        block, options = _own_tile(classes, weight is not None, each_masked=classes % 16 != 0)
+        strides = (row_factor.stride(0), logits.stride(0), out.stride(0))
+        blocks = triton.cdiv(classes, block)
+        sizes = (*strides, classes, blocks, 1.0 / kernel.tau, ignore_index)
+        given = (logits, target, weight, statistics, row_factor, out, *sizes)
+        of_loss = {"MODE": kernel.mode, "HAS_WEIGHT": weight is not None, "WIDTH": STATISTICS}
+        _launch(_gradient_kernel, rows * blocks, given, **of_loss, BLOCK=block, **options)
     return out
 
 
@@ -872,59 +946,31 @@ def sums(
     source: Tensor | None = None,
 ) -> Tensor:
     """The sums of every row; see `labo.fast.formula`."""
-    logits = _unit_stride(logits)
-    _check(logits)
+    logits, target, weight = _checked(logits, target, weight)
     rows, classes = logits.shape
-    found = logits.new_empty((rows, len(SUMS)), dtype=torch.float32)
+    found = logits.new_empty((len(SUMS), rows), dtype=torch.float64)
     if classes == 0:
-        found.zero_()[:, 0] = -math.inf
-    elif rows and plan.mixture is not None:
-        block, options = _tile(classes)
-        given, source_stride = _source(source, plan, rows, classes)
-        with torch.cuda.device_of(logits):
-            _mixture_sums_kernel[(rows,)](
-                logits,
-                target.contiguous(),
-                given,
-                _columns(plan.mixture, 3),
-                found,
-                logits.stride(0),
-                source_stride,
-                classes,
-                1.0 / plan.tau,
-                ignore_index,
-                ASKED=plan.asked,
-                WIDTH=len(SUMS),
-                BLOCK=block,
-                **options,
-            )
+        found.zero_()[0] = -math.inf
     elif rows:
         block, options = _tile(classes)
-        given, source_stride = _source(source, plan, rows, classes)
-        with torch.cuda.device_of(logits):
-            _formula_sums_kernel[(rows,)](
-                logits,
-                target.contiguous(),
-                None if weight is None else weight.contiguous(),
-                given,
-                _columns(plan.row_tau, 2),
-                found,
-                logits.stride(0),
-                source_stride,
-                classes,
-                1.0 / plan.tau,
-                float(plan.margin),
-                ignore_index,
-                ASKED=plan.asked,
-                MASSES=plan.masses,
-                ROW_TAU=plan.row_tau is not None,
-                WIDTH=len(SUMS),
-                BLOCK=block,
-                **options,
-            )
-    wide = found.double()
-    wide[:, SUMS.index("ur") : SUMS.index("mix")] /= MASS.value
-    return wide
+        options |= {"WIDTH": len(SUMS), "BLOCK": block}
+        source, source_stride = _source(source, plan, rows, classes)
+        if plan.mixture is not None:
+            sizes = (rows, logits.stride(0), source_stride, classes, 1.0 / plan.tau)
+            mixture = (logits, target, source, _columns(plan.mixture, 3), found, *sizes)
+            arguments = (*mixture, ignore_index)
+            _launch(_mixture_sums_kernel, rows, arguments, ASKED=plan.asked, **options)
+            if plan.asked & row_sums.QMIX:
+                found[SUMS.index("rmix") : SUMS.index("mix")].div_(MASS.value)
+            return found.T
+        strides = (logits.stride(0), source_stride)
+        numbers = (classes, 1.0 / plan.tau, float(plan.margin), ignore_index)
+        tensors = (logits, target, weight, source, _columns(plan.row_tau, 2), found)
+        given = (*tensors, rows, *strides, *numbers)
+        _launch(_formula_sums_kernel, rows, given, **_of_formula(plan), **options)
+    if plan.masses or plan.asked & row_sums.UR:
+        found[SUMS.index("ur") : SUMS.index("mix")].div_(MASS.value)
+    return found.T
 
 
 def gradient(
@@ -938,50 +984,56 @@ def gradient(
     out: Tensor,
 ) -> Tensor:
     """The gradient of every row, written to ``out``; see `labo.fast.formula`."""
-    logits = _unit_stride(logits)
-    _check(logits)
+    logits, target, weight = _checked(logits, target, weight)
     _check(out)
     rows, classes = logits.shape
-    if out.numel() == 0:
-        return out
-    block, options = _tile(classes)
-    blocks = triton.cdiv(classes, block)
-    given, source_stride = _source(source, plan, rows, classes)
-    with torch.cuda.device_of(logits):
-        _formula_gradient_kernel[(rows * blocks,)](
-            logits,
-            target.contiguous(),
-            None if weight is None else weight.contiguous(),
-            given,
-            _columns(plan.row_tau, 2),
-            _columns(plan.mixture, 3),
-            coefficients.float().contiguous(),
-            out,
-            logits.stride(0),
-            source_stride,
-            out.stride(0),
-            classes,
-            blocks,
-            1.0 / plan.tau,
-            float(plan.margin),
-            ignore_index,
-            ASKED=plan.asked,
-            MASSES=plan.masses,
-            ROW_TAU=plan.row_tau is not None,
-            WIDTH=len(COEFFICIENTS),
-            BLOCK=block,
-            **options,
-        )
+    if out.numel():
+        block, options = _tile(classes)
+        blocks = triton.cdiv(classes, block)
+        options |= {"WIDTH": len(COEFFICIENTS), "BLOCK": block}
+        source, source_stride = _source(source, plan, rows, classes)
+        of_rows = (_columns(plan.row_tau, 2), _columns(plan.mixture, 3), coefficients.contiguous())
+        sizes = (logits.stride(0), source_stride, out.stride(0), classes, blocks)
+        numbers = (1.0 / plan.tau, float(plan.margin), ignore_index)
+        given = (logits, target, weight, source, *of_rows, out, *sizes, *numbers)
+        _launch(_formula_gradient_kernel, rows * blocks, given, **_of_formula(plan), **options)
     return out
 
 
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], **options: Any) -> None:
+    """Launch on the device of the first argument.
+
+    The grid has one axis: the second one ends at 65535, and with one axis the programs go through
+    memory in order.
+    """
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(programs,)](*arguments, **options)
+
+
+def _of_formula(plan: Passes) -> dict[str, Any]:
+    """The options by which a kernel is compiled for a formula."""
+    return {"ASKED": plan.asked, "MASSES": plan.masses, "ROW_TAU": plan.row_tau is not None}
+
+
 def _columns(of_rows: tuple[Tensor, ...] | None, count: int) -> Tensor | None:
-    """The first numbers of each row, (N, count)."""
+    """The first numbers of each row, (N, count): temperatures, or those of a mixture."""
     return None if of_rows is None else torch.stack(of_rows[:count], 1).float()
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _checked(
+    logits: Tensor, target: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What every kernel takes, once it is known to be what the kernels take it for."""
+    logits = _unit_stride(logits)
+    _check(logits)
+    rows, classes = logits.shape
+    target = _ready("target", target, logits, (rows,), torch.int64)
+    weight = None if weight is None else _ready("weight", weight, logits, (classes,))
+    return logits, target, weight
 
 
 def _source(
@@ -1008,15 +1060,22 @@ def _check(matrix: Tensor) -> None:
         raise ValueError(f"expected unit stride along the classes, got {matrix.stride(1)}")
 
 
-def _ready(
+def _expect(
     name: str, x: Tensor, logits: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype
-) -> Tensor:
-    """A contiguous tensor, once it is known to be what the kernels take it for."""
+) -> None:
+    """Refuse a tensor that the kernels would take for something else."""
     if x.shape != shape or x.device != logits.device or (dtypes and x.dtype not in dtypes):
         raise ValueError(
             f"{name} must be {dtypes or 'a tensor'} of shape {shape} on {logits.device}, "
             f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
         )
+
+
+def _ready(
+    name: str, x: Tensor, logits: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype
+) -> Tensor:
+    """A contiguous tensor, once it is known to be what the kernels take it for."""
+    _expect(name, x, logits, shape, *dtypes)
     return x.contiguous()
 
 

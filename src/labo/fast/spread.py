@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..rows import row_sum, wide
+from ..rows import exact, row_sum, wide
 
 # Elements of a block of rows: on the CPU its copies stay in the cache, elsewhere a block should be
 # worth its launches.
@@ -37,7 +38,7 @@ class Spread(NamedTuple):
 def spread(
     logits: Tensor,
     centered: bool,
-    moments: Moments | None,
+    backend: ModuleType,
     student: Tensor | None = None,
     own: Spread | None = None,
 ) -> Spread:
@@ -47,19 +48,23 @@ def spread(
         logits: (N, K).
         centered: whether it is the standard deviation. Only the n classes that are not masked
             count.
-        moments: of a backend on the CPU, see :data:`Moments`.
+        backend: on the CPU with :data:`Moments`; Triton with ``masked_moments``, which counts
+            the classes that are not masked too.
         student: (N, K), the logits of the student, whose masked classes do not count either.
         own: the spread of these.
     """
     classes = logits.shape[1]
+    if hasattr(backend, "masked_moments"):
+        center, squares, count = backend.masked_moments(logits, centered, student)
+        return _finish(squares.sqrt(), center, count, centered, count == classes)
     block = _BLOCK if logits.is_cpu else _BLOCK_ELSEWHERE
     at_once = max(1, block // max(1, classes))
-    if not logits.is_cpu or moments is None:
+    if not logits.is_cpu:
         everywhere = range(0, max(1, len(logits)), at_once)
         blocks = [slice(first, first + at_once) for first in everywhere]
         return _masked_rows(logits, centered, student, blocks)
     # Where values can be read at no cost, most rows turn out to need neither masks nor care.
-    center, squares = moments(logits, centered)
+    center, squares = backend.moments(logits, centered)
     plain = squares.isfinite()
     if own is not None:
         plain &= own.plain
@@ -85,19 +90,19 @@ def _masked_rows(
 
 
 def _masked(z: Tensor, student: Tensor | None, centered: bool) -> Spread:
-    mask = z == -math.inf
+    mask, wider = z == -math.inf, exact(z.device, z.dtype)
     if student is not None:
         mask |= student == -math.inf
-    count = z.shape[1] - mask.sum(1).double()
+    count = z.shape[1] - mask.sum(1).to(wider)
     z = z.masked_fill(mask, 0.0)
     largest = z.abs().amax(1, keepdim=True).clamp(min=1e-30)
     z = z / largest  # squares do not overflow
     center = torch.zeros_like(count)
     if centered:
-        center = row_sum(z).double() / count
+        center = row_sum(z).to(wider) / count
         z = (z - center.unsqueeze(1).to(z.dtype)).masked_fill_(mask, 0.0)
-    unit = largest.squeeze(1).double()
-    length = unit * row_sum(z.square()).double().sqrt()
+    unit = largest.squeeze(1).to(wider)
+    length = unit * row_sum(z.square()).to(wider).sqrt()
     return _finish(length, unit * center, count, centered, ~mask.any(1))
 
 

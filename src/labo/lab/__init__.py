@@ -35,7 +35,7 @@ text/               what tasks on text share: lines, subwords, prepared folders,
 images/             a task: data sources, augmentation, networks, scores, its analysis
 translation/        a task: prepare, subwords, model, beam search, BLEU, its analysis
 language_modeling/  a task: documents, packing, causal models, generation, its analysis
-compare/            one recipe, several methods and seeds: plan, launch, execute, table
+compare/            one recipe, several methods and seeds: plan, engines, launch, table
 reproduce/          the paper's tables and figures
 demo                ``labo demo``
 ==================  ===============================================================================

@@ -72,10 +72,9 @@ def command_options(model: type[Section]) -> list[Any]:
 
 
 def _options(model: type[Section]) -> Iterator[_Option]:
-    """The options of the model, before those of the model that it extends."""
-    base = model.__base__
-    inherited = base.model_fields if base is not None and issubclass(base, Section) else {}
-    for name in sorted(model.model_fields, key=inherited.__contains__):
+    """The options of the model, before those of the models that it extends."""
+    own = model.__annotations__
+    for name in sorted(model.model_fields, key=lambda name: name not in own):
         field = model.model_fields[name]
         extra = field.json_schema_extra
         panel: Any = extra.get("panel") if isinstance(extra, dict) else None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .compare import launch
+from .compare.engines import Setup
 from .compare.execute import carry_out
+from .compare.launch import Failure
 from .compare.plan import Comparison, plan
 from .compare.table import tabulate
 from .report import write_report
@@ -31,7 +32,7 @@ def comparisons(out: Path) -> list[Comparison]:
     ]
 
 
-def demo(out: Path, jobs: int | None = None) -> tuple[str, list[launch.Failure]]:
+def demo(out: Path, jobs: int | None = None) -> tuple[str, list[Failure]]:
     """Run the demo.
 
     Args:
@@ -43,7 +44,7 @@ def demo(out: Path, jobs: int | None = None) -> tuple[str, list[launch.Failure]]
         failed.
     """
     planned = comparisons(out)
-    failures = carry_out(planned, out, jobs)
+    failures = carry_out(planned, out, Setup(jobs=jobs))
     texts = []
     for comparison in reversed(planned):
         table = tabulate(comparison)

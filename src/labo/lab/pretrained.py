@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -25,10 +25,12 @@ from .run.files import Document, open_regular, read_json, sha256
 
 __all__ = [
     "Lora",
+    "StartingModel",
     "adapter_files",
     "add_lora",
     "check_finite",
     "check_sizes",
+    "first_line",
     "folder_digest",
     "freeze",
     "load_config",
@@ -60,13 +62,39 @@ class Lora(Section):
     )
 
 
-def load_folder(kind: Any, folder: str | Path, *, classes: int | None = None) -> Any:
+class StartingModel(Section):
+    """A model from a preset, or one to start from."""
+
+    preset: str | None = None
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder with a model to start from, instead of `preset`. Only "
+        "safetensors are read.",
+    )
+    freeze: Names = Field(
+        (),
+        description="Modules or parameters that are not trained, such as `model.encoder` or "
+        "`transformer.wte`; `*` matches anything.",
+    )
+    lora: Lora | None = Field(None, description="Train low-rank adapters only.")
+
+    @model_validator(mode="after")
+    def _one_start(self) -> StartingModel:
+        if (self.preset is None) == (self.pretrained is None):
+            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
+        return self
+
+
+def load_folder(
+    kind: Any, folder: str | Path, *, classes: int | None = None, whole: bool = False
+) -> Any:
     """A model from a folder on this machine, in float32, on the CPU.
 
     Args:
         kind: a class of transformers with ``from_pretrained``.
         folder: the folder.
         classes: of a classifier, whose output layer is new if it is missing or has other classes.
+        whole: whether every weight in the folder must be part of the model.
 
     Raises:
         RequestError: it holds no such model, or only a part of one.
@@ -74,9 +102,7 @@ def load_folder(kind: Any, folder: str | Path, *, classes: int | None = None) ->
     from transformers.utils import logging
 
     folder = _checked(folder)
-    options: dict[str, Any] = {}
-    if classes is not None:
-        options = {"num_labels": classes, "ignore_mismatched_sizes": True}
+    options = {} if classes is None else {"num_labels": classes}
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # a new output layer is told by a note
@@ -88,10 +114,11 @@ def load_folder(kind: Any, folder: str | Path, *, classes: int | None = None) ->
             trust_remote_code=False,
             use_safetensors=True,
             dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # they are told below
             **options,
         )
     except Exception as error:  # of many kinds, from several libraries
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise RequestError(f"{folder}: cannot be loaded as {kind.__name__}: {reason}") from error
     finally:
         logging.set_verbosity(level)
@@ -101,8 +128,17 @@ def load_folder(kind: Any, folder: str | Path, *, classes: int | None = None) ->
     for name in sorted([*found["missing_keys"], *other]):
         if classes is None or name.startswith(f"{model.base_model_prefix}."):
             raise RequestError(f"{folder}: its weights lack {name}, or have another shape of it")
+    if whole and found["unexpected_keys"]:
+        name = sorted(found["unexpected_keys"])[0]
+        raise RequestError(f"{folder}: its weights have {name}, which is no part of the model")
     check_finite(model, folder)
     return model
+
+
+def first_line(error: Exception) -> str:
+    """What a library says is wrong; a heading and the line below it."""
+    heading, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return f"{heading} {others[0]}" if heading.endswith(":") and others else heading
 
 
 def check_finite(model: nn.Module, folder: Path) -> None:
@@ -168,7 +204,7 @@ def load_config(folder: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, from several libraries
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise RequestError(f"{folder / 'config.json'}: cannot be used: {reason}") from error
 
 
@@ -182,6 +218,11 @@ def _checked(folder: str | Path) -> Path:
         raise RequestError(
             f"{folder}: holds no *.safetensors; other formats can run code and are not read "
             "(save_pretrained of a current transformers writes safetensors)"
+        )
+    if (folder / "adapter_config.json").is_file():  # transformers would load another model
+        raise RequestError(
+            f"{folder}: holds adapters (adapter_config.json) beside the model: merge them into it, "
+            "or remove them"
         )
     path = folder / "config.json"
     config = read_json(path, Document).model_dump()
@@ -261,8 +302,7 @@ def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_hea
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RequestError(f"model.lora.targets: {reason}") from error
+        raise RequestError(f"model.lora.targets: {first_line(error)}") from error
     if train_heads:
         for head in heads:
             model.get_submodule(head).requires_grad_(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,15 +87,18 @@ def _share(task: Task, samples: Tensor, epoch: int, accelerator: Accelerator) ->
     ignored.
     """
     mine = samples.tensor_split(accelerator.num_processes)[accelerator.process_index]
-    if len(mine) == 0:
-        return task.batch(samples[:1], epoch).without_targets()
-    return task.batch(mine, epoch)
+    batch = task.batch(mine, epoch) if len(mine) else task.batch(samples[:1], epoch)
+    batch = batch if len(mine) else batch.without_targets()
+    return batch.pinned() if accelerator.device.type == "cuda" else batch
 
 
-def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; each is made while the one before it is in use."""
+def ahead(items: Iterator[T], count: int = 4) -> Iterator[T]:
+    """The same items; up to ``count`` of them are made by a thread while others are in use."""
     with ThreadPoolExecutor(1) as worker:
-        coming = worker.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = worker.submit(next, items, None)
-            yield item
+        coming = deque(worker.submit(next, items, None) for _ in range(count))
+        try:
+            while (item := coming.popleft().result()) is not None:
+                coming.append(worker.submit(next, items, None))
+                yield item
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)

@@ -48,7 +48,7 @@ class Batch:
     """Samples of the training split as the model takes them.
 
     Attributes:
-        inputs: what the model reads; has ``to(device)``.
+        inputs: what the model reads, or what ``to(device)`` makes it of on the device.
         target: (N, ...) class indices, -100 where nothing is to be learned; or probabilities.
         index: (N,) indices of the samples in the training split; stays on the CPU.
         epoch: the epoch they were drawn for.
@@ -65,6 +65,11 @@ class Batch:
             inputs=self.inputs.to(device, non_blocking=True),
             target=self.target.to(device, non_blocking=True),
         )
+
+    def pinned(self) -> Batch:
+        """The same, with inputs in pinned memory if they can be: copies to a GPU do not wait."""
+        pin = getattr(self.inputs, "pin_memory", None)
+        return self if pin is None else replace(self, inputs=pin())
 
     def without_targets(self) -> Batch:
         """The same inputs, with every target ignored."""

@@ -50,6 +50,7 @@ from .run.distributed import (
     has_batchnorm,
     is_lost_process,
     make_accelerator,
+    note_conditions,
     nothing_counted,
     on_cpu,
     owned,
@@ -62,7 +63,7 @@ from .run.seeds import mix
 from .run.sharding import spread
 from .run.state import KeptModel, RunState
 from .run.trackers import installed_trackers, missing_tensorboard, start_trackers
-from .schedule import Schedule, one_ahead
+from .schedule import Schedule, ahead
 from .selection import Selection, evaluated_weights, follow
 from .tasks import Batch, find_task, load_model
 
@@ -154,6 +155,7 @@ class Trainer:
         """The whole run, or the rest of it; ``test`` says whether it ends on the test split."""
         if self.accelerator.is_main_process:
             self.run.start(self.recipe, self.task.fingerprint, self.teacher.fingerprint)
+            note_conditions(self.run, self.accelerator.num_processes)
             if self.accept_data:
                 self.run.accept_data(self.task.fingerprint, self.teacher.fingerprint)
         self.accelerator.wait_for_everyone()
@@ -209,7 +211,7 @@ class Trainer:
         several = self.accelerator.num_processes > 1
         counters, patience = self.state.counters, self.recipe.train.patience
         planned = self.schedule.batches(self.task, counters, self.accelerator)
-        planned = one_ahead(planned) if self.recipe.train.workers else planned
+        planned = ahead(planned) if self.recipe.train.workers else planned
         while True:
             with self.interruptions.deferred() if several else nullcontext():
                 batch = next(planned, None)

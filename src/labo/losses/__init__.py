@@ -1,45 +1,73 @@
-"""The losses, by family. ``LOSSES`` lists them by short name.
+"""The losses, by family, each loaded when one of its classes is first used.
 
 - :mod:`labo.losses.labo`: LABO, held LABO, the warm-up: the paper.
-- :mod:`labo.losses.fixed`: label smoothing, masked, weighted, with a hand-designed teacher.
 - :mod:`labo.losses.weights`: cross entropy with a penalty or with a weight for each sample.
 - :mod:`labo.losses.adaptive`: labels that follow the prediction: GCE, GEM, Zipf, ACLS, adaptive.
+- :mod:`labo.losses.fixed`: label smoothing, masked, weighted, with a hand-designed teacher.
 - :mod:`labo.losses.teachers`: distillation and self-distillation.
 - :mod:`labo.losses.tables`: tables of classes, and a learned confidence.
 
-Losses with state need two calls from the training loop: ``step()`` after each optimizer step
-(:class:`Warmup`, :class:`ConNetLoss`) and ``end_epoch()`` after each epoch
-(:class:`OnlineLabelSmoothingLoss`, :class:`PSKDLoss`, :class:`DecoupledDistillationLoss`,
-:class:`MaxSuppressionLoss`). Their state is in ``state_dict()``, so that a run can be resumed.
+``LOSSES`` lists them by short name. Losses with state need two calls from the training loop:
+``step()`` after each optimizer step (:class:`Warmup`, :class:`ConNetLoss`) and ``end_epoch()``
+after each epoch (:class:`OnlineLabelSmoothingLoss`, :class:`PSKDLoss`,
+:class:`DecoupledDistillationLoss`, :class:`MaxSuppressionLoss`). Their state is in
+``state_dict()``, so that a run can be resumed.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .._names import Registry
-from ..loss import Loss
-from . import adaptive, fixed, labo, tables, teachers, weights
-from .adaptive import *  # noqa: F403
-from .fixed import *  # noqa: F403
-from .labo import *  # noqa: F403
-from .labo import Warmup
-from .tables import *  # noqa: F403
-from .teachers import *  # noqa: F403
-from .weights import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from ..loss import Loss
+    from .adaptive import *  # noqa: F403
+    from .fixed import *  # noqa: F403
+    from .labo import *  # noqa: F403
+    from .tables import *  # noqa: F403
+    from .teachers import *  # noqa: F403
+    from .weights import *  # noqa: F403
+
+    ALL: list[type[Loss]]
+    LOSSES: Registry
+
+FAMILIES = ("weights", "adaptive", "fixed", "teachers", "tables", "labo")
+FUNCTION_ONLY = ("ZLoss",)  # not among the public classes
 
 
-def _all() -> list[type[Loss]]:
-    """Every loss class of the families."""
-    found: list[type[Loss]] = []
-    for family in (weights, adaptive, fixed, teachers, tables, labo):
-        for value in vars(family).values():
-            if isinstance(value, type) and issubclass(value, Loss) and value not in found:
-                found.append(value)
-    return [cls for cls in found if cls is not Loss]
+def __getattr__(name: str) -> Any:
+    """A class of a family, or one of the lists ``ALL``, ``LOSSES`` and ``__all__``."""
+    if name in ("ALL", "LOSSES", "__all__"):
+        globals().update(_lists())
+        return globals()[name]
+    for family in () if name.startswith("_") else ("labo", *FAMILIES):  # LABO needs no other
+        if name in (classes := _classes(family)):
+            value = globals()[name] = classes[name]
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-ALL = _all()
-LOSSES = Registry("loss", {cls.name: cls for cls in ALL if cls.name is not None})
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})
 
-__all__ = ["LOSSES", Warmup.__name__]
-__all__ += [cls.__name__ for cls in ALL if cls.__name__ != "ZLoss"]
-__all__.sort()
+
+def _classes(family: str) -> dict[str, type]:
+    """The public classes that a family defines."""
+    module = importlib.import_module(f".{family}", __name__)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and name[0] != "_"
+    }
+
+
+def _lists() -> dict[str, Any]:
+    classes = {name: cls for family in FAMILIES for name, cls in _classes(family).items()}
+    losses: list[Any] = [cls for cls in classes.values() if hasattr(cls, "function_name")]
+    return {
+        "ALL": losses,
+        "LOSSES": Registry("loss", {cls.name: cls for cls in losses if cls.name is not None}),
+        "__all__": sorted({"LOSSES", *classes} - {*FUNCTION_ONLY}),
+    }

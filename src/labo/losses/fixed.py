@@ -100,6 +100,7 @@ class MaskedLabelSmoothingLoss(Loss):
     """
 
     name, function_name, smooths = "mls", "masked_label_smoothing_loss", True
+    row_field = "mask"
 
     mask: Tensor = hyper(
         kw_only=False, doc="(K,) bool, True for classes that may get smoothing mass (at least two)"
@@ -140,6 +141,7 @@ class WeightedLabelSmoothingLoss(Loss):
     """
 
     name, function_name, smooths = "wls", "weighted_label_smoothing_loss", True
+    row_field = "groups"
 
     groups: Tensor = hyper(
         kw_only=False,

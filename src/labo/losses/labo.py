@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import smoothing
 from ..fast.kernel import LABO, LABO_ADAPTIVE, Kernel
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper
@@ -99,7 +98,9 @@ class LABOLoss(Loss):
             )
         if self.num_classes is None:
             raise ValueError("confidence needs num_classes, the number of classes")
-        self.tau = smoothing.tau_for_confidence(
+        from ..smoothing import tau_for_confidence
+
+        self.tau = tau_for_confidence(
             self.confidence, self.num_classes, alpha=self.alpha, rho=self.rho
         )
 
@@ -187,8 +188,10 @@ class HeldLABOLoss(LABOLoss):
 
 def labo_objective(rows: Rows, held: Tensor, tau: float, alpha: float | str, rho: float) -> Tensor:
     """The objective at the optimum of other logits, (M, K), held constant; per row, (M,)."""
-    strength = smoothing.adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
-    return objective(rows, smoothing.tempered(held, tau), strength, strength * tau)
+    from ..smoothing import adaptive_alpha, tempered
+
+    strength = adaptive_alpha(held, rho) if isinstance(alpha, str) else alpha
+    return objective(rows, tempered(held, tau), strength, strength * tau)
 
 
 def objective(

@@ -16,9 +16,10 @@ from ..rows import Rows, exact, row_sum, shifted, spread, times, upcast, zero_lo
 from ..sums import FROM_TABLE, RowSums
 
 
-def _check_table(table: Tensor, logits: Tensor, num_classes: int) -> Tensor:
-    """The table, once it is known to fit."""
+def _check_table(table: Tensor, logits: Tensor) -> Tensor:
+    """The table, once it is known to fit the logits, (N, K)."""
     _checks.check_devices(logits, table=table)
+    num_classes = logits.shape[1]
     if table.shape != (num_classes, num_classes):
         raise ValueError(
             f"table must have shape ({num_classes}, {num_classes}), got {tuple(table.shape)}"
@@ -92,11 +93,8 @@ class OnlineLabelSmoothingLoss(Loss):
     def reference_only(self, *inputs: Any) -> str | None:
         return "a table that requires a gradient" if inputs[0].requires_grad else None
 
-    def source(self, logits: Tensor, inputs: tuple[Any, ...]) -> Tensor:
-        return _check_table(inputs[0], logits, logits.shape[self.dim])
-
-    def plain_source(self, rows: Rows, inputs: tuple[Any, ...]) -> Tensor:
-        return _check_table(inputs[0], rows.logits, rows.num_classes)
+    def mass_source(self, logits: Tensor, *inputs: Any) -> Tensor:
+        return _check_table(inputs[0], logits)
 
     def make_state(self) -> None:
         shape = (self.num_classes, self.num_classes)
@@ -187,7 +185,7 @@ class KRLSLoss(Loss):
     table: nn.Parameter = state(init=False)
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        table = _check_table(inputs[0], rows.logits, rows.num_classes)
+        table = _check_table(inputs[0], rows.logits)
         absent = rows.is_label() | (rows.logits == -math.inf)
         alone = absent.all(-1)  # no other class: no residual to learn from
         absent = absent & ~alone.unsqueeze(-1)

@@ -259,6 +259,7 @@ class TopKDistillationLoss(Loss):
     function_name = "topk_distillation_loss"
     teacher_argument = "indices"
     teacher_is_stored = True
+    few_classes = 128
     inputs = ("indices", "log_probabilities")
 
     alpha: float = hyper(default=0.5, within=UNIT, doc="weight of the teacher, in [0, 1]")

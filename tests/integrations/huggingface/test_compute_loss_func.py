@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import transformers
@@ -15,14 +13,11 @@ from tiny_models import (
     SIZES,
     V,
     arguments,
-    assert_same,
+    assert_step,
     build,
     by_hand,
     collate,
     examples,
-    gradients,
-    stepped,
-    trained,
 )
 
 
@@ -39,21 +34,14 @@ def made(name: str):
 
 def make(model, loss, args, data, **settings):
     function = hf.compute_loss_func(model, loss)
-    shared = {"train_dataset": data, "data_collator": collate, **settings}
+    shared = {"train_dataset": data, "data_collator": collate} | settings
     return transformers.Trainer(model=model, args=args, compute_loss_func=function, **shared)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "MyLlama"])
 def test_a_step_is_that_of_the_whole_batch(name, tmp_path):
     model, data = made(name), examples(8)
-    expected = copy.deepcopy(model).train()
-    slopes = gradients(expected, by_hand(expected, collate(data), labo.LABOLoss()))
-    args = arguments(
-        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4
-    )
-    trainer = make(model, labo.LABOLoss(), args, data)
-    trainer.train()
-    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+    trainer = assert_step(make, model, labo.LABOLoss(), data, tmp_path, accumulate=4)
     with torch.no_grad():
         nll = by_hand(model.eval(), collate(data), nn.CrossEntropyLoss()).item()
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(nll, rel=1e-5)

@@ -216,7 +216,6 @@ def test_a_translation_run(tmp_path):
     test = found["splits"]["test"]
     assert test["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs(2), [TEXTS]).score)
     assert test["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
-    assert test["pairs"] == {"de-en": {"examples": 6, "bleu": pytest.approx(test["bleu"])}}
     decoded, forced = test["views"]["decoded"], test["views"]["forced"]
     assert decoded["samples"] == forced["samples"] == 6 * 7
     assert decoded["accuracy"] == pytest.approx(5 / 7)
@@ -422,9 +421,6 @@ def test_translations_are_compared_part_by_part(tmp_path):
     assert row["labo"]["differences"]["ls"]["most"] == pytest.approx(
         row["labo"]["bleu"]["most"] - row["ls"]["bleu"]["most"]
     )
-    histograms = {row["method"]: row for row in group["confidence"]["rows"]}
-    assert histograms["labo"]["mean"]["most"] == pytest.approx(0.5)  # of both seeds
-    assert histograms["ls"]["peak"]["all"] == 0.925
     (difference,) = group["differences"]
     assert [draw["seed"] for draw in difference["bootstrap"]] == [0, 1]
     assert difference["bootstrap"][0]["difference"] == pytest.approx(difference["values"][0])

@@ -1,4 +1,4 @@
-"""What is measured of a list of predictions. The measures themselves: tests/core/test_calibration.
+"""What is measured of a list of predictions. The measures themselves: tests/core/calibration.
 
 Oracles are loops in float64.
 """

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,13 +17,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import lab_runs
 from analysis_runs import sentence, write_lines
 from labo import cli
+from labo.lab.analysis.collection import check_folder, claim_folder, runs_in
 from labo.lab.analysis.groups import mean_cell
-from labo.lab.compare import execute, launch
-from labo.lab.compare.conditions import note_conditions
+from labo.lab.compare import engines, execute
+from labo.lab.compare.engines import Setup
 from labo.lab.compare.execute import carry_out, run_comparison
-from labo.lab.compare.plan import Comparison, check_folder, claim_folder, plan, runs_in
+from labo.lab.compare.launch import Launch
+from labo.lab.compare.plan import Comparison, PlannedRun, plan
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
 from labo.lab.run.lock import held
@@ -55,19 +59,25 @@ def finish(comparison: Comparison, results: dict[str, dict[str, Any]]) -> None:
             run.directory.finish({"steps": 10, "seconds": 5.0, **results[run.path.name]})
 
 
+def note_conditions(run: PlannedRun, jobs: int, machine: str = "here") -> None:
+    """Pretend that a run was one of so many at once on a machine."""
+    launch = {"machine": machine, "torch": "2", "jobs": jobs, "threads": 1}
+    (run.path / "conditions.json").write_text(json.dumps({"launches": [launch]}))
+
+
 # ------------------------------------------------------------------ the runs
 
 
 def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
     first = tiny(tmp_path, ["base", "ls"])
-    assert carry_out([first], tmp_path, jobs=2) == []
+    assert carry_out([first], tmp_path, Setup(jobs=2)) == []
     assert launcher.commands() == [
         *("train base-s0", "train ls-s0", "evaluate base-s0", "evaluate ls-s0")
     ]
     assert "base-s0: valid accuracy" in capsys.readouterr().out
     launcher.started.clear()
     more = tiny(tmp_path, ["base", "ls", "labo"])
-    assert carry_out([more], tmp_path, jobs=2) == []
+    assert carry_out([more], tmp_path, Setup(jobs=2)) == []
     assert launcher.commands() == ["train labo-s0", "evaluate labo-s0"]
     launcher.started.clear()
     table, failures = run_comparison(more)
@@ -79,11 +89,11 @@ def test_only_what_is_missing_is_run(tmp_path, launcher, capsys):
 def test_a_killed_run_is_shown_and_then_continued(tmp_path, launcher):
     comparison = tiny(tmp_path, ["base", "ls"], overrides=["train.save_every=2"])
     launcher.kill["ls-s0"] = ("step", 5)
-    (failure,) = carry_out([comparison], tmp_path, jobs=1)
+    (failure,) = carry_out([comparison], tmp_path, Setup(jobs=1))
     assert str(failure) == "ls-s0: ended by signal 9"
     assert "test" in comparison.runs[0].directory.results()
     launcher.kill.clear()
-    assert carry_out([comparison], tmp_path, jobs=1) == []
+    assert carry_out([comparison], tmp_path, Setup(jobs=1)) == []
     log = (tmp_path / "logs" / "ls-s0.log").read_text()
     assert "continuing" in log
     assert "at step 4" in log
@@ -119,9 +129,9 @@ def test_distillation_learns_from_the_base_run_of_its_seed(tmp_path):
 
 def test_a_teacher_can_be_named(tmp_path, launcher):
     own = tiny(tmp_path / "own", ["base"])
-    carry_out([own], tmp_path / "own", jobs=1)
+    carry_out([own], tmp_path / "own", Setup(jobs=1))
     comparison = tiny(tmp_path / "kd", ["kd"], teacher=str(own.runs[0].path))
-    assert carry_out([comparison], tmp_path / "kd", jobs=1) == []
+    assert carry_out([comparison], tmp_path / "kd", Setup(jobs=1)) == []
 
 
 def test_a_recipe_keeps_the_hyper_parameters_it_gives_to_its_own_method(tmp_path):
@@ -168,10 +178,10 @@ def test_a_terminal_shows_a_table_of_all_runs(tmp_path, monkeypatch):
     running = comparison.runs[1]
     running.directory.start(running.recipe)
     running.directory.log({"step": 5, "epoch": 1, "valid": {"accuracy": 0.5}})
-    share = launch.Share(1, 1)
-    jobs = [execute._training(run, tmp_path, share) for run in comparison.runs]
-    board = launch._Launch(jobs, share, None)
-    board.running[0] = jobs[1], None
+    board = Launch(Setup(), 6, tmp_path)
+    board.jobs = jobs = [execute._training(run, tmp_path, Setup()) for run in comparison.runs]
+    board.finished = {job.name for job in jobs if job.finished()}
+    board.running[jobs[1].name] = jobs[1]
     board.fail(jobs[2], "the loss is nan")
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(board.board())
@@ -229,13 +239,170 @@ def test_a_grid_that_the_validation_split_cannot_tell_apart_says_so(tmp_path):
 def test_the_test_split_of_unselected_runs_stays_untouched(tmp_path, launcher):
     comparison = tiny(tmp_path, ["labo"], grid=["labo.tau=1.15,1.25", "rho=0.5,1.0"])
     assert len(comparison.runs) == 4
-    assert carry_out([comparison], tmp_path, jobs=2) == []
+    assert carry_out([comparison], tmp_path, Setup(jobs=2)) == []
     chosen = comparison.choices()["labo"].runs
     for run in comparison.runs:
         selected = run in chosen
         assert ("test" in run.directory.results()) == selected
         assert (run.path / "records" / "test.jsonl").exists() == selected
     assert len(launcher.commands()) == 5
+
+
+def named(comparison: Comparison) -> list[str]:
+    return [run.path.name for run in comparison.runs]
+
+
+def score_by_tau(comparison: Comparison, best: float) -> None:
+    """Pretend that the runs that are not finished have ended; those closest to ``best`` win."""
+    for run in comparison.runs:
+        if not run.directory.finished:
+            tau = float({axis.key: value for axis, value in run.place}.get("tau", 1.0))
+            finish(comparison, {run.path.name: accuracy(1 - abs(tau - best) / 10)})
+
+
+def test_fewer_seeds_select_and_the_others_follow_at_the_selected_points(tmp_path):
+    asked = {"seeds": 4, "grid": ["labo.tau=1.1,1.2,1.3"], "select_seeds": 2}
+    comparison = tiny(tmp_path, ["base", "labo"], **asked)
+    taus = ("1.1", "1.2", "1.3")
+    grid = [f"labo-tau{tau}-s{seed}" for seed in (0, 1) for tau in taus]
+    assert sorted(named(comparison)) == sorted(["base-s0", "base-s1", *grid])
+    score_by_tau(comparison, best=1.2)
+    assert comparison.grow()
+    assert named(comparison)[8:] == ["base-s2", "labo-tau1.2-s2", "base-s3", "labo-tau1.2-s3"]
+    assert not comparison.grow()
+    # The seeds that do not select do not change the selection, whatever they score.
+    worst = {"labo-tau1.2-s2": accuracy(0.01), "labo-tau1.2-s3": accuracy(0.01)}
+    finish(comparison, worst | {"base-s2": accuracy(0.5), "base-s3": accuracy(0.5)})
+    choice = comparison.choices()["labo"]
+    assert (choice.point, len(choice.runs), choice.trials) == ("tau=1.2", 4, 3)
+    table = tabulate(comparison)
+    assert [row.cells["runs"].value for row in table.rows] == [4, 4]
+    assert [row.cells["trials"].value for row in table.rows] == [1, 3]
+    assert "trials" in [column.key for column in table.printed]
+    assert table.caption == "digits: test split, mean ± standard deviation over 4 seeds"
+    (note,) = (note for note in table.notes if "selected by" in note)
+    assert note.endswith("tau=1.3: 0.9900); by 2 of 4 seeds")
+    again = tiny(tmp_path, ["base", "labo"], **asked)  # the driver was started again
+    assert again.grow()
+    assert named(again) == named(comparison)
+
+
+def test_students_of_the_other_seeds_get_their_teachers(tmp_path):
+    asked = {"seeds": 2, "grid": ["optim.lr=0.1,0.2"], "select_seeds": 1}
+    comparison = tiny(tmp_path, ["kd", "base"], **asked)
+    better = {"kd-optim.lr0.1-s0": 0.9, "kd-optim.lr0.2-s0": 0.1}
+    better |= {"base-optim.lr0.1-s0": 0.1, "base-optim.lr0.2-s0": 0.9}
+    finish(comparison, {name: accuracy(score) for name, score in better.items()})
+    assert comparison.grow()
+    added = named(comparison)[4:]
+    assert added == ["kd-optim.lr0.1-s1", "base-optim.lr0.1-s1", "base-optim.lr0.2-s1"]
+    assert comparison.runs[4].teacher == comparison.runs[5].path
+
+
+def test_values_with_equal_ratios(tmp_path):
+    comparison = tiny(tmp_path, ["base"], grid=["optim.lr=0.01..1@5"])
+    assert [run.point for run in comparison.runs] == [
+        f"optim.lr={value}" for value in ("0.01", "0.03162", "0.1", "0.3162", "1")
+    ]
+
+
+def test_a_value_at_the_edge_of_its_grid_is_a_warning(tmp_path):
+    comparison = tiny(tmp_path, ["base", "labo"], grid=["labo.tau=1.1,1.2,1.3"])
+    score_by_tau(comparison, best=1.3)
+    edge = "labo: tau=1.3 is at the edge of its grid (1.1 to 1.3): --extend tries more values"
+    assert edge in tabulate(comparison).notes
+    assert not comparison.grow()
+    inside = tiny(tmp_path / "inside", ["base", "labo"], grid=["labo.tau=1.1,1.2,1.3"])
+    score_by_tau(inside, best=1.2)
+    assert not any("edge" in note for note in tabulate(inside).notes)
+
+
+def test_a_grid_is_extended_until_the_selected_value_is_inside(tmp_path):
+    asked = {"seeds": 2, "grid": ["labo.tau=1.1,1.2"], "select_seeds": 1, "extend": True}
+    comparison = tiny(tmp_path, ["base", "labo"], **asked)
+    rounds = [named(comparison)]
+    while True:
+        score_by_tau(comparison, best=1.4)
+        if not comparison.grow():
+            break
+        rounds.append(named(comparison)[sum(map(len, rounds)) :])
+    assert rounds == [
+        ["base-s0", "labo-tau1.1-s0", "labo-tau1.2-s0"],
+        ["labo-tau1.3-s0", "base-s1"],  # base has nothing to select
+        ["labo-tau1.4-s0"],
+        ["labo-tau1.5-s0"],
+        ["labo-tau1.4-s1"],
+    ]
+    table = tabulate(comparison)
+    assert [row.cells["trials"].value for row in table.rows] == [1, 5]
+    assert not any("edge" in note for note in table.notes)
+    assert any(note.startswith("labo: tau=1.4 selected by") for note in table.notes)
+
+
+def test_an_extension_has_bounds(tmp_path):
+    comparison = tiny(tmp_path / "a", ["labo"], grid=["tau=1.1,1.2"], extend=True)
+    score_by_tau(comparison, best=99)
+    while comparison.grow():
+        score_by_tau(comparison, best=99)
+    assert [run.point for run in comparison.runs][2:] == [
+        f"tau={tau}" for tau in ("1.3", "1.4", "1.5", "1.6", "1.7")
+    ]
+    assert any("tau=1.7 is at the edge" in note for note in tabulate(comparison).notes)
+    shares = tiny(tmp_path / "b", ["ls"], grid=["alpha=0.4,0.8"], extend=True)
+    finish(shares, {"ls-alpha0.4-s0": accuracy(0.4), "ls-alpha0.8-s0": accuracy(0.8)})
+    assert not shares.grow()  # 1.6 is no share
+    (note,) = (note for note in tabulate(shares).notes if "edge" in note)
+    assert "alpha=0.8 is at the edge of its grid (0.4 to 0.8): it cannot be extended" in note
+    assert "method.alpha" in note
+
+
+# ------------------------------------------------------------------ a plan for other launchers
+
+
+def lines_of(capsys: Any, *arguments: object) -> list[str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", "digits", *TINY, *map(str, arguments), "--plan"])
+    assert not end.value.code
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out.splitlines()
+
+
+def test_a_plan_is_a_shell_line_for_each_missing_run_teachers_first(tmp_path, capsys, launcher):
+    out = tmp_path / "my runs"
+    asked = ["--methods", "kd,base", "--seeds", 2, "--out", out]
+    lines = lines_of(capsys, *asked)
+    assert [Path(shlex.split(line)[-1]).name for line in lines] == [
+        *("base-s0", "kd-s0", "base-s1", "kd-s1")
+    ]
+    assert not out.exists()
+    (first, *_) = lines_of(capsys, *asked, "--processes", 2)
+    assert first.startswith("torchrun --standalone --nproc-per-node 2 -m labo train digits ")
+    for number, line in enumerate(lines):
+        command, *arguments = shlex.split(line)
+        assert command == "labo"
+        assert lab_runs.run(arguments, tmp_path / "log") == {0}
+        assert lines_of(capsys, *asked) == lines[number + 1 :]
+    comparison = tiny(out, ["kd", "base"], seeds=2)
+    assert run_comparison(comparison)[1] == []
+    assert {line.split()[0] for line in launcher.commands()} == {"evaluate"}
+
+
+def test_a_plan_with_a_selection_goes_on_when_it_is_made(tmp_path, capsys):
+    asked = ["--methods", "labo", "--grid", "tau=1.1,1.2", "--select-seeds", 1, "--seeds", 2]
+    asked += ["--out", tmp_path]
+    options = {"seeds": 2, "grid": ["tau=1.1,1.2"], "select_seeds": 1}
+    comparison = tiny(tmp_path, ["labo"], **options)
+    assert len(lines_of(capsys, *asked)) == 2
+    finish(comparison, {"labo-tau1.1-s0": accuracy(0.9)})
+    (line,) = lines_of(capsys, *asked)
+    assert line.endswith("labo-tau1.2-s0")
+    finish(comparison, {"labo-tau1.2-s0": accuracy(0.8)})
+    (line,) = lines_of(capsys, *asked)
+    assert line.endswith("labo-tau1.1-s1")
+    assert comparison.grow()
+    finish(comparison, {"labo-tau1.1-s1": accuracy(0.8)})
+    assert lines_of(capsys, *asked) == []
 
 
 # ------------------------------------------------------------------ the table
@@ -259,7 +426,7 @@ def test_the_arithmetic_of_the_table(tmp_path):
         },
     )
     for run in comparison.runs:
-        note_conditions(run, launch.Share(2, 1))
+        note_conditions(run, 2)
     table = tabulate(comparison)
     base, ls, labo = table.rows
     assert [row.label for row in table.rows] == ["base", "ls", "labo"]
@@ -281,7 +448,7 @@ def test_the_arithmetic_of_the_table(tmp_path):
         pytest.approx(0.2 + 0.2484, abs=1e-4),
     )
     assert base.cells["delta_ls"].value == pytest.approx(-0.1)
-    assert any("2 runs at once, 1 thread(s) each" in note for note in table.notes)
+    assert any("2 run(s) at once, 1 thread(s) each" in note for note in table.notes)
     assert any("other work on the machine distorts it" in note for note in table.notes)
     assert table.caption == "digits: test split, mean ± standard deviation over 3 seeds"
 
@@ -291,9 +458,20 @@ def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
     finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
     for run in comparison.runs:
         alone = run.path.name in ("labo-s0", "labo-s1")
-        note_conditions(run, launch.Share(1 if alone else 2, 1))
+        note_conditions(run, 1 if alone else 2)
     table = tabulate(comparison)
     assert table.rows[1].cells["time"].value is None
+    assert any("only runs made under the same conditions" in note for note in table.notes)
+
+
+def test_times_of_other_machines_are_not_compared(tmp_path):
+    """As the runs of a cluster note them; their processors may well have the same name."""
+    comparison = tiny(tmp_path, ["base", "ls", "labo"])
+    finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
+    for run, machine in zip(comparison.runs, ("node0", "node0", "node1"), strict=True):
+        note_conditions(run, 2, machine)
+    table = tabulate(comparison)
+    assert [row.cells["time"].value for row in table.rows] == [1, 1, None]
     assert any("only runs made under the same conditions" in note for note in table.notes)
 
 
@@ -385,24 +563,24 @@ def test_a_run_whose_model_facts_are_damaged_is_named_and_left_out(tmp_path):
     assert any("labo-s0 is left out: " in note and "config.json" in note for note in table.notes)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"base-s0": 3}', '{"base-s0": [{"jobs": "2"}]}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"launches": 3}', '{"launches": [{"jobs": "2"}]}'])
 def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content):
     comparison = tiny(tmp_path, ["base", "labo"])
     finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
-    (tmp_path / "conditions.json").write_text(content)
+    damaged = tmp_path / "base-s0" / "conditions.json"
+    damaged.write_text(content)
     table = tabulate(comparison)
     assert table.rows[1].cells["accuracy"].value == 0.5
     assert table.rows[1].cells["time"].value is None
-    assert any(
-        note.startswith(f"times are not compared: {tmp_path / 'conditions.json'}")
-        for note in table.notes
-    )
-    for run in comparison.runs:
-        note_conditions(run, launch.Share(2, 1))  # writes the file anew
+    assert any(note.startswith(f"times are not compared: {damaged}") for note in table.notes)
+    damaged.unlink()
     assert tabulate(comparison).rows[1].cells["time"].value == 1.0
 
 
 # ------------------------------------------------------------------ wrong requests
+
+ON_RAY = ("digits", "--engine", "ray", "--address")
+GRID = ("digits", "--grid", "labo.tau=1.1,1.2")
 
 
 @pytest.mark.parametrize(
@@ -416,6 +594,25 @@ def test_damaged_conditions_are_named_and_nothing_else_is_lost(tmp_path, content
         (["digits", "--methods", "kd", "--teacher", "nowhere"], "nowhere is no run"),
         (["digits", "--seeds", "0"], "--seeds 0: at least one seed"),
         (["digits", "--jobs", "0"], "--jobs 0: at least one job"),
+        (["digits", "--processes", "0"], "--processes 0: a run has at least one process"),
+        (["digits", "--threads", "0"], "--threads 0: a process has at least one thread"),
+        (["digits", "--engine", "rey"], "--engine rey: there are local and ray"),
+        (["digits", "--address", "auto"], "--address is that of a Ray cluster: add --engine ray"),
+        (["digits", "--engine", "ray", "--jobs", "2"], "--jobs: Ray runs as many at once as"),
+        ([*ON_RAY, "nowhere"], "--address nowhere: write HOST:PORT, as in node0:6379, or auto"),
+        ([*ON_RAY, "ray://node0:1"], "--address ray://node0:1: write HOST:PORT"),
+        ([*ON_RAY, "127.0.0.1:1"], "--address 127.0.0.1:1: nobody answers .*ray start --head"),
+        ([*ON_RAY, "127.0.0.1:99999"], "--address 127.0.0.1:99999: nobody answers"),
+        (["digits", "--select-seeds", "1"], "--select-seeds: there is nothing to select without"),
+        ([*GRID, "--select-seeds", "4"], "--select-seeds 4: must be from 1 to --seeds 3"),
+        ([*GRID, "--select-seeds", "0"], "--select-seeds 0: must be from 1 to --seeds 3"),
+        (["digits", "--extend"], "--extend: there is nothing to extend without --grid"),
+        (["digits", "--extend", "--grid", "tau=2"], "--extend: tau needs two values or more"),
+        (["digits", "--grid", "optim.lr=0.1..1"], "write FIRST..LAST@NUMBER, as in optim.lr=0.01"),
+        (["digits", "--grid", "optim.lr=a..1@3"], "write FIRST..LAST@NUMBER"),
+        (["digits", "--grid", "optim.lr=0..1@3"], "need 0 < FIRST < LAST and 2 to 100 values"),
+        (["digits", "--grid", "optim.lr=1..0.1@3"], "need 0 < FIRST < LAST"),
+        (["digits", "--grid", "optim.lr=0.1..1@1"], "need 0 < FIRST < LAST and 2 to 100 values"),
         (["digits", "--grid", "tau"], "--grid tau: write a key and its different values"),
         (["digits", "--grid", "tau=1.15,,2"], "write a key and its different values"),
         (["digits", "--grid", "tau=2,2"], "write a key and its different values"),
@@ -443,6 +640,15 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     (said,) = capsys.readouterr().err.splitlines()
     assert line in said or re.search(line, said)
     assert not list(tmp_path.rglob("recipe.yaml"))
+
+
+def test_the_command_that_installs_ray_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", "digits", "--engine", "ray"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "labo: --engine ray needs Ray: pip install 'torch-labo[ray]'\n"
 
 
 def test_warnings_of_the_runs_reach_the_table(tmp_path):
@@ -489,11 +695,11 @@ def test_nothing_of_the_users_is_overwritten(tmp_path, launcher):
     out.mkdir()
     (out / "table.md").write_text("my own table")
     with pytest.raises(RequestError, match=r"thesis holds something else .table.md.*new, empty or"):
-        carry_out([tiny(out, ["base"])], out, 1)
+        carry_out([tiny(out, ["base"])], out, Setup(jobs=1))
     assert [path.name for path in out.iterdir()] == ["table.md"]
     assert launcher.started == []
     with pytest.raises(RequestError, match=r"table.md is no folder"):
-        carry_out([tiny(out / "table.md", ["base"])], out / "table.md", 1)
+        carry_out([tiny(out / "table.md", ["base"])], out / "table.md", Setup(jobs=1))
 
 
 def test_a_folder_of_runs_may_take_a_table(tmp_path):
@@ -506,18 +712,12 @@ def test_a_folder_of_runs_may_take_a_table(tmp_path):
 
 
 def test_the_share_of_the_machine(monkeypatch):
-    monkeypatch.setattr(launch, "core_count", lambda: 8)
-    share = launch.Share.of_machine
-    assert share(100) == launch.Share(8, 1)
-    assert share(3) == launch.Share(3, 2)
-    assert share(100, jobs=2) == launch.Share(2, 4)
-    assert share(100, jobs=16) == launch.Share(16, 1)
-
-
-def test_conditions_are_kept_with_the_runs(tmp_path):
-    comparison = tiny(tmp_path, ["base"])
-    note_conditions(comparison.runs[0], launch.Share(2, 1))
-    note_conditions(comparison.runs[0], launch.Share(2, 1))
-    note_conditions(comparison.runs[0], launch.Share(1, 1))
-    noted = json.loads((tmp_path / "conditions.json").read_text())
-    assert [found["jobs"] for found in noted["base-s0"]] == [2, 1]
+    monkeypatch.setattr(engines, "core_count", lambda: 8)
+    assert Setup().share(100) == (8, 1)
+    assert Setup().share(3) == (3, 2)
+    assert Setup(jobs=2).share(100) == (2, 4)
+    assert Setup(jobs=16).share(100) == (16, 1)
+    assert Setup(processes=2).share(100) == (4, 1)
+    assert Setup(processes=2).share(1) == (1, 4)
+    assert Setup(processes=16).share(100) == (1, 1)
+    assert Setup(threads=3).share(100) == (8, 3)

@@ -14,8 +14,9 @@ import sacrebleu
 
 from analysis_runs import image_records, sentence, write_lines
 from labo import cli
+from labo.lab.analysis.collection import claim_folder
 from labo.lab.analysis.significance import paired_bootstrap, paired_difference
-from labo.lab.compare.plan import PlannedRun, claim_folder
+from labo.lab.compare.plan import PlannedRun
 from labo.lab.reproduce.command import plan
 from labo.lab.translation.bleu import bootstrap_bleu
 

@@ -159,9 +159,9 @@ def test_the_pixels_are_normalized_as_the_folder_asks(tmp_path):
     plain = task(folder, "model.name=small", "model.pretrained=null")
     index = torch.arange(3)
     mean, std = plain.data.mean[0], plain.data.std[0]
-    pixels = plain._plain_views(plain.data.valid, index) * std + mean
+    pixels = plain._plain_views(plain.data.valid, index).to("cpu") * std + mean
     expected = (pixels - 0.5) / 0.25
-    torch.testing.assert_close(small._plain_views(small.data.valid, index), expected)
+    torch.testing.assert_close(small._plain_views(small.data.valid, index).to("cpu"), expected)
     settings["image_mean"] = [0.1, 0.2, 0.3]  # of three channels, where the data has one
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     assert task(folder).mean == plain.data.mean

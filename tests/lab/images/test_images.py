@@ -26,6 +26,7 @@ from labo.lab.errors import DataError, RequestError
 from labo.lab.images import sources, task
 from labo.lab.images.digits import read_digits
 from labo.lab.images.sources import ImageDataset, ImageSplit, load_images
+from labo.lab.recipes import load_recipe
 from labo.lab.run import checksums
 
 PIXELS = 3072
@@ -611,6 +612,60 @@ def test_a_plain_folder_is_divided_class_by_class(tmp_path):
         load_images("folder", tmp_path, holdout=0)
 
 
+def folder_task(root: Path, *settings: str) -> task.ImageTask:
+    return task.ImageTask(load_recipe("images-folder", [f"data.root={root}", *settings]))
+
+
+def test_a_recipe_for_images_of_ones_own(tmp_path):
+    """Size and hold-out follow the data, and what says little is said."""
+    for name, colour in (("cat", 0), ("dog", 200)):
+        for i in range(20):
+            picture(tmp_path / name / f"{i}.png", (colour, i, 0), (90, 70))
+    small = folder_task(tmp_path)
+    assert small.batch(torch.arange(3), 0).inputs.to("cpu").shape == (3, 3, 64, 64)
+    assert [len(getattr(small.data, split)) for split in ("train", "valid", "test")] == [20, 10, 10]
+    assert list(small.notes) == [
+        f"the {split} split has 10 images: one of them is 10.0 points of accuracy"
+        for split in ("validation", "test")
+    ]
+    enlarged, *_ = folder_task(tmp_path, "data.size=224").notes
+    assert enlarged == (
+        "the images have about 70 pixels on their shorter side and are enlarged to 224; "
+        "data.size=64 is enough"
+    )
+
+
+def test_images_are_the_same_with_and_without_threads(tmp_path):
+    root = make_folders(tmp_path)
+    batches = [
+        folder_task(root, f"train.workers={workers}").batch(torch.arange(5), 1)
+        for workers in (0, 2)
+    ]
+    first, second = (batch.to("cpu").inputs for batch in batches)
+    assert torch.equal(first, second)
+    assert first.is_contiguous()
+    assert batches[0].inputs.images.dtype == torch.uint8
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
+    chosen = folder_task(make_folders(tmp_path), "train.batch_size=8")
+    chosen.build_model()
+    monkeypatch.setattr(task, "free_memory", lambda: 2.0**20)
+    with pytest.raises(RequestError, match=r"a batch of 8 images .*accumulate=3 needs"):
+        chosen.build_model()
+
+
+def test_every_file_is_looked_at_once(tmp_path, monkeypatch):
+    """Its name, whether it is a regular file, and its size."""
+    make_folders(tmp_path)
+    monkeypatch.setattr(sources, "HASHED_BYTES", 0)  # the fingerprint covers names and sizes
+    looked_at = []
+    status = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: looked_at.append(path) or status(path))
+    load_images("folder", tmp_path, holdout=0)
+    assert not [path for path in looked_at if str(path).lower().endswith((".png", ".jpg", ".jpeg"))]
+
+
 def test_records_carry_file_names(tmp_path):
     split = load_images("folder", make_folders(tmp_path), holdout=0).test
     found = list(task._records(torch.zeros(2, 2).log_softmax(-1), split))
@@ -797,11 +852,13 @@ def test_holdout_must_be_a_share(holdout):
 def test_requests_that_cannot_be_met(tmp_path):
     with refused("unknown data set 'cifar-10'; did you mean 'cifar10'"):
         load_images("cifar-10", tmp_path)
-    with refused("cifar10 is not built in: root must name the folder that holds it"):
+    with refused("cifar10 is not built in: data.root must name the folder that holds it"):
         load_images("cifar10")
-    with refused("digits is built in and takes no root: for the images in mine set data.name to"):
+    with refused(
+        "digits is built in and takes no data.root: for the images in mine set data.name to"
+    ):
         load_images("digits", "mine")
-    with refused("nowhere: no such folder; root must name the folder that holds mnist"):
+    with refused("nowhere: no such folder; data.root must name the folder that holds mnist"):
         load_images("mnist", tmp_path / "nowhere")
     assert issubclass(DataError, RequestError)
 

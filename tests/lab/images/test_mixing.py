@@ -182,13 +182,13 @@ def test_an_unmixed_label_is_the_class_itself(method):
 def test_labels_have_the_shares_of_the_pixels(way):
     chosen = task("base", way)
     index = chosen.global_batch(0, 0)
-    batch = chosen.batch(index, 0)
+    batch = chosen.batch(index, 0).to("cpu")
     labels = chosen.labels[index]
     assert torch.allclose(batch.target.sum(-1), torch.ones(len(index)))
     own = batch.target.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     share = float(own.min())  # of the sample itself, where the other one is of another class
     assert ((own - share).abs() < 1e-6).logical_or(own > 1 - 1e-6).all()
-    plain = chosen._views(index, 0, index, "augment")
+    plain = chosen._views(index, 0, index, "augment").to("cpu")
     if way == "cutmix":
         kept = (batch.inputs == plain).all(1).float().mean((1, 2))
         assert kept.min() >= share - 1e-6  # pixels of the patch may be alike by chance

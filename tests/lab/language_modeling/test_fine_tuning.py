@@ -14,15 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lab_runs import log_of, losses, outcome, run
 from labo.lab.errors import RequestError
-from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.generate import Generator
 from labo.lab.language_modeling.model import causal_config, fresh_model
-from labo.lab.language_modeling.options import Tokenization
-from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.recipes import load_recipe
 from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
-from tiny_language import SENTENCES, learned_tokenizer
+from tiny_language import learned_tokenizer, prepare_prompts, prepare_texts
 
 SETTINGS = ["data.block=64", "train.batch_tokens=128", "train.accumulate=1", "train.precision=no"]
 SETTINGS += ["train.epochs=2", "train.log_every=1", "optim.lr=5e-3", "method=ls"]
@@ -42,16 +39,8 @@ def pretrained(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(pretrained) -> Path:
-    documents = [
-        RawDocument(f"{n}", "prompt", (Part(f"say {s}: ", False), Part(s[:12], True)))
-        for n, s in enumerate(SENTENCES)
-    ]
-    folder = pretrained.parent / "data"
-    options = Tokenization(holdout=5, holdout_test=5)
-    prepare_documents(
-        folder, {"train": documents}, options, tokenizer=pretrained_tokenizer(pretrained)
-    )
-    return folder
+    tokenizer = pretrained_tokenizer(pretrained)
+    return prepare_prompts(pretrained.parent / "data", tokenizer=tokenizer)
 
 
 def settings(pretrained: Path, data: Path, *more: str) -> list[str]:
@@ -206,9 +195,7 @@ def test_wrong_requests(pretrained, data, more, message):
 
 
 def test_data_of_another_tokenizer_is_refused(pretrained, tmp_path):
-    documents = [RawDocument(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(SENTENCES)]
-    options = Tokenization(vocabulary=270, holdout=5, holdout_test=5)
-    prepare_documents(tmp_path / "data", {"train": documents}, options)
+    prepare_texts(tmp_path / "data", vocabulary=270)
     with pytest.raises(RequestError, match="was not prepared with the tokenizer of"):
         task(pretrained, tmp_path / "data")
 

@@ -151,7 +151,7 @@ def test_a_chat_model_answers_a_message(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_p": 0.0}, "top_p: should be greater than 0"),
+        ({"top_p": 0.0}, "--top-p: should be greater than 0"),
         ({"temperature": -1.0}, "temperature: should be greater than or equal to 0"),
         ({"max_tokens": POSITIONS}, f"{POSITIONS} is too many for a model of {POSITIONS}"),
         ({"beam": 3}, "unknown key 'beam'"),

@@ -15,11 +15,10 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import labo
-from lab_runs import TEACHERLESS, log_of, losses, metrics, outcome, run
+from lab_runs import TEACHERLESS, log_of, losses, metrics, outcome, run, trained_methods
 from labo.calibration import fit_temperature
-from labo.lab.errors import DataError, RequestError
+from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
-from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.manual import manual_data, manual_sections
 from labo.lab.language_modeling.model import (
     PRESETS,
@@ -30,46 +29,28 @@ from labo.lab.language_modeling.model import (
     fresh_model,
     load_causal,
 )
-from labo.lab.language_modeling.options import Tokenization
-from labo.lab.language_modeling.prepare import prepare_documents
-from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
+from labo.lab.language_modeling.prepared import IGNORED
 from labo.lab.language_modeling.task import LanguageModelingTask, _Packed
-from labo.lab.methods import METHODS, methods_for
 from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
-from labo.lab.text.head import Head
-from labo.lab.text.token_text import token_name
-from tiny_language import SENTENCES, learned_tokenizer
+from tiny_language import SENTENCES, prepare_prompts, prepare_texts
 
 # Stored teachers have a file of their own.
-METHODS_HERE = [name for name in methods_for("language_modeling") if name != "topk-kd"]
-SECOND = TEACHERLESS | {"ps-kd", "r-drop", "connet"}  # methods whose loss takes more
+METHODS_HERE = [name for name in trained_methods("language_modeling") if name != "topk-kd"]
 TINY = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0"]
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
     """40 documents of one line to four, and two long ones."""
-    parts = [*SENTENCES, "\n".join(SENTENCES[:10]), "\n".join(SENTENCES[10:20])]
-    documents = [RawDocument(f"{n}", "text", (Part(p, True),)) for n, p in enumerate(parts)]
-    folder = tmp_path_factory.mktemp("texts") / "data"
-    options = Tokenization(vocabulary=290, holdout=4, holdout_test=5)
-    prepare_documents(folder, {"train": documents[::-1]}, options)
-    return folder
+    parts = [*SENTENCES, "\n".join(SENTENCES[:10]), "\n".join(SENTENCES[10:20])][::-1]
+    return prepare_texts(tmp_path_factory.mktemp("texts") / "data", parts, vocabulary=290)
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory) -> Path:
-    """Prompts and completions."""
-    documents = [
-        RawDocument(f"{n}", "prompt", (Part(f"say {s}", False), Part(s[:12], True)))
-        for n, s in enumerate(SENTENCES)
-    ]
-    folder = tmp_path_factory.mktemp("examples") / "data"
-    options = Tokenization(holdout=4, holdout_test=5)
-    prepare_documents(folder, {"train": documents}, options, tokenizer=learned_tokenizer())
-    return folder
+    return prepare_prompts(tmp_path_factory.mktemp("examples") / "data")
 
 
 def recipe(folder: Path, *settings: str):
@@ -162,16 +143,6 @@ def test_examples_longer_than_a_block_are_left_out_and_said_so(examples):
     assert small.notes == [f"{long} training examples are longer than a block and left out"]
     with pytest.raises(RequestError, match="no training example is as short as 8 tokens"):
         task(examples, "data.block=8")
-
-
-def test_an_epoch_has_the_batches_of_the_others_in_another_order(texts):
-    small = task(texts, "train.batch_tokens=48")
-    first, second = (
-        [tuple(small.global_batch(epoch, i).tolist()) for i in range(small.steps_per_epoch)]
-        for epoch in (0, 1)
-    )
-    assert first != second
-    assert sorted(first) == sorted(second)
 
 
 # ------------------------------------------------------------------ the model
@@ -286,78 +257,6 @@ def test_wrong_keys_of_the_config_are_refused(texts):
 # ------------------------------------------------------------------ the loss
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS_HERE if m not in SECOND])
-@pytest.mark.parametrize("kind", ["texts", "examples"])
-def test_the_loss_is_that_of_all_logits(method, kind, request):
-    small = task(request.getfixturevalue(kind), f"method={method}", "data.block=64")
-    torch.manual_seed(0)
-    model = small.build_model()
-    facts = {"num_classes": small.num_classes, "epochs": 2, "task": small, "model": model}
-    facts |= {"accelerator": None, "parallel": None}
-    loss, _ = METHODS[method].build(small.recipe.method, facts)
-    batch = small.batch(small.global_batch(0, 0), 0)
-    value = small.loss(loss, small.outputs(model, batch), batch, ())
-    value.backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    head = model(batch.inputs.ids, batch.inputs.positions)
-    expected = loss(head.states @ head.weight.T, batch.target)
-    expected.backward()
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
-    for one, other in zip(found, (p.grad for p in model.parameters()), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_a_teacher_gives_hidden_states_not_logits(texts):
-    small = task(texts)
-    torch.manual_seed(0)
-    model, teacher = small.build_model(), small.build_model()
-    batch = small.batch(small.global_batch(0, 0), 0)
-    loss = labo.DistillationLoss(alpha=0.5, tau=1.0, reduction="sum")
-    second = small.outputs(teacher, batch)
-    assert isinstance(second, Head)
-    value = small.loss(loss, small.outputs(model, batch), batch, (second,))
-    logits = [
-        head.states @ head.weight.T
-        for head in (m(batch.inputs.ids, batch.inputs.positions) for m in (model, teacher))
-    ]
-    torch.testing.assert_close(
-        value, loss(logits[0], batch.target, logits[1]), rtol=1e-5, atol=1e-4
-    )
-
-
-def test_inner_states_are_those_of_the_first_layers(texts):
-    """ConNet reads the mean of the outputs of the first layers, at the tokens to be learned."""
-    small = task(texts, "model.layers=3", "model.dropout=0")
-    model = small.build_model()
-    batch = small.batch(small.global_batch(0, 0), 0)
-    outputs = []
-    for layer in model.causal.transformer.h[:2]:
-        layer.register_forward_hook(lambda *call: outputs.append(call[2]))
-    head = small.outputs(model, batch, inner_layers=2)
-    expected = torch.stack([x[0] if isinstance(x, tuple) else x for x in outputs]).mean(0)
-    torch.testing.assert_close(head.inner, expected[batch.target != -100])
-    assert small.outputs(model, batch).inner is None
-    assert model.width == head.inner.shape[-1]
-    draws = small.token_draws(batch, "trust")
-    assert draws.shape == head.states.shape[:1]
-    alone = small.batch(batch.index[:1], 0)
-    torch.testing.assert_close(
-        small.token_draws(alone, "trust"), draws[: int((alone.target != -100).sum())]
-    )
-
-
-def test_a_batch_without_targets_gives_zero_and_touches_every_weight(texts):
-    small = task(texts)
-    model = small.build_model()
-    batch = small.batch(small.global_batch(0, 0), 0).without_targets()
-    loss = labo.LABOLoss(reduction="sum")
-    value = small.loss(loss, small.outputs(model, batch), batch, ())
-    value.backward()
-    assert value == 0
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
 # ------------------------------------------------------------------ scores
 
 
@@ -450,20 +349,6 @@ def test_only_so_many_tokens_are_recorded_one_by_one(texts):
     assert 0 < len(detailed) < len(records)
     assert sum(len(record["forced"]["tokens"]) for record in detailed) <= 60
     assert all(record["nll"] > 0 for record in records)
-
-
-@torch.no_grad()
-def test_examples_have_all_their_logits(texts):
-    small = task(texts)
-    torch.manual_seed(0)
-    model = small.build_model().eval()
-    found = small.examples(model, "test", Accelerator(cpu=True))
-    assert len(found["classes"]) == small.num_classes
-    assert found["examples"]
-    for example in found["examples"]:
-        assert len(example["logits"]) == small.num_classes
-        token = found["classes"][example["target"]]
-        assert example["title"].endswith(f": {token_name(token)}")
 
 
 def test_methods_for_fine_tuning_are_told_from_others(texts):
@@ -649,10 +534,7 @@ def test_a_folder_that_is_replaced_does_not_mix_with_the_one_that_is_read(texts,
     small = task(folder)
     untouched = task(texts)
     shutil.rmtree(folder)  # as prepare-text --force does, with another folder in its place
-    documents = [RawDocument(f"{n}", "text", (Part("x y", True),)) for n in range(40)]
-    prepare_documents(
-        folder, {"train": documents}, Tokenization(vocabulary=260, holdout=4, holdout_test=5)
-    )
+    prepare_texts(folder, ["x y"] * 40, vocabulary=260)
     model = untouched.build_model()
     for split in ("valid", "test"):
         wanted = untouched.evaluate(model, split, Accelerator()).metrics
@@ -660,12 +542,4 @@ def test_a_folder_that_is_replaced_does_not_mix_with_the_one_that_is_read(texts,
     assert small.model_files(model, model.state_dict())[1].keys() == (
         untouched.model_files(model, model.state_dict())[1].keys()
     )
-    assert (small.data.frequencies() == untouched.data.frequencies()).all()
-
-
-def test_a_folder_that_is_replaced_while_it_is_opened_is_refused(texts, examples, tmp_path):
-    folder = shutil.copytree(texts, tmp_path / "data")
-    data = PreparedDocuments(folder)
-    shutil.copy(examples / "prepared.json", folder / "prepared.json")
-    with pytest.raises(DataError, match="was replaced while it was read"):
-        data.hold()
+    assert (small.data.frequencies("tokens") == untouched.data.frequencies("tokens")).all()

@@ -110,7 +110,10 @@ def test_the_command(folder, tmp_path, capsysbinary):
     assert json.loads(lines[0])["name"] == "a.txt:1"
     for arguments, message in [
         ([str(tmp_path / "none")], b"none: no such file or folder"),
-        ([str(tmp_path / "a.txt"), "--documents", "page"], b"choose file, paragraph or line"),
+        (
+            [str(tmp_path / "a.txt"), "--documents", "page"],
+            b"--documents: should be 'file'",
+        ),
     ]:
         with pytest.raises(SystemExit) as end:
             main(["score", str(folder), *arguments])

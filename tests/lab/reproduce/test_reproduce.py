@@ -12,7 +12,8 @@ import pytest
 
 from analysis_runs import sentence, write_lines
 from labo import cli
-from labo.lab.compare.plan import claim_folder
+from labo.lab.analysis.collection import claim_folder
+from labo.lab.compare.engines import Setup
 from labo.lab.errors import RequestError
 from labo.lab.reproduce import command as reproduce
 from labo.lab.reproduce.command import EXPERIMENTS, Plan, describe, estimates, paper, plan, require
@@ -329,7 +330,7 @@ def test_figure_of_probabilities(tmp_path):
 def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):
     Launcher.install(monkeypatch)
     planned = plan("imagenet", "demo", out=tmp_path, seeds=1, overrides=["train.max_steps=2"])
-    (table, _), failures = reproduce.reproduce("imagenet", planned, jobs=2)
+    (table, _), failures = reproduce.reproduce("imagenet", planned, Setup(jobs=2))
     text = to_markdown(table)
     assert failures == []
     assert "[76.55]" in text

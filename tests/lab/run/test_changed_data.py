@@ -11,6 +11,7 @@ import pytest
 
 from idx_files import SETTINGS, write_mnist
 from lab_runs import log_of, run, train
+from labo.lab.compare.engines import Setup
 from labo.lab.compare.execute import carry_out
 from labo.lab.compare.plan import plan
 from labo.lab.errors import RequestError
@@ -75,18 +76,21 @@ def test_comparing_on_other_data_is_refused(data, tmp_path, monkeypatch):
         overrides = [*RUN, f"data.root={data}"]
         return plan("digits", methods, 1, tmp_path / "out", overrides=overrides)
 
-    assert carry_out([comparison(["base"])], tmp_path / "out", 1) == []
+    assert carry_out([comparison(["base"])], tmp_path / "out", Setup(jobs=1)) == []
     begun = len(launcher.started)
     write_mnist(data, seed=1)
     with pytest.raises(RequestError, match="have changed"):
-        carry_out([comparison(["base", "ls"])], tmp_path / "out", 1)
+        carry_out([comparison(["base", "ls"])], tmp_path / "out", Setup(jobs=1))
     assert len(launcher.started) == begun
     # A finished table needs no data.
-    assert carry_out([comparison(["base"])], tmp_path / "out", 1) == []
+    assert carry_out([comparison(["base"])], tmp_path / "out", Setup(jobs=1)) == []
 
-    assert carry_out([comparison(["base", "ls"])], tmp_path / "out", 1, accept_data=True) == []
+    assert (
+        carry_out([comparison(["base", "ls"])], tmp_path / "out", Setup(jobs=1), accept_data=True)
+        == []
+    )
     with pytest.raises(RequestError, match="different data"):
-        carry_out([comparison(["base", "ls"])], tmp_path / "out", 1)
+        carry_out([comparison(["base", "ls"])], tmp_path / "out", Setup(jobs=1))
 
 
 @pytest.mark.parametrize("change", ["another run", "a fold"])

@@ -7,14 +7,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from labo.lab.errors import RequestError
 from labo.lab.translation import decoding
-from labo.lab.translation.decoding import Decode, batches, decode, generation_config, longest_output
+from labo.lab.translation.decoding import decode, generation_config, longest_output
 from labo.lab.translation.model import BOS, EOS, PAD
+from labo.lab.translation.options import Decode
 from tiny_translation import (
     POSITIONS,
     VOCABULARY,
@@ -233,20 +232,6 @@ def test_nothing_to_decode():
 def test_what_cannot_be_decoded_is_refused(sources, nbest, line):
     with pytest.raises(RequestError, match=line):
         decode(random_model(), sources, Decode(), nbest=nbest)
-
-
-@given(
-    st.lists(st.integers(1, 60), max_size=50),
-    st.integers(1, 6),
-    st.integers(1, 500),
-)
-def test_batches_hold_every_sentence_once_within_the_limit(lengths, beam, limit):
-    options = Decode(beam=beam, batch_tokens=limit)
-    found = list(batches(lengths, options))
-    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
-    for batch in found:
-        padded_tokens = len(batch) * max(lengths[i] for i in batch) * beam
-        assert padded_tokens <= limit or len(batch) == 1
 
 
 def test_a_saved_folder_translates_the_same_with_transformers_alone(tmp_path):

@@ -15,9 +15,10 @@ from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
 from labo import cli
 from labo.lab.errors import LabError, RequestError
-from labo.lab.translation.decoding import Decode, decode
+from labo.lab.translation.decoding import decode
 from labo.lab.translation.export import export
 from labo.lab.translation.model import BOS, EOS, PAD
+from labo.lab.translation.options import Decode
 from labo.lab.translation.translate import Translator
 from tiny_translation import (
     POSITIONS,

@@ -25,11 +25,11 @@ from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import write_model
 from labo.lab.text import pretrained_tokenizer
-from labo.lab.translation.decoding import Decode, decode
+from labo.lab.translation.decoding import decode
 from labo.lab.translation.export import export
 from labo.lab.translation.finetuning import load_translator, start_tokens
 from labo.lab.translation.framing import PairTokens, folder_tokenizers, frame_pairs
-from labo.lab.translation.options import choose, parse_pairs
+from labo.lab.translation.options import Decode, choose, parse_pairs
 from labo.lab.translation.prepare import prepare
 from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.score import score_pairs

@@ -16,16 +16,13 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import labo
-from lab_runs import TEACHERLESS, TEXT_METHODS, log_of, losses, metrics, outcome, run
+from lab_runs import TEACHERLESS, log_of, losses, metrics, outcome, run, trained_methods
 from labo.lab.config import RecipeError
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
-from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe, recipe_of
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
-from labo.lab.text.head import Head
 from labo.lab.text.teacher import store
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD
 from labo.lab.translation.task import TranslationTask, switchout
@@ -35,7 +32,6 @@ MODEL = ["model.width=16", "model.ffn=32", "model.heads=2", "model.positions=128
 MODEL += ["model.encoder_layers=1", "model.decoder_layers=1", "model.dropout=0.0"]
 TRAIN = ["train.batch_tokens=256", "train.epochs=2", "train.log_every=1", "decode.beam=2"]
 TINY = [*DATA, *MODEL, *TRAIN, "optim.warmup_steps=5"]
-SECOND = TEACHERLESS | {"topk-kd", "ps-kd", "r-drop", "connet"}  # methods whose loss takes more
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,15 +89,6 @@ def test_sentences_to_score_that_are_longer_than_the_model_are_refused(small):
         task("model.positions=12")
 
 
-def test_an_epoch_has_the_batches_of_the_others_in_another_order(small):
-    first, second = (
-        [tuple(small.global_batch(epoch, i).tolist()) for i in range(small.steps_per_epoch)]
-        for epoch in (0, 1)
-    )
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
 def test_a_batch_is_padded_text(small):
     index = small.global_batch(0, 0)
     batch, split = small.batch(index, 0), small.data.split("train")
@@ -124,61 +111,6 @@ def test_sentences_too_long_for_a_batch_are_left_out_and_said_so(cache):
 
 
 # ------------------------------------------------------------------ the loss
-
-
-def naive_loss(loss, task, model, batch, *second):
-    """By all logits at once, padding masked by the ignored targets."""
-    states, weight, *_ = model(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
-    return loss(states @ weight.T, batch.target, *second)
-
-
-@pytest.mark.parametrize("method", [m for m in TEXT_METHODS if m not in SECOND])
-@pytest.mark.parametrize("fixnorm", ["false", "true"])
-def test_the_loss_is_that_of_all_logits(method, fixnorm, cache):
-    small = task(f"method={method}", f"model.fixnorm={fixnorm}")
-    torch.manual_seed(0)
-    model = small.build_model()
-    facts = {"num_classes": small.num_classes, "epochs": 2, "task": small, "model": model}
-    facts |= {"accelerator": None, "parallel": None}
-    loss, _ = METHODS[method].build(small.recipe.method, facts)
-    batch = small.batch(small.global_batch(0, 0), 0)
-    value = small.loss(loss, small.outputs(model, batch), batch, ())
-    value.backward()
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    expected = naive_loss(loss, small, model, batch)
-    expected.backward()
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
-    wanted = [p.grad for p in model.parameters() if p.grad is not None]
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def test_a_teacher_gives_hidden_states_not_logits(small):
-    torch.manual_seed(0)
-    model, teacher = small.build_model(), small.build_model()
-    batch = small.batch(small.global_batch(0, 0), 0)
-    loss = labo.DistillationLoss(alpha=0.5, tau=1.0, reduction="sum")
-    second = small.outputs(teacher, batch)
-    assert isinstance(second, Head)
-    value = small.loss(loss, small.outputs(model, batch), batch, (second,))
-    states, weight, *_ = teacher(batch.inputs.source, batch.inputs.mask, batch.inputs.prefix)
-    expected = naive_loss(loss, small, model, batch, states @ weight.T)
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_inner_states_are_those_of_the_first_decoder_layers(cache):
-    small = task("model.decoder_layers=3", "model.encoder_layers=1")
-    model = small.build_model()
-    batch = small.batch(small.global_batch(0, 0), 0)
-    outputs = []
-    for layer in model.marian.model.decoder.layers[:2]:
-        layer.register_forward_hook(lambda *call: outputs.append(call[2]))
-    head = small.outputs(model, batch, inner_layers=2)
-    expected = torch.stack([x[0] if isinstance(x, tuple) else x for x in outputs]).mean(0)
-    torch.testing.assert_close(head.inner, expected[batch.inputs.prefix != PAD])
-    assert small.outputs(model, batch).inner is None
-    assert small.token_draws(batch, "trust").shape == head.states.shape[:1]
 
 
 def test_the_first_type_is_behind_specials_and_tags(small, cache):
@@ -271,7 +203,7 @@ def settings_of(method: str, teacher: Path) -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("method", TEXT_METHODS)
+@pytest.mark.parametrize("method", trained_methods("translation"))
 def test_two_processes_give_the_curve_of_one_and_a_killed_run_ends_alike(
     method, finished, cache, tmp_path
 ):
@@ -337,15 +269,6 @@ def test_records_say_what_the_scores_rest_on(finished):
             p <= c + 1e-5
             for p, c in zip(forced["probabilities"], forced["confidence"], strict=True)
         )
-
-
-def test_examples_have_all_their_logits(finished):
-    records(finished)
-    found = json.loads((finished / "records" / "examples.json").read_text())
-    assert len(found["examples"]) == 5
-    for example in found["examples"]:
-        assert len(example["logits"]) == len(found["classes"]) == 400
-        assert 0 <= example["target"] < 400
 
 
 @pytest.mark.parametrize(("beam", "name"), [(1, "greedy_bleu"), (2, "beam_bleu")])

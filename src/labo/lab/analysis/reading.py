@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ class _Model(_Facts):
 
 
 class _Conditions(_Content):
-    jobs: int
+    jobs: int | None = None  # not known if no engine started the run
     threads: int
 
 
@@ -303,6 +304,21 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return metrics
 
 
+def newest_metrics(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
+    """The last lines of a ``metrics.jsonl``; those that cannot be read are left out."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        start = max(path.stat().st_size - size, 0)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    found = []
+    for line in lines[1 if start else 0 : -1]:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
+
+
 def _metrics_line(text: bytes) -> dict[str, Any] | str:
     """A line of metrics, or what is wrong with it."""
     try:
@@ -316,7 +332,9 @@ def _metrics_line(text: bytes) -> dict[str, Any] | str:
 
 
 def read_conditions(path: Path) -> list[dict[str, Any]]:
-    """The conditions a run was trained under, from ``conditions.json`` beside its directory.
+    """The conditions a run was trained under, from its ``conditions.json``.
+
+    An older version of ``labo compare`` wrote such a file beside the run directories.
 
     Args:
         path: the run directory.
@@ -325,17 +343,18 @@ def read_conditions(path: Path) -> list[dict[str, Any]]:
         One entry per kind of launch (machine, torch version, number of jobs, threads); empty if
         nothing was noted.
     """
-    file = path.parent / "conditions.json"
-    if not file.is_file():
-        return []
-    content = _read_json(file)
-    if not isinstance(content, dict):
-        raise RequestError(f"{file} is not a JSON object")
-    found = content.get(path.name, [])
-    if not isinstance(found, list):
-        raise RequestError(f"{file}: {path.name} is not a list")
-    for entry in found:
-        _check(_Conditions, entry, f"{file}, {path.name}")
+    found: list[dict[str, Any]] = []
+    for folder, key in ((path.parent, path.name), (path, "launches")):
+        file = folder / "conditions.json"
+        content = _read_json(file) if file.is_file() else {}
+        if not isinstance(content, dict):
+            raise RequestError(f"{file} is not a JSON object")
+        entries = content.get(key, [])
+        if not isinstance(entries, list):
+            raise RequestError(f"{file}: {key} is not a list")
+        for entry in entries:
+            _check(_Conditions, entry, f"{file}, {key}")
+        found += [entry for entry in entries if entry not in found]
     return found
 
 

@@ -64,11 +64,11 @@ A SPLIT of classification has besides::
 
 A SPLIT of translation has besides::
 
-    {"bleu": b, "bleu_signature": text, "pairs": {"de-en": {"examples": n, "bleu": b}},
+    {"bleu": b, "bleu_signature": text,
      "frequency": {"rule": "thirds" | "slices of 2400", "left_over": n,
                    PART: {"examples": n, "mean_frequency": f, "bleu": b}} or null,
-     "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "mean": {...}, "peak": {...}},
-     "lengths": {"reference": mean, "beams": {"1": {"mean", "ratio", "shorter"}, ...}} or null}
+     "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "peak": {...}},
+     "lengths": {"beams": {"1": {"ratio"}, ...}} or null}
 
 with PART one of most, medium, least. A SPLIT of language modelling has besides::
 
@@ -107,9 +107,7 @@ Translation adds::
     {"frequency": {"rule", "references": [label], "sizes": {PART: n}, "left_over": n,
                    "mean_frequency": {PART: f},
                    "rows": [{"method": label, "bleu": {PART: b},
-                             "differences": {label of a reference: {PART: d}}}]},
-     "confidence": {"edges": [21],
-                    "rows": [{"method": label, "shares", "mean", "peak": {"all" | PART: ...}}]}}
+                             "differences": {label of a reference: {PART: d}}}]}}
 
 STUDENT::
 

@@ -6,19 +6,22 @@ Runs that are finished are not run again, runs that were interrupted are continu
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..analysis.collection import check_folder, claim_folder
+from ..analysis.reading import newest_metrics
 from ..errors import RequestError
 from ..run.directory import RunDirectory
 from ..run.lock import held
 from ..tables import Table, write_table
 from ..tasks import find_task
-from . import launch
-from .conditions import note_conditions
-from .plan import Comparison, PlannedRun, check_folder, claim_folder, plan
+from .engines import Job, Setup
+from .launch import Failure, Launch, in_order
+from .plan import Comparison, PlannedRun, plan
 from .table import tabulate
 
 
@@ -28,12 +31,11 @@ def compare(
     seeds: int = 3,
     *,
     out: str | Path,
-    overrides: Iterable[str] = (),
-    grid: Iterable[str] = (),
-    teacher: str | None = None,
     jobs: int | None = None,
+    setup: Setup | None = None,
     accept_data: bool = False,
-) -> tuple[Table, list[launch.Failure]]:
+    **request: Any,
+) -> tuple[Table, list[Failure]]:
     """Train several methods with several seeds, and tabulate them, as ``labo compare`` does.
 
     Each run is a process of its own. Finished runs are reused, interrupted ones are continued.
@@ -44,12 +46,11 @@ def compare(
         seeds: runs per method, with seeds from 0.
         out: the folder of the runs. The table is written there as ``table.md``, ``.tex``, ``.csv``
             and ``.json``.
-        overrides: ``key=value`` settings for all runs.
-        grid: hyper-parameters to select on the validation split, such as ``labo.tau=1.15,1.25``.
-        teacher: a run that methods with a teacher learn from; by default the base run of the same
-            seed.
         jobs: how many runs at once; by default one per GPU, or one per core.
+        setup: the engine, instead of ``jobs``.
         accept_data: continue although the data of some runs have changed.
+        **request: ``overrides``, ``grid``, ``select_seeds``, ``extend`` and ``teacher``, as for
+            :func:`labo.lab.compare.plan.plan`.
 
     Returns:
         The table, and the runs that failed, which it lacks.
@@ -57,15 +58,15 @@ def compare(
     Raises:
         RequestError: the request is wrong, or ``out`` holds something else.
     """
-    comparison = plan(recipe, methods, seeds, out, overrides=overrides, grid=grid, teacher=teacher)
-    return run_comparison(comparison, jobs, accept_data=accept_data)
+    comparison = plan(recipe, methods, seeds, out, **request)
+    return run_comparison(comparison, setup or Setup(jobs=jobs), accept_data=accept_data)
 
 
 def run_comparison(
-    comparison: Comparison, jobs: int | None = None, *, accept_data: bool = False
-) -> tuple[Table, list[launch.Failure]]:
+    comparison: Comparison, setup: Setup | None = None, *, accept_data: bool = False
+) -> tuple[Table, list[Failure]]:
     """Carry out what was planned, and write the table; see :func:`compare`."""
-    failures = carry_out([comparison], comparison.out, jobs, accept_data=accept_data)
+    failures = carry_out([comparison], comparison.out, setup, accept_data=accept_data)
     table = tabulate(comparison)
     write_table(table, comparison.out / "table")
     return table, failures
@@ -74,16 +75,16 @@ def run_comparison(
 def carry_out(
     comparisons: Sequence[Comparison],
     root: Path,
-    jobs: int | None = None,
+    setup: Setup | None = None,
     *,
     accept_data: bool = False,
-) -> list[launch.Failure]:
-    """Train what is missing, select, and score what is selected.
+) -> list[Failure]:
+    """Train what is missing, select, train what the selection asks for, and score what is selected.
 
     Args:
-        comparisons: their folders are in ``root``.
+        comparisons: their folders are in ``root``. The runs that the selection asks for are added.
         root: the folder to own while at work.
-        jobs: how many runs at once; by default one per GPU, or one per core.
+        setup: the engine; by default this machine.
         accept_data: continue although the data of some runs have changed.
 
     Returns:
@@ -92,21 +93,48 @@ def carry_out(
     Raises:
         RequestError: ``root`` holds something else or is in use, or data have changed.
     """
-    # By their folders: a point of a grid may also be a row of its own.
-    runs = list({run.path: run for c in comparisons for run in c.runs}.values())
-    share = launch.Share.of_machine(len(runs), jobs)
+    setup = setup or Setup()
+    setup.check()
     check_folder(root)
     if not accept_data:
         for comparison in comparisons:
             _check_data(comparison)
-    with held(root) as lock:
+    launch = Launch(setup, len(_different(comparisons)), root)
+    with held(root), closing(launch):
         claim_folder(root)
-        training = [_training(run, root, share, accept_data) for run in runs]
-        failures = launch.run_jobs(training, share, lock)
+        more = True
+        while more:
+            launch.run(
+                [_training(run, root, setup, accept_data) for run in _different(comparisons)]
+            )
+            more = sum(comparison.grow() for comparison in comparisons) > 0
         chosen = {run.path: run for comparison in comparisons for run in comparison.selected()}
-        scoring = [_scoring(run, root, accept_data) for run in chosen.values()]
-        failures += launch.run_jobs(scoring, share, lock)
-    return failures
+        launch.run([_scoring(run, root, accept_data) for run in chosen.values()])
+    return list(launch.failures.values())
+
+
+def missing_commands(
+    comparison: Comparison, setup: Setup | None = None, *, accept_data: bool = False
+) -> list[str]:
+    """The shell lines that train what is missing, each behind those it needs.
+
+    If the results must first select, the lines that follow are printed when they are there.
+    """
+    while all(run.directory.finished for run in comparison.runs) and comparison.grow():
+        pass
+    setup, root = setup or Setup(), comparison.out
+    jobs = [_training(run, root, setup, accept_data) for run in comparison.runs]
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(setup.processes), "-m"]
+    return [
+        shlex.join([*(torchrun if job.processes > 1 else ()), "labo", *job.arguments])
+        for job in in_order(jobs)
+        if not job.finished()
+    ]
+
+
+def _different(comparisons: Iterable[Comparison]) -> list[PlannedRun]:
+    """All runs, each once: a point of a grid may also be a row of its own."""
+    return list({run.path: run for c in comparisons for run in c.runs}.values())
 
 
 def _check_data(comparison: Comparison) -> None:
@@ -138,43 +166,44 @@ def _is_scored(run: PlannedRun) -> bool:
     return results is not None and "test" in results and all(map(Path.exists, records))
 
 
-def _training(
-    run: PlannedRun, root: Path, share: launch.Share, accept_data: bool = False
-) -> launch.Job:
-    after = None if run.teacher is None else _name(run.teacher, root)
-    options = ("--accept-data",) if accept_data else ()
-    return launch.Job(
-        name=_name(run.path, root),
-        row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
-        column=f"seed {run.seed}",
-        arguments=("train", *run.arguments, *options, "--no-test", "--out", str(run.path)),
-        log=_log(run),
+def _training(run: PlannedRun, root: Path, setup: Setup, accept_data: bool = False) -> Job:
+    return _job(
+        run,
+        root,
+        ("train", *run.arguments, *_accepting(accept_data), "--no-test", "--out", str(run.path)),
         finished=lambda: run.directory.finished,
         status=lambda: _training_status(run),
-        after=after,
-        starting=lambda: note_conditions(run, share),
+        after=None if run.teacher is None else _name(run.teacher, root),
+        processes=setup.processes,
     )
 
 
-def _scoring(run: PlannedRun, root: Path, accept_data: bool = False) -> launch.Job:
-    options = ("--accept-data",) if accept_data else ()
-    return launch.Job(
-        name=f"{_name(run.path, root)} on test",
-        row=_name(run.path, root).removesuffix(f"-s{run.seed}"),
-        column=f"seed {run.seed}",
-        arguments=("evaluate", *options, str(run.path)),
-        log=_log(run),
+def _scoring(run: PlannedRun, root: Path, accept_data: bool = False) -> Job:
+    return _job(
+        run,
+        root,
+        ("evaluate", *_accepting(accept_data), str(run.path)),
+        " on test",
         finished=lambda: _is_scored(run),
         status=lambda: "scored" if _is_scored(run) else "scoring",
     )
 
 
+def _job(
+    run: PlannedRun, root: Path, arguments: tuple[str, ...], work: str = "", **rest: Any
+) -> Job:
+    name = _name(run.path, root)
+    log = run.path.parent / "logs" / f"{run.path.name}.log"
+    row, column = name.removesuffix(f"-s{run.seed}"), f"seed {run.seed}"
+    return Job(name + work, row, column, arguments, log, **rest)
+
+
+def _accepting(accept_data: bool) -> tuple[str, ...]:
+    return ("--accept-data",) if accept_data else ()
+
+
 def _name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix()
-
-
-def _log(run: PlannedRun) -> Path:
-    return run.path.parent / "logs" / f"{run.path.name}.log"
 
 
 def _training_status(run: PlannedRun) -> str:
@@ -186,25 +215,10 @@ def _training_status(run: PlannedRun) -> str:
         return f"{score} in {results.get('seconds') or 0:.0f} s"
     metric = run.recipe.selected_by
     progress, score, epochs = "starting", "", run.recipe.train.epochs
-    for line in _newest_lines(run.directory.metrics_file):
+    for line in newest_metrics(run.directory.metrics_file):
         if "epoch" in line:
             progress = f"epoch {line['epoch']}" + (f"/{epochs}" if epochs else "")
         found = line.get("valid")
         if isinstance(found, dict) and isinstance(found.get(metric), float):
             score = f"  {found[metric]:.4f}"
     return progress + score
-
-
-def _newest_lines(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
-    """The metrics in the last bytes of a file; lines that cannot be read are left out."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        start = max(path.stat().st_size - size, 0)
-        file.seek(start)
-        lines = file.read().split(b"\n")
-    found = []
-    for line in lines[1 if start else 0 : -1]:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]

@@ -1,60 +1,25 @@
-"""Many ``labo`` commands, several at a time, each a process of its own with its share of the cores.
+"""Many jobs on an engine: which are started, what is shown of them, and which failed.
 
-A command that fails is reported and does not stop the others. An interruption is passed on to the
-commands under way, which then can be continued. Two launches never work in the same folder: a lock
-is held by the launch and by every process it started, even if the launch itself is killed.
+A job that fails is reported and does not stop the others. An interruption is passed on to the jobs
+under way, which then can be continued.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..errors import RequestError, printable
-from ..run.files import append
+from ..errors import printable
 from ..run.interrupt import terminated_as_interrupted
-
-_POLL_SECONDS = 0.2
-_GRACE_SECONDS = 10.0  # between an interruption and the end of what does not heed it
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command, and its place in the table that shows them all.
-
-    Attributes:
-        name: what it is called in messages.
-        row: where it is shown, together with ``column``.
-        arguments: of ``labo``.
-        log: the file that takes its output.
-        finished: whether its work is done; asked before it is started.
-        status: what to show of it while it works and afterwards.
-        after: the name of the job it needs; without that one it cannot start.
-        starting: called when it is started.
-    """
-
-    name: str
-    row: str
-    column: str
-    arguments: tuple[str, ...]
-    log: Path
-    finished: Callable[[], bool]
-    status: Callable[[], str]
-    after: str | None = None
-    starting: Callable[[], None] = lambda: None
+from . import engines
+from .engines import Engine, Job, Report, Setup
 
 
 @dataclass(frozen=True)
@@ -68,137 +33,87 @@ class Failure:
         return f"{self.job}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Share:
-    """How many jobs run at once, and with how many threads each."""
-
-    jobs: int
-    threads: int
-
-    @classmethod
-    def of_machine(cls, work: int, jobs: int | None = None) -> Share:
-        """The share for so many jobs: one per GPU, or one per core, unless told otherwise."""
-        if jobs is not None and jobs < 1:
-            raise RequestError(f"--jobs {jobs}: at least one job must run")
-        cores = core_count()
-        at_once = min(
-            jobs or len(_gpus()) or (1 if torch.accelerator.is_available() else cores), work
-        )
-        return cls(max(at_once, 1), max(cores // max(at_once, 1), 1))
-
-    def conditions(self) -> dict[str, Any]:
-        """What must be equal for two times to be compared."""
-        return {
-            "machine": platform.node(),
-            "torch": str(torch.__version__),
-            "jobs": self.jobs,
-            "threads": self.threads,
-        }
-
-
-def core_count() -> int:
-    """The cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _gpus() -> list[str]:
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
-
-
-def run_jobs(jobs: Sequence[Job], share: Share, lock: int | None = None) -> list[Failure]:
-    """Run those that are not finished, in their order.
+class Launch:
+    """Jobs on one engine, which is opened for the first of them and stopped at the end.
 
     Args:
-        jobs: what is to be done; a job stands behind the one it needs.
-        share: of the machine.
-        lock: what ``held`` gave.
+        setup: the engine and its options.
+        work: how many jobs there will be about.
+        folder: of the runs.
 
-    Returns:
-        Those that failed.
+    Attributes:
+        failures: job -> its failure. It is not started again.
     """
-    return _Launch(jobs, share, lock).run()
 
-
-class _Launch:
-    """Jobs under way."""
-
-    def __init__(self, jobs: Sequence[Job], share: Share, lock: int | None) -> None:
-        self.jobs, self.share, self.lock = jobs, share, lock
-        self.finished = {job.name for job in jobs if job.finished()}
-        self.waiting = [job for job in jobs if job.name not in self.finished]
-        self.running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}  # by their slot
+    def __init__(self, setup: Setup, work: int, folder: Path) -> None:
+        self.setup, self.work, self.folder = setup, work, folder
+        self.engine: Engine | None = None
         self.failures: dict[str, Failure] = {}
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.jobs: Sequence[Job] = ()
+        self.finished: set[str] = set()
+        self.running: dict[str, Job] = {}
+        # An engine may put another file in the place of sys.stdout.
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
-    def run(self) -> list[Failure]:
-        if not self.waiting:
-            return []
+    def close(self) -> None:
+        """End what is still running."""
+        if self.engine is not None:
+            self.engine.stop()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run the jobs that are neither finished nor failed; the failures are noted."""
+        self.jobs = jobs
+        self.finished = {job.name for job in jobs if job.finished()}
+        waiting = [j for j in jobs if j.name not in self.finished and j.name not in self.failures]
+        if not waiting:
+            return
+        if self.engine is None:
+            self.engine = self.setup.open(self.work, self.folder)
         with terminated_as_interrupted():
-            try:
-                if self.console.is_terminal:
-                    with Live(
-                        get_renderable=self.board, console=self.console, refresh_per_second=2
-                    ):
-                        self.work_off()
-                else:
-                    self.work_off()
-            finally:
-                self.stop()
-        return list(self.failures.values())
+            if self.console.is_terminal:
+                with Live(
+                    get_renderable=self.board,
+                    console=self.console,
+                    refresh_per_second=2,
+                    redirect_stdout=False,
+                ):
+                    self.work_off(self.engine, waiting)
+            else:
+                self.work_off(self.engine, waiting)
 
-    def work_off(self) -> None:
-        while self.waiting or self.running:
-            for slot in range(self.share.jobs):
-                if slot not in self.running and (job := self.next_job()) is not None:
-                    self.start(job, slot)
-            time.sleep(_POLL_SECONDS)
-            for slot, (job, process) in list(self.running.items()):
-                if process.poll() is not None:
-                    del self.running[slot]
-                    self.end(job, process.returncode)
-
-    def next_job(self) -> Job | None:
-        """The first that can start; those that never can are given up."""
-        for job in list(self.waiting):
-            if job.after is None or job.after in self.finished:
-                self.waiting.remove(job)
-                return job
+    def work_off(self, engine: Engine, waiting: Sequence[Job]) -> None:
+        pending = set()
+        for job in in_order(waiting):
             if job.after in self.failures:
-                self.waiting.remove(job)
-                self.fail(job, f"not started, for it needs {job.after}, which failed")
-        return None
+                self.take(Report(job, "given up"))
+                continue
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            engine.submit(job, None if job.after in self.finished else job.after)
+            pending.add(job.name)
+        while pending:
+            for report in engine.poll():
+                self.take(report)
+                if report.event != "started":
+                    pending.discard(report.job.name)
+            time.sleep(engines.POLL_SECONDS)
 
-    def start(self, job: Job, slot: int) -> None:
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        job.starting()
-        threads = str(self.share.threads)
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        if gpus := _gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-        with append(job.log) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "labo", *job.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for us, to be passed on once
-                pass_fds=() if self.lock is None else (self.lock,),
-            )
-        self.running[slot] = job, process
-        self.say(f"{job.name}: started")
-
-    def end(self, job: Job, status: int) -> None:
-        if status == 0:
+    def take(self, report: Report) -> None:
+        """Note and say what became of a job."""
+        job, status = report.job, report.status
+        if report.event == "started":
+            self.running[job.name] = job
+            self.say(f"{job.name}: started")
+            return
+        self.running.pop(job.name, None)
+        if report.event == "given up":
+            self.fail(job, f"not started, for it needs {job.after}, which failed")
+        elif status == 0:
             self.finished.add(job.name)
             self.say(f"{job.name}: {job.status()}  ({self.count()})")
         else:
             killed = f"ended by signal {-status}" if status < 0 else ""
-            self.fail(job, killed or last_line(job.log) or f"ended with status {status}")
+            said = report.reason or killed or last_line(job.log)
+            self.fail(job, said or f"ended with status {status}")
 
     def fail(self, job: Job, reason: str) -> None:
         self.failures[job.name] = Failure(job.name, reason)
@@ -208,27 +123,11 @@ class _Launch:
         if not self.console.is_terminal:
             self.console.print(printable(text), markup=False)
 
-    def stop(self) -> None:
-        """End what is still running: as Ctrl-C would, then by force."""
-        processes = [process for _, process in self.running.values()]
-        try:
-            for process in processes:
-                process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + _GRACE_SECONDS
-            while any(process.poll() is None for process in processes):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_SECONDS)
-        finally:  # even if interrupted once more
-            for process in processes:
-                process.kill()
-                process.wait()
-
     # ------------------------------------------------------------------ what is shown
 
     def under_way(self) -> list[Job]:
         """The running jobs; the list is a copy, for the thread that shows them."""
-        return [job for job, _ in list(self.running.values())]
+        return list(self.running.values())
 
     def count(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
@@ -258,6 +157,20 @@ class _Launch:
         if job in self.under_way():
             return job.status()
         return "[dim]waiting[/dim]"
+
+
+def in_order(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs in their order, but each behind the one it needs."""
+    named, ordered = {job.name: job for job in jobs}, dict[str, Job]()
+
+    def add(job: Job) -> None:
+        if job.after in named:
+            add(named[job.after])
+        ordered.setdefault(job.name, job)
+
+    for job in jobs:
+        add(job)
+    return list(ordered.values())
 
 
 def last_line(log: Path) -> str:

@@ -2,7 +2,8 @@
 
 No run is evaluated on the test split while it is trained. Where a method has a grid, the point with
 the best mean validation score over the seeds is selected, and only the runs of selected points are
-evaluated on the test split, once.
+evaluated on the test split, once. If fewer seeds select, the others are run at the selected points
+only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +20,12 @@ from ..analysis.reading import read_results, read_run
 from ..analysis.task import find_analysis
 from ..config import Recipe
 from ..errors import RequestError
-from ..methods import METHODS, hyper_parameters, method_name
+from ..methods import hyper_parameters, method_name
 from ..recipes import load_recipe
-from ..run import files
 from ..run.directory import RunDirectory
-from ..run.lock import LOCK
+from .grid import GridAxis, MethodSpec, Place, read_grid, read_methods, shared
 
 BASE = "base"  # what students learn from, and what times are relative to
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A row of the table: a method, perhaps with hyper-parameters of its own.
-
-    Attributes:
-        label: as it was asked for, ``labo`` or ``labo:tau=1.05``.
-        method: its name in ``METHODS``.
-        settings: hyper-parameter -> value, as text.
-    """
-
-    label: str
-    method: str
-    settings: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class GridAxis:
-    """A grid's hyper-parameter: an override and its values; for one method, or for all."""
-
-    key: str
-    values: tuple[str, ...]
-    method: str | None
-
-    def applies_to(self, variant: MethodSpec) -> bool:
-        if self.method is None:
-            return True
-        return variant.method == self.method and self.key not in variant.settings
 
 
 @dataclass(frozen=True)
@@ -64,7 +34,7 @@ class PlannedRun:
 
     Attributes:
         variant: its row.
-        point: its place in the grid of its row, such as ``tau=1.15``; empty without a grid.
+        place: its place in the grid of its row.
         seed: its seed.
         path: its run directory.
         recipe: what it trains.
@@ -73,12 +43,17 @@ class PlannedRun:
     """
 
     variant: MethodSpec
-    point: str
+    place: Place
     seed: int
     path: Path
     recipe: Recipe
     arguments: tuple[str, ...]
     teacher: Path | None = None
+
+    @property
+    def point(self) -> str:
+        """Its place in words, such as ``tau=1.15``; empty without a grid."""
+        return " ".join(f"{axis.key}={value}" for axis, value in self.place)
 
     @property
     def directory(self) -> RunDirectory:
@@ -122,22 +97,117 @@ class Choice:
     runs: tuple[PlannedRun, ...]
     scores: Mapping[str, Sequence[float]]
 
+    @property
+    def trials(self) -> int:
+        """How many places were tried."""
+        return sum(bool(found) for found in self.scores.values())
 
-@dataclass(frozen=True)
+
+_EXTENSIONS = 5  # values that are added to an axis, for each method
+
+
+@dataclass
 class Comparison:
-    """The runs of a table, seed by seed, so that methods take turns and their times compare."""
+    """The runs of a table, seed by seed, so that methods take turns and their times compare.
 
-    name: str
+    What was asked for is explained by :func:`plan`.
+
+    Attributes:
+        plain: the recipe with the overrides.
+        runs: those known so far; :meth:`grow` adds to them.
+        axes: row -> its grid, with the values that were added.
+        limits: row -> why its grid could not be extended.
+    """
+
+    recipe: str
+    plain: Recipe
+    overrides: tuple[str, ...]
+    variants: Sequence[MethodSpec]
+    grid: Sequence[GridAxis]
     out: Path
-    runs: tuple[PlannedRun, ...]
+    seeds: int
+    select_seeds: int
+    extend: bool = False
+    teacher: PlannedRun | str | None = None
+    runs: list[PlannedRun] = field(default_factory=list)
+    axes: dict[str, list[GridAxis]] = field(default_factory=dict)
+    limits: dict[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def variants(self) -> list[MethodSpec]:
-        return list({run.variant.label: run.variant for run in self.runs}.values())
+    def __post_init__(self) -> None:
+        for variant in self.variants:
+            self.axes[variant.label] = [axis for axis in self.grid if axis.applies_to(variant)]
+        for seed, variant in itertools.product(range(self.select_seeds), self.variants):
+            for place in self._places(variant):
+                self._add(variant, place, seed)
 
     @property
-    def seeds(self) -> int:
-        return len({run.seed for run in self.runs})
+    def name(self) -> str:
+        return Path(self.recipe).stem
+
+    def _places(self, variant: MethodSpec) -> list[Place]:
+        axes = self.axes[variant.label]
+        points = itertools.product(*(axis.values for axis in axes))
+        return [tuple(zip(axes, values, strict=True)) for values in points]
+
+    def _add(self, variant: MethodSpec, place: Place, seed: int) -> bool:
+        """Add a run, and the teacher it needs; whether it is new."""
+        path = self.out / _name_of(variant, place, seed)
+        if any((run.path, run.variant) == (path, variant) for run in self.runs):
+            return False
+        self.runs.append(run := self._run(variant, place, seed))
+        if run.teacher is not None and self.teacher is None:
+            self._add(_teacher(variant, self.variants), shared(place), seed)
+        return True
+
+    def _run(self, variant: MethodSpec, place: Place, seed: int) -> PlannedRun:
+        settings = [*self.overrides, *_settings(variant, place, self.plain), f"seed={seed}"]
+        awaited = None
+        if _needs_teacher(variant, self.plain.task):
+            if self.teacher is None:
+                awaited = self.out / _name_of(_teacher(variant, self.variants), shared(place), seed)
+            elif isinstance(self.teacher, PlannedRun):
+                awaited = self.teacher.path
+            settings.append(f"method.teacher={awaited or self.teacher}")
+        path = self.out / _name_of(variant, place, seed)
+        recipe = load_recipe(self.recipe, settings)
+        RunDirectory(path).check(recipe)
+        return PlannedRun(variant, place, seed, path, recipe, (self.recipe, *settings), awaited)
+
+    def grow(self) -> bool:
+        """Add the runs that the results so far ask for; whether there are any.
+
+        Where the selected value is at the edge of a grid that may be extended, those with the next
+        value; elsewhere those of the selected point with the seeds that do not select.
+        """
+        wanted = []
+        for variant in self.variants:
+            choice = self._choice(variant)
+            if not choice.runs:
+                continue
+            place, seeds = choice.runs[0].place, range(self.select_seeds, self.seeds)
+            places = [place]
+            if self.extend and self._extend(variant, place):
+                places, seeds = self._places(variant), range(self.select_seeds)
+            wanted += [(seed, variant, place) for seed in seeds for place in places]
+        wanted.sort(key=lambda run: run[0])
+        return sum(self._add(variant, place, seed) for seed, variant, place in wanted) > 0
+
+    def _extend(self, variant: MethodSpec, selected: Place) -> bool:
+        """Add a value to each axis at whose edge the selected place is; whether there is one."""
+        axes = self.axes[variant.label]
+        before = list(axes)
+        for index, (axis, (_, chosen)) in enumerate(zip(before, selected, strict=True)):
+            asked = next(known for known in self.grid if known.key == axis.key)
+            value = axis.beyond(chosen)
+            if value is None or len(axis.values) - len(asked.values) >= _EXTENSIONS:
+                continue
+            beyond = (*selected[:index], (axis, value), *selected[index + 1 :])
+            try:
+                self._run(variant, beyond, 0)
+                axes[index] = axis.extended(value)
+            except RequestError as error:  # such as a share above 1
+                self.limits[variant.label] = str(error)
+        return axes != before
 
     def choices(self) -> dict[str, Choice]:
         """For each row, the runs it rests on: selected by the validation split alone."""
@@ -154,8 +224,9 @@ class Comparison:
             if run.variant == variant:
                 found = scores.setdefault(run.point, [])
                 if (score := run.score()) is not None:
-                    found.append(score)
                     runs.setdefault(run.point, []).append(run)
+                    if run.seed < self.select_seeds:
+                        found.append(score)
         if not any(scores.values()):
             return Choice("", (), {})
         sign = 1 if find_analysis(self.runs[0].recipe.task).higher_is_better else -1
@@ -169,69 +240,6 @@ class Comparison:
         return Choice(point, tuple(runs[point]), scores)
 
 
-# ------------------------------------------------------------------ the folder of the runs
-
-_MARK = ".labo"
-
-
-def runs_in(paths: Iterable[str | Path], left_out: dict[Path, str]) -> list[Path]:
-    """Run directories, with a folder that has runs in it replaced by those that are scored.
-
-    Of a grid these are the runs of the selected points.
-
-    Args:
-        paths: run directories, and folders with runs.
-        left_out: gets the other runs in such folders, and why they are left out.
-
-    Raises:
-        RequestError: such a folder has no scored run.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        inside = sorted(file.parent for file in path.rglob("recipe.yaml"))
-        if path in inside or not (inside or (path / _MARK).is_file()):
-            found.append(path)
-            continue
-        scored = [run for run in inside if (run / "records" / "test.jsonl").is_file()]
-        if not scored:
-            raise RequestError(f"{path}: no run in it is scored yet (it has {len(inside)} runs)")
-        found += scored
-        for run in inside:
-            if run not in scored:
-                state = read_run(run).state
-                finished = "not scored on the test split: labo evaluate RUN does it"
-                left_out[run] = finished if state.kind == "finished" else str(state)
-    return found
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds something else than runs of labo.
-
-    It may be missing or empty, be one of :func:`claim_folder`, or hold run directories only.
-    """
-    if not folder.exists() or (folder / _MARK).is_file():
-        return
-    if not folder.is_dir():
-        raise RequestError(f"{folder} is no folder: choose another --out")
-    foreign = [
-        path.name
-        for path in sorted(folder.iterdir())
-        if path.name != LOCK and not (path / "recipe.yaml").is_file()
-    ]
-    if foreign:
-        raise RequestError(
-            f"{folder} holds something else ({foreign[0]}): choose an --out that is new, empty or "
-            "made by labo"
-        )
-
-
-def claim_folder(folder: Path) -> None:
-    """Mark a folder as one that labo may write to."""
-    if not (folder / _MARK).exists():
-        text = "Runs of labo compare, reproduce or demo. labo may replace files in this folder.\n"
-        files.write_text(folder / _MARK, text)
-
-
 # ------------------------------------------------------------------ from a request to runs
 
 
@@ -243,6 +251,8 @@ def plan(
     *,
     overrides: Iterable[str] = (),
     grid: Iterable[str] = (),
+    select_seeds: int | None = None,
+    extend: bool = False,
     teacher: PlannedRun | str | None = None,
 ) -> Comparison:
     """Check a request as a whole and list its runs; nothing is started.
@@ -255,7 +265,10 @@ def plan(
         out: the folder of the run directories.
         overrides: ``key=value`` settings for all runs.
         grid: hyper-parameters to select: ``tau=1.15,1.25`` for the one method that has it,
-            ``labo.tau=1.15,1.25`` to name the method, ``optim.lr=0.1,0.2`` for all methods.
+            ``labo.tau=1.15,1.25`` to name the method, ``optim.lr=0.1,0.2`` for all methods,
+            ``optim.lr=0.01..1@6`` for six values with equal ratios.
+        select_seeds: how many of the seeds select a point of the grid; by default all.
+        extend: whether a grid grows until the selected value is not at its edge.
         teacher: a run that all methods with a teacher learn from, finished or planned; by default
             each learns from the base run of the same seed.
 
@@ -264,7 +277,7 @@ def plan(
     """
     if seeds < 1:
         raise RequestError(f"--seeds {seeds}: at least one seed is needed")
-    overrides, out = tuple(overrides), Path(out)
+    overrides = tuple(overrides)
     for text in overrides:
         key, _, value = text.partition("=")
         section, _, hyper = key.partition(".")
@@ -275,35 +288,21 @@ def plan(
     plain = load_recipe(recipe, overrides)
     variants = read_methods(methods)
     axes = read_grid(grid, variants, plain.task)
+    if select_seeds is not None and not axes:
+        raise RequestError("--select-seeds: there is nothing to select without --grid")
+    if select_seeds is not None and not 1 <= select_seeds <= seeds:
+        raise RequestError(f"--select-seeds {select_seeds}: must be from 1 to --seeds {seeds}")
+    if extend and not axes:
+        raise RequestError("--extend: there is nothing to extend without --grid")
+    for axis in axes if extend else ():
+        if len(axis.numbers) < 2:
+            raise RequestError(f"--extend: {axis.key} needs two values or more, all numbers")
     if isinstance(teacher, str):
         RunDirectory(teacher).facts()  # whether it is one
-    runs = []
-    for seed, variant in itertools.product(range(seeds), variants):
-        mine = [axis for axis in axes if axis.applies_to(variant)]
-        for values in itertools.product(*(axis.values for axis in mine)):
-            place = tuple(zip(mine, values, strict=True))
-            settings = [*overrides, *_settings(variant, place, plain), f"seed={seed}"]
-            awaited = None
-            if _needs_teacher(variant, plain.task):
-                if teacher is None:
-                    awaited = out / _name_of(_teacher(variant, variants), place, seed, shared=True)
-                elif isinstance(teacher, PlannedRun):
-                    awaited = teacher.path
-                settings.append(f"method.teacher={awaited or teacher}")
-            runs.append(
-                PlannedRun(
-                    variant,
-                    " ".join(f"{axis.key}={value}" for axis, value in place),
-                    seed,
-                    out / _name_of(variant, place, seed),
-                    load_recipe(recipe, settings),
-                    (recipe, *settings),
-                    awaited,
-                )
-            )
-    for run in runs:
-        run.directory.check(run.recipe)
-    return Comparison(Path(recipe).stem, out, tuple(runs))
+    selecting = select_seeds or seeds
+    return Comparison(
+        recipe, plain, overrides, variants, axes, Path(out), seeds, selecting, extend, teacher
+    )
 
 
 def _cure(methods: Sequence[str], hyper: str, value: str, task: str) -> str:
@@ -314,54 +313,6 @@ def _cure(methods: Sequence[str], hyper: str, value: str, task: str) -> str:
         return f"no method of {', '.join(methods)} has {hyper}"
     chosen = ",".join(f"{t}:{hyper}={value}" if t == owners[-1] else t for t in methods)
     return f"hyper-parameters are set by method: --methods {chosen}"
-
-
-def read_methods(names: Sequence[str]) -> list[MethodSpec]:
-    """The rows of a table; each ``NAME[:HYPER=VALUE]...``."""
-    variants = []
-    for text in names:
-        name, *settings = text.split(":")
-        pairs = [setting.partition("=") for setting in settings]
-        if not all(key and equals and value for key, equals, value in pairs):
-            raise RequestError(f"--methods {text}: write NAME:HYPER=VALUE, as in labo:tau=1.15")
-        method = method_name(name)
-        label = ":".join([method, *settings])
-        variants.append(MethodSpec(label, method, {key: value for key, _, value in pairs}))
-    labels = [variant.label for variant in variants]
-    if twice := {label for label in labels if labels.count(label) > 1}:
-        raise RequestError(f"--methods: {', '.join(sorted(twice))} is given twice")
-    return variants
-
-
-def read_grid(texts: Iterable[str], variants: Sequence[MethodSpec], task: str) -> list[GridAxis]:
-    """The axes of a grid, each for the methods it is meant for."""
-    listed = list(dict.fromkeys(variant.method for variant in variants))
-    axes = []
-    for text in texts:
-        key, _, listing = text.partition("=")
-        values = tuple(listing.split(","))
-        if not key or not all(values) or len(set(values)) < len(values):
-            raise RequestError(
-                f"--grid {text}: write a key and its different values, as in tau=1.15,1.25"
-            )
-        owner, dot, hyper = key.rpartition(".")
-        if dot and owner not in METHODS:  # a key of the recipe
-            axes.append(GridAxis(key, values, None))
-            continue
-        owners = [name for name in listed if hyper in hyper_parameters(name, task).model_fields]
-        if dot:
-            owners = [name for name in owners if name == owner]
-        if len(owners) > 1:
-            raise RequestError(
-                f"--grid {text}: {' and '.join(owners)} have {hyper}; write {owners[-1]}.{text}"
-            )
-        if not owners:
-            raise RequestError(f"--grid {text}: no method of {', '.join(listed)} has {key}")
-        axes.append(GridAxis(hyper, values, owners[0]))
-    return axes
-
-
-Place = tuple[tuple[GridAxis, str], ...]  # a point of a grid
 
 
 def _settings(variant: MethodSpec, place: Place, plain: Recipe) -> list[str]:
@@ -376,10 +327,10 @@ def _settings(variant: MethodSpec, place: Place, plain: Recipe) -> list[str]:
     return chosen + own + tried
 
 
-def _name_of(variant: MethodSpec, place: Place, seed: int, *, shared: bool = False) -> str:
-    """The folder of a run; with ``shared`` only the axes that all methods have are named."""
+def _name_of(variant: MethodSpec, place: Place, seed: int) -> str:
+    """The folder of a run."""
     parts = [f"{key}{value}" for key, value in variant.settings.items()]
-    parts += [f"{axis.key}{value}" for axis, value in place if not (shared and axis.method)]
+    parts += [f"{axis.key}{value}" for axis, value in place]
     return re.sub(r"[^\w.+-]", "_", "-".join([variant.method, *parts, f"s{seed}"]))
 
 

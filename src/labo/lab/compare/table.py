@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..analysis.groups import Group, Member, Variant, group_runs, mean_cell
+from ..analysis.groups import Group, Member, Variant, group_runs, mean_cell, paired_numbers
 from ..analysis.printing import difference_cells, difference_columns, difference_notes
 from ..analysis.reading import read_conditions, read_run
 from ..analysis.task import find_analysis
@@ -39,8 +39,9 @@ class ComparedRow:
 
     def cell(self, metric: str) -> Cell:
         """Mean and standard deviation of a metric on the test split."""
-        found = (member.metric(SPLIT, metric) for member in self.scored().values())
-        return mean_cell(number for number in found if number is not None)
+        return (
+            Cell() if self.variant is None else self.variant.cell(lambda m: m.metric(SPLIT, metric))
+        )
 
     def base(self) -> Variant | None:
         """The variant that times and memory are relative to."""
@@ -57,13 +58,11 @@ class ComparedRow:
         base = self.base()
         if self.variant is None or base is None:
             return Cell()
-        ours, theirs = (v.numbers(_peak_memory) for v in (self.variant, base))
-        return mean_cell(ours[seed] - theirs[seed] for seed in ours if seed in theirs)
+        paired = paired_numbers(self.variant, base, lambda m: m.results.get("peak_memory"))
+        return mean_cell(paired.values())
 
 
-def _peak_memory(member: Member) -> float | None:
-    found: float | None = member.results.get("peak_memory")
-    return found
+NO_RUNS = ComparedRow(Choice("", (), {}), None, None)
 
 
 def compared_rows(comparison: Comparison) -> tuple[dict[str, ComparedRow], list[Group]]:
@@ -113,7 +112,10 @@ def tabulate(comparison: Comparison) -> Table:
         for name in references
         for column in filled(difference_columns(kind.headline, name), rows)
     ]
-    columns = [Column("runs", "runs", digits=0), *scores[:1], *differences, *scores[1:]]
+    counts = [Column("runs", "runs", digits=0)]
+    if comparison.grid:
+        counts.append(Column("trials", "trials", digits=0))
+    columns = [*counts, *scores[:1], *differences, *scores[1:]]
     if any(row.base() is not None for row in compared.values()):
         columns += [
             Column("time", "time", suffix="x"),
@@ -133,6 +135,7 @@ def _cells(row: ComparedRow, metrics: Iterable[str]) -> dict[str, Cell]:
     scored = row.scored()
     cells = {metric: row.cell(metric) for metric in metrics}
     cells["runs"] = Cell(len(scored))
+    cells["trials"] = Cell(row.choice.trials)
     for name in ("seconds", "peak_memory"):
         found = [member.results.get(name) for member in scored.values()]
         cells[name] = mean_cell(number for number in found if number is not None)
@@ -154,7 +157,8 @@ def _notes(
     metric = find_analysis(comparison.runs[0].recipe.task).headline.key
     for asked, row in rows.items():
         if row.choice.point:
-            notes.append(f"{labels[asked]}: {_selection(row.choice, metric, comparison.seeds)}")
+            notes.append(f"{labels[asked]}: {_selection(row.choice, metric, comparison)}")
+            notes += [f"{labels[asked]}: {note}" for note in _edges(comparison, row.choice)]
         if len(row.scored()) < comparison.seeds:
             finished = f"{len(row.scored())} of {comparison.seeds} runs are finished"
             notes.append(f"{labels[asked]}: {finished}")
@@ -174,27 +178,37 @@ def _notes(
     return notes
 
 
+def _edges(comparison: Comparison, choice: Choice) -> Iterable[str]:
+    """Warnings about selected values that are the first or last of their grids."""
+    run = choice.runs[0]
+    for axis, (_, value) in zip(comparison.axes[run.variant.label], run.place, strict=True):
+        if axis.is_edge(value):
+            tried = f"{axis.numbers[0]:g} to {axis.numbers[-1]:g}"
+            limit = comparison.limits.get(run.variant.label)
+            hint = f"it cannot be extended ({limit})" if limit else "--extend tries more values"
+            yield f"{axis.key}={value} is at the edge of its grid ({tried}): {hint}"
+
+
 def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
-    kinds = set()
     try:
-        for run in runs:
-            kinds |= {(c["jobs"], c["threads"]) for c in read_conditions(run.path)}
+        known = [launch for run in runs for launch in read_conditions(run.path)]
     except RequestError:
         return []  # the group has a note about it
+    kinds = {(launch.get("jobs") or 0, launch["threads"]) for launch in known}
     notes = [
         f"time: seconds per training step relative to {BASE} with the same seed; "
-        f"{'1 run' if jobs == 1 else f'{jobs} runs'} at once, {threads} thread(s) each; wall-clock "
-        "time, so other work on the machine distorts it"
+        f"{f'{jobs} run(s) at once, ' if jobs else ''}{threads} thread(s) each; wall-clock time, "
+        "so other work on the machine distorts it"
         for jobs, threads in sorted(kinds)
     ]
-    if len(kinds) > 1:
+    if any(launch != known[0] for launch in known):
         notes.append("time: only runs made under the same conditions are compared")
     return [*notes, f"memory: peak resident memory minus that of {BASE} with the same seed"]
 
 
-def _selection(choice: Choice, metric: str, seeds: int) -> str:
+def _selection(choice: Choice, metric: str, comparison: Comparison) -> str:
     """Which point of a grid was selected, from which, and whether the scores were tied."""
-    shown = []
+    shown, seeds = [], comparison.select_seeds
     for point, scores in choice.scores.items():
         mean = f"{fmean(scores):.4f}" if scores else "no score"
         some = f" ({len(scores)} of {seeds} runs)" if 0 < len(scores) < seeds else ""
@@ -206,4 +220,5 @@ def _selection(choice: Choice, metric: str, seeds: int) -> str:
         if len(scores) == len(best) and fmean(scores) == fmean(best)
     ]
     tied = f"; tied with {', '.join(equal[1:])}, the first is taken" if len(equal) > 1 else ""
-    return f"{choice.point} selected by validation {metric} ({', '.join(shown)}){tied}"
+    some = f"; by {seeds} of {comparison.seeds} seeds" if seeds < comparison.seeds else ""
+    return f"{choice.point} selected by validation {metric} ({', '.join(shown)}){tied}{some}"

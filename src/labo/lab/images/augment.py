@@ -4,7 +4,8 @@ Every random transform takes its random numbers ``u`` as an argument. They come 
 :func:`labo.lab.run.seeds.uniforms` and depend on (seed, epoch, sample) only, so a sample is
 augmented in the same way in any batch, on any process, and after a run was resumed.
 
-Images are uint8, (N, C, H, W) or (C, H, W), until :func:`normalize`.
+Images are uint8, (N, C, H, W), until :func:`normalize`. What is cropped and resized of an image
+file is in :mod:`labo.lab.images.windows`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +21,25 @@ from torch.nn import functional as F
 
 from ...fields import POSITIVE
 from ..run.seeds import mix
+from .windows import RESIZED_CROP_DRAWS, random_box
 
 __all__ = [
     "ERASING_DRAWS",
-    "RESIZED_CROP_DRAWS",
+    "Box",
     "beta_draw",
     "check_draws",
     "choice",
     "cutmix",
+    "cutmix_box",
     "mixup",
     "normalize",
     "random_crop",
     "random_crop_flip",
     "random_erasing",
     "random_flip",
-    "random_resized_crop",
     "random_rotation",
-    "resize_center_crop",
-    "resize_cover",
 ]
 
-_CROP_TRIES = 10
-RESIZED_CROP_DRAWS = 2 * _CROP_TRIES + 2
-"""Random numbers that :func:`random_resized_crop` takes: a shape per try, and a position."""
 ERASING_DRAWS = 1 + RESIZED_CROP_DRAWS
 """Random numbers that :func:`random_erasing` takes: whether, then those of a box."""
 
@@ -107,8 +105,8 @@ def _reflected(size: int, padding: int) -> Tensor:
 def random_flip(images: Tensor, u: Tensor) -> Tensor:
     """Flip images with u < 1/2 horizontally; images (N, C, H, W), u (N,)."""
     check_draws(images, u, (len(images),))
-    flipped = (u < 0.5).to(images.device).view(-1, 1, 1, 1)
-    return torch.where(flipped, images.flip(-1), images)
+    flipped = (u < 0.5).nonzero().squeeze(1).to(images.device)
+    return images.index_copy(0, flipped, images[flipped].flip(-1))
 
 
 def random_crop_flip(images: Tensor, u: Tensor, padding: int = 4) -> Tensor:
@@ -152,116 +150,6 @@ def random_rotation(images: Tensor, u: Tensor, degrees: float) -> Tensor:
     return pixels.view(n, c, height, width) * inside.unsqueeze(1)
 
 
-def _resize(image: Tensor, height: int, width: int) -> Tensor:
-    """Resize a uint8 image (C, H, W): bilinear, with antialiasing."""
-    resized = F.interpolate(
-        image.float().unsqueeze(0), (height, width), mode="bilinear", antialias=True
-    )
-    return resized.squeeze(0).round().clamp(0, 255).to(torch.uint8)
-
-
-def _random_box(
-    height: int,
-    width: int,
-    u: Sequence[float],
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> tuple[int, int, int, int] | None:
-    """Top, left, height and width of a random box; None if no try fits into the image."""
-    low, high = math.log(ratio[0]), math.log(ratio[1])
-    for area_draw, ratio_draw in zip(u[0:-2:2], u[1:-2:2], strict=True):
-        area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
-        aspect = math.exp(low + ratio_draw * (high - low))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return int(u[-2] * (height - h + 1)), int(u[-1] * (width - w + 1)), h, w
-    return None
-
-
-def _crop_box(
-    height: int,
-    width: int,
-    u: Sequence[float],
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random crop, by the rule of torchvision."""
-    if (box := _random_box(height, width, u, scale, ratio)) is not None:
-        return box
-    # No try fitted: the largest center crop with an allowed ratio.
-    w = min(width, round(height * ratio[1]))
-    h = min(height, round(width / ratio[0]))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
-def random_resized_crop(
-    image: Tensor,
-    u: Tensor,
-    size: int,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-) -> Tensor:
-    """The augmentation of ImageNet: a random crop of random shape, resized to a square.
-
-    As in torchvision there are ten tries for a crop that fits, then a center crop.
-
-    Args:
-        image: (C, H, W) uint8.
-        u: (RESIZED_CROP_DRAWS,) in [0, 1).
-        size: width and height of the result.
-        scale: smallest and largest share of the area of the image.
-        ratio: smallest and largest width / height.
-
-    Returns:
-        (C, size, size) uint8.
-    """
-    if tuple(u.shape) != (RESIZED_CROP_DRAWS,):
-        raise ValueError(f"u must have shape ({RESIZED_CROP_DRAWS},), got {tuple(u.shape)}")
-    top, left, height, width = _crop_box(image.shape[-2], image.shape[-1], u.tolist(), scale, ratio)
-    return _resize(image[:, top : top + height, left : left + width], size, size)
-
-
-def resize_center_crop(image: Tensor, resize: int = 256, size: int = 224) -> Tensor:
-    """The evaluation transform of ImageNet: shorter side to ``resize``, then a center crop.
-
-    Args:
-        image: (C, H, W) uint8.
-        resize: length of the shorter side, at least ``size``.
-        size: width and height of the result.
-
-    Returns:
-        (C, size, size) uint8.
-    """
-    if resize < size:
-        raise ValueError(f"resize must be at least size ({size}), got {resize}")
-    height, width = image.shape[-2:]
-    shorter = min(height, width)
-    resized = _resize(image, resize * height // shorter, resize * width // shorter)
-    return _center_crop(resized, size, size)
-
-
-def resize_cover(image: Tensor, height: int, width: int) -> Tensor:
-    """Resize to the smallest size that covers ``height`` x ``width``, then crop the center.
-
-    Args:
-        image: (C, H, W) uint8.
-        height: of the result.
-        width: of the result.
-
-    Returns:
-        (C, height, width) uint8.
-    """
-    scale = max(height / image.shape[-2], width / image.shape[-1])
-    rows, columns = (round(scale * length) for length in image.shape[-2:])
-    resized = _resize(image, max(rows, height), max(columns, width))
-    return _center_crop(resized, height, width)
-
-
-def _center_crop(image: Tensor, height: int, width: int) -> Tensor:
-    top, left = (round((a - b) / 2) for a, b in zip(image.shape[-2:], (height, width), strict=True))
-    return image[:, top : top + height, left : left + width]
-
-
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Subtract the mean and divide by the standard deviation of each channel.
 
@@ -277,7 +165,8 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         raise TypeError(f"images must be uint8, got {images.dtype}")
     center = torch.tensor(mean, device=images.device).view(-1, 1, 1)
     spread = torch.tensor(std, device=images.device).view(-1, 1, 1)
-    return (images.float() / 255 - center) / spread
+    values = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return values.div_(255).sub_(center).div_(spread)
 
 
 def random_erasing(
@@ -308,72 +197,62 @@ def random_erasing(
     images = images.clone()
     for image, draws in zip(images, u.tolist(), strict=True):
         if draws[0] < probability:
-            box = _random_box(height, width, draws[1:], scale, ratio)
+            box = random_box(height, width, draws[1:], scale, ratio)
             if box is not None:
                 top, left, h, w = box
                 image[:, top : top + h, left : left + w] = 0
     return images
 
 
-def _check_mixable(images: Tensor, target: Tensor, lam: float, order: Tensor) -> None:
-    if not target.is_floating_point() or target.dim() != 2 or len(target) != len(images):
-        raise ValueError(
-            f"target must be class probabilities of shape ({len(images)}, K), "
-            f"got {target.dtype} of shape {tuple(target.shape)}"
-        )
-    if not 0 <= lam <= 1:
-        raise ValueError(f"lam must lie in [0, 1], got {lam!r}")
-    if tuple(order.shape) != (len(images),):
-        raise ValueError(f"order must have shape ({len(images)},), got {tuple(order.shape)}")
-
-
-def mixup(images: Tensor, target: Tensor, lam: float, order: Tensor) -> tuple[Tensor, Tensor]:
-    """mixup: a weighted mean of each image and label with those of another sample.
+def mixup(values: Tensor, lam: float, order: Tensor) -> Tensor:
+    """mixup: a weighted mean of each image, or label, with that of another sample.
 
     Args:
-        images: (N, C, H, W) floating point.
-        target: (N, K) class probabilities.
+        values: normalized images (N, C, H, W), or class probabilities (N, K).
         lam: weight of the sample itself, from :func:`beta_draw`.
         order: (N,) int64, the partner of each sample, from
             :func:`labo.lab.run.seeds.permutation`.
 
     Returns:
-        Mixed images (N, C, H, W) and targets (N, K). The arguments are not modified.
+        As ``values``, which are not modified.
     """
-    _check_mixable(images, target, lam, order)
-    if not images.is_floating_point():
-        raise TypeError(f"images must be floating point, got {images.dtype}")
-    return lam * images + (1 - lam) * images[order], lam * target + (1 - lam) * target[order]
+    if not values.is_floating_point():
+        raise TypeError(f"values must be floating point, got {values.dtype}")
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam must lie in [0, 1], got {lam!r}")
+    _check_order(values, order)
+    return lam * values + (1 - lam) * values[order.to(values.device)]
 
 
-def cutmix(
-    images: Tensor, target: Tensor, lam: float, centre: tuple[float, float], order: Tensor
-) -> tuple[Tensor, Tensor]:
-    """CutMix: a box of each image, and its share of the label, come from another sample.
+class Box(NamedTuple):
+    """A part of an image, and the share of the image that is outside of it."""
 
-    The sides of the box are sqrt(1 - lam) times those of the image. The box is clipped at the
-    border, and the labels are mixed by the area that was actually replaced.
+    top: int
+    bottom: int
+    left: int
+    right: int
+    kept: float
+
+
+def cutmix_box(height: int, width: int, lam: float, centre: tuple[float, float]) -> Box:
+    """The box that CutMix replaces: sqrt(1 - lam) of each side, clipped at the border.
 
     Args:
-        images: (N, C, H, W).
-        target: (N, K) class probabilities.
+        height: of the images.
+        width: of the images.
         lam: share of the sample itself, from :func:`beta_draw`.
         centre: row and column of the center of the box, each in [0, 1).
-        order: (N,) int64, the partner of each sample, from
-            :func:`labo.lab.run.seeds.permutation`.
 
     Returns:
-        Mixed images (N, C, H, W) and targets (N, K). The arguments are not modified.
+        The box; ``kept`` is the weight of the sample itself in the label, by the area that is left.
     """
-    _check_mixable(images, target, lam, order)
-    height, width = images.shape[-2:]
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam must lie in [0, 1], got {lam!r}")
     side = math.sqrt(1 - lam)
     top, bottom = _box_edges(height, side, centre[0])
     left, right = _box_edges(width, side, centre[1])
-    mixed = images.clone()
-    mixed[..., top:bottom, left:right] = images[order, :, top:bottom, left:right]
     kept = 1 - (bottom - top) * (right - left) / (height * width)
-    return mixed, kept * target + (1 - kept) * target[order]
+    return Box(top, bottom, left, right, kept)
 
 
 def _box_edges(length: int, side: float, centre: float) -> tuple[int, int]:
@@ -381,3 +260,26 @@ def _box_edges(length: int, side: float, centre: float) -> tuple[int, int]:
     half = int(length * side) // 2
     middle = int(length * centre)
     return max(middle - half, 0), min(middle + half, length)
+
+
+def cutmix(images: Tensor, box: Box, order: Tensor) -> Tensor:
+    """CutMix: a box of each image comes from another sample.
+
+    Args:
+        images: (N, C, H, W).
+        box: from :func:`cutmix_box`; the labels are mixed by :func:`mixup` with ``box.kept``.
+        order: (N,) int64, the partner of each sample.
+
+    Returns:
+        (N, C, H, W). The argument is not modified.
+    """
+    _check_order(images, order)
+    rows, columns = slice(box.top, box.bottom), slice(box.left, box.right)
+    mixed = images.clone()
+    mixed[..., rows, columns] = images[order.to(images.device), :, rows, columns]
+    return mixed
+
+
+def _check_order(values: Tensor, order: Tensor) -> None:
+    if tuple(order.shape) != (len(values),):
+        raise ValueError(f"order must have shape ({len(values)},), got {tuple(order.shape)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
-import warnings
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,40 +14,13 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..run import checksums
-from ..run.files import open_regular
 from .splits import IMAGENET_MEAN, IMAGENET_STD, ImageSource, ImageSplit
+from .windows import Chooser, image_size, read_image
 
-__all__ = ["SUFFIXES", "FolderImages", "decode_image", "load_folders"]
+__all__ = ["SUFFIXES", "FolderImages", "load_folders"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-_MOST_PIXELS = 1 << 26  # of an image; a file of a few kilobytes can have many more
-
-
-def decode_image(path: Path, channels: int = 3) -> Tensor:
-    """The pixels of an image file, (channels, H, W) uint8: grey (1 channel) or RGB (3).
-
-    Raises:
-        DataError: it cannot be read as an image.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
-    try:
-        with open_regular(path) as content, Image.open(content) as file:
-            if file.width * file.height > _MOST_PIXELS:
-                raise DataError(
-                    f"{path}: it has {file.width * file.height} pixels, and {_MOST_PIXELS} are the "
-                    "most that are read"
-                )
-            image = file.convert("L" if channels == 1 else "RGB")
-    except UnidentifiedImageError as error:
-        raise DataError(f"{path}: not a readable image") from error
-    # Pillow reports damage as any of these, a broken PNG as SyntaxError.
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: not a readable image ({reason})") from error
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return pixels.view(image.height, image.width, channels).permute(2, 0, 1).contiguous()
+_MEASURED = 64  # images that are looked at for the size of all
 
 
 @dataclass(frozen=True)
@@ -59,28 +32,43 @@ class FolderImages:
     Attributes:
         root: the folder of the split.
         names: the files, relative to it.
+        known_sizes: of the files in bytes, if they are known.
     """
 
     root: Path
     names: tuple[str, ...]
+    known_sizes: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> Tensor:
-        return decode_image(self.root / self.names[index])
+        return read_image(self.root / self.names[index])
+
+    def window(self, index: int, choose: Chooser) -> Tensor:
+        """A window of an image, (3, rows, columns) uint8."""
+        return read_image(self.root / self.names[index], choose)
 
     def select(self, index: Tensor) -> FolderImages:
         """The images with these indices, (M,) int64."""
-        return FolderImages(self.root, tuple(self.names[i] for i in index.tolist()))
+        chosen = index.tolist()
+        sizes = None if self.known_sizes is None else tuple(self.known_sizes[i] for i in chosen)
+        return FolderImages(self.root, tuple(self.names[i] for i in chosen), sizes)
 
     def sizes(self) -> list[int]:
         """The sizes of the files in bytes."""
+        if self.known_sizes is not None:
+            return list(self.known_sizes)
         return [os.stat(self.root / name).st_size for name in self.names]
 
     def digests(self) -> dict[str, str]:
         """name -> SHA-256 of the file; computed once per file and remembered."""
         return checksums.digests(self.root, self.names)
+
+    def shorter_side(self) -> int:
+        """The median of the shorter sides of some of the images, in pixels."""
+        chosen = self.names[:: -(-len(self.names) // _MEASURED)]
+        return int(statistics.median(min(image_size(self.root / name)) for name in chosen))
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -92,31 +80,38 @@ def _class_folders(folder: Path) -> list[str]:
     )
 
 
-def _image_files(folder: Path) -> list[str]:
-    found = [
-        entry
-        for entry in os.scandir(folder)
-        if entry.name.lower().endswith(SUFFIXES) and entry.name[0] != "."
-    ]
-    for entry in found:
-        if not stat.S_ISREG(entry.stat().st_mode):  # opening a pipe would wait forever
+def _images_in(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return [e for e in entries if e.name.lower().endswith(SUFFIXES) and e.name[0] != "."]
+
+
+def _image_files(folder: Path) -> list[tuple[str, int]]:
+    """The names and sizes of the image files, sorted; each file is looked at once."""
+    files = []
+    for entry in _images_in(folder):
+        status = entry.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait forever
             raise DataError(f"{folder / entry.name}: not a regular file")
-    return sorted(entry.name for entry in found)
+        files.append((entry.name, status.st_size))
+    return sorted(files)
 
 
 def _split(folder: Path, classes: list[str]) -> ImageSplit:
     """The images of a split, class after class."""
     names: list[str] = []
+    sizes: list[int] = []
     labels: list[int] = []
+    numbers = {name: number for number, name in enumerate(classes)}
     for kind in _class_folders(folder):
-        if kind not in classes:
+        if kind not in numbers:
             raise DataError(f"{folder / kind}: a class that is not among the training classes")
         files = _image_files(folder / kind)
         if not files:
             raise DataError(f"{folder / kind}: no image in it ({', '.join(SUFFIXES)})")
-        names += [f"{kind}/{file}" for file in files]
-        labels += [classes.index(kind)] * len(files)
-    return ImageSplit(FolderImages(folder, tuple(names)), torch.tensor(labels))
+        names += [f"{kind}/{name}" for name, _ in files]
+        sizes += [size for _, size in files]
+        labels += [numbers[kind]] * len(files)
+    return ImageSplit(FolderImages(folder, tuple(names), tuple(sizes)), torch.tensor(labels))
 
 
 def load_folders(root: Path) -> ImageSource:
@@ -131,7 +126,7 @@ def load_folders(root: Path) -> ImageSource:
     if (
         not classes
         and (plain := _class_folders(root))
-        and all(_image_files(root / name) for name in plain)
+        and all(_images_in(root / name) for name in plain)
     ):
         return ImageSource(
             train=_split(root, plain),

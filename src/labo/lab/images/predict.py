@@ -25,9 +25,9 @@ from ..run.calibration import read_calibration
 from ..run.files import read_bytes
 from ..tasks import find_model
 from .augment import normalize
-from .folders import SUFFIXES, decode_image
+from .folders import SUFFIXES
 from .task import ImageTask
-from .views import View
+from .windows import View, read_image, stacked
 
 __all__ = ["Format", "Prediction", "Predictor", "find_files", "read_list", "write_predictions"]
 
@@ -138,19 +138,19 @@ class Predictor:
     def probabilities(self, images: Tensor) -> Tensor:
         """Calibrated probabilities (N, K) of images (N, C, H, W) uint8, on the CPU."""
         with torch.inference_mode():
-            inputs = normalize(images, self.mean, self.std).to(self.device)
+            inputs = normalize(images.to(self.device), self.mean, self.std)
             logits: Tensor = self.model(inputs)
             return (logits.double() / self.temperature).softmax(-1).cpu()
 
     def _read(self, path: Path) -> Tensor | DataError:
         """The image as the model takes it, or what is wrong with the file."""
         try:
-            return self.view(decode_image(path, self.channels))
+            return read_image(path, self.view, self.channels)
         except DataError as error:
             return error
 
     def _predict(self, read: Sequence[tuple[Path, Tensor]], top: int) -> Iterator[Prediction]:
-        found = self.probabilities(torch.stack([image for _, image in read]))
+        found = self.probabilities(stacked(image for _, image in read))
         best = found.topk(min(top, len(self.classes)))
         rows = zip(read, best.values.tolist(), best.indices.tolist(), strict=True)
         for (file, _), p, index in rows:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..._names import unknown_name
 from ..custom import call_function, is_reference
 from ..errors import DataError
+from ..run.distributed import once
 from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 HASHED_BYTES = 8 << 30  # the most bytes of image files that are hashed for a fingerprint
+
+_HELD_OUT = 200  # images of a split that is held out automatically, where there are enough
 
 BUILT_IN: dict[str, Callable[[], ImageSource]] = {"digits": load_digits}
 ON_DISK: dict[str, Callable[[Path], ImageSource]] = {
@@ -75,7 +78,7 @@ def load_images(
     name: str,
     root: str | Path | None = None,
     *,
-    holdout: float = 0.1,
+    holdout: float | Literal["auto"] = 0.1,
     holdout_seed: int = 0,
     train_size: int | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -89,7 +92,8 @@ def load_images(
         root: the folder that holds the files, or a CIFAR archive.
         holdout: the share of the training split that becomes the validation split, in [0, 1). Class
             folders that come with a validation split keep theirs. Class folders without any splits
-            are divided class by class: this share for validation, and as much for testing.
+            are divided class by class: this share for validation, and as much for testing. "auto"
+            holds out about 200 images, but at least a tenth and at most a quarter of them.
         holdout_seed: which samples these are.
         train_size: train on so many images only, drawn at random (by ``holdout_seed``) from those
             that are left after the hold-out; None for all.
@@ -101,20 +105,23 @@ def load_images(
     Raises:
         DataError: the data is missing, damaged or something else than ``name``.
     """
-    if not 0 <= holdout < 1:
-        raise ValueError(f"holdout must lie in [0, 1), got {holdout!r}")
+    if holdout != "auto" and not 0 <= holdout < 1:
+        raise ValueError(f'holdout must lie in [0, 1) or be "auto", got {holdout!r}')
     try:
-        source = _load_source(name, root, arguments or {})
-        fingerprint, covers_content = _fingerprint(source)
+        # A million files are listed by one process only.
+        load = partial(_load_source, name, root, arguments or {})
+        source, fingerprint, covers_content = once(load) if name == "folder" else load()
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
     if not len(source.train) or (source.test is not None and not len(source.test)):
         raise DataError(f"{root}: no samples in the training or the test split of {name}")
+    automatic = min(max(_HELD_OUT / len(source.train), 0.1), 0.25)
+    share = automatic if holdout == "auto" else holdout
     train, valid, test = source.train, source.valid, source.test
     if test is None:
-        train, valid, test = _divide(source, holdout, holdout_seed, root)
+        train, valid, test = _divide(source, share, holdout_seed, root)
     elif valid is None:
-        train, valid = _hold_out(train, holdout, holdout_seed)
+        train, valid = _hold_out(train, share, holdout_seed)
     if train_size is not None:
         if train_size > len(train):
             raise DataError(
@@ -134,24 +141,34 @@ def load_images(
     )
 
 
-def _load_source(name: str, root: str | Path | None, arguments: Mapping[str, Any]) -> ImageSource:
+def _load_source(
+    name: str, root: str | Path | None, arguments: Mapping[str, Any]
+) -> tuple[ImageSource, str, bool]:
+    """The data, their fingerprint, and whether it covers the content of all files."""
+    source = _source(name, root, arguments)
+    return source, *_fingerprint(source)
+
+
+def _source(name: str, root: str | Path | None, arguments: Mapping[str, Any]) -> ImageSource:
     if is_reference(name):
         given = {"root": None if root is None else Path(root).expanduser()}
         return check_source(call_function("data.name", name, given, arguments), name)
     if name in BUILT_IN:
         if root is not None:
             raise DataError(
-                f"{name} is built in and takes no root: for the images in {root} set data.name to "
-                f"one of {', '.join(ON_DISK)}"
+                f"{name} is built in and takes no data.root: for the images in {root} set "
+                f"data.name to one of {', '.join(ON_DISK)}"
             )
         return BUILT_IN[name]()
     if name not in ON_DISK:
         raise DataError(unknown_name("data set", name, [*BUILT_IN, *ON_DISK]))
     if root is None:
-        raise DataError(f"{name} is not built in: root must name the folder that holds it")
+        raise DataError(f"{name} is not built in: data.root must name the folder that holds it")
     folder = Path(root).expanduser()
     if not folder.exists():
-        raise DataError(f"{folder}: no such folder; root must name the folder that holds {name}")
+        raise DataError(
+            f"{folder}: no such folder; data.root must name the folder that holds {name}"
+        )
     return ON_DISK[name](folder)
 
 

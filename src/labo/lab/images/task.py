@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
@@ -32,21 +34,35 @@ from ..pretrained import (
     freeze,
 )
 from ..run import files as atomic
-from ..run.distributed import gather_rows, in_step
+from ..run.distributed import free_memory, gather_rows, in_step, on_cpu
 from ..run.progress import notice, track
 from ..run.seeds import mix, permutation, uniforms
+from ..schedule import ahead
 from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .finetuning import FolderClassifier, head_note, load_classifier, normalization
+from .folders import FolderImages
 from .networks import CONVNETS
 from .randaugment import LARGEST, rand_augment
 from .scores import classification_scores
 from .sources import BUILT_IN, HASHED_BYTES, ON_DISK, ImageSplit, load_images
-from .views import View
+from .splits import ImageFiles
 from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
+from .windows import (
+    RESIZED_CROP_DRAWS,
+    Chooser,
+    View,
+    center_window,
+    random_window,
+    resized,
+    stacked,
+)
 
 _EVALUATED_AT_ONCE = 256
+_READ_AT_ONCE = 16  # images that a thread reads in a row
 _EXPLORED = 6  # examples with all their logits
+_LARGEST_AUTO = 224  # pixels of data.size=auto
+_FEW_IMAGES = 100
 _SIZES_ONLY = (
     f"the images have more than {HASHED_BYTES >> 30} GiB: the fingerprint of the data covers the "
     "names and sizes of the files, not their content"
@@ -66,8 +82,10 @@ class ImageData(config.Section):
         {}, description="Keyword arguments of a function of your own."
     )
     root: str | None = Field(None, description="The folder that holds the data set.")
-    holdout: float = Field(
-        0.1, gt=0, lt=1, description="Share of the training images held out for validation."
+    holdout: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
+        0.1,
+        description="Share of the training images held out for validation; `auto` is about 200 "
+        "images, at least a tenth and at most a quarter of them.",
     )
     holdout_seed: int = Field(0, ge=0, description="The seed of the hold-out split.")
     train_size: int | None = Field(
@@ -90,8 +108,10 @@ class ImageData(config.Section):
     rotation: float = Field(
         0.0, ge=0, le=180, description="Rotate each image by up to this angle, in degrees."
     )
-    size: int = Field(
-        224, ge=1, description="Width and height to which images of a folder are cropped."
+    size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        224,
+        description="Width and height to which images of a folder are cropped; `auto` follows the "
+        "files: the median of their shorter sides, in multiples of 32, at most 224.",
     )
     randaugment: int = Field(
         0, ge=0, description="RandAugment: random operations on each image; 0 is off."
@@ -269,6 +289,27 @@ class ImageRecipe(config.Recipe):
         return self
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """Images as bytes, and what is left to do with them on the device that computes.
+
+    Bytes take a quarter of the memory of normalized images on their way to the device.
+
+    Attributes:
+        images: (N, C, H, W) uint8.
+        finish: from these images, on the device, to what the model is given.
+    """
+
+    images: Tensor
+    finish: Callable[[Tensor], Tensor]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
+        return self.finish(self.images.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Pixels:
+        return replace(self, images=self.images.pin_memory())
+
+
 class ImageTask(Task):
     """Image classification: data, network and scores."""
 
@@ -300,6 +341,7 @@ class ImageTask(Task):
                 f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves no "
                 "validation images"
             )
+        self._view, enlarged = self._model_view()
         smallest = min(self._view.height, self._view.width)
         if options.padding_mode == "reflect" and options.padding >= smallest:
             raise RequestError(
@@ -308,7 +350,9 @@ class ImageTask(Task):
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.mean, self.std = self.data.mean, self.data.std
-        self.notes: Sequence[str] = [] if self.data.covers_content else [_SIZES_ONLY]
+        self.notes: Sequence[str] = [*enlarged, *self._small_splits()]
+        if not self.data.covers_content:
+            self.notes = [*self.notes, _SIZES_ONLY]
         if recipe.model.pretrained is not None:
             self._take_up(recipe.model.pretrained)
         if recipe.model.is_custom:
@@ -337,6 +381,27 @@ class ImageTask(Task):
             self.mean, self.std = tuple(found[0]), tuple(found[1])
 
     def build_model(self) -> nn.Module:
+        model = self._new_model()
+        if on_cpu() and isinstance(self.data.train.images, FolderImages):
+            self._check_memory(model)
+        return model
+
+    def _check_memory(self, model: nn.Module) -> None:
+        """Refuse a batch whose activations do not fit into memory, before the machine swaps."""
+        train = self.recipe.train
+        images = -(-train.batch_size // train.accumulate)  # at once, on this machine
+        needed = images * _activation_bytes(model, len(self.mean), self._view)
+        free = free_memory()
+        if needed > free:
+            parts = train.accumulate * math.ceil(needed / free)
+            raise RequestError(
+                f"train.batch_size: a batch of {images} images of {self._view.height} pixels needs "
+                f"about {needed / 2**30:.0f} GiB for its activations, and "
+                f"{free / 2**30:.0f} GiB are free; a smaller data.size or train.accumulate={parts} "
+                "needs less"
+            )
+
+    def _new_model(self) -> nn.Module:
         options = self.recipe.model
         if options.pretrained is None:
             model = _fresh_model(self.facts())
@@ -370,7 +435,7 @@ class ImageTask(Task):
             RequestError: it fails, or what it returns are no logits.
         """
         name = self.recipe.model.name
-        images = self._plain_views(self.data.train, torch.arange(min(2, self.size)))
+        images = self._plain_views(self.data.train, torch.arange(min(2, self.size))).to("cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
                 found = model.eval()(images)
@@ -451,13 +516,30 @@ class ImageTask(Task):
             config = config if plain is None else {**plain, "labo": config}
         return dict(weights), {"config.json": json.dumps(config, indent=2) + "\n", **adapter}
 
-    @property
-    def _view(self) -> View:
-        """How an image of any size becomes one that the model is given."""
+    def _model_view(self) -> tuple[View, list[str]]:
+        """How an image of any size becomes one that the model is given, and what to say of it."""
         images, size = self.data.train.images, self.recipe.data.size
         if isinstance(images, Tensor):
-            return View(int(images.shape[-2]), int(images.shape[-1]))
-        return View(size, size, resize=size * 256 // 224)
+            return View(int(images.shape[-2]), int(images.shape[-1])), []
+        shorter = images.shorter_side() if isinstance(images, FolderImages) else _LARGEST_AUTO
+        fitting = min(max(shorter // 32 * 32, 32), _LARGEST_AUTO)
+        size = fitting if size == "auto" else size
+        note = (
+            f"the images have about {shorter} pixels on their shorter side and are enlarged to "
+            f"{size}; data.size={fitting} is enough"
+        )
+        view = View(size, size, resize=size * 256 // 224)
+        return view, [note] if size >= 2 * max(shorter, 32) else []
+
+    def _small_splits(self) -> Iterator[str]:
+        """A note for each split whose accuracy says little."""
+        for name, title in (("valid", "validation"), ("test", "test")):
+            count = len(getattr(self.data, name))
+            if count < _FEW_IMAGES:
+                yield (
+                    f"the {title} split has {count} images: one of them is {100 / count:.1f} "
+                    "points of accuracy"
+                )
 
     # ------------------------------------------------------------------ training batches
 
@@ -472,9 +554,12 @@ class ImageTask(Task):
         return len(index)
 
     def batch(self, index: Tensor, epoch: int) -> Batch:
-        inputs = self._views(index, epoch, index, "augment")
-        inputs, target = self._mixed(inputs, index, epoch)
-        return Batch(inputs, target, index, epoch)
+        views = self._views(index, epoch, index, "augment")
+        mixed, target = self._mixing(index, epoch)
+        if mixed is not None:
+            finish = views.finish
+            views = replace(views, finish=lambda images: mixed(finish(images)))
+        return Batch(views, target, index, epoch)
 
     def peers(self, batch: Batch) -> Batch:
         """For each sample a random one of its class, possibly itself, with its own augmentation."""
@@ -485,7 +570,7 @@ class ImageTask(Task):
         inputs = self._views(index, batch.epoch, batch.index, "augment peer")
         return Batch(inputs, labels, index, batch.epoch)
 
-    def _views(self, index: Tensor, epoch: int, key: Tensor, stream: str) -> Tensor:
+    def _views(self, index: Tensor, epoch: int, key: Tensor, stream: str) -> Pixels:
         """Augmented training images; ``key`` selects the random numbers of each."""
         images, options, seed = self.data.train.images, self.recipe.data, self.recipe.seed
         if isinstance(images, Tensor):
@@ -495,13 +580,10 @@ class ImageTask(Task):
                 reflect = options.padding_mode == "reflect"
                 views = augment.random_crop(views, u[:, 2:], options.padding, reflect=reflect)
         else:
-            draws = 2 + augment.RESIZED_CROP_DRAWS
-            u = uniforms(seed, epoch, key, draws, stream=stream)
-
-            def view(i: int, draws: Tensor) -> Tensor:
-                return augment.random_resized_crop(images[i], draws, options.size)
-
-            views = torch.stack(list(self._map(view, index.tolist(), u[:, 2:])))
+            u = uniforms(seed, epoch, key, 2 + RESIZED_CROP_DRAWS, stream=stream)
+            size = self._view.height
+            choosers = [partial(random_window, u=draws, size=size) for draws in u[:, 2:]]
+            views = self._read(images, index, choosers)
         if options.flip == "alternate":
             first = uniforms(seed, 0, key, 1, stream=f"{stream} flip")[:, 0]
             views = augment.random_flip(views, (first + 0.5 * (epoch % 2)) % 1)
@@ -512,31 +594,60 @@ class ImageTask(Task):
         if options.randaugment:
             u = uniforms(seed, epoch, key, 2 * options.randaugment, stream=f"{stream} randaugment")
             views = rand_augment(views, u, options.magnitude)
-        normalized = augment.normalize(views, self.mean, self.std)
-        if options.erasing:
-            u = uniforms(seed, epoch, key, augment.ERASING_DRAWS, stream=f"{stream} erasing")
-            normalized = augment.random_erasing(normalized, u, options.erasing)
-        return normalized
+        if not options.erasing:
+            return Pixels(views, self._normalized)
+        erased = uniforms(seed, epoch, key, augment.ERASING_DRAWS, stream=f"{stream} erasing")
 
-    def _mixed(self, inputs: Tensor, index: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """mixup or CutMix within these samples, if the recipe asks for it."""
+        def finish(images: Tensor) -> Tensor:
+            return augment.random_erasing(self._normalized(images), erased, options.erasing)
+
+        return Pixels(views, finish)
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        return augment.normalize(images, self.mean, self.std)
+
+    def _read(self, images: ImageFiles, index: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+        """Windows of image files, (N, C, H, W) uint8, by several threads if there are any.
+
+        A thread takes many images in a row: handing them over one by one would cost more time of
+        the interpreter, which only one thread at a time can have, than reading them.
+        """
+
+        def read(part: slice) -> list[Tensor]:
+            jobs = zip(index[part].tolist(), choosers[part], strict=True)
+            if isinstance(images, FolderImages):
+                return [images.window(i, choose) for i, choose in jobs]
+            return [resized(images[i], choose) for i, choose in jobs]
+
+        parts = [
+            slice(first, first + _READ_AT_ONCE) for first in range(0, len(index), _READ_AT_ONCE)
+        ]
+        return stacked(view for views in self._map(read, parts) for view in views)
+
+    def _mixing(
+        self, index: Tensor, epoch: int
+    ) -> tuple[Callable[[Tensor], Tensor] | None, Tensor]:
+        """mixup or CutMix within these samples, if the recipe asks for it, and the targets."""
         options, labels = self.recipe.data, self.labels[index]
         ways = [way for way in ("mixup", "cutmix") if getattr(options, way)]
         if not ways:
-            return inputs, labels
+            return None, labels
         # One random draw per micro-batch, keyed by its first sample.
         seed = self.recipe.seed
         u = uniforms(seed, epoch, index[:1], 4, stream="mixing")[0].tolist()
         if u[0] >= options.mix_probability:
-            return inputs, labels
+            return None, labels
         way = ways[int(u[1] * len(ways))]
         key = mix(epoch, int(index[0]))
         share = augment.beta_draw(seed, key, getattr(options, way))
         order = permutation(seed, key, len(index), stream="mixing")
         target = nn.functional.one_hot(labels, self.num_classes).float()
         if way == "mixup":
-            return augment.mixup(inputs, target, share, order)
-        return augment.cutmix(inputs, target, share, (u[2], u[3]), order)
+            mixed: Any = partial(augment.mixup, lam=share, order=order)
+            return mixed, augment.mixup(target, share, order)
+        box = augment.cutmix_box(self._view.height, self._view.width, share, (u[2], u[3]))
+        mixed = partial(augment.cutmix, box=box, order=order)
+        return mixed, augment.mixup(target, box.kept, order)
 
     # ------------------------------------------------------------------ scores
 
@@ -574,10 +685,14 @@ class ImageTask(Task):
         every = torch.arange(len(chosen.labels))
         mine = every.tensor_split(accelerator.num_processes)[accelerator.process_index]
         model.eval()
-        for first in in_step(len(every), accelerator.num_processes, _EVALUATED_AT_ONCE):
-            index = mine[first : first + _EVALUATED_AT_ONCE]
-            shown = index if len(index) else every[:1]
-            inputs = self._plain_views(chosen, shown).to(accelerator.device)
+
+        def read() -> Iterator[tuple[Tensor, Pixels]]:
+            for first in in_step(len(every), accelerator.num_processes, _EVALUATED_AT_ONCE):
+                index = mine[first : first + _EVALUATED_AT_ONCE]
+                yield index, self._plain_views(chosen, index if len(index) else every[:1])
+
+        for index, views in ahead(read()) if self.recipe.train.workers else read():
+            inputs = views.to(accelerator.device)
             with accelerator.autocast():
                 found: Tensor = model(inputs)
             if len(index):
@@ -605,20 +720,18 @@ class ImageTask(Task):
                 "title": f"{_title(chosen, i)}: {names[chosen.labels[i]]}",
                 "target": int(chosen.labels[i]),
                 "logits": [round(z, 4) for z in logits[i].tolist()],
-                "image": _picture(chosen.images[i], self.recipe.data.size),
+                "image": _picture(chosen.images[i]),
                 "context": None,
             }
             for i in shown
         ]
         return {"classes": names, "examples": examples}
 
-    def _plain_views(self, split: ImageSplit, index: Tensor) -> Tensor:
-        images, view = split.images, self._view
+    def _plain_views(self, split: ImageSplit, index: Tensor) -> Pixels:
+        images = split.images
         if isinstance(images, Tensor):
-            views = images[index]
-        else:
-            views = torch.stack(list(self._map(lambda i: view(images[i]), index.tolist())))
-        return augment.normalize(views, self.mean, self.std)
+            return Pixels(images[index], self._normalized)
+        return Pixels(self._read(images, index, [self._view] * len(index)), self._normalized)
 
 
 TASK = ImageTask
@@ -640,14 +753,33 @@ def _fresh_model(facts: Mapping[str, Any], key: str = "model.name") -> nn.Module
     return model
 
 
+def _activation_bytes(model: nn.Module, channels: int, view: View) -> int:
+    """The bytes that the forward pass of one image keeps for the backward pass."""
+    kept = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
+        return tensor
+
+    with torch.random.fork_rng(devices=[]):
+        model.eval()  # the statistics of batch norm stay
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model(torch.zeros(1, channels, view.height, view.width))
+        model.train()
+    return kept
+
+
 def _title(split: ImageSplit, index: int) -> str:
     images = split.images
     return f"image {index}" if isinstance(images, Tensor) else images.names[index]
 
 
-def _picture(image: Tensor, size: int) -> str:
+def _picture(image: Tensor) -> str:
     """An image as a data URL; small images are enlarged."""
-    pixels = image if image.shape[-1] <= size else augment.resize_center_crop(image, size, size)
+    size = _LARGEST_AUTO
+    large = image.shape[-1] > size
+    pixels = resized(image, partial(center_window, resize=size, size=size)) if large else image
     array = pixels.permute(1, 2, 0).numpy()
     picture = Image.fromarray(array.squeeze(-1) if array.shape[-1] == 1 else array)
     scale = max(1, 128 // picture.width)

@@ -7,27 +7,19 @@ recorded tokens.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..analysis.reading import Floats, Run, record_lines
 from ..analysis.significance import example_draws
-from ..analysis.task import TaskAnalysis
-from ..analysis.views import verdict
 from ..errors import RequestError
 from ..tables import Column
-from ..text.predictions import Forced, forced_view, read_forced, tempered_view
-
-_VIEWS = {
-    "forced": "given the text so far",
-    "forced_after": "after one temperature",
-}
+from ..text.analysis import TokenAnalysis, digest
+from ..text.predictions import Forced, forced_view, read_forced
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +63,7 @@ class Documents:
 
     def fingerprint(self) -> str:
         """Equal for two runs that predicted the same documents."""
-        content = [(d.name, d.tokens, d.bytes, d.frequency) for d in self.documents]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return digest([(d.name, d.tokens, d.bytes, d.frequency) for d in self.documents])
 
 
 def read_documents(run: Run, split: str) -> Documents:
@@ -100,10 +91,9 @@ def bits_per_byte(nll: Any, size: Any) -> Any:
     return nll / math.log(2) / size
 
 
-class LanguageAnalysis(TaskAnalysis):
+class LanguageAnalysis(TokenAnalysis):
     """Bits per byte, over all documents; calibration, over the recorded tokens."""
 
-    bootstraps = True
     headline = Column("bits_per_byte", "bits per byte", digits=4, better=-1)
     higher_is_better = False
     scores = (
@@ -124,7 +114,10 @@ class LanguageAnalysis(TaskAnalysis):
         Column("aurc", "AURC", digits=3),
     )
     unit = "tokens"
-    locations = ("data.path",)
+    circumstances: ClassVar = {
+        "forced": "given the text so far",
+        "forced_after": "after one temperature",
+    }
 
     def read_records(self, run: Run, split: str) -> Documents:
         return read_documents(run, split)
@@ -137,39 +130,30 @@ class LanguageAnalysis(TaskAnalysis):
         scores: Floats = bits_per_byte(sums[:, 0], sums[:, 1])
         return scores
 
-    def analyze_split(
-        self, run: Run, split: str, notes: list[str], **options: Any
-    ) -> dict[str, Any]:
-        records = read_documents(run, split)
-        forced, used = records.forced, records.used
-        views = {}
-        if (found := forced_view(forced)) is None:
+    def views(self, records: Documents, split: str, notes: list[str]) -> dict[str, Any]:
+        recorded, used = len(records.forced), len(records.used)
+        if (found := forced_view(records.forced)) is None:
             notes.append(f"the {split} records have no tokens: data.recorded_tokens is 0 or small")
-        else:
-            views["forced"] = found
-            if len(forced) < len(used):
-                notes.append(
-                    f"calibration of the {split} split is that of its first {len(forced)} "
-                    f"documents of {len(used)}: data.recorded_tokens"
-                )
-        temperature = None
-        if split == "test" and views:
-            valid = read_documents(run, "valid").forced if "valid" in run.splits() else []
-            temperature, after = tempered_view(forced, valid, notes)
-            views |= {} if after is None else {"forced_after": after}
-        nll = math.fsum(document.nll for document in used)
-        tokens, size = (sum(getattr(d, name) for d in used) for name in ("tokens", "bytes"))
-        verdicts = (f"{_VIEWS[name]} it {verdict(found)}" for name, found in views.items())
+            return {}
+        if recorded < used:
+            notes.append(
+                f"calibration of the {split} split is that of its first {recorded} "
+                f"documents of {used}: data.recorded_tokens"
+            )
+        return {"forced": found}
+
+    def findings(
+        self, run: Run, records: Documents, notes: list[str], **options: Any
+    ) -> dict[str, Any]:
+        nll, tokens, size = (
+            math.fsum(getattr(document, name) for document in records.used)
+            for name in ("nll", "tokens", "bytes")
+        )
         return {
-            "examples": len(records),
-            "fingerprint": records.fingerprint(),
-            "views": views,
-            "temperature": temperature,
-            "verdict": f"{run.method['name']}: {'; '.join(verdicts) or 'no tokens are recorded'}",
             "bits_per_byte": bits_per_byte(nll, size),
             "nll": nll / tokens,
-            "tokens": tokens,
-            "bytes": size,
+            "tokens": int(tokens),
+            "bytes": int(size),
         }
 
     def measure(self, split: Mapping[str, Any]) -> dict[str, float | None]:

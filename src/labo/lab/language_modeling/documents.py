@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import DataError
 from ..text.lines import read_lines
+from ..text.options import Unit
 from ..text.records import is_table, read_rows, table_files
 
-__all__ = ["Kind", "Part", "RawDocument", "Unit", "find_inputs", "input_files", "read_documents"]
+__all__ = ["Kind", "Part", "RawDocument", "find_inputs", "input_files", "read_documents"]
 
 Kind = Literal["text", "prompt", "chat"]
-Unit = Literal["file", "paragraph", "line"]
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """(messages, whether an answer follows) -> the text of a chat."""
 

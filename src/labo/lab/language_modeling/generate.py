@@ -8,52 +8,30 @@ of the token. So what a line gives depends neither on the other lines nor on the
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from pydantic import Field, ValidationError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ..config import Section, explain
+from ..command_options import validated
 from ..errors import RequestError
 from ..run.calibration import divisor_of
 from ..run.seeds import uniforms
 from ..tasks import find_model
+from ..text.batching import grouped, longest_first
 from ..text.folder import load_tokenizer
+from ..text.score import json_line
 from ..text.stdio import Answer, Notice, answer_lines
 from .model import load_causal
+from .options import Sampling
 from .prepared import TASK
 
 __all__ = ["Continuation", "Generator", "Sampling", "generate_stream"]
-
-
-class Sampling(Section):
-    """How tokens are chosen."""
-
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Most tokens of a continuation. [default: 100, or half the positions]",
-    )
-    temperature: float = Field(
-        0.0, ge=0, description="0 takes the most probable token, 1 draws as the model says."
-    )
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Draw only from the most probable tokens with this share of the mass.",
-    )
-    seed: int = Field(0, ge=0, description="Seed of the random numbers.")
-    batch_tokens: int = Field(
-        4096, ge=1, description="Prompts times the longest prompt and continuation of a batch."
-    )
 
 
 @dataclass(frozen=True)
@@ -138,11 +116,7 @@ class Generator:
         self, run: str | Path, *, notice: Notice = warnings.warn, **options: float | None
     ) -> None:
         folder, facts = find_model(run, TASK)
-        given = {name: value for name, value in options.items() if value is not None}
-        try:
-            self.options = Sampling.model_validate(given)
-        except ValidationError as error:
-            raise RequestError("; ".join(explain(error, Sampling))) from error
+        self.options = validated(Sampling, options)
         self.notice = notice
         self.kind, self.begin, self.end = facts["kind"], facts["begin"], facts["end"]
         self.divisor = divisor_of(folder)
@@ -177,7 +151,8 @@ class Generator:
         """
         encoded = [self._encode(text, first_line + i) for i, text in enumerate(prompts)]
         found: list[Continuation | None] = [None] * len(prompts)
-        for batch in self._batches([len(ids) for ids in encoded]):
+        lengths = [len(ids) + self.max_tokens for ids in encoded]
+        for batch in grouped(longest_first(lengths), lengths, self.options.batch_tokens):
             lines = torch.tensor([first_line + i for i in batch])
             made = self._generate([encoded[i] for i in batch], lines)
             for i, continuation in zip(batch, made, strict=True):
@@ -205,18 +180,6 @@ class Generator:
             ids = ids[len(ids) - room :]
         # A template may be empty; something must be there to go on from.
         return [*begin, *ids] or [self.end]
-
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Prompts of like length together, the longest first."""
-        batch: list[int] = []
-        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            longest = lengths[batch[0] if batch else i] + self.max_tokens
-            if batch and (len(batch) + 1) * longest > self.options.batch_tokens:
-                yield batch
-                batch = []
-            batch.append(i)
-        if batch:
-            yield batch
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[list[int]], lines: Tensor) -> list[Continuation]:
@@ -276,28 +239,16 @@ def generate_stream(
     def start(notice: Notice) -> Answer:
         generator = Generator(run, notice=notice, **options)
 
-        def answer(lines: Sequence[str], first: int, advance: Callable[[int], object]) -> str:
+        def answer(
+            lines: Sequence[str], first: int, advance: Callable[[int], object]
+        ) -> Iterator[str]:
             found = generator.generate(lines, first_line=first, advance=advance)
-            return "".join(
-                _format(number, prompt, continuation, scores) + "\n"
-                for number, (prompt, continuation) in enumerate(
-                    zip(lines, found, strict=True), first
-                )
-            )
+            for number, (prompt, one) in enumerate(zip(lines, found, strict=True), first):
+                if scores:
+                    yield json_line({"line": number, "prompt": prompt, **asdict(one)})
+                else:
+                    yield " ".join(one.text.splitlines())
 
         return answer
 
     answer_lines(source, target, start)
-
-
-def _format(number: int, prompt: str, continuation: Continuation, scores: bool) -> str:
-    if not scores:
-        return " ".join(continuation.text.splitlines())
-    record = {
-        "line": number,
-        "prompt": prompt,
-        "text": continuation.text,
-        "tokens": continuation.tokens,
-        "probabilities": continuation.probabilities,
-    }
-    return json.dumps(record, ensure_ascii=False)

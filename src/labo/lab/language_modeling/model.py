@@ -1,9 +1,6 @@
 """Language models: causal models of ``transformers``, from a preset or from a folder.
 
-Nothing is downloaded, and no architecture is written here. A :class:`LanguageModel` holds an
-``AutoModelForCausalLM`` and stops before its output layer, which :func:`labo.linear_loss` applies
-without storing the logits of a batch. What it saves is a plain model folder that
-``AutoModelForCausalLM.from_pretrained`` loads anywhere.
+Nothing is downloaded, and no architecture is written here.
 """
 
 from __future__ import annotations
@@ -19,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ..._names import Registry
 from ...calibration import fold_temperature
 from ..errors import RequestError
-from ..pretrained import load_folder, merged, published
+from ..pretrained import load_folder
 from ..text.dropout import FastDropout
 from ..text.head import Head, mean_of_layers
+from ..text.model import TokenModel
 
 __all__ = [
     "PRESETS",
@@ -115,7 +113,7 @@ def causal_config(
         raise RequestError(f"model.config: {reason}") from error
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(TokenModel):
     """A causal model that stops before its output layer.
 
     Example:
@@ -126,14 +124,8 @@ class LanguageModel(nn.Module):
         (torch.Size([1, 3, 128]), torch.Size([50, 128]))
     """
 
-    def __init__(self, causal: PreTrainedModel) -> None:
-        super().__init__()
-        self.causal = causal
-
-    @property
-    def width(self) -> int:
-        """Size of the hidden states."""
-        return int(self.causal.get_output_embeddings().weight.shape[1])
+    stem = "causal"
+    causal: PreTrainedModel
 
     def forward(self, ids: Tensor, positions: Tensor, inner_layers: int = 0) -> Head:
         """Hidden states for the token after each token.
@@ -155,21 +147,6 @@ class LanguageModel(nn.Module):
         bias = getattr(layer, "bias", None)
         return Head(found.last_hidden_state, layer.weight, bias, softcap, inner)
 
-    def plain_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a plain model folder holds of a ``state_dict()``: tied matrices once."""
-        left_out = {
-            *(self.causal._keys_to_ignore_on_save or ()),
-            *self.causal.all_tied_weights_keys,
-        }
-        plain = merged(self.causal, self.causal_weights(weights))
-        kept = {name: tensor for name, tensor in plain.items() if name not in left_out}
-        return published(self.causal, kept)
-
-    @staticmethod
-    def causal_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A ``state_dict()`` of this module as one of the model of transformers."""
-        return {name.removeprefix("causal."): tensor for name, tensor in weights.items()}
-
     def fold_temperature(self, temperature: float) -> None:
         """Divide the logits by a temperature for good.
 
@@ -189,12 +166,6 @@ class LanguageModel(nn.Module):
             fold_temperature(self.causal, temperature)
         except (TypeError, ValueError) as error:
             raise RequestError(str(error)) from error
-
-    @property
-    def head_name(self) -> str:
-        """The name of the output layer in the causal model."""
-        layer = self.causal.get_output_embeddings()
-        return next(name for name, module in self.causal.named_modules() if module is layer)
 
 
 def fresh_model(config: PretrainedConfig) -> LanguageModel:
@@ -252,9 +223,6 @@ def check_packing(model: LanguageModel) -> None:
 
 
 def _probe(model: LanguageModel, length: int) -> tuple[Tensor, Tensor]:
-    """Ids and positions to try a model with; no padding among them."""
-    device = next(model.parameters()).device
-    pad = getattr(model.causal.config, "pad_token_id", None)
-    usable = [i for i in range(min(model.causal.config.vocab_size, 4 * length)) if i != pad]
-    ids = torch.tensor([(usable * length)[:length]], device=device)
-    return ids, torch.arange(length, device=device).unsqueeze(0)
+    """Ids and positions to try a model with."""
+    ids = model.probe_ids(length)
+    return ids, torch.arange(length, device=ids.device).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""What ``labo prepare-text`` is asked for: files, splits, tokenizer."""
+"""The options of ``labo prepare-text`` and ``labo generate``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pydantic import Field, model_validator
 
 from ..config import Names, Section
 from ..text.folder import check_splits
-from .documents import Unit
+from ..text.options import Units
 
-__all__ = ["DEFAULT_VOCABULARY", "DocumentOptions", "Tokenization"]
+__all__ = ["DEFAULT_VOCABULARY", "DocumentOptions", "GenerateOptions", "Sampling", "Tokenization"]
 
 DEFAULT_VOCABULARY = 10_000
 
@@ -36,7 +36,7 @@ class Tokenization(Section):
         return self
 
 
-class DocumentOptions(Tokenization):
+class DocumentOptions(Tokenization, Units):
     """Files of documents, and what becomes of them."""
 
     train: Names = Field(
@@ -45,12 +45,43 @@ class DocumentOptions(Tokenization):
     )
     valid: Names = Field((), description="The same, for validation.")
     test: Names = Field((), description="The same, for the test.")
-    documents: Unit = Field(
-        "file", description="A document of a text file: file, paragraph or line. Default: file."
-    )
-    column: str = Field("text", description="Column of a table that holds text. Default: text.")
 
     @model_validator(mode="after")
     def _has_splits(self) -> DocumentOptions:
         check_splits(self)
         return self
+
+
+class Sampling(Section):
+    """How tokens are chosen."""
+
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of tokens of a continuation. Default: 100, or half the "
+        "positions.",
+    )
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        description="Temperature: 0 takes the most probable token, 1 draws from the prediction. "
+        "Default: 0.",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Draw only from the most probable tokens with this share of the mass.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the random numbers. Default: 0.")
+    batch_tokens: int = Field(
+        4096, ge=1, description="Prompts times the longest prompt and continuation of a batch."
+    )
+
+
+class GenerateOptions(Sampling):
+    """The options of ``labo generate``."""
+
+    scores: bool = Field(
+        False, description="Write JSON lines, with each token and its probability."
+    )

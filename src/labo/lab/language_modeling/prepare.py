@@ -9,12 +9,9 @@ folder beside the result, which is renamed at the very end: a folder that is the
 from __future__ import annotations
 
 import hashlib
-import json
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +21,19 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError, LabError, printable
-from ..run.files import sha256, write_text
+from ..errors import DataError
+from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
 from ..text.arrow import ArrowFile, read_batches
-from ..text.folder import SPLITS, building, check_apart, check_free, save_tokenizer, seal
+from ..text.folder import (
+    SPLITS,
+    Preparation,
+    check_apart,
+    check_free,
+    preparing,
+    print_ready,
+    seal,
+)
 from ..text.pretrained_tokenizer import pretrained_tokenizer
 from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
 from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
@@ -120,43 +125,36 @@ def prepare_documents(
         What is now in ``out``.
     """
     out = check_free(Path(out), MAKER, force)
-    try:
-        with building(out, MAKER, force) as folder, ProgressBars() as bars:
-            work = _Preparation(folder, options, bars)
-            work.read(splits)
-            work.write_splits(tokenizer or work.learn_tokenizer(), learned=tokenizer is None)
-            work.write_manifest(inputs)
-    except OSError as error:
-        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+    with preparing(out, MAKER, force) as (folder, bars):
+        work = _Preparation(folder, bars, options)
+        work.split(splits)
+        work.write_splits(tokenizer or work.learn_tokenizer(), learned=tokenizer is None)
+        work.write_manifest(inputs)
     return PreparedDocuments(out)
 
 
-@dataclass
-class _Preparation:
+class _Preparation(Preparation):
     """The three passes over one corpus, and what they counted."""
 
-    folder: Path
-    options: Tokenization
-    bars: ProgressBars
-    kind: Kind | None = None
-    documents_read: Counter[str] = field(default_factory=Counter)
-    sizes: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)
-    learned: Counter[str] = field(default_factory=Counter)  # tokens
-    learned_bytes: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)  # empty documents
-    held_out: set[bytes] = field(default_factory=set)  # digests of the documents held out
-    repeated: int = 0  # training documents that are held out too
-    tokenizer: dict[str, object] = field(default_factory=dict)
+    def __init__(self, folder: Path, bars: ProgressBars, options: Tokenization) -> None:
+        super().__init__(folder, bars)
+        self.options = options
+        self.kind: Kind | None = None
+        self.tokens: Counter[str] = Counter()
+        self.learned: Counter[str] = Counter()  # tokens
+        self.learned_bytes: Counter[str] = Counter()
+        self.empty: Counter[str] = Counter()  # documents, which are dropped
+        self.held_out: set[bytes] = set()  # digests of the documents held out
+        self.repeated = 0  # training documents that are held out too
+        self.tokenizer: dict[str, object] = {}
 
     # -------------------------------------------------------------- pass 1: documents
 
-    def read(self, splits: Mapping[str, Iterable[RawDocument]]) -> None:
+    def split(self, splits: Mapping[str, Iterable[RawDocument]]) -> None:
         """Write the documents of each split to a file of their own."""
         with ExitStack() as stack:
             files = {
-                split: stack.enter_context(ArrowFile(self._spill(split), _SPILL))
-                for split in SPLITS
+                split: stack.enter_context(ArrowFile(self.spill(split), _SPILL)) for split in SPLITS
             }
             for split, documents in splits.items():
                 advance = stack.enter_context(self.bars.bar(f"reading {split}", None))
@@ -171,9 +169,7 @@ class _Preparation:
                     advance(len(chunk))
         for split in SPLITS:
             self.sizes[split] = files[split].rows
-            if not files[split].rows:
-                why = f": {self.dropped[split]} empty ones dropped" if self.dropped[split] else ""
-                raise DataError(f"the {split} split has no documents{why}")
+            self.refuse_empty(split, self.sizes[split], {"empty": self.empty[split]})
 
     def _check_kind(self, document: RawDocument) -> None:
         self.kind = self.kind or document.kind
@@ -185,12 +181,12 @@ class _Preparation:
 
     def _split_of(self, split: str, document: RawDocument) -> str | None:
         """The split that a document goes to, or None if it is dropped."""
-        self.documents_read[split] += 1
+        self.read[split] += 1
         if not any(part.learned and part.text for part in document.parts):
-            self.dropped[split] += 1
+            self.empty[split] += 1
             return None
         if split == "train":
-            kept = self.documents_read[split] - self.dropped[split]
+            kept = self.read[split] - self.empty[split]
             if _is_nth(kept, self.options.holdout):
                 split = "valid"
             elif _is_nth(self._not_valid(kept), self.options.holdout_test):
@@ -203,12 +199,9 @@ class _Preparation:
         """How many of the documents so far were not held out for validation."""
         return kept - kept // self.options.holdout if self.options.holdout else kept
 
-    def _spill(self, split: str) -> Path:
-        return self.folder / f"{split}.text"
-
     def _documents(self, split: str) -> Iterator[RawDocument]:
         assert self.kind is not None
-        for batch in read_batches(self._spill(split), _ROWS_AT_ONCE):
+        for batch in read_batches(self.spill(split), _ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 parts = zip(row["texts"], row["learned"], strict=True)
                 yield RawDocument(row["name"], self.kind, tuple(Part(*part) for part in parts))
@@ -232,16 +225,11 @@ class _Preparation:
         end = int(tokenizer.eos_token_id)
         for split in SPLITS:
             counts, last = self._write_split(split, tokenizer)
-            self._spill(split).unlink()
+            self.spill(split).unlink()
             if split == "train":
                 end = last
-                write_text(
-                    self.folder / "frequencies.json", json.dumps({"tokens": counts.tolist()}) + "\n"
-                )
-        if learned:
-            save_tokenizer(tokenizer, self.folder / "tokenizer")
-        else:
-            tokenizer.save_pretrained(self.folder / "tokenizer")
+                self.save_frequencies({"tokens": counts})
+        self.save_tokenizer(tokenizer, "tokenizer", learned=learned)
         self.tokenizer = {
             "vocabulary": len(tokenizer),
             "learned": learned,
@@ -291,8 +279,8 @@ class _Preparation:
                 "kind": self.kind,
                 **self.tokenizer,
                 "holdout": {"valid": self.options.holdout, "test": self.options.holdout_test},
-                "read": dict(self.documents_read),
-                "empty": {split: self.dropped[split] for split in SPLITS},
+                "read": dict(self.read),
+                "empty": {split: self.empty[split] for split in SPLITS},
                 "sizes": {split: self.sizes[split] for split in SPLITS},
                 "tokens": {split: self.tokens[split] for split in SPLITS},
                 "learned_tokens": {split: self.learned[split] for split in SPLITS},
@@ -365,8 +353,4 @@ def summarize(prepared: PreparedDocuments) -> None:
         notice(
             f"warning: {manifest['repeated']} training documents are also in the held-out splits"
         )
-    console.print(f"{printable(str(prepared.path))} is ready; to train on it:", markup=False)
-    console.print(
-        f"labo train RECIPE data.name=prepared data.path={shlex.quote(str(prepared.path))}",
-        markup=False,
-    )
+    print_ready(console, prepared.path, "RECIPE data.name=prepared")

@@ -7,9 +7,8 @@ model.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,59 +17,42 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from ..errors import RequestError, printable_on
+from ..errors import RequestError
 from ..run.calibration import divisor_of
 from ..tasks import find_model
-from ..text.batching import rounded
+from ..text.arrow import IGNORED
 from ..text.folder import load_tokenizer
 from ..text.forced import token_statistics
+from ..text.head import Head
+from ..text.options import ScoreOptions, Unit
+from ..text.score import TokenScore, json_line, write_records
 from ..text.stdio import Answer, Notice, answer_lines
-from .documents import Part, RawDocument, Unit, find_inputs, read_documents
+from .documents import Part, RawDocument, find_inputs, read_documents
 from .model import LanguageModel, load_causal
-from .packing import cut
-from .prepared import IGNORED, TASK
+from .pieces import by_pieces
+from .prepared import TASK
 from .tokenizers import chat_renderer, encode
 
-__all__ = ["Score", "Scorer", "score_files", "score_stream", "write_scores"]
+__all__ = ["Score", "Scorer", "score_command", "score_files", "score_stream"]
 
 _DOCUMENTS_AT_ONCE = 200
-_TOKENS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(TokenScore):
     """What a model gives the learned tokens of a document.
 
     Attributes:
         name: of the document.
-        tokens: the learned tokens.
-        log_probabilities: the natural logarithm of the probability of each; calibrated if the
-            model is, see ``labo calibrate``.
         bytes: UTF-8 bytes of the learned text.
     """
 
     name: str
-    tokens: tuple[str, ...]
-    log_probabilities: tuple[float, ...]
     bytes: int
 
-    @property
-    def log_probability(self) -> float:
-        return math.fsum(self.log_probabilities)
-
-    def record(self, *, tokens: bool) -> dict[str, object]:
-        """As a line of JSON; with each token if asked for."""
-        found: dict[str, object] = {
-            "name": self.name,
-            "log_probability": self.log_probability,
-            "tokens": len(self.tokens),
-            "bytes": self.bytes,
-            "bits_per_byte": -self.log_probability / math.log(2) / self.bytes,
-        }
-        if tokens:
-            found["token"] = self.tokens
-            found["token_log_probability"] = rounded(self.log_probabilities)
-        return found
+    def further(self) -> dict[str, object]:
+        rate = -self.log_probability / math.log(2) / self.bytes
+        return {"bytes": self.bytes, "bits_per_byte": rate}
 
 
 class Scorer:
@@ -100,45 +82,28 @@ class Scorer:
             RequestError: a document has nothing to score.
         """
         encoded = list(encode(self.tokenizer, documents))
-        found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in documents]
+
+        def read(document: int, first: int, length: int) -> tuple[list[int], list[int]]:
+            tokens, labels = encoded[document]
+            return tokens[first : first + length], labels[first + 1 : first + 1 + length]
+
         lengths = np.array([len(ids) for ids, _ in encoded])
-        columns = (column.tolist() for column in cut(lengths, self.positions, whole=False))
-        pieces = sorted(zip(*columns, strict=True), key=lambda piece: int(piece[2]))
-        at_once = max(1, _TOKENS_AT_ONCE // self.positions)
-        for start in range(0, len(pieces), at_once):
-            part = pieces[start : start + at_once]
-            for (document, first, _), values in zip(part, self._pieces(part, encoded), strict=True):
-                found[document].append((first, values))
+        found = by_pieces(self.model, lengths, self.positions, read, self._log_probabilities)
         scores = []
         for document, (_, labels), parts in zip(documents, encoded, found, strict=True):
-            log_p = [x for _, column in sorted(parts, key=lambda v: v[0]) for x in column.tolist()]
+            log_p = [x for column in parts for x in column.tolist()]
             size = sum(len(part.text.encode()) for part in document.parts if part.learned)
             if not log_p or not size:
                 raise RequestError(f"{document.name or 'a document'}: nothing to score in it")
             tokens = [label for label in labels[1:] if label != IGNORED]
             names = self.tokenizer.convert_ids_to_tokens(tokens)
-            scores.append(Score(document.name, tuple(names), tuple(log_p), size))
+            scores.append(Score(tuple(names), tuple(log_p), document.name, size))
         return scores
 
-    @torch.inference_mode()
-    def _pieces(
-        self, pieces: Sequence[tuple[int, int, int]], encoded: Sequence[tuple[list[int], list[int]]]
-    ) -> tuple[torch.Tensor, ...]:
-        """The log-probabilities of the learned tokens of each piece."""
-        width = max(length for _, _, length in pieces)
-        device = next(self.model.parameters()).device
-        pad = self.tokenizer.pad_token_id
-        ids = torch.full((len(pieces), width), 0 if pad != 0 else 1)
-        target = torch.full((len(pieces), width), IGNORED)
-        for row, (document, first, length) in enumerate(pieces):
-            tokens, labels = encoded[document]
-            ids[row, :length] = torch.tensor(tokens[first : first + length])
-            target[row, :length] = torch.tensor(labels[first + 1 : first + 1 + length])
-        positions = torch.arange(width, device=device).expand(len(pieces), -1)
-        learned = (target != IGNORED).to(device)
-        head = self.model(ids.to(device), positions)
-        head = head._replace(states=head.states[learned])
-        found = token_statistics(head, target.to(device)[learned], self.temperature)
+    def _log_probabilities(self, head: Head, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Those of the learned tokens of each row."""
+        learned = target != IGNORED
+        found = token_statistics(head.at(learned), target[learned], self.temperature)
         nll = found["nll"] if self.temperature == 1 else found["tempered_nll"]
         return (-nll).cpu().split(learned.sum(-1).tolist())
 
@@ -163,27 +128,28 @@ def score_stream(
     def start(notice: Notice) -> Answer:
         scorer = Scorer(run)
 
-        def answer(lines: Sequence[str], first: int, advance: object) -> str:
-            named = [
-                RawDocument(f"line {number}", "text", (Part(line, True),))
+        def answer(lines: Sequence[str], first: int, advance: object) -> Iterator[str]:
+            named = {
+                f"line {number}": RawDocument(f"line {number}", "text", (Part(line, True),))
                 for number, line in enumerate(lines, first)
-            ]
-            scores = iter(scorer.score([document for document in named if document.text]))
-            return "".join(
-                json.dumps(next(scores).record(tokens=tokens), ensure_ascii=False) + "\n"
-                if document.text
-                else "null\n"
-                for document in named
-            )
+            }
+            scores = scorer.score([document for document in named.values() if document.text])
+            found = {score.name: score.record(name=score.name, tokens=tokens) for score in scores}
+            return (json_line(found.get(name)) for name in named)
 
         return answer
 
     answer_lines(source, target, start)
 
 
-def write_scores(scores: Iterable[Score], target: BinaryIO, *, tokens: bool = False) -> None:
-    """A line of JSON for each score."""
-    for score in scores:
-        line = json.dumps(score.record(tokens=tokens), ensure_ascii=False) + "\n"
-        target.write(printable_on(target, line).encode())
-    target.flush()
+def score_command(
+    run: Path, files: Sequence[str], options: ScoreOptions, source: BinaryIO, target: BinaryIO
+) -> None:
+    """``labo score``: the documents of files, or the lines of ``source`` if there are none."""
+    if options.pair is not None:
+        raise RequestError("--pair is for translation models")
+    if not files:
+        score_stream(run, source, target, tokens=options.tokens)
+        return
+    found = score_files(run, files, documents=options.documents, column=options.column)
+    write_records((s.record(name=s.name, tokens=options.tokens) for s in found), target)

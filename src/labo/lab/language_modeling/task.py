@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,28 +20,23 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..._names import unknown_name
-from ...calibration import ReliabilityBins
 from .. import config
-from ..config import Names
 from ..custom import call_function, function_version, is_reference
 from ..errors import RequestError
-from ..methods import METHODS
-from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze, load_config
+from ..pretrained import StartingModel, first_line, folder_digest, load_config
 from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length
+from ..text.batching import Inputs, batches_by_length
 from ..text.head import Head
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
-from ..text.token_text import token_name
 from .model import (
     PRESETS,
     LanguageModel,
@@ -55,7 +50,6 @@ from .packing import Packing, pack
 from .prepared import IGNORED, DocumentSplit, PreparedDocuments
 from .teacher import stored_rows
 
-_EXPLORED = 5  # examples with all their logits
 _EVALUATED_TOKENS = 4096  # of a batch
 _FITTED_TOKENS = 1 << 16  # of a split, to fit a temperature to
 _EXAMPLE_TOKENS = 4096  # among which examples are looked for
@@ -101,7 +95,7 @@ class DocumentData(config.Section):
         return dict.fromkeys(of_manual, "name=prepared")
 
 
-class CausalModel(config.Section):
+class CausalModel(StartingModel):
     """A preset and what is to differ from it, or a pre-trained folder."""
 
     preset: str | None = Field(
@@ -113,17 +107,6 @@ class CausalModel(config.Section):
     arguments: dict[str, Any] = Field(
         {}, description="Keyword arguments of a function of your own."
     )
-    pretrained: str | None = Field(
-        None,
-        description="A Hugging Face folder with a causal language model to start from. Only "
-        "safetensors are read.",
-    )
-    freeze: Names = Field(
-        (),
-        description="Modules or parameters that are not trained, such as `transformer.wte`; `*` "
-        "matches anything.",
-    )
-    lora: Lora | None = Field(None, description="Train low-rank adapters only.")
     width: int | None = Field(None, ge=2, description="Size of the hidden states.")
     layers: int | None = Field(None, ge=1, description="Number of layers.")
     heads: int | None = Field(None, ge=1, description="Attention heads.")
@@ -145,8 +128,6 @@ class CausalModel(config.Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CausalModel:
-        if (self.preset is None) == (self.pretrained is None):
-            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
         if self.arguments and not self.is_custom:
             raise ValueError("arguments: only a function of your own has them")
         if self.preset is None or self.is_custom:
@@ -194,7 +175,7 @@ class DocumentRecipe(config.Recipe):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Inputs):
     """What the model reads.
 
     Attributes:
@@ -205,17 +186,12 @@ class Blocks:
     ids: Tensor
     positions: Tensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Blocks:
-        return Blocks(
-            self.ids.to(device, non_blocking=non_blocking),
-            self.positions.to(device, non_blocking=non_blocking),
-        )
-
 
 class LanguageModelingTask(TokenTask):
     """Documents, the model that predicts their tokens, and its scores."""
 
     Recipe = DocumentRecipe
+    data: PreparedDocuments
     higher_is_better: ClassVar = {
         "nll": False,
         "bits_per_byte": False,
@@ -259,10 +235,8 @@ class LanguageModelingTask(TokenTask):
         every = torch.ones(len(lengths), dtype=torch.bool)
         self.set_batches(batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed))
         self.size = len(self._train.packing)
-        self.notes = self._train.notes("training")
-        warning = METHODS[recipe.method["name"]].from_scratch
-        if warning is not None and recipe.model.pretrained is None:
-            self.notes = [*self.notes, warning]
+        self.samples = len(self._train.documents)
+        self.notes = [*self._train.notes("training"), *self.method_notes()]
         self._held_out = lru_cache(maxsize=2)(
             lambda split: _Packed.of(self.data.split(split), recipe)
         )
@@ -270,12 +244,8 @@ class LanguageModelingTask(TokenTask):
     # ------------------------------------------------------------------ the model
 
     def build_model(self) -> LanguageModel:
-        options = self.recipe.model
         model = self._start()
-        if options.freeze:
-            freeze(model.causal, options.freeze)
-        if options.lora is not None:
-            add_lora(model.causal, options.lora, [model.head_name], train_heads=False)
+        self.prepare_model(model)
         check_head(model)
         if self.recipe.data.packing:
             check_packing(model)
@@ -338,7 +308,7 @@ class LanguageModelingTask(TokenTask):
         try:
             return fresh_model(found)
         except ValueError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise RequestError(f"{key}: {name}: no causal language model: {reason}") from error
 
     def _pretrained_vocabulary(self, folder: str) -> int:
@@ -372,46 +342,24 @@ class LanguageModelingTask(TokenTask):
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
-        assert isinstance(model, LanguageModel)
-        causal = json.loads(model.causal.config.to_json_string(use_diff=False))
-        causal |= {"architectures": [type(model.causal).__name__], "labo": self.facts()}
         generation = {
             "bos_token_id": self.data.begin,
             "eos_token_id": self.data.end,
             "pad_token_id": self.data.tokenizer.pad_token_id,
         }
-        options = self.recipe.model
-        files: dict[str, str | bytes] = {
-            "config.json": json.dumps(causal, indent=2) + "\n",
-            "generation_config.json": json.dumps(generation, indent=2) + "\n",
-            **adapter_files(
-                model.causal, model.causal_weights(weights), options.lora, options.pretrained
-            ),
-        }
-        files |= {
-            name: content
-            for name, content in self.data.tokenizer_files.items()
-            if name.endswith((".json", ".jinja", ".txt"))
-        }
-        return model.plain_weights(weights), files
+        return self.folder_files(model, weights, json.dumps(generation, indent=2) + "\n")
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states and output layer for the tokens of a batch that are to be learned."""
         head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
         return head.at(self.learned(batch))
 
-    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
-        stored, documents = StoredTeacher(folder), self._train.documents
-        vocabulary = vocabulary_digest(self.data.tokenizer)
-        stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=len(documents))
+    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
+        places = self._train.target_places(batch.index.tolist())
+        return stored_rows(stored, self._train.documents, places)
 
-        def read(batch: Batch) -> tuple[Tensor, Tensor]:
-            places = self._train.target_places(batch.index.tolist())
-            if not bool(self.learned(batch).any()):  # Batch.without_targets
-                places = places[:0]
-            return stored_rows(stored, documents, places)
-
-        return stored.about.content_fingerprint[:12], read
+    def target_tokenizer(self) -> Any:
+        return self.data.tokenizer
 
     # ------------------------------------------------------------------ training batches
 
@@ -431,7 +379,7 @@ class LanguageModelingTask(TokenTask):
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         split = self._held_out("valid")
-        return self._measure(model, split, accelerator).metrics(split)
+        return _metrics(split, self._forced(model, split, accelerator))
 
     def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
@@ -442,11 +390,10 @@ class LanguageModelingTask(TokenTask):
         temperature: float | None = None,
     ) -> Evaluation:
         chosen = self._held_out(split)
-        recorded = chosen.first_documents(self.recipe.data.recorded_tokens)
-        found = self._measure(model, chosen, accelerator, temperature, recorded)
-        records = self._records(chosen, found, temperature)
+        rows = self._forced(model, chosen, accelerator, temperature)
+        records = self._records(chosen, rows, temperature)
         counted = {"tokens": int(chosen.targets.sum()), "bytes": chosen.bytes}
-        return Evaluation(found.metrics(chosen), records, {"counted": counted})
+        return Evaluation(_metrics(chosen, rows), records, {"counted": counted})
 
     @torch.no_grad()
     def _heads(
@@ -465,21 +412,30 @@ class LanguageModelingTask(TokenTask):
             if part:
                 yield part, batch, head  # outside of autocast: statistics are in float32
 
-    @torch.no_grad()
-    def _measure(
+    def _forced(
         self,
         model: nn.Module,
         split: _Packed,
         accelerator: Accelerator,
         temperature: float | None = None,
-        recorded: int = 0,
-    ) -> _Measured:
-        """What the model says of each token, summed up; and token by token for some documents."""
-        found = _Measured(len(split.documents), temperature)
-        for part, batch, head in self._heads(model, split, range(len(split.packing)), accelerator):
-            stats = forced.token_statistics(head, self.tokens(batch), temperature)
-            found.add({name: column.cpu() for name, column in stats.items()}, split, part, recorded)
-        return _Measured.together(gather_object([found]))
+    ) -> dict[int, dict[str, Tensor]]:
+        """Statistics of each token of each document that is used, given the true prefix."""
+
+        def parts() -> Iterator[tuple[list[tuple[int, int]], list[int], Batch, Head]]:
+            every = range(len(split.packing))
+            for blocks, batch, head in self._heads(model, split, every, accelerator):
+                pieces = [piece for block in blocks for piece in split.packing.pieces(block)]
+                columns = split.packing.document[pieces], split.packing.first[pieces]
+                keys = list(zip(*(column.tolist() for column in columns), strict=True))
+                yield keys, split.piece_targets[pieces].tolist(), batch, head
+
+        found: dict[int, list[dict[str, Tensor]]] = {}
+        for (document, _), row in self.forced_rows(parts(), temperature):
+            found.setdefault(document, []).append(row)
+        return {
+            document: {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+            for document, rows in found.items()
+        }
 
     @torch.no_grad()
     def logits(
@@ -492,74 +448,40 @@ class LanguageModelingTask(TokenTask):
         for _, batch, head in self._heads(model, chosen, blocks, accelerator):
             yield from forced.blocks(head, self.tokens(batch))
 
-    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
-        assert isinstance(model, LanguageModel)
-        model.fold_temperature(temperature)
-
     def _records(
-        self, split: _Packed, found: _Measured, temperature: float | None
+        self, split: _Packed, rows: Mapping[int, Mapping[str, Tensor]], temperature: float | None
     ) -> Iterator[dict[str, Any]]:
-        """One record per document."""
-        counts = self.data.frequencies()
+        """One record per document; the first ones with each token."""
+        recorded = split.first_documents(self.recipe.data.recorded_tokens)
+        counts = self.data.frequencies("tokens")
         names = self.data.tokenizer.convert_ids_to_tokens
-        documents = split.documents
+        documents, nothing = split.documents, {"nll": torch.empty(0)}
         for index in range(len(documents)):
-            tokens = documents.tokens(index)[1:]
+            tokens, nll = documents.tokens(index)[1:], rows.get(index, nothing)["nll"]
             record: dict[str, Any] = {
                 "index": index,
                 "name": documents.name(index),
-                "tokens": int(found.counts[index]),
+                "tokens": len(nll),
                 "bytes": int(documents.bytes[index]),
-                "nll": float(f"{found.nll[index]:.9g}"),  # summed over the tokens
+                "nll": float(f"{nll.double().sum():.9g}"),  # summed over the tokens
                 "frequency": float(counts[tokens].mean()) if len(tokens) else 0.0,
             }
-            if index in found.rows:
+            if index < recorded and index in rows:
                 labels = documents.labels(index)[1:]
                 learned = names(labels[labels != IGNORED].tolist())
-                record["forced"] = forced.forced_record(learned, found.rows[index], temperature)
+                record["forced"] = forced.forced_record(learned, rows[index], temperature)
             yield record
 
-    @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """Positions where two tokens compete most, one per document, with all their logits."""
         chosen = self._held_out(split)
-        tokens = self.data.tokenizer
         blocks = max(1, _EXAMPLE_TOKENS // self.recipe.data.block)
         index = torch.arange(min(len(chosen.packing), blocks))
         batch = self._batch(chosen, index, 0).to(accelerator.device)
-        model.eval()
-        head = self.outputs(model, batch)
-        rivals = forced.rival_probabilities(head, self.tokens(batch))
-        places = chosen.target_places(index.tolist())  # (document, index of the token)
-        examples: list[dict[str, Any]] = []
-        used: set[int] = set()
-        for row in rivals.argsort(descending=True).tolist():
-            document, position = (int(x) for x in places[row])
-            if document in used or len(examples) == _EXPLORED:
-                continue
-            used.add(document)
-            ids = chosen.documents.tokens(document)
-            so_far = tokens.decode(ids[:position].tolist(), skip_special_tokens=True)
-            logits = head.logits(head.states[row]).float()
-            token = tokens.convert_ids_to_tokens(int(ids[position]))
-            name = chosen.documents.name(document)
-            examples.append(
-                {
-                    "title": f"{name}, after {so_far[-40:]!r}: {token_name(token)}",
-                    "target": int(ids[position]),
-                    "logits": [round(x, 4) for x in logits.tolist()],
-                    "image": None,
-                    "context": f"{so_far[-300:]} ...",
-                }
-            )
-        return {
-            "classes": [
-                # An output layer may have more rows than the tokenizer has types.
-                tokens.convert_ids_to_tokens(i) if i < len(tokens) else f"unused {i}"
-                for i in range(self.num_classes)
-            ],
-            "examples": examples,
-        }
+        places = ((int(d), int(t)) for d, t in chosen.target_places(index.tolist()))
+        documents = chosen.documents
+        return self.competing(
+            model, batch, places, lambda d: (documents.tokens(d), documents.name(d), "")
+        )
 
 
 # ------------------------------------------------------------------ blocks
@@ -658,89 +580,20 @@ class _Packed:
         return int(np.searchsorted(np.cumsum(self.documents.lengths), tokens, side="right"))
 
 
-# ------------------------------------------------------------------ what was measured
-
-
-class _Measured:
-    """Sums over tokens, in all and by document; and the columns of some documents."""
-
-    def __init__(self, documents: int, temperature: float | None) -> None:
-        self.temperature = temperature
-        self.sums: dict[str, float] = {}
-        self.bins = self.tempered_bins = ReliabilityBins.of(torch.empty(0), torch.empty(0))
-        self.nll = np.zeros(documents)
-        self.counts = np.zeros(documents, dtype=np.int64)
-        self.pieces: list[tuple[int, int, dict[str, Tensor]]] = []  # document, first, columns
-        self.rows: dict[int, dict[str, Tensor]] = {}
-
-    def add(
-        self, stats: Mapping[str, Tensor], split: _Packed, blocks: Sequence[int], recorded: int
-    ) -> None:
-        """Take in the statistics of the targets of blocks; columns of the first documents."""
-        for name, column in stats.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(column.double().sum())
-        right = stats["right"]
-        self.bins += _bins(stats["confidence"], right)
-        if self.temperature is not None:
-            self.tempered_bins += _bins(stats["tempered_confidence"], right)
-        pieces = [piece for block in blocks for piece in split.packing.pieces(block)]
-        lengths = split.piece_targets[pieces].tolist()
-        columns = {name: column.split(lengths) for name, column in stats.items()}
-        for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
-            document = int(split.packing.document[piece])
-            self.nll[document] += float(columns["nll"][number].double().sum())
-            self.counts[document] += length
-            if document < recorded:
-                row = {name: parts[number].clone() for name, parts in columns.items()}
-                self.pieces.append((document, int(split.packing.first[piece]), row))
-
-    @classmethod
-    def together(cls, shares: Sequence[_Measured]) -> _Measured:
-        """What all processes measured."""
-        total = cls(len(shares[0].nll), shares[0].temperature)
-        for share in shares:
-            for name, value in share.sums.items():
-                total.sums[name] = total.sums.get(name, 0.0) + value
-            total.bins += share.bins
-            total.tempered_bins += share.tempered_bins
-            total.nll += share.nll
-            total.counts += share.counts
-            total.pieces += share.pieces
-        by_document: dict[int, list[dict[str, Tensor]]] = {}
-        for document, _, row in sorted(total.pieces, key=lambda piece: piece[:2]):
-            by_document.setdefault(document, []).append(row)
-        for document, rows in by_document.items():
-            total.rows[document] = {name: torch.cat([r[name] for r in rows]) for name in rows[0]}
-        total.pieces = []
-        return total
-
-    def metrics(self, split: _Packed) -> dict[str, float]:
-        """Scores under plain cross entropy, whatever the loss of the training."""
-        tokens = int(self.counts.sum())
-        nll = self.sums["nll"] / tokens
-        metrics = {
-            "nll": nll,
-            "perplexity": math.exp(nll) if nll < 700 else math.inf,
-            "bits_per_byte": self.sums["nll"] / math.log(2) / split.bytes,
-            "token_accuracy": self.sums["right"] / tokens,
-            "entropy": self.sums["entropy"] / tokens,
-            "confidence": self.sums["confidence"] / tokens,
-            "ece": self.bins.expected_error,
-        }
-        if self.temperature is not None:
-            metrics |= {
-                "calibrated_nll": self.sums["tempered_nll"] / tokens,
-                "calibrated_ece": self.tempered_bins.expected_error,
-            }
-        return metrics
+def _metrics(split: _Packed, rows: Mapping[int, Mapping[str, Tensor]]) -> dict[str, float]:
+    """Scores under plain cross entropy, whatever the loss of the training."""
+    found = forced.mean_metrics([*rows.values()])
+    nll, tokens = found.pop("nll"), sum(len(row["nll"]) for row in rows.values())
+    return {
+        "nll": nll,
+        "perplexity": math.exp(nll) if nll < 700 else math.inf,
+        "bits_per_byte": nll * tokens / math.log(2) / split.bytes,
+        **found,
+        **forced.calibration_errors([*rows.values()]),
+    }
 
 
 TASK = LanguageModelingTask
-
-
-def _bins(confidence: Tensor, right: Tensor) -> ReliabilityBins:
-    # A probability may be rounded up to above 1.
-    return ReliabilityBins.of(confidence.clamp(max=1), right)
 
 
 def _load(options: DocumentData) -> PreparedDocuments:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
+from ..text.head import Head
 from ..text.pretrained_tokenizer import (
     pretrained_tokenizer,
     vocabulary_difference,
@@ -21,12 +22,10 @@ from ..text.selection import Selection
 from ..text.stored import Rows, StoredTeacher
 from ..text.teacher import TrainingPredictions
 from .model import LanguageModel, check_head, load_causal
-from .packing import cut
+from .pieces import by_pieces
 from .prepared import IGNORED, MAKER, DocumentSplit, PreparedDocuments
 
 __all__ = ["PREDICTIONS", "DocumentPredictions", "stored_rows"]
-
-_TOKENS_AT_ONCE = 4096
 
 
 class DocumentPredictions(TrainingPredictions):
@@ -56,7 +55,6 @@ class DocumentPredictions(TrainingPredictions):
         self.block = block
         self.split = documents.split("train")
         self.targets = np.maximum(self.split.lengths - 1, 0)
-        self._filler = 0 if getattr(config, "pad_token_id", None) != 0 else 1
 
     @classmethod
     def served(cls, file: Path, data: Path, selection: Selection) -> Any:
@@ -65,38 +63,23 @@ class DocumentPredictions(TrainingPredictions):
         return ServedPredictions(file, data, selection)
 
     def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
-        columns = cut(self.split.lengths[first:last], self.block, whole=False)
-        pieces = sorted(zip(*(c.tolist() for c in columns), strict=True), key=lambda x: x[2])
-        found: list[list[tuple[int, Rows]]] = [[] for _ in range(first, last)]
-        at_once = max(1, _TOKENS_AT_ONCE // self.block)
-        for start in range(0, len(pieces), at_once):
-            part = [(first + d, begin, length) for d, begin, length in pieces[start:][:at_once]]
-            for (document, begin, _), rows in zip(part, self._pieces(part, top_k), strict=True):
-                found[document - first].append((begin, rows))
-        for parts in found:
-            in_order = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
-            none = np.empty((0, top_k))
-            indices, log_p = zip(*in_order, strict=True) if in_order else ((none,), (none,))
-            yield np.concatenate(indices), np.concatenate(log_p)
+        def read(number: int, begin: int, length: int) -> tuple[Any, Any]:
+            document = first + number
+            labels = self.split.labels(document, begin + 1, length)
+            return self.split.tokens(document, begin, length), labels
 
-    @torch.inference_mode()
-    def _pieces(self, pieces: list[tuple[int, int, int]], top_k: int) -> list[Rows]:
-        width = max(length for _, _, length in pieces)
-        device = next(self.model.parameters()).device
-        ids = torch.full((len(pieces), width), self._filler)
-        target = torch.full((len(pieces), width), IGNORED)
-        for row, (document, begin, length) in enumerate(pieces):
-            ids[row, :length] = _tensor(self.split.tokens(document, begin, length))
-            target[row, :length] = _tensor(self.split.labels(document, begin + 1, length))
-        positions = torch.arange(width, device=device).expand(len(pieces), -1)
-        return self.most_probable(self.model(ids.to(device), positions), target, top_k)
+        def result(head: Head, target: Tensor) -> list[Rows]:
+            return self.most_probable(head, target, top_k)
+
+        for parts in by_pieces(
+            self.model, self.split.lengths[first:last], self.block, read, result
+        ):
+            none = np.empty((0, top_k))
+            indices, log_p = zip(*parts, strict=True) if parts else ((none,), (none,))
+            yield np.concatenate(indices), np.concatenate(log_p)
 
 
 PREDICTIONS = DocumentPredictions
-
-
-def _tensor(tokens: Any) -> Tensor:
-    return torch.from_numpy(np.asarray(tokens, dtype=np.int64))
 
 
 def stored_rows(

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from ..analysis.groups import Group
 from ..analysis.printing import difference_table
-from ..compare import launch
 from ..compare import plan as compare
+from ..compare.engines import Setup
 from ..compare.execute import carry_out
+from ..compare.launch import Failure
 from ..compare.plan import Comparison, PlannedRun
 from ..compare.table import ComparedRow, compared_rows
 from ..errors import RequestError
@@ -349,20 +350,20 @@ def require(plan: Plan) -> None:
 
 
 def reproduce(
-    name: str, plan: Plan, jobs: int | None = None
-) -> tuple[list[Table], list[launch.Failure]]:
+    name: str, plan: Plan, setup: Setup | None = None
+) -> tuple[list[Table], list[Failure]]:
     """Train the missing runs, and write the tables, and the figure if the exhibit is one.
 
     Args:
         name: of the files: ``NAME.md`` and so on, and ``NAME-differences.md`` and so on.
         plan: what to do.
-        jobs: how many runs at once.
+        setup: the engine; by default this machine.
 
     Returns:
         The exhibit as a table, and the table of differences between methods, if there are any; and
         the runs that failed and are not in them.
     """
-    failures = carry_out(plan.all(), plan.out, jobs)
+    failures = carry_out(plan.all(), plan.out, setup)
     compared = {c.out: compared_rows(c) for c in plan.comparisons.values()}
     found = Found({key: _by_method(c, compared[c.out][0]) for key, c in plan.comparisons.items()})
     by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..analysis.groups import mean_cell
 from ..analysis.run import load_analysis
-from ..compare.table import ComparedRow
+from ..compare.table import NO_RUNS, ComparedRow
 from ..report.charts import sheet
 from ..report.figures import Figure, label_figure
 from ..report.gather import make_groups, read_runs
@@ -45,21 +45,14 @@ class Found:
 
     rows: Mapping[str, Mapping[str, ComparedRow]]
 
-    def score(self, experiment: str, method: str, metric: str) -> Cell:
-        """A score on the test split."""
-        row = self.rows.get(experiment, {}).get(method)
-        return Cell() if row is None else row.cell(metric)
-
-    def time(self, experiment: str, method: str) -> Cell:
-        """The time of a training step relative to base."""
-        row = self.rows.get(experiment, {}).get(method)
-        return Cell() if row is None else row.time()
+    def row(self, experiment: str, method: str) -> ComparedRow:
+        """The runs of a method; a row without any if it was not trained."""
+        return self.rows.get(experiment, {}).get(method, NO_RUNS)
 
     def analysed(self, experiment: str, method: str, *keys: str) -> dict[int, float]:
         """Seed -> a number of the analysis of its run, given by its keys in ``analysis.json``."""
         numbers = {}
-        row = self.rows.get(experiment, {}).get(method)
-        for seed, member in ({} if row is None else row.scored()).items():
+        for seed, member in self.row(experiment, method).scored().items():
             value: Any = load_analysis(member.run.path)
             for key in keys:
                 value = None if value is None else value.get(key)
@@ -69,8 +62,7 @@ class Found:
 
     def paths(self, experiment: str, *methods: str) -> list[Path]:
         """The run directories of methods."""
-        rows = self.rows.get(experiment, {})
-        found = [rows[method].scored() for method in methods if method in rows]
+        found = (self.row(experiment, method).scored() for method in methods)
         return [member.run.path for scored in found for member in scored.values()]
 
 
@@ -118,8 +110,8 @@ def _bilingual(found: Found) -> tuple[list[Column], list[Row]]:
     for method, numbers in paper.BILINGUAL.items():
         cells = {}
         for name, number in zip(paper.BILINGUAL_COLUMNS, numbers, strict=True):
-            cells[name] = _beside(found.score(name, method, "tokenized_bleu"), *number)
-            cells[f"{name}-sacrebleu"] = found.score(name, method, "bleu")
+            cells[name] = _beside(found.row(name, method).cell("tokenized_bleu"), *number)
+            cells[f"{name}-sacrebleu"] = found.row(name, method).cell("bleu")
         rows.append(Row(paper.ROWS[method], cells, ruled=method == "labo"))
     return columns, rows
 
@@ -152,8 +144,8 @@ def _classifiers(
         for method, numbers in printed.items():
             cells = {}
             for name, (accuracy, time) in zip(names, numbers, strict=True):
-                cells[name] = _beside(found.score(name, method, "accuracy"), accuracy / 100)
-                cells[f"{name}-time"] = _beside(Cell(found.time(name, method).value), time)
+                cells[name] = _beside(found.row(name, method).cell("accuracy"), accuracy / 100)
+                cells[f"{name}-time"] = _beside(Cell(found.row(name, method).time().value), time)
             rows.append(Row(paper.ROWS[method], cells, ruled=method in ("ls", "labo")))
         return columns, rows
 

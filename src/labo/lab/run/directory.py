@@ -7,6 +7,7 @@
     checkpoints/     what resuming needs; the newest two
     best/            the selected model: model.safetensors, config.json, tokenizers, manifest.json
     results.json     the scores, once finished
+    conditions.json  the machines it was trained on, and how
     records/         per-example records written by ``labo evaluate``, and manifest.json
     tensorboard/     the metrics again, for TensorBoard
     .lock            the process that works in the directory
@@ -68,6 +69,12 @@ class Results(atomic.Document):
     model: str | None = None  # the checksum of the weights that were scored
 
 
+class Conditions(atomic.Document):
+    """The content of ``conditions.json``: an entry for each kind of launch."""
+
+    launches: list[dict[str, Any]]
+
+
 class Facts(atomic.Document):
     """What ``best/config.json`` says of the selected model. A task adds keys of its own."""
 
@@ -86,6 +93,7 @@ class RunDirectory:
         self.best = self.path / "best"
         self.kept = self.path / "kept"
         self.results_file = self.path / "results.json"
+        self.conditions_file = self.path / "conditions.json"
         self.records = self.path / "records"
 
     # ------------------------------------------------------------------ the life of a run

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -18,14 +20,32 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import LabError
-from .directory import RunDirectory
+from ..errors import LabError, RequestError
+from . import files
+from .directory import Conditions, RunDirectory
+from .launched import jobs_at_once, patience
 from .lock import held
+
+T = TypeVar("T")
 
 
 def on_cpu() -> bool:
     """Whether there is no accelerator. With several processes accelerate must be told so."""
     return not torch.accelerator.is_available()
+
+
+def core_count() -> int:
+    """The cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
 
 
 def device_name(device: torch.device) -> str:
@@ -47,6 +67,28 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {instructions}, {threads} thread{'s' if threads > 1 else ''}"
 
 
+def note_conditions(run: RunDirectory, processes: int) -> None:
+    """Add to ``conditions.json`` of a run where and how it is trained now.
+
+    Two times are compared only if these are equal; see
+    :func:`labo.lab.analysis.groups.Group.step_times`. A file that cannot be read is replaced.
+    """
+    now: dict[str, Any] = {
+        "machine": platform.node(),
+        "torch": str(torch.__version__),
+        "jobs": jobs_at_once(),
+        "threads": torch.get_num_threads(),
+    }
+    if processes > 1:
+        now["processes"] = processes
+    try:
+        known = files.read_json(run.conditions_file, Conditions).launches
+    except RequestError:
+        known = []
+    if now not in known:
+        files.write_json(run.conditions_file, {"launches": [*known, now]})
+
+
 @contextmanager
 def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
     """Own a run directory. Its processes are one owner: the first one holds the lock.
@@ -59,13 +101,40 @@ def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
         if accelerator.is_main_process:
             try:
                 run.refuse_links()
-                stack.enter_context(held(run.path))
+                stack.enter_context(held(run.path, patience()))
             except LabError as error:
                 refusal[0] = error
         broadcast_object_list(refusal)
         if refusal[0] is not None:
             raise refusal[0]
         yield
+
+
+def once(make: Callable[[], T]) -> T:
+    """What the first process makes, on every process; its error is raised on every one, too."""
+    if not torch.distributed.is_initialized():
+        return make()
+    made: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            made = [make(), None]
+        except (LabError, OSError) as error:
+            made = [None, error]
+    torch.distributed.broadcast_object_list(made)
+    value, failure = made
+    if failure is not None:
+        raise failure
+    return cast(T, value)
+
+
+def free_memory() -> float:
+    """Bytes of main memory that are available; infinity where the system does not tell."""
+    information = Path("/proc/meminfo")
+    if not information.is_file():
+        return math.inf
+    lines = information.read_text(encoding="utf-8").splitlines()
+    free = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(free, math.inf)
 
 
 def peak_memory() -> int:

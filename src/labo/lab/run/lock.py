@@ -1,9 +1,8 @@
 """One owner per folder: the second process to ask for it is told who has it.
 
 The owner holds an ``flock`` on a file and writes its process, host and time into it. The kernel
-releases the lock when the last process that has it ends, however it ends; a process started with
-the descriptor has it too. On NFS the lock holds between hosts if the server has locks (NFS 4, or
-version 3 with lockd).
+releases the lock when the process ends, however it ends. On NFS the lock holds between hosts if the
+server has locks (NFS 4, or version 3 with lockd).
 
 Some file systems have no locks (Lustre mounted without ``-o flock``, some FUSE mounts). There the
 file itself is the lock: a second start is refused if the process named in the file is alive on this
@@ -16,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import sys
@@ -32,6 +32,7 @@ from .files import Document
 LOCK = ".lock"
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+_POLL_SECONDS = 0.05
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
@@ -66,17 +67,16 @@ class Owner(Document):
         return True
 
     def __str__(self) -> str:
-        ended = self.is_here and not self.is_alive()
-        rest = "; that process has ended, but one that it started has not" if ended else ""
-        return f"process {self.pid} on {self.host} since {self.since} ({self.command}){rest}"
+        return f"process {self.pid} on {self.host} since {self.since} ({self.command})"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[int | None]:
+def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
     """Own a folder, which is made if it is missing.
 
-    Yields:
-        The descriptor to pass on to processes that work in the folder; None without locks.
+    Args:
+        folder: what to own.
+        patience: for how many seconds to wait for another owner to end.
 
     Raises:
         RequestError: another process owns it: which one, and since when.
@@ -85,34 +85,27 @@ def held(folder: Path) -> Iterator[int | None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"cannot make {folder}: {error.strerror}") from error
-    with locked(folder / LOCK, folder) as descriptor:
-        yield descriptor
+    with locked(folder / LOCK, folder, patience):
+        yield
 
 
 @contextmanager
-def locked(path: Path, what: Path, *, wait: bool = False) -> Iterator[int | None]:
+def locked(path: Path, what: Path, patience: float = 0.0, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file.
 
     Args:
         path: the file; made if it is missing.
         what: what it guards, for the message.
-        wait: wait for the owner to end instead of refusing. The file is removed at the end.
+        patience: for how many seconds to wait for another owner to end.
+        wait: wait as long as it takes. The file is removed at the end.
     """
+    deadline = math.inf if wait else time.monotonic() + patience
+    while (descriptor := _lock(path, what, deadline)) is None:
+        time.sleep(_POLL_SECONDS)
     try:
-        descriptor = os.open(path, _OPEN, 0o666)
-    except OSError as error:
-        raise LabError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        has_locks = _lock(descriptor, path, what, wait)
-        while wait and has_locks and _was_removed(descriptor, path):  # by the owner before
-            os.close(descriptor)
-            descriptor = os.open(path, _OPEN, 0o666)
-            _lock(descriptor, path, what, wait)
-        if not has_locks:
-            _claim(descriptor, path, what)
         _write_owner(descriptor)
         try:
-            yield descriptor if has_locks else None
+            yield
         finally:
             with suppress(OSError):
                 os.ftruncate(descriptor, 0)
@@ -122,28 +115,38 @@ def locked(path: Path, what: Path, *, wait: bool = False) -> Iterator[int | None
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, what: Path, wait: bool) -> bool:
-    """Take the lock; False if the file system has none."""
+def _lock(path: Path, what: Path, deadline: float) -> int | None:
+    """The descriptor of the locked file; None to try again, as there is time until ``deadline``."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError as error:
+        descriptor = os.open(path, _OPEN, 0o666)
+    except OSError as error:
+        raise LabError(f"cannot write {path}: {error.strerror}") from error
+    refusal = None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _was_removed(descriptor, path):  # by the owner before
+            return descriptor
+    except BlockingIOError:
         owner = _read_owner(descriptor)
-        by = f" by {owner}" if owner else ""
-        raise RequestError(f"{what} is in use{by}") from error
+        refusal = f"{what} is in use" + (f" by {owner}" if owner else "")
     except OSError as error:
         if error.errno not in _NO_LOCKS:
+            os.close(descriptor)
             raise LabError(f"cannot lock {path}: {error.strerror}") from error
-        return False
-    return True
+        if (refusal := _claim(_read_owner(descriptor), path, what)) is None:
+            return descriptor
+    os.close(descriptor)
+    if refusal is not None and time.monotonic() >= deadline:
+        raise RequestError(refusal)
+    return None
 
 
-def _claim(descriptor: int, path: Path, what: Path) -> None:
-    """Take a lock where there are none: by the owner named in the file."""
-    owner = _read_owner(descriptor)
+def _claim(owner: Owner | None, path: Path, what: Path) -> str | None:
+    """Why the owner named in a file keeps us out, where there are no locks; None if it does not."""
     if owner is None or (owner.is_here and (owner.pid == os.getpid() or not owner.is_alive())):
-        return
+        return None
     hint = "" if owner.is_here else f"; if that process has ended, remove {path}"
-    raise RequestError(f"{what} is in use by {owner}{hint}")
+    return f"{what} is in use by {owner}{hint}"
 
 
 def _was_removed(descriptor: int, path: Path) -> bool:

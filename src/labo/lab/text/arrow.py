@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from ..errors import DataError
 
+IGNORED = -100  # the label of a token that is given, not learned
 _BATCH = 100_000  # rows in a record batch
 _BATCH_BYTES = 1 << 26  # bytes in a record batch
 
@@ -85,13 +86,40 @@ def read_table(path: Path, columns: pa.Schema) -> pa.Table:
     return table
 
 
-def flat_lists(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Values and offsets of a column of lists; copied only if it has several chunks."""
-    values = [chunk.flatten().to_numpy() for chunk in column.chunks]
-    lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
-    offsets = np.zeros(len(column) + 1, dtype=np.int64)
-    if lengths:
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    if len(values) == 1:
-        return values[0], offsets
-    return np.concatenate([np.empty(0, np.int32), *values]), offsets
+class Lists:
+    """A column of lists of token ids, of which nothing is copied but the lengths."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.chunks = [chunk.flatten().to_numpy() for chunk in column.chunks]
+        chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
+        self.lengths: npt.NDArray[np.int64] = np.concatenate([*chunks, []]).astype(np.int64)
+        self._first_rows = np.cumsum([0, *map(len, chunks)])
+        # Where each list begins among the values of its chunk.
+        self._starts = np.concatenate([np.cumsum(chunk) - chunk for chunk in chunks] or [[]])
+        self._starts = self._starts.astype(np.int64)
+
+    def part(self, row: int, first: int = 0, count: int | None = None) -> npt.NDArray[np.int32]:
+        """So many values of a list, from the first on; all of them by default."""
+        chunk = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        start, length = int(self._starts[row]), int(self.lengths[row])
+        stop = length if count is None else min(first + count, length)
+        return self.chunks[chunk][start + first : start + stop]
+
+    def check(self, what: str, types: int, *, ignored: int | None = None) -> None:
+        """Refuse values that are no token id.
+
+        Args:
+            what: the name of the values.
+            types: ids must be less.
+            ignored: a further value that is allowed.
+
+        Raises:
+            DataError: there is such a value.
+        """
+        for values in self.chunks:
+            wrong = (values < 0) | (values >= types)
+            if ignored is not None:
+                wrong &= values != ignored
+            if wrong.any():
+                further = "" if ignored is None else f", and not {ignored}"
+                raise DataError(f"a {what} is outside [0, {types}){further}")

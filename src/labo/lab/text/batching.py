@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ..run.seeds import permutation, uniforms
 from ..tasks import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors that a model reads."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: None if value is None else value.to(device, non_blocking=non_blocking)
+            for name, value in values.items()
+        }
+        return replace(self, **moved)
 
 
 def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> list[Tensor]:
@@ -28,14 +48,45 @@ def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> l
     order = permutation(seed, 0, len(lengths), stream="batches")
     order = order[fits[order]]
     order = order[lengths[order].argsort(stable=True)]
-    batches, first = [], 0
-    sizes = lengths[order].tolist()
-    for position, size in enumerate(sizes):  # ascending: the last one of a batch is its longest
-        if (position + 1 - first) * size > limit:
-            batches.append(order[first:position])
-            first = position
-    batches.append(order[first:])
-    return batches
+    return [torch.tensor(batch) for batch in grouped(order.tolist(), lengths.tolist(), limit)]
+
+
+def grouped(order: Iterable[int], lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Sequences in this order, as many to a batch as fit with their padding.
+
+    Args:
+        order: indices of sequences, sorted by their lengths, up or down.
+        lengths: of each sequence, in tokens.
+        limit: sequences x longest sequence of a batch, at most; a longer sequence is alone.
+
+    Example:
+        >>> list(grouped([1, 3, 2, 0], [3, 9, 4, 8], 18))
+        [[1, 3], [2, 0]]
+    """
+    batch: list[int] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, lengths[index])
+        if batch and (len(batch) + 1) * longest > limit:
+            yield batch
+            batch, longest = [], lengths[index]
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    """The indices of sequences by descending length."""
+    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+
+def padded_rows(rows: Sequence[npt.ArrayLike], filler: int) -> Tensor:
+    """(N, longest) token ids, filled up on the right."""
+    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+    ids = np.full((len(arrays), max(map(len, arrays))), filler, dtype=np.int64)
+    for row, values in zip(ids, arrays, strict=True):
+        row[: len(values)] = values
+    return torch.from_numpy(ids)
 
 
 def token_draws(seed: int, batch: Batch, rows: Tensor, stream: str) -> Tensor:

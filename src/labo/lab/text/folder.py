@@ -10,15 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from pydantic import Field
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import Field, RootModel
+from rich.console import Console
 
-from ..errors import DataError, RequestError
+from ..errors import DataError, LabError, RequestError, printable
 from ..run import checksums
 from ..run.files import (
     Document,
@@ -31,8 +38,11 @@ from ..run.files import (
     sealed,
     sha256,
     write_json,
+    write_text,
 )
 from ..run.lock import locked
+from ..run.progress import ProgressBars
+from .arrow import read_table
 from .subwords import panics_refused
 
 if TYPE_CHECKING:
@@ -72,6 +82,11 @@ class FolderManifest(Document):
 
 
 _M = TypeVar("_M", bound=FolderManifest)
+_S = TypeVar("_S")
+
+
+class _Frequencies(RootModel[dict[str, list[Count]]]):
+    """Vocabulary -> how often each of its types occurs in the training split."""
 
 
 def _fingerprint(digests: Mapping[str, str]) -> str:
@@ -80,16 +95,6 @@ def _fingerprint(digests: Mapping[str, str]) -> str:
 
 
 # ------------------------------------------------------------------ writing
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-    # transformers 5 writes the name of a class that earlier ones do not have.
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("backend", None)
-    write_json(path, config)
 
 
 def check_apart(out: str | Path, inputs: Iterable[str | Path]) -> None:
@@ -177,6 +182,67 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
             remove_folder(folder)
 
 
+class Preparation:
+    """The passes over one corpus, and what they counted.
+
+    Args:
+        folder: where they write.
+        bars: their progress.
+
+    Attributes:
+        read: samples that were read, by split.
+        sizes: samples that were written, by split.
+    """
+
+    def __init__(self, folder: Path, bars: ProgressBars) -> None:
+        self.folder, self.bars = folder, bars
+        self.read: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
+
+    def spill(self, split: str) -> Path:
+        """The file of the text of a split, from the first pass to the last."""
+        return self.folder / f"{split}.text"
+
+    def refuse_empty(self, split: str, size: int, dropped: Mapping[str, int]) -> None:
+        """Refuse a split of no size, and say why samples were dropped."""
+        if not size:
+            why = ", ".join(f"{n} {reason}" for reason, n in dropped.items() if n)
+            raise DataError(f"the {split} split is empty{f': dropped {why}' if why else ''}")
+
+    def save_frequencies(self, counts: Mapping[str, npt.NDArray[np.int64]]) -> None:
+        """Write how often each type of each vocabulary occurs in the training split."""
+        frequencies = {name: column.tolist() for name, column in counts.items()}
+        write_text(self.folder / "frequencies.json", json.dumps(frequencies) + "\n")
+
+    def save_tokenizer(self, tokenizer: Any, name: str, *, learned: bool) -> None:
+        """Write a tokenizer that was learned, or one of a pre-trained model as it is."""
+        tokenizer.save_pretrained(self.folder / name)
+        if learned:
+            # transformers 5 writes the name of a class that earlier ones do not have.
+            path = self.folder / name / "tokenizer_config.json"
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+            config.pop("backend", None)
+            write_json(path, config)
+
+
+@contextmanager
+def preparing(out: Path, maker: Maker, force: bool) -> Iterator[tuple[Path, ProgressBars]]:
+    """An empty folder that becomes ``out`` if nothing fails, and progress bars."""
+    try:
+        with building(out, maker, force) as folder, ProgressBars() as bars:
+            yield folder, bars
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+
+
+def print_ready(console: Console, folder: Path, recipe: str, *settings: str) -> None:
+    """Say that a folder is there, and print the command that trains on it."""
+    console.print(f"{printable(str(folder))} is ready; to train on it:", markup=False)
+    path = f"data.path={shlex.quote(str(folder))}"
+    console.print(" ".join(["labo train", recipe, path, *settings]), markup=False)
+
+
 def cached_folder(name: str, key: object, prepare: Callable[[Path], object]) -> Path:
     """A folder of prepared text in the user's cache, made if it is not there.
 
@@ -249,9 +315,7 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
         raise DataError(f"{error}; {again}") from error
     if not seal_fits(document):
         raise DataError(f"{path} is damaged (its checksum does not fit); {again}")
-    for name in needed:
-        if name not in manifest.sha256:
-            raise DataError(f"{path}: sha256 has no {name}")
+    _must_list(path, manifest, needed)
     try:
         checksums.verify(folder, manifest.sha256, remember=True)
     except RequestError as error:
@@ -259,19 +323,45 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
     return manifest
 
 
-class PreparedFolder:
+def _must_list(path: Path, manifest: FolderManifest, files: Iterable[str]) -> None:
+    for name in files:
+        if name not in manifest.sha256:
+            raise DataError(f"{path}: sha256 has no {name}")
+
+
+class PreparedFolder(ABC, Generic[_M, _S]):
     """What the folders of all kinds of text share.
 
     What is read is kept, and all that a training uses is read by :meth:`hold`. A folder that is
     replaced meanwhile (``--force``) does not mix with it.
 
+    Args:
+        path: the folder.
+
     Attributes:
         path: the folder.
+        checked: the content of prepared.json.
+        manifest: likewise, as plain values.
         fingerprint: 64 hex digits, the same for the same content.
+
+    Raises:
+        DataError: it is no such folder, or an unfinished or damaged one.
     """
 
-    path: Path
-    fingerprint: str
+    maker: ClassVar[Maker]
+    Manifest: ClassVar[type[Any]]  # of prepared.json
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        needed = [*(f"{split}.arrow" for split in SPLITS), "frequencies.json"]
+        self.checked: _M = read_manifest(self.path, self.Manifest, self.maker, needed)
+        self.manifest: dict[str, Any] = self.checked.model_dump()
+        self.fingerprint = self.checked.content_fingerprint
+        self._splits: dict[str, _S] = {}
+
+    def must_list(self, *files: str) -> None:
+        """Refuse a manifest without these files."""
+        _must_list(self.path / MANIFEST, self.checked, files)
 
     def hold(self) -> None:
         """Read or map every file.
@@ -281,17 +371,50 @@ class PreparedFolder:
         """
         for split in SPLITS:
             self.split(split)
-        _ = self.tokenizer_files, self.counts
+        _ = self.tokenizer_files, self._counts
         if read_json(self.path / MANIFEST, FolderManifest).content_fingerprint != self.fingerprint:
             raise DataError(f"{self.path} was replaced while it was read: run the command again")
 
-    def split(self, name: str) -> Any:
-        raise NotImplementedError
+    def split(self, name: str) -> _S:
+        """The training, validation or test split: "train", "valid" or "test"."""
+        if name not in self._splits:
+            path = self.path / f"{name}.arrow"
+            table = read_table(path, self.schema(name))
+            try:
+                self._splits[name] = self.read_split(table)
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from error
+        return self._splits[name]
+
+    @abstractmethod
+    def schema(self, split: str) -> pa.Schema:
+        """The columns of a split."""
+
+    @abstractmethod
+    def read_split(self, table: pa.Table) -> _S:
+        """A split, whose ids are checked. The message of a DataError is for after the path."""
 
     @property
-    def counts(self) -> Any:
-        """The content of frequencies.json."""
-        raise NotImplementedError
+    @abstractmethod
+    def types(self) -> dict[str, int]:
+        """The size of each vocabulary, by its name in frequencies.json."""
+
+    @cached_property
+    def _counts(self) -> dict[str, list[int]]:
+        try:
+            return read_json(self.path / "frequencies.json", _Frequencies).root
+        except RequestError as error:
+            raise DataError(str(error)) from error
+
+    def frequencies(self, vocabulary: str) -> npt.NDArray[np.int64]:
+        """(V,), how often each type occurs in the training split; special tokens count too."""
+        path, size = self.path / "frequencies.json", self.types[vocabulary]
+        counts = self._counts.get(vocabulary)
+        if counts is None:
+            raise DataError(f"{path}: {vocabulary}: missing")
+        if len(counts) != size:
+            raise DataError(f"{path}: {len(counts)} counts of {vocabulary} types, not {size}")
+        return np.asarray(counts, dtype=np.int64)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...calibration import ReliabilityBins
 from .batching import rounded
 from .head import Head
 
@@ -63,6 +64,19 @@ def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         for name, metric in names.items()
         if name in rows[0]
     }
+
+
+def calibration_errors(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """The expected calibration error of all tokens, as trained and with the temperature."""
+    columns = {"confidence": "ece", "tempered_confidence": "calibrated_ece"}
+    right = torch.cat([row["right"] for row in rows])
+    found = {}
+    for name, metric in columns.items():
+        if name in rows[0]:
+            # A probability may be rounded up to above 1.
+            confidence = torch.cat([row[name] for row in rows]).clamp(max=1)
+            found[metric] = ReliabilityBins.of(confidence, right).expected_error
+    return found
 
 
 def forced_record(

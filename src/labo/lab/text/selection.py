@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import RequestError
-
-Sampling = Literal["top", "random"]
+from .options import Sampling
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import BinaryIO
 
@@ -19,8 +19,8 @@ _MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at ha
 _LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
 
 Notice = Callable[[str], object]
-Answer = Callable[[Sequence[str], int, Callable[[int], object]], str]
-"""(lines, number of the first one, advance) -> what to write for them, line ends included."""
+Answer = Callable[[Sequence[str], int, Callable[[int], object]], Iterable[str]]
+"""(lines, number of the first one, advance) -> the lines to write for them."""
 
 
 def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], Answer]) -> None:
@@ -50,7 +50,8 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
         answer = start(notice)
         first = 1
         for chunk in _chunks(source, notice):
-            output = answer(chunk, first, lambda done: progress.advance(task, done))
+            found = answer(chunk, first, lambda done: progress.advance(task, done))
+            output = "".join(f"{line}\n" for line in found)
             try:
                 target.write(printable_on(target, output).encode())
                 target.flush()

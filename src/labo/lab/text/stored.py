@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from ..run.files import (
 from ..run.lock import locked
 from ..run.progress import notice
 from .folder import MANIFEST, FolderManifest, Maker, check_free, read_manifest, seal
+from .options import Precision
 
 TASK = "stored_teacher"
 MAKER = Maker("labo teacher", TASK)
@@ -43,7 +44,6 @@ _BATCH_TARGETS = 256  # of a record batch, at most; a sample is never divided
 _BYTES_IN_MEMORY = 128 << 20  # of record batches that were read
 _FILES_OPEN = 32
 
-Precision = Literal["float16", "float32"]
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 

@@ -1,29 +1,112 @@
-"""What the tasks on text share: batches of tokens, and the loss at the tokens that are learned."""
+"""What the tasks on text share: the model and its files, batches of tokens, and the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from ..methods import METHODS
+from ..pretrained import adapter_files, add_lora, freeze
 from ..run.seeds import permutation
 from ..tasks import Batch, Task
+from . import forced
+from .arrow import IGNORED
 from .batching import token_draws
+from .folder import PreparedFolder
 from .head import Head, head_loss
+from .model import TokenModel
+from .pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from .stored import StoredTeacher
+from .token_text import token_name
 
-IGNORED = -100  # the target of a token that is given, not learned
+_EXPLORED = 5  # examples with all their logits
 
 
 class TokenTask(Task):
     """A task whose targets are tokens, and whose outputs are a :class:`Head` at those tokens.
 
     The batches are fixed for a run; each epoch uses them in another order.
+
+    Attributes:
+        data: the prepared text.
+        samples: how many samples of the training split ``labo teacher`` stores predictions for.
     """
 
     tempered_records: ClassVar = True
+    data: PreparedFolder[Any, Any]
+    samples: int
+
+    # ------------------------------------------------------------------ the model
+
+    def method_notes(self) -> list[str]:
+        """What the method says of a model that is trained from scratch."""
+        warning = METHODS[self.recipe.method["name"]].from_scratch
+        return [warning] if warning is not None and self.recipe.model.pretrained is None else []
+
+    def prepare_model(self, model: TokenModel) -> None:
+        """Freeze parameters and add adapters as the recipe says."""
+        options = self.recipe.model
+        if options.freeze:
+            freeze(model.inside, options.freeze)
+        if options.lora is not None:
+            add_lora(model.inside, options.lora, [model.head_name], train_heads=False)
+
+    def folder_files(
+        self, model: nn.Module, weights: Mapping[str, Tensor], generation: str
+    ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
+        """What a run saves of a model: tensors, and further files by name.
+
+        Args:
+            model: the model.
+            weights: a ``state_dict()`` of it, or an average of several.
+            generation: the content of ``generation_config.json``.
+        """
+        assert isinstance(model, TokenModel)
+        options = self.recipe.model
+        settings = model.plain_config() | {"labo": self.facts()}
+        apart = model.network_weights(weights)
+        files: dict[str, str | bytes] = {
+            "config.json": json.dumps(settings, indent=2) + "\n",
+            "generation_config.json": generation,
+            **adapter_files(model.inside, apart, options.lora, options.pretrained),
+            **self.data.tokenizer_files,
+        }
+        return model.plain_weights(weights), files
+
+    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
+        assert isinstance(model, TokenModel)
+        model.fold_temperature(temperature)
+
+    # ------------------------------------------------------------------ stored predictions
+
+    @abstractmethod
+    def target_tokenizer(self) -> Any:
+        """The tokenizer of the targets."""
+
+    @abstractmethod
+    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The stored predictions of the targets of a training batch, each (n, k)."""
+
+    def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
+        stored = StoredTeacher(folder)
+        vocabulary = vocabulary_digest(self.target_tokenizer())
+        stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=self.samples)
+
+        def read(batch: Batch) -> tuple[Tensor, Tensor]:
+            if not bool(self.learned(batch).any()):  # Batch.without_targets
+                return torch.empty(0, stored.top_k).long(), torch.empty(0, stored.top_k)
+            return self.stored_rows(stored, batch)
+
+        return stored.about.content_fingerprint[:12], read
+
+    # ------------------------------------------------------------------ batches
 
     def set_batches(self, batches: Sequence[Tensor]) -> None:
         """Take the samples of each batch of an epoch."""
@@ -61,3 +144,80 @@ class TokenTask(Task):
         sums = torch.zeros(learned.shape, device=learned.device)
         sums[learned] = outputs.states.detach().float().sum(-1)
         return sums.sum(-1)
+
+    # ------------------------------------------------------------------ scores
+
+    @torch.no_grad()
+    def forced_rows(
+        self,
+        parts: Iterable[tuple[Sequence[Any], Sequence[int], Batch, Head]],
+        temperature: float | None,
+    ) -> list[tuple[Any, dict[str, Tensor]]]:
+        """Statistics of each target given the true prefix, of all processes, sorted by their keys.
+
+        Args:
+            parts: this process's batches: a key for each of its pieces, how many targets each
+                piece has, the batch, and the model's states at its targets.
+            temperature: as for :func:`labo.lab.text.forced.token_statistics`.
+
+        Returns:
+            The key of each piece, and the statistics of its targets.
+        """
+        found = []
+        for keys, lengths, batch, head in parts:
+            stats = forced.token_statistics(head, self.tokens(batch), temperature)
+            columns = {name: column.cpu().split(lengths) for name, column in stats.items()}
+            for number, key in enumerate(keys):
+                # A copy: what is sent to another process is all of a tensor's memory.
+                row = {name: pieces[number].clone() for name, pieces in columns.items()}
+                found.append((key, row))
+        return sorted(gather_object(found), key=lambda pair: pair[0])
+
+    # ------------------------------------------------------------------ the report
+
+    @torch.no_grad()
+    def competing(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        places: Iterable[tuple[int, int]],
+        describe: Callable[[int], tuple[Any, str, str]],
+    ) -> dict[str, Any]:
+        """Targets with the most probable second choice, one per sample, with all logits.
+
+        Args:
+            model: the model.
+            batch: samples to look among.
+            places: of each target the sample and the index of the token in it.
+            describe: the ids of a sample, its name, and what is shown before its text.
+        """
+        model.eval()
+        head = self.outputs(model, batch)
+        rivals = forced.rival_probabilities(head, self.tokens(batch))
+        tokens, where = self.target_tokenizer(), list(places)
+        examples: dict[int, dict[str, Any]] = {}
+        for row in rivals.argsort(descending=True).tolist():
+            sample, position = where[row]
+            if sample in examples or len(examples) == _EXPLORED:
+                continue
+            ids, name, context = describe(sample)
+            so_far = tokens.decode(ids[:position].tolist(), skip_special_tokens=True)
+            logits = head.logits(head.states[row]).float()
+            target = int(ids[position])
+            token = token_name(tokens.convert_ids_to_tokens(target))
+            examples[sample] = {
+                "title": f"{name}, after {so_far[-40:]!r}: {token}",
+                "target": target,
+                "logits": [round(x, 4) for x in logits.tolist()],
+                "image": None,
+                "context": f"{context}{so_far[-300:]} ...",
+            }
+        classes = self.token_texts(range(self.num_classes))
+        return {"classes": classes, "examples": [*examples.values()]}
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Target tokens. An output layer may have more rows than the tokenizer has types."""
+        tokens = self.target_tokenizer()
+        types = vocabulary_size(tokens)
+        known: list[str] = tokens.convert_ids_to_tokens([i if i < types else 0 for i in ids])
+        return [t if i < types else f"unused {i}" for i, t in zip(ids, known, strict=True)]

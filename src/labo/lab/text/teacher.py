@@ -22,17 +22,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ..command_options import validated
 from ..errors import DataError, LabError, RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
 from ..run.files import Document, read_json, remove_folder
 from ..tasks import TASKS
+from .arrow import IGNORED
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
-from .selection import Sampling, Selection
-from .stored import Precision, Rows, StoredSettings, StoredTeacher, StoredWriter
-from .task import IGNORED
+from .options import TeacherOptions
+from .selection import Selection
+from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
 __all__ = ["TrainingPredictions", "store"]
 
@@ -106,15 +108,10 @@ def store(
     data: str | Path,
     out: Path,
     *,
-    top_k: int = 64,
-    top_p: float = 1.0,
-    sampling: Sampling = "top",
-    seed: int = 0,
     served: Path | None = None,
-    block: int | None = None,
-    precision: Precision = "float16",
     force: bool = False,
     part_targets: int = _PART_TARGETS,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write the predictions of a model for the training samples of a prepared folder.
 
@@ -123,15 +120,11 @@ def store(
         data: a folder made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the
             model.
         out: the folder to write.
-        top_k: tokens that are stored for each target, at most.
-        top_p: see :class:`labo.lab.text.selection.Selection`, as ``sampling`` and ``seed``.
         served: a file with the answers of a server in place of the model, see
             :mod:`labo.lab.language_modeling.served`.
-        block: for documents, the most tokens that the model sees at once; all its positions by
-            default.
-        precision: of the log-probabilities.
         force: replace a finished folder.
         part_targets: targets of a part. A part is written as a whole.
+        **options: fields of :class:`labo.lab.text.options.TeacherOptions`.
 
     Returns:
         What was written: targets, bytes, and seconds of this call.
@@ -139,21 +132,25 @@ def store(
     Raises:
         RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
-    data, selection = Path(data).expanduser(), Selection(top_k, top_p, sampling, seed)
+    chosen, data = validated(TeacherOptions, options), Path(data).expanduser()
+    top_k = chosen.top_k
+    selection = Selection(top_k, chosen.top_p, chosen.sampling, chosen.seed)
     task, kind = _find_predictions(data)
     predictions: Any
     if served is not None:
+        if chosen.block is not None:
+            raise RequestError("--block goes with a model, not with --from")
         check_apart(out, [data])
         predictions = kind.served(served.expanduser(), data, selection)
         teacher, digest = served.name, predictions.digest()
     else:
         folder = _model_folder(Path(model or "").expanduser(), task)
         check_apart(out, [data, folder])
-        predictions = kind(folder, data, block)
+        predictions = kind(folder, data, chosen.block)
         teacher, digest = Path(model or "").name, folder_digest(str(folder))
         if torch.accelerator.is_available():
             predictions.model.to(torch.accelerator.current_accelerator())
-    if not 1 <= top_k <= predictions.types:
+    if top_k > predictions.types:
         raise RequestError(f"--top-k {top_k}: the vocabulary has {predictions.types} types")
     settings = StoredSettings(
         data=predictions.fingerprint,
@@ -161,7 +158,7 @@ def store(
         model=digest,
         top_k=top_k,
         block=predictions.block,
-        precision=precision,
+        precision=chosen.precision,
         selection=str(selection),
     )
     predictions.selection = selection
@@ -170,7 +167,7 @@ def store(
         with StoredWriter(out, settings, force=force) as writer:
             for first, last in _ranges(predictions.targets, writer.samples, part_targets):
                 # The draws of a part do not depend on whether the work was interrupted.
-                predictions.rng = torch.Generator().manual_seed(seed * 1_000_003 + first)
+                predictions.rng = torch.Generator().manual_seed(chosen.seed * 1_000_003 + first)
                 writer.add(predictions.samples(first, last, top_k))
             writer.finish({"teacher": teacher})
     except DataError:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..analysis.groups import Group, Member, Variant, paired_numbers
 from ..analysis.reading import Floats, Integers, Run
-from ..analysis.task import TaskAnalysis, TaskOption
-from ..analysis.views import verdict, view
+from ..analysis.task import TaskOption
+from ..analysis.views import view
 from ..tables import Cell, Column, Row, Table, filled
-from ..text.predictions import forced_view, tempered_view
+from ..text.analysis import TokenAnalysis
+from ..text.predictions import forced_view
 from .alignment import matched_tokens
 from .bleu import bleu_metric, bootstrap_bleu
 from .confidence import chosen_probabilities
 from .frequency import PARTS, bleu_by_part, frequency_parts, rule
 from .lengths import length_bias
 from .records import Translations, read_translations
-
-_VIEWS = {
-    "forced": "given the reference so far",
-    "decoded": "on its own output",
-    "forced_after": "after one temperature, given the reference so far,",
-}
 
 
 def _sizes(text: str) -> list[int]:
@@ -40,7 +35,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
-class TranslationAnalysis(TaskAnalysis):
+class TranslationAnalysis(TokenAnalysis):
     """BLEU and chrF; tokens of the reference and of the output; parts by word frequency."""
 
     headline = Column("bleu", "BLEU", better=1)
@@ -63,9 +58,12 @@ class TranslationAnalysis(TaskAnalysis):
         Column("length_ratio_5", "beam 5", digits=3),
         Column("length_ratio_20", "beam 20", digits=3),
     )
-    bootstraps = True
     unit = "reference tokens"
-    locations = ("data.path",)
+    circumstances: ClassVar = {
+        "forced": "given the reference so far",
+        "decoded": "on its own output",
+        "forced_after": "after one temperature, given the reference so far,",
+    }
     evaluate_options = (
         TaskOption("beams", "beam sizes to measure output lengths at, as in beams=1,5,20", _sizes),
     )
@@ -89,43 +87,25 @@ class TranslationAnalysis(TaskAnalysis):
 
     # ------------------------------------------------------------------ one run
 
-    def analyze_split(
-        self, run: Run, split: str, notes: list[str], **options: Any
-    ) -> dict[str, Any]:
-        part_size: int | None = options.get("part_size")
-        records, signature = read_translations(run, split), bleu_signature(run)
-        metric = bleu_metric(signature)
-        views = {}
+    def views(self, records: Translations, split: str, notes: list[str]) -> dict[str, Any]:
         made = {"forced": forced_view(records.forced), "decoded": decoded_view(records)}
         for name, found in made.items():
             if found is None:
                 notes.append(f"the {split} records have no {name} tokens")
-            else:
-                views[name] = found
-        temperature = None
-        if split == "test" and "forced" in views:
-            valid = read_translations(run, "valid").forced if "valid" in run.splits() else []
-            temperature, after = tempered_view(records.forced, valid, notes)
-            views |= {} if after is None else {"forced_after": after}
+        return {name: found for name, found in made.items() if found is not None}
+
+    def findings(
+        self, run: Run, records: Translations, notes: list[str], **options: Any
+    ) -> dict[str, Any]:
+        part_size: int | None = options.get("part_size")
+        signature = bleu_signature(run)
+        metric = bleu_metric(signature)
         hypotheses, references = records.hypotheses, records.references
         parts = frequency_parts(records.frequency, part_size)
         part_bleu = bleu_by_part(hypotheses, references, parts, signature)
-        names = np.array([sentence.pair for sentence in records.sentences])
-        pairs = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
-        pair_bleu = bleu_by_part(hypotheses, references, pairs, signature)
-        verdicts = (f"{_VIEWS[name]} it {verdict(found)}" for name, found in views.items())
         return {
-            "examples": len(records),
-            "fingerprint": records.fingerprint(),
-            "views": views,
-            "temperature": temperature,
-            "verdict": f"{run.method['name']}: {'; '.join(verdicts)}",
             "bleu": float(metric.corpus_score(hypotheses, [references]).score),
             "bleu_signature": str(metric.get_signature()),
-            "pairs": {
-                name: {"examples": len(index), "bleu": pair_bleu[name]}
-                for name, index in pairs.items()
-            },
             "frequency": {
                 "rule": rule(part_size),
                 "left_over": len(records) - sum(len(index) for index in parts.values()),
@@ -168,10 +148,7 @@ class TranslationAnalysis(TaskAnalysis):
     def compare_group(self, group: Group, **options: Any) -> dict[str, Any]:
         part_size: int | None = options.get("part_size")
         records, parts = _parts(group, part_size)
-        return {
-            "frequency": _frequency(group, records, parts, part_size),
-            "confidence": _confidence(group, records, parts),
-        }
+        return {"frequency": _frequency(group, records, parts, part_size)}
 
     def group_tables(self, document: Mapping[str, Any]) -> list[Table]:
         found = document["frequency"]
@@ -293,20 +270,3 @@ def _part_bleu(
     records: Translations = member.records(split)
     signature = bleu_signature(member.run)
     return bleu_by_part(records.hypotheses, records.references, parts, signature)
-
-
-def _confidence(
-    group: Group, records: Translations, parts: Mapping[str, Integers]
-) -> dict[str, Any]:
-    """The histograms of each variant, over the tokens of all its runs."""
-    rows = []
-    edges: list[float] = []
-    for variant in group.variants:
-        members = list(variant.members.values())
-        pooled = [p for member in members for p in member.records(group.split).probabilities]
-        shift = len(records) * np.arange(len(members))[:, None]
-        everywhere = {part: (index + shift).ravel() for part, index in parts.items()}
-        found = chosen_probabilities(pooled, everywhere)
-        edges = found.pop("edges")
-        rows.append({"method": variant.label, **found})
-    return {"edges": edges, "rows": rows}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,16 +10,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..text.task import IGNORED
+from ..text.arrow import IGNORED
+from ..text.batching import Inputs, grouped, padded_rows
 from .prepared import Side, TextSplit
 
-__all__ = ["Sentences", "by_tokens", "forced", "padded", "padded_rows"]
+__all__ = ["Sentences", "by_tokens", "forced", "padded"]
 
 TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
 
 
 @dataclass(frozen=True)
-class Sentences:
+class Sentences(Inputs):
     """The input of the model: padded sources and target prefixes.
 
     Attributes:
@@ -31,13 +32,6 @@ class Sentences:
     source: Tensor
     mask: Tensor | None
     prefix: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Sentences:
-        return Sentences(
-            self.source.to(device, non_blocking=non_blocking),
-            None if self.mask is None else self.mask.to(device, non_blocking=non_blocking),
-            self.prefix.to(device, non_blocking=non_blocking),
-        )
 
 
 def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sentences, Tensor]:
@@ -61,23 +55,8 @@ def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sen
 
 
 def padded(split: TextSplit, side: Side, index: Tensor, pad: int) -> Tensor:
-    """(N, longest) token ids, padded on the right."""
-    values, offsets = getattr(split, f"{side}_values"), getattr(split, f"{side}_offsets")
-    first = offsets[index.numpy()]
-    lengths = offsets[index.numpy() + 1] - first
-    columns = np.arange(lengths.max())
-    real = columns < lengths[:, None]
-    ids = np.full(real.shape, pad, dtype=np.int64)
-    ids[real] = values[(first[:, None] + columns)[real]]
-    return torch.from_numpy(ids)
-
-
-def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """(N, longest) token ids, padded on the right."""
-    ids = torch.full((len(rows), max(map(len, rows))), pad)
-    for row, values in zip(ids, rows, strict=True):
-        row[: len(values)] = torch.tensor(values)
-    return ids
+    """(N, longest) token ids of sentences, padded on the right."""
+    return padded_rows([split.sides[side].part(i) for i in index.tolist()], pad)
 
 
 def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
@@ -86,11 +65,6 @@ def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]
     Args:
         longest: (N,), the tokens of the longer side of each pair.
     """
-    order = longest.argsort(kind="stable")
-    first = 0
-    for end, index in enumerate(order):
-        if end > first and (end + 1 - first) * longest[index] > TOKENS_AT_ONCE:
-            yield order[first:end]
-            first = end
-    if len(order):
-        yield order[first:]
+    order = longest.argsort(kind="stable").tolist()
+    for batch in grouped(order, longest.tolist(), TOKENS_AT_ONCE):
+        yield np.array(batch)

@@ -50,8 +50,8 @@ def chosen_probabilities(
         bins: the number of bins.
 
     Returns:
-        edges; and shares, mean and peak (the middle of the fullest bin), each for "all" and for
-        every part.
+        edges; and shares and peak (the middle of the fullest bin), each for "all" and for every
+        part.
 
     Example:
         >>> found = chosen_probabilities([np.array([0.9, 0.8]), np.array([0.3])], {}, bins=2)
@@ -67,7 +67,6 @@ def chosen_probabilities(
     return {
         "edges": _edges(bins).tolist(),
         "shares": shares,
-        "mean": {part: float(pool.mean()) if len(pool) else None for part, pool in pools.items()},
         "peak": {
             part: None if share is None else (int(np.argmax(share)) + 0.5) / bins
             for part, share in shares.items()

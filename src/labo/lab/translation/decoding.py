@@ -27,11 +27,10 @@ What remains different from fairseq:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -44,64 +43,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..config import Section, explain
 from ..errors import RequestError
+from ..text.batching import grouped, longest_first, padded_rows
 from .model import positions_of
+from .options import Decode
 
 # Logits stored at the same time when hypotheses are scored: 128 MB of float32.
 _SCORED_LOGITS = 2**25
-_WIDEST = 4096  # a beam that is wider must be allowed by batch_tokens
-
-
-class Decode(Section):
-    """Beam search. Lengths include ``</s>`` and are limited by the positions of the model."""
-
-    beam: int = Field(5, ge=1, description="Hypotheses kept at each step.")
-    length_penalty: float = Field(
-        1.0,
-        ge=0,
-        le=100,
-        description="A hypothesis scores its log-probability divided by its length to this power. "
-        "Larger values favor longer outputs.",
-    )
-    min_length: int = Field(
-        1,
-        ge=0,
-        description="The shortest output in tokens, without `</s>`; 1, as in fairseq, forbids an "
-        "empty output.",
-    )
-    max_ratio: float = Field(
-        1.5,
-        ge=0,
-        description="The longest output has `max_ratio` times the tokens of the source, plus "
-        "`max_extra`.",
-    )
-    max_extra: int = Field(20, ge=1, description="See `max_ratio`.")
-    batch_tokens: int = Field(
-        4096, ge=1, description="The largest batch: sentences times longest source times beam."
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Decode:
-        if self.beam > max(self.batch_tokens, _WIDEST):
-            raise ValueError(
-                f"a beam of {self.beam} needs batch_tokens (--batch-tokens) of at least as many, "
-                f"and the memory for it"
-            )
-        if self.min_length > self.max_extra:
-            raise ValueError("min_length must not be larger than max_extra")
-        return self
-
-    def with_beam(self, beam: int) -> Decode:
-        """The same search with another beam.
-
-        Raises:
-            RequestError: the beam is too wide.
-        """
-        try:
-            return Decode.model_validate(self.model_dump() | {"beam": beam})
-        except ValidationError as error:
-            raise RequestError("; ".join(explain(error, Decode))) from error
 
 
 @dataclass(frozen=True)
@@ -222,11 +170,14 @@ def decode(
                 f"source {index} has {len(source)} tokens; the model takes 1 to {positions}"
             )
     found: list[list[Hypothesis]] = [[] for _ in sources]
+    lengths = [len(source) for source in sources]
     training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            for batch in batches([len(source) for source in sources], options):
+            for batch in grouped(
+                longest_first(lengths), lengths, options.batch_tokens // options.beam
+            ):
                 translated = _decode_batch(
                     model, [sources[i] for i in batch], options, start, nbest, temperature
                 )
@@ -237,24 +188,6 @@ def decode(
     finally:
         model.train(training)
     return found
-
-
-def batches(lengths: Sequence[int], options: Decode) -> Iterator[list[int]]:
-    """Group sentences of similar length, the longest first.
-
-    Example:
-        >>> list(batches([3, 9, 4, 8], Decode(beam=1, batch_tokens=18)))
-        [[1, 3], [2, 0]]
-    """
-    batch: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        longest = lengths[batch[0]] if batch else 0
-        if batch and (len(batch) + 1) * longest * options.beam > options.batch_tokens:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
@@ -295,13 +228,8 @@ def _decode_batch(
         ],
         device=device,
     )
-    pad, width = config.pad_token_id, max(map(len, sources))
-    input_ids = torch.tensor(
-        [[*source, *[pad] * (width - len(source))] for source in sources],
-        device=device,
-    )
-    lengths = torch.tensor([len(source) for source in sources], device=device)
-    mask = (torch.arange(width, device=device) < lengths.unsqueeze(-1)).long()
+    input_ids = padded_rows(sources, config.pad_token_id).to(device)
+    mask = padded_rows([[1] * len(source) for source in sources], 0).to(device)
     encoded: Tensor = model.get_encoder()(input_ids, attention_mask=mask).last_hidden_state
     sequences: Tensor = model.generate(
         encoder_outputs=_encoder_outputs(encoded),

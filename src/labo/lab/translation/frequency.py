@@ -20,20 +20,6 @@ from .bleu import bleu_metric
 PARTS = ("most", "medium", "least")
 
 
-def frequency_score(tokens: Sequence[int], counts: Sequence[int] | Integers) -> float:
-    """F(x) of one sentence.
-
-    Args:
-        tokens: ids of the source tokens, at least one.
-        counts: of each id, over the training corpus.
-
-    Example:
-        >>> frequency_score([0, 2, 2], counts=[100, 50, 10])
-        40.0
-    """
-    return float(np.asarray(counts)[np.asarray(tokens)].mean())
-
-
 def frequency_parts(scores: Floats, size: int | None = None) -> dict[str, Integers]:
     """Cut sentences into most, medium and least frequent.
 

@@ -217,10 +217,5 @@ def overlap(train: TextSplit, held_out: TextSplit) -> dict[str, int]:
 
 
 def _sentences(split: TextSplit) -> Iterator[tuple[bytes, bytes]]:
-    source, target = split.source_values, split.target_values
-    ends = (split.source_offsets.tolist(), split.target_offsets.tolist())
     for i in range(len(split)):
-        yield (
-            source[ends[0][i] : ends[0][i + 1]].tobytes(),
-            target[ends[1][i] : ends[1][i + 1]].tobytes(),
-        )
+        yield split.source(i).tobytes(), split.target(i).tobytes()

@@ -9,35 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ..analysis.reading import Integers
 
 
 def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[str, Any]:
-    """Mean length, length ratio and share of short outputs for every beam size.
+    """The length ratio for every beam size.
 
     Args:
         lengths: beam size -> (N,) output lengths in tokens.
         reference: (N,) lengths of the references.
 
     Returns:
-        reference: the mean length of the references; beams: for each size the mean length, the
-        ratio of the sums (None if the references are empty) and the share of outputs that are
-        shorter than their reference.
+        beams: for each size the ratio of the sums, None if the references are empty.
 
     Example:
-        >>> bias = length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))
-        >>> bias["beams"]["20"]
-        {'mean': 4.5, 'ratio': 0.75, 'shorter': 0.5}
+        >>> length_bias({"1": np.array([4, 8]), "20": np.array([4, 5])}, np.array([4, 8]))
+        {'beams': {'1': {'ratio': 1.0}, '20': {'ratio': 0.75}}}
     """
     total = int(reference.sum())
-    beams = {
-        beam: {
-            "mean": float(lengths[beam].mean()),
-            "ratio": float(lengths[beam].sum() / total) if total else None,
-            "shorter": float((lengths[beam] < reference).mean()),
-        }
+    ratios = {
+        beam: float(lengths[beam].sum() / total) if total else None
         for beam in sorted(lengths, key=int)
     }
-    return {"reference": float(np.mean(reference)), "beams": beams}
+    return {"beams": {beam: {"ratio": ratio} for beam, ratio in ratios.items()}}

@@ -1,8 +1,7 @@
-"""Translation models: Marian encoder-decoders of ``transformers``, built from a config.
+"""Translation models: encoder-decoders of ``transformers``, from a preset or from a folder.
 
-Nothing is downloaded. A :class:`TranslationModel` wraps a ``MarianMTModel`` and returns hidden
-states and the output layer, so that :func:`labo.linear_loss` can compute the loss without storing
-the logits of a batch. A saved model is a plain Marian model, which ``AutoModelForSeq2SeqLM`` loads.
+Those from a preset are Marian models; nothing is downloaded. A saved model is a plain one, which
+``AutoModelForSeq2SeqLM`` loads.
 
 ``MODEL_PRESETS`` has the dimensions. ``iwslt`` and ``base`` are those of the paper, ``small`` and
 ``tiny`` are for CPUs.
@@ -10,26 +9,21 @@ the logits of a batch. A saved model is a plain Marian model, which ``AutoModelF
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MarianConfig, MarianMTModel, PretrainedConfig
+from transformers import MarianConfig, MarianMTModel, PretrainedConfig, PreTrainedModel
 from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._names import Registry
-from ...calibration import fold_temperature
-from ..errors import LabError, RequestError
-from ..pretrained import check_finite
-from ..run.files import Document, read_json, read_tensors
+from ..errors import RequestError
 from ..text.dropout import FastDropout
 from ..text.head import Head, mean_of_layers
+from ..text.model import TokenModel
 
 BOS, PAD, EOS, UNK = range(4)  # the order of fairseq
 NUM_SPECIAL = 4
@@ -108,8 +102,130 @@ def marian_config(
     )
 
 
-class TranslationModel(nn.Module):
-    """A Marian model without the multiplication by its output layer.
+class EncoderDecoder(TokenModel):
+    """An encoder-decoder of transformers without the multiplication by its output layer.
+
+    It knows no architecture. It calls the encoder and the decoder, and compares the logits with
+    those of the model when it is made.
+
+    Args:
+        network: the model.
+
+    Raises:
+        RequestError: its logits are not those of its output layer.
+    """
+
+    network: PreTrainedModel
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        super().__init__(network)
+        shift = getattr(network, "final_logits_bias", None)  # Marian, BART, mBART; mostly zeros
+        self._shifted = shift is not None and bool(shift.any())
+        self.scale = 1.0  # of the hidden states; T5 has another one
+        self.scale = self._find_scale()
+
+    def forward(
+        self, source: Tensor, mask: Tensor | None, prefix: Tensor, inner_layers: int = 0
+    ) -> Head:
+        """Hidden states for the next target token after each prefix.
+
+        Args:
+            source: (N, S) token ids.
+            mask: (N, S), 0 where the source is padding; None if there is no padding.
+            prefix: (N, T) target ids, starting with
+                :func:`labo.lab.translation.finetuning.start_tokens`. Padding at the end needs no
+                mask, since attention looks only to the left.
+            inner_layers: also return the mean of the outputs of so many decoder layers, from the
+                first one on.
+        """
+        encoder, decoder = self.inside.get_encoder(), self.inside.get_decoder()
+        asked = {"output_hidden_states": True} if inner_layers else {}
+        with FastDropout():
+            encoded = encoder(attention_mask=mask, **self._embedded(source, encoder))
+            found = decoder(
+                encoder_hidden_states=encoded.last_hidden_state,
+                encoder_attention_mask=mask,
+                use_cache=False,
+                **self._embedded(prefix, decoder),
+                **asked,
+            )
+        inner = mean_of_layers(found.hidden_states, inner_layers) if inner_layers else None
+        states = found.last_hidden_state
+        if self.scale != 1:
+            states = states * self.scale
+        return Head(states, self._output_weight(), self._bias(), inner=inner)
+
+    def _embedded(self, ids: Tensor, part: Any) -> dict[str, Tensor]:
+        """What the encoder or the decoder takes for token ids."""
+        return {"input_ids": ids}
+
+    def _output_weight(self) -> Tensor:
+        weight: Tensor = self.inside.get_output_embeddings().weight
+        return weight
+
+    def _bias(self) -> Tensor | None:
+        parts = [self.inside.get_output_embeddings().bias]
+        parts += [self.inside.final_logits_bias] if self._shifted else []
+        given = [part.reshape(-1) for part in parts if part is not None]
+        return torch.stack(given).sum(0) if given else None
+
+    def _find_scale(self) -> float:
+        """What the hidden states are multiplied by: 1, or 1 / sqrt(width) for T5."""
+        expected, head = self._probe()
+        scales = (1.0, self.width**-0.5)
+        errors = [(head.logits(head.states * s) - expected).abs().max().item() for s in scales]
+        error, scale = min(zip(errors, scales, strict=True))
+        if not error <= 1e-3 * (1 + expected.abs().max().item()):
+            raise RequestError(
+                f"a model of type {self.inside.config.model_type} changes its logits after its "
+                "output layer: it cannot be trained here"
+            )
+        return scale
+
+    @torch.no_grad()
+    def _probe(self) -> tuple[Tensor, Head]:
+        """Logits of the model for a few tokens, and what this module has for them."""
+        ids, training = self.probe_ids(16), self.inside.training
+        self.inside.eval()
+        expected = self.inside(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
+        head = self(ids, None, ids)
+        self.inside.train(training)
+        return expected, head
+
+    def plain(self) -> PreTrainedModel:
+        """The model for decoding. It shares memory with this one."""
+        return self.inside
+
+    @torch.no_grad()
+    def fold_temperature(self, temperature: float) -> None:
+        """Divide the logits by a temperature for good.
+
+        The output layer is mostly tied to the embeddings and stays as it is. The states it is given
+        come out of the last normalization of the decoder, which is divided instead.
+
+        Raises:
+            RequestError: the logits cannot be divided exactly.
+        """
+        decoder = self.inside.get_decoder()
+        last = getattr(decoder, "layer_norm", None) or getattr(decoder, "final_layer_norm", None)
+        if last is None and hasattr(decoder, "layers"):
+            last = getattr(decoder.layers[-1], "final_layer_norm", None)
+        before, _ = self._probe()
+        bias = getattr(self.inside, "final_logits_bias", None)
+        parts = [getattr(last, "weight", None), getattr(last, "bias", None), bias]
+        for part in parts:
+            if part is not None:
+                part.div_(temperature)
+        after, _ = self._probe()
+        if not torch.allclose(after * temperature, before, rtol=1e-3, atol=1e-3):
+            raise RequestError(
+                f"a temperature cannot be folded into a model of type "
+                f"{self.inside.config.model_type}"
+            )
+
+
+class TranslationModel(EncoderDecoder):
+    """A Marian model that is trained from scratch.
 
     Args:
         marian: the model.
@@ -126,51 +242,27 @@ class TranslationModel(nn.Module):
         (torch.Size([1, 2, 8]), torch.Size([50, 8]))
     """
 
+    stem = "marian"
+    marian: MarianMTModel
+
     def __init__(self, marian: MarianMTModel, *, fixnorm: bool = False) -> None:
-        super().__init__()
-        self.marian = marian
         self.fixnorm = fixnorm
+        super().__init__(marian)
 
-    @property
-    def width(self) -> int:
-        """Size of the hidden states."""
-        return int(self.marian.config.d_model)
+    def _find_scale(self) -> float:
+        return 1.0
 
-    def forward(
-        self, source: Tensor, mask: Tensor | None, prefix: Tensor, inner_layers: int = 0
-    ) -> Head:
-        """Hidden states for the next target token after each prefix.
+    def _embedded(self, ids: Tensor, part: Any) -> dict[str, Tensor]:
+        if not self.fixnorm:
+            return super()._embedded(ids, part)
+        embedded = F.embedding(ids, _unit(part.embed_tokens.weight))
+        # Marian scales given embeddings of the decoder, but not those of the encoder.
+        scaled = part is self.marian.get_decoder()
+        return {"inputs_embeds": embedded if scaled else embedded * part.embed_scale}
 
-        Args:
-            source: (N, S) token ids.
-            mask: (N, S), 0 where the source is padding; None if there is no padding.
-            prefix: (N, T) target ids, starting with </s>. Padding at the end needs no mask, since
-                attention looks only to the left.
-            inner_layers: also return the mean of the outputs of so many decoder layers, from the
-                first one on.
-        """
-        body = self.marian.model
-        if self.fixnorm:
-            embed = {
-                "inputs_embeds": F.embedding(source, _unit(body.encoder.embed_tokens.weight))
-                * body.encoder.embed_scale,
-                # Marian scales given embeddings of the decoder, but not those of the encoder.
-                "decoder_inputs_embeds": F.embedding(
-                    prefix, _unit(body.decoder.embed_tokens.weight)
-                ),
-            }
-        else:
-            embed = {"input_ids": source, "decoder_input_ids": prefix}
-        if inner_layers:
-            embed["output_hidden_states"] = True
-        with FastDropout():
-            found = body(attention_mask=mask, use_cache=False, **embed)
-        inner = None
-        if inner_layers:
-            inner = mean_of_layers(found.decoder_hidden_states, inner_layers)
-        weight = self.marian.lm_head.weight
-        states = found.last_hidden_state
-        return Head(states, _unit(weight) if self.fixnorm else weight, inner=inner)
+    def _output_weight(self) -> Tensor:
+        weight = super()._output_weight()
+        return _unit(weight) if self.fixnorm else weight
 
     def plain_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The weights of a plain Marian model, without fixed positions; tied matrices once.
@@ -178,38 +270,17 @@ class TranslationModel(nn.Module):
         Args:
             weights: a ``state_dict()`` of this model or an average of several. Default: its own.
         """
-        weights = self.state_dict() if weights is None else weights
-        left_out = {*self.marian._keys_to_ignore_on_save, *self.marian.all_tied_weights_keys}
-        plain = {}
-        for name, tensor in weights.items():
-            name = name.removeprefix("marian.")
-            if name not in left_out:
-                embeds = self.fixnorm and name.endswith(("embed_tokens.weight", "shared.weight"))
-                head = self.fixnorm and name == "lm_head.weight"
-                plain[name] = _unit(tensor) if embeds or head else tensor
+        plain = super().plain_weights(self.state_dict() if weights is None else weights)
+        embeddings = ("embed_tokens.weight", "shared.weight", "lm_head.weight")
+        for name in plain if self.fixnorm else ():
+            if name.endswith(embeddings):
+                plain[name] = _unit(plain[name])
         return plain
 
-    def plain_config(self) -> dict[str, Any]:
-        """The config with which plain transformers loads the model."""
-        config: dict[str, Any] = json.loads(self.marian.config.to_json_string(use_diff=False))
-        return config | {"architectures": ["MarianMTModel"]}
-
-    @torch.no_grad()
     def fold_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature for good.
-
-        An output layer that is tied to the embeddings stays as it is. The states it is given are
-        divided instead: they come out of the normalization of the last decoder layer, and go
-        nowhere else.
-        """
         if self.fixnorm:
             raise ValueError("fold the temperature into the saved model, which is a plain one")
-        if not self.marian.config.tie_word_embeddings:
-            fold_temperature(self.marian, temperature)
-            return
-        last = self.marian.model.decoder.layers[-1].final_layer_norm
-        for part in (last.weight, last.bias, self.marian.final_logits_bias):
-            part.div_(temperature)
+        super().fold_temperature(temperature)
 
     @torch.no_grad()
     def plain(self) -> MarianMTModel:
@@ -227,94 +298,6 @@ def fresh_translator(config: MarianConfig, *, fixnorm: bool = False) -> Translat
     marian = MarianMTModel(config)
     _initialise(marian, fixnorm)
     return TranslationModel(marian, fixnorm=fixnorm)
-
-
-class _Dimensions(Document):
-    """What is read of a Marian model's ``config.json``; all models here share the rest."""
-
-    vocab_size: int = Field(ge=1)
-    decoder_vocab_size: int = Field(ge=1)
-    share_encoder_decoder_embeddings: bool
-    tie_word_embeddings: bool
-    d_model: int = Field(ge=2)
-    encoder_ffn_dim: int = Field(ge=1)
-    encoder_attention_heads: int = Field(ge=1)
-    decoder_attention_heads: int = Field(ge=1)
-    encoder_layers: int = Field(ge=1)
-    decoder_layers: int = Field(ge=1)
-    max_position_embeddings: int = Field(ge=2, le=1 << 20)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> _Dimensions:
-        for heads in (self.encoder_attention_heads, self.decoder_attention_heads):
-            if self.d_model % heads:
-                raise ValueError(f"d_model {self.d_model} is not divisible by {heads} heads")
-        if self.decoder_attention_heads != self.encoder_attention_heads:
-            raise ValueError("encoder and decoder have different numbers of heads")
-        return self
-
-    def check(self, weights: Mapping[str, Tensor]) -> None:
-        """A ValueError if no such weights are there, before any memory is taken for them."""
-        sizes = {size for tensor in weights.values() for size in tensor.shape}
-        needed = {self.vocab_size, self.decoder_vocab_size, self.d_model, self.encoder_ffn_dim}
-        if not needed <= sizes or self.encoder_layers + self.decoder_layers > len(weights):
-            raise ValueError("other dimensions")
-
-    def config(self) -> MarianConfig:
-        if self.share_encoder_decoder_embeddings:
-            embeddings = "shared"
-        else:
-            embeddings = "decoder" if self.tie_word_embeddings else "separate"
-        return marian_config(
-            (self.vocab_size, self.decoder_vocab_size),
-            width=self.d_model,
-            ffn=self.encoder_ffn_dim,
-            heads=self.encoder_attention_heads,
-            encoder_layers=self.encoder_layers,
-            decoder_layers=self.decoder_layers,
-            embeddings=embeddings,
-            positions=self.max_position_embeddings,
-        )
-
-
-def load_marian(folder: Path) -> MarianMTModel:
-    """The Marian model of a folder, on the CPU and in evaluation mode.
-
-    Only ``config.json`` and ``model.safetensors`` are read. Nothing is unpickled, no adapter and no
-    code in the folder is looked at, and nothing is downloaded.
-
-    Raises:
-        RequestError: there is no such model in the folder, or it is incomplete.
-    """
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-        if pickled:
-            raise RequestError(
-                f"{folder} has {pickled[0]}, a pickle, which can run code and is not read; if you "
-                'trust it, convert it: python -c "from transformers import MarianMTModel as M; '
-                f'M.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"'
-            )
-        raise RequestError(f"{folder} has no model.safetensors")
-    try:
-        found = read_tensors(weights)
-    except LabError as error:
-        raise RequestError(str(error)) from error
-    dimensions = read_json(folder / "config.json", _Dimensions)
-    try:
-        dimensions.check(found)
-        model = MarianMTModel(dimensions.config())
-        missing, unknown = model.load_state_dict(found, strict=False)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise RequestError(f"{weights} does not fit {folder / 'config.json'}") from error
-    model.tie_weights()
-    expected = {*model._keys_to_ignore_on_save, *model.all_tied_weights_keys, "final_logits_bias"}
-    if lost := sorted({*missing} - expected):
-        raise RequestError(f"{weights} lacks {lost[0]}")
-    if unknown:
-        raise RequestError(f"{weights} has {unknown[0]}, which is no part of a Marian model")
-    check_finite(model, folder)
-    return model.eval()
 
 
 def _unit(embeddings: Tensor) -> Tensor:

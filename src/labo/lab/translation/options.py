@@ -1,4 +1,4 @@
-"""The options of ``labo prepare``: files, cleaning, limits, subwords; and the presets."""
+"""The options of ``labo prepare`` with its presets, of beam search and of ``labo translate``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ from .text import TextOptions
 __all__ = [
     "DROPPED",
     "PREPARE_PRESETS",
+    "Decode",
+    "OtherTestSet",
     "PrepareOptions",
     "Processing",
     "Tag",
+    "TranslateOptions",
     "choose",
     "parse_pairs",
     "read_inputs",
 ]
 
 _PAIR = re.compile(r"([a-z]{2,3}(?:_\w+)?)-([a-z]{2,3}(?:_\w+)?)")
+
+_WIDEST = 4096  # a beam that is wider must be allowed by batch_tokens
 
 Tag = Literal["source", "target", "none"]
 
@@ -368,3 +373,107 @@ def choose(preset: str | None, settings: Mapping[str, Any]) -> PrepareOptions:
     values["train_text"] = {**values.get("train_text", values.get("text", {})), **plain}
     values["text"] = {**values.get("text", {}), **text}
     return validated(PrepareOptions, values | given)
+
+
+# ------------------------------------------------------------------ translating
+
+
+class Decode(Section):
+    """Beam search. Lengths include ``</s>`` and are limited by the positions of the model."""
+
+    beam: int = Field(5, ge=1, description="Hypotheses kept at each step.")
+    length_penalty: float = Field(
+        1.0,
+        ge=0,
+        le=100,
+        description="A hypothesis scores its log-probability divided by its length to this power. "
+        "Larger values favor longer outputs.",
+    )
+    min_length: int = Field(
+        1,
+        ge=0,
+        description="The shortest output in tokens, without `</s>`; 1, as in fairseq, forbids an "
+        "empty output.",
+    )
+    max_ratio: float = Field(
+        1.5,
+        ge=0,
+        description="The longest output has `max_ratio` times the tokens of the source, plus "
+        "`max_extra`.",
+    )
+    max_extra: int = Field(20, ge=1, description="See `max_ratio`.")
+    batch_tokens: int = Field(
+        4096, ge=1, description="The largest batch: sentences times longest source times beam."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Decode:
+        if self.beam > max(self.batch_tokens, _WIDEST):
+            raise ValueError(
+                f"a beam of {self.beam} needs batch_tokens (--batch-tokens) of at least as many, "
+                f"and the memory for it"
+            )
+        if self.min_length > self.max_extra:
+            raise ValueError("min_length must not be larger than max_extra")
+        return self
+
+    def with_beam(self, beam: int) -> Decode:
+        """The same search with another beam."""
+        return self.changed({"beam": beam})
+
+    def changed(self, settings: Mapping[str, Any]) -> Decode:
+        """The same search with other settings; None leaves one as it is.
+
+        Raises:
+            RequestError: one line for each wrong value.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        return validated(Decode, self.model_dump() | given)
+
+
+def _as_in_recipe(name: str) -> Any:
+    """An option with the name and description of a field of :class:`Decode`."""
+    described = Decode.model_fields[name].description
+    return Field(None, description=f"{described} Default: as in the recipe.")
+
+
+class TranslateOptions(Section):
+    """The options of ``labo translate``."""
+
+    pair: str | None = Field(
+        None,
+        description="Language pair of a model with several, such as de-en. One language is enough "
+        "if it identifies the pair.",
+    )
+    beam: int | None = _as_in_recipe("beam")
+    length_penalty: float | None = _as_in_recipe("length_penalty")
+    batch_tokens: int | None = _as_in_recipe("batch_tokens")
+    nbest: int | None = Field(
+        None,
+        ge=1,
+        description="Write this many lines per input line: NUMBER<tab>SCORE<tab>TEXT.",
+    )
+    scores: bool = Field(
+        False,
+        description="Write JSON lines with line, text, score, tokens and token probabilities.",
+    )
+
+
+class OtherTestSet(Section):
+    """The options of ``labo evaluate`` that are for translation only."""
+
+    source: str | None = Field(
+        None,
+        description="Translation: text file of another test set, used with --reference.",
+    )
+    reference: str | None = Field(
+        None, description="Translation: a reference for each line of --source."
+    )
+    pair: str | None = Field(
+        None, description="Language pair of --source, if the model has several."
+    )
+    comet: str | None = Field(
+        None,
+        description="Score --source with this COMET model too: a checkpoint file, or a name that "
+        "the package unbabel-comet knows.",
+    )

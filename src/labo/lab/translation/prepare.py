@@ -9,14 +9,12 @@ hidden folder is renamed at the very end, so a folder that is there is complete.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,11 +26,19 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError, LabError, printable
-from ..run.files import sha256, write_text
+from ..errors import DataError, printable
+from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
 from ..text.arrow import ArrowFile, read_batches
-from ..text.folder import SPLITS, building, check_apart, check_free, save_tokenizer, seal
+from ..text.folder import (
+    SPLITS,
+    Preparation,
+    check_apart,
+    check_free,
+    preparing,
+    print_ready,
+    seal,
+)
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from ..text.subwords import (
@@ -258,42 +264,36 @@ def prepare_pairs(
     if processing.tokenizer is not None:
         given = folder_tokenizers(processing.tokenizer)
         pairs = frame_pairs(pairs, processing.tokenizer, *given, processing.prefix)
-    try:
-        with building(out, MAKER, force) as folder, ProgressBars() as bars:
-            work = _Work(folder, list(pairs), processing, bars, list(notes), given)
-            work.clean(splits, sizes or {}, workers)
-            work.write_splits(*(given or work.learn_subwords()))
-            work.write_manifest(inputs)
-    except OSError as error:
-        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+    with preparing(out, MAKER, force) as (folder, bars):
+        work = _Work(folder, bars, list(pairs), processing, list(notes), given)
+        work.clean(splits, sizes or {}, workers)
+        work.write_splits(*(given or work.learn_subwords()))
+        work.write_manifest(inputs)
     return Prepared(out)
 
 
-@dataclass
-class _Work:
+class _Work(Preparation):
     """The three passes over one corpus, and their counts."""
 
-    folder: Path
-    pairs: list[Pair]
-    processing: Processing
-    bars: ProgressBars
-    notes: list[str]
-    given: tuple[Any, Any] | None = None  # tokenizers of a pre-trained model
-    read: Counter[str] = field(default_factory=Counter)
-    cleaned: Counter[str] = field(default_factory=Counter)
-    sizes: Counter[str] = field(default_factory=Counter)
-    dropped: dict[str, Counter[str]] = field(
-        default_factory=lambda: {split: Counter() for split in SPLITS}
-    )
-    found: dict[str, Counter[str]] = field(  # kept, but suspicious
-        default_factory=lambda: {split: Counter() for split in SPLITS}
-    )
-    keys: dict[str, tuple[array[int], array[int]]] = field(  # of the kept sources and targets
-        default_factory=lambda: {split: (array("Q"), array("Q")) for split in SPLITS}
-    )
-    tokens: dict[str, dict[str, int]] = field(default_factory=dict)
-    unknown: dict[str, dict[str, int]] = field(default_factory=dict)
-    vocabulary: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        folder: Path,
+        bars: ProgressBars,
+        pairs: list[Pair],
+        processing: Processing,
+        notes: list[str],
+        given: tuple[Any, Any] | None,  # tokenizers of a pre-trained model
+    ) -> None:
+        super().__init__(folder, bars)
+        self.pairs, self.processing, self.notes, self.given = pairs, processing, notes, given
+        self.cleaned: Counter[str] = Counter()
+        self.dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+        self.found: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}  # kept
+        # Of the kept sources and targets.
+        self.keys = {split: (array("Q"), array("Q")) for split in SPLITS}
+        self.tokens: dict[str, dict[str, int]] = {}
+        self.unknown: dict[str, dict[str, int]] = {}
+        self.vocabulary: dict[str, Any] = {}
 
     @property
     def tags(self) -> list[str]:
@@ -312,7 +312,7 @@ class _Work:
             columns = _text_schema("valid" if self._holds_out else split)
             with (
                 ArrowFile(
-                    self._unsplit if split == "train" else self._spill(split), columns
+                    self._unsplit if split == "train" else self.spill(split), columns
                 ) as file,
                 self.bars.bar(f"cleaning {split}", sizes.get(split)) as advance,
                 closing(
@@ -328,7 +328,7 @@ class _Work:
             self.cleaned[split] = file.rows
         self._distribute(self._places())
         for split in SPLITS:
-            self._refuse_empty(split, self.cleaned[split])
+            self.refuse_empty(split, self.cleaned[split], self.dropped[split])
 
     def _short_enough(self, split: str, rows: Iterable[RawPair]) -> Iterator[RawPair]:
         """The pairs that are short enough to be cleaned, whatever characters they are made of."""
@@ -425,13 +425,13 @@ class _Work:
     def _distribute(self, places: npt.NDArray[np.int8]) -> None:
         """Move the cleaned training pairs to the files of their splits."""
         if not places.any():
-            self._unsplit.replace(self._spill("train"))
+            self._unsplit.replace(self.spill("train"))
             return
         held_out = [split for split in range(1, len(SPLITS)) if (places == split).any()]
         with ExitStack() as stack:
             files = {
                 split: stack.enter_context(
-                    ArrowFile(self._spill(SPLITS[split]), _text_schema(SPLITS[split]))
+                    ArrowFile(self.spill(SPLITS[split]), _text_schema(SPLITS[split]))
                 )
                 for split in (0, *held_out)
             }
@@ -463,18 +463,10 @@ class _Work:
             target_text=pipeline.restore(row.target_text),
         )
 
-    def _refuse_empty(self, split: str, size: int) -> None:
-        if not size:
-            why = ", ".join(f"{n} {reason}" for reason, n in self.dropped[split].items())
-            raise DataError(f"the {split} split is empty{f': dropped {why}' if why else ''}")
-
     @property
     def _unsplit(self) -> Path:
         """The cleaned training text, before pairs are held out."""
         return self.folder / "unsplit.text"
-
-    def _spill(self, split: str) -> Path:
-        return self.folder / f"{split}.text"
 
     # -------------------------------------------------------------- pass 2: subwords
 
@@ -507,7 +499,7 @@ class _Work:
             return learn_merges(lines, words=words, size=options.size, reserved=reserved)
 
     def _lines(self, side: str) -> Iterator[str]:
-        for batch in read_batches(self._spill("train"), _CHUNK):
+        for batch in read_batches(self.spill("train"), _CHUNK):
             yield from batch[side].to_pylist()
 
     def _used(self, tokenizer: PreTrainedTokenizerFast, side: str) -> set[str]:
@@ -527,8 +519,8 @@ class _Work:
         """Write token ids, tokenizers and the counts of the training split."""
         for split in SPLITS:
             counts = self._write_split(split, source, target)
-            self._refuse_empty(split, self.sizes[split])
-            self._spill(split).unlink()
+            self.refuse_empty(split, self.sizes[split], self.dropped[split])
+            self.spill(split).unlink()
             self.tokens[split] = {side: int(c.sum()) for side, c in counts.items()}
             unknown = {"source": source.unk_token_id, "target": target.unk_token_id}
             self.unknown[split] = {
@@ -536,15 +528,10 @@ class _Work:
                 for side, c in counts.items()
             }
             if split == "train":
-                frequencies = {side: c.tolist() for side, c in counts.items()}
-                write_text(self.folder / "frequencies.json", json.dumps(frequencies) + "\n")
-        named = {"tokenizer": source, "target_tokenizer": target}
-        for name, tokenizer in named.items():
-            if name == "tokenizer" or target is not source:
-                if self.given is None:
-                    save_tokenizer(tokenizer, self.folder / name)
-                else:
-                    tokenizer.save_pretrained(self.folder / name)
+                self.save_frequencies(counts)
+        self.save_tokenizer(source, "tokenizer", learned=self.given is None)
+        if target is not source:
+            self.save_tokenizer(target, "target_tokenizer", learned=self.given is None)
         self.vocabulary = {
             "kind": "joint" if target is source else "separate",
             "source": vocabulary_size(source),
@@ -569,7 +556,7 @@ class _Work:
             ArrowFile(self.folder / f"{split}.arrow", schema(split)) as file,
             self.bars.bar(f"writing {split}", self.cleaned[split]) as advance,
         ):
-            for batch in read_batches(self._spill(split), _CHUNK):
+            for batch in read_batches(self.spill(split), _CHUNK):
                 ids: dict[str, list[list[int]]] = {"source": [], "target": []}
                 wanted = []
                 encoded = _encoded(batch, tokens)
@@ -699,16 +686,12 @@ def summarize(prepared: Prepared, tokenizer: str | None = None) -> None:
             notice(f"warning: {line}")
         else:
             console.print(line)
-    console.print(f"{printable(str(prepared.path))} is ready; to train on it:", markup=False)
-    recipe, further = "translation", ""
     if tokenizer is not None:
-        recipe, further = "translation-sft", f" model.pretrained={shlex.quote(tokenizer)}"
-    elif vocabulary["kind"] == "separate":
-        further = " model.embeddings=decoder"
-    console.print(
-        f"labo train {recipe} data.path={shlex.quote(str(prepared.path))}{further}",
-        markup=False,
-    )
+        pretrained = f"model.pretrained={shlex.quote(tokenizer)}"
+        print_ready(console, prepared.path, "translation-sft", pretrained)
+    else:
+        separate = ["model.embeddings=decoder"] * (vocabulary["kind"] == "separate")
+        print_ready(console, prepared.path, "translation", *separate)
 
 
 def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:

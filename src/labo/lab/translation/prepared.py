@@ -1,15 +1,11 @@
 """Prepared parallel text: a folder of token ids in Arrow, with its tokenizers and a manifest.
 
 ``labo prepare`` writes it, training reads it. The splits are Arrow streams, mapped into memory and
-used as numpy arrays; ``datasets.Dataset.from_file`` reads them too. The manifest is written last,
-so a folder that has one is complete. It lists the checksum of every file, and all are verified
-before anything is mapped: each file is hashed once and remembered, see
-:mod:`labo.lab.run.checksums`.
+used as numpy arrays; ``datasets.Dataset.from_file`` reads them too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,35 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import Field, NonNegativeInt
+from pydantic.dataclasses import dataclass
 
-from ..errors import DataError, RequestError
-from ..run.files import Document, read_json
-from ..text.arrow import flat_lists, read_table
-from ..text.folder import (
-    MANIFEST,
-    SPLITS,
-    Count,
-    FolderManifest,
-    Maker,
-    PreparedFolder,
-    load_tokenizer,
-    read_manifest,
-)
+from ..errors import DataError
+from ..run.files import Document
+from ..text.arrow import Lists, read_table
+from ..text.folder import MANIFEST, FolderManifest, Maker, PreparedFolder, load_tokenizer
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_size
 from .text import TextOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["MAKER", "Frame", "Pair", "PairEntry", "Prepared", "TextSplit", "read_split", "schema"]
+__all__ = ["MAKER", "Frame", "Pair", "Prepared", "TextSplit", "read_split", "schema"]
 
 Side = Literal["source", "target"]
 
 MAKER = Maker("labo prepare", None)
-_ALWAYS_THERE = (
-    *(f"{split}.arrow" for split in SPLITS),
-    "frequencies.json",
-)
 _SOURCE, _TARGET = "tokenizer/tokenizer.json", "target_tokenizer/tokenizer.json"
 
 
@@ -105,34 +89,17 @@ class _Vocabulary(Document):
     target: int = Field(ge=1)
 
 
-class PairEntry(Document):
-    """A :class:`Pair` in a JSON file."""
-
-    source: str
-    target: str
-    tag: str | None = None
-    frame: Frame | None = None
-
-    def pair(self) -> Pair:
-        return Pair(self.source, self.target, self.tag, self.frame)
-
-
 class _PairManifest(FolderManifest):
     """What ``prepared.json`` must hold; it says more."""
 
-    pairs: list[PairEntry] = Field(min_length=1)
+    pairs: list[Pair] = Field(min_length=1)
     text: TextOptions
     vocabulary: _Vocabulary
     sizes: dict[str, NonNegativeInt]
 
 
-class _Frequencies(Document):
-    source: list[Count]
-    target: list[Count]
-
-
 class TextSplit:
-    """Token ids of sentence pairs; sentence i of a side is values[offsets[i] : offsets[i + 1]].
+    """Token ids of sentence pairs.
 
     Attributes:
         pair: (N,) int8, which of the pairs of the data each sentence pair belongs to.
@@ -141,49 +108,25 @@ class TextSplit:
     def __init__(self, table: pa.Table) -> None:
         self._table = table
         self.pair: npt.NDArray[np.int8] = table["pair"].to_numpy()
+        self.sides: dict[Side, Lists] = {
+            "source": Lists(table["source"]),
+            "target": Lists(table["target"]),
+        }
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    @cached_property
-    def _source(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        return flat_lists(self._table["source"])
-
-    @cached_property
-    def _target(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        return flat_lists(self._table["target"])
-
-    @property
-    def source_values(self) -> npt.NDArray[np.int32]:
-        """All source sentences, one after the other."""
-        return self._source[0]
-
-    @property
-    def source_offsets(self) -> npt.NDArray[np.int64]:
-        """(N + 1,), the start of each source sentence in ``source_values``."""
-        return self._source[1]
-
-    @property
-    def target_values(self) -> npt.NDArray[np.int32]:
-        """All target sentences, one after the other."""
-        return self._target[0]
-
-    @property
-    def target_offsets(self) -> npt.NDArray[np.int64]:
-        """(N + 1,), the start of each target sentence in ``target_values``."""
-        return self._target[1]
-
     def source(self, index: int) -> npt.NDArray[np.int32]:
         """The ids of a source sentence, tag and end included."""
-        return self.source_values[self.source_offsets[index] : self.source_offsets[index + 1]]
+        return self.sides["source"].part(index)
 
     def target(self, index: int) -> npt.NDArray[np.int32]:
         """The ids of a target sentence, its end included."""
-        return self.target_values[self.target_offsets[index] : self.target_offsets[index + 1]]
+        return self.sides["target"].part(index)
 
     def lengths(self, side: Side) -> npt.NDArray[np.int64]:
         """(N,), the number of ids of each sentence."""
-        return np.diff(self.source_offsets if side == "source" else self.target_offsets)
+        return self.sides[side].lengths
 
     def longest(self, given: int = 0) -> npt.NDArray[np.int64]:
         """(N,), the number of ids of the longer side of each sentence pair.
@@ -208,51 +151,42 @@ class TextSplit:
         return text
 
 
-class Prepared(PreparedFolder):
-    """A prepared folder.
-
-    Args:
-        path: the folder.
+class Prepared(PreparedFolder[_PairManifest, TextSplit]):
+    """Prepared parallel text, see :class:`labo.lab.text.folder.PreparedFolder`.
 
     Attributes:
-        path: the folder.
-        manifest: the content of prepared.json.
-        fingerprint: 64 hex digits, the same for the same content.
         pairs: the directions of translation.
         text: what was done to the text, and has to be done to text that is translated.
         pretrained: whether the tokenizers are those of a pre-trained model.
-
-    Raises:
-        DataError: it is no prepared folder, or an unfinished or damaged one.
     """
 
+    maker = MAKER
+    Manifest = _PairManifest
+
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
-        checked = read_manifest(self.path, _PairManifest, MAKER, _ALWAYS_THERE)
-        self._vocabulary = checked.vocabulary
-        self.manifest: dict[str, Any] = checked.model_dump()
-        self.fingerprint = checked.content_fingerprint
-        self.pairs = [entry.pair() for entry in checked.pairs]
+        super().__init__(path)
+        self.pairs = self.checked.pairs
         self.pretrained = any(pair.frame for pair in self.pairs)
-        self.text = checked.text
-        self._splits: dict[str, TextSplit] = {}
-        needed = [] if self.pretrained else [_SOURCE]
-        needed += [_TARGET] if self._vocabulary.kind == "separate" else []
-        for name in needed:
-            if name not in checked.sha256:
-                raise DataError(f"{self.path / MANIFEST}: sha256 has no {name}")
+        self.text = self.checked.text
+        joint = self.checked.vocabulary.kind == "joint"
+        self.must_list(*([] if self.pretrained else [_SOURCE]), *([] if joint else [_TARGET]))
+
+    @property
+    def types(self) -> dict[str, int]:
+        vocabulary = self.checked.vocabulary
+        return {"source": vocabulary.source, "target": vocabulary.target}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the source, or of both sides."""
-        return self._load("tokenizer", self._vocabulary.source)
+        return self._load("tokenizer", self.types["source"])
 
     @cached_property
     def target_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the target; the same object as ``tokenizer`` for a joint vocabulary."""
-        if self._vocabulary.kind == "joint":
+        if self.checked.vocabulary.kind == "joint":
             return self.tokenizer
-        return self._load("target_tokenizer", self._vocabulary.target)
+        return self._load("target_tokenizer", self.types["target"])
 
     def _load(self, name: str, size: int) -> PreTrainedTokenizerFast:
         if not self.pretrained:
@@ -272,50 +206,20 @@ class Prepared(PreparedFolder):
         """The id that ends a target."""
         return int(self.target_tokenizer.eos_token_id)
 
-    def split(self, name: str) -> TextSplit:
-        """The training, validation or test split: "train", "valid" or "test"."""
-        if name not in self._splits:
-            split = read_split(self.path, name)
-            self._check_ids(split, self.path / f"{name}.arrow")
-            self._splits[name] = split
-        return self._splits[name]
+    def schema(self, split: str) -> pa.Schema:
+        return schema(split)
 
-    def _check_ids(self, split: TextSplit, path: Path) -> None:
-        """Refuse ids without a type, and sentence pairs without a language pair or a token."""
-        for side, size in (
-            ("source", self._vocabulary.source),
-            ("target", self._vocabulary.target),
-        ):
-            values = split.source_values if side == "source" else split.target_values
-            if len(values) and not 0 <= values.min() <= values.max() < size:
-                raise DataError(f"{path}: a {side} token id is outside [0, {size})")
-            if len(split) and split.lengths(side).min() < 1:  # type: ignore[arg-type]
-                raise DataError(f"{path}: a {side} sentence has no token")
+    def read_split(self, table: pa.Table) -> TextSplit:
+        split = TextSplit(table)
+        for side, lists in split.sides.items():
+            lists.check(f"{side} token id", self.types[side])
+            if len(split) and lists.lengths.min() < 1:
+                raise DataError(f"a {side} sentence has no token")
         if len(split) and not 0 <= split.pair.min() <= split.pair.max() < len(self.pairs):
-            raise DataError(f"{path}: a language pair is outside [0, {len(self.pairs)})")
-
-    @cached_property
-    def counts(self) -> _Frequencies:
-        """How often each type occurs in the training split."""
-        try:
-            return read_json(self.path / "frequencies.json", _Frequencies)
-        except RequestError as error:
-            raise DataError(str(error)) from error
-
-    def frequencies(self, side: Side) -> npt.NDArray[np.int64]:
-        """(V,), how often each type occurs in the training split; </s> and tags count too."""
-        path = self.path / "frequencies.json"
-        counts = self.counts.source if side == "source" else self.counts.target
-        size = getattr(self._vocabulary, side)
-        if len(counts) != size:
-            raise DataError(f"{path}: {len(counts)} counts of {side} types, not {size}")
-        return np.asarray(counts, dtype=np.int64)
+            raise DataError(f"a language pair is outside [0, {len(self.pairs)})")
+        return split
 
 
 def read_split(folder: Path, name: str) -> TextSplit:
-    """A split of a prepared folder, mapped into memory.
-
-    Raises:
-        DataError: it is missing, damaged or has other columns.
-    """
+    """A split of a folder that has no manifest yet."""
     return TextSplit(read_table(folder / f"{name}.arrow", schema(name)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..analysis.reading import Floats, RecordLine, Run, record_lines
+from ..text.analysis import digest
 from ..text.predictions import Forced, read_forced
 
 
@@ -63,8 +62,7 @@ class Translations:
 
     def fingerprint(self) -> str:
         """Equal for two runs that translated the same sentences."""
-        text = [(s.pair, s.source, s.reference) for s in self.sentences]
-        return hashlib.sha256(json.dumps(text).encode()).hexdigest()
+        return digest([(s.pair, s.source, s.reference) for s in self.sentences])
 
 
 def read_translations(run: Run, split: str) -> Translations:

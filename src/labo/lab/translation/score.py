@@ -6,62 +6,42 @@ the end of the sentence, given the source.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from ..errors import RequestError
 from ..run.progress import notice
-from ..text.batching import rounded
+from ..text.arrow import IGNORED
+from ..text.batching import padded_rows
 from ..text.forced import mean_metrics, token_statistics
 from ..text.head import Head
 from ..text.lines import read_lines
-from ..text.task import IGNORED
+from ..text.options import ScoreOptions
+from ..text.score import TokenScore, write_records
 from . import bleu
-from .batches import by_tokens, forced, padded_rows
+from .batches import by_tokens, forced
 from .translate import Translator
 
-__all__ = ["PairScore", "evaluate_files", "score_files", "score_pairs"]
+__all__ = ["PairScore", "evaluate_files", "score_command", "score_files", "score_pairs"]
 
 _LINES_AT_ONCE = 2000
 _COMET = "unbabel-comet"
 
 
 @dataclass(frozen=True)
-class PairScore:
-    """What a model gives a translation.
+class PairScore(TokenScore):
+    """What a model gives a translation, ``</s>`` last.
 
     Attributes:
-        tokens: of the translation, ``</s>`` last.
         statistics: of each token, as :func:`labo.lab.text.forced.token_statistics` gives them.
-        log_probabilities: the natural logarithm of the probability of each token; calibrated if the
-            model is, see ``labo calibrate``.
     """
 
-    tokens: tuple[str, ...]
     statistics: dict[str, torch.Tensor]
-    log_probabilities: tuple[float, ...]
-
-    @property
-    def log_probability(self) -> float:
-        return math.fsum(self.log_probabilities)
-
-    def record(self, line: int, *, tokens: bool) -> dict[str, object]:
-        """As a line of JSON; with each token if asked for."""
-        found: dict[str, object] = {
-            "line": line,
-            "log_probability": self.log_probability,
-            "tokens": len(self.tokens),
-        }
-        if tokens:
-            found["token"] = self.tokens
-            found["token_log_probability"] = rounded(self.log_probabilities)
-        return found
 
 
 @torch.inference_mode()
@@ -105,12 +85,8 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     inputs, labels = inputs.to(device), labels.to(device)
     real = labels != IGNORED
     head: Head = translator.network(inputs.source, inputs.mask, inputs.prefix)
-    bias = head.bias
-    if bias is None and hasattr(model, "final_logits_bias"):  # our own models leave out a constant
-        bias = model.final_logits_bias.squeeze(0)
-    head = head.at(real)._replace(bias=bias)
     temperature = translator.temperature
-    statistics = token_statistics(head, labels[real], temperature)
+    statistics = token_statistics(head.at(real), labels[real], temperature)
     lengths = real.sum(-1).tolist()
     columns = {name: column.cpu().split(lengths) for name, column in statistics.items()}
     nll = columns["nll" if temperature == 1 else "tempered_nll"]
@@ -118,8 +94,8 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     return [
         PairScore(
             tuple(names(pairs[row][1])),
-            {name: column[row] for name, column in columns.items()},
             tuple((-nll[row]).tolist()),
+            {name: column[row] for name, column in columns.items()},
         )
         for row in range(len(pairs))
     ]
@@ -156,6 +132,16 @@ def score_files(
     for first in range(0, len(sources), _LINES_AT_ONCE):
         part = slice(first, first + _LINES_AT_ONCE)
         yield from score_pairs(translator, sources[part], targets[part], first_line=first + 1)
+
+
+def score_command(
+    run: Path, files: Sequence[str], options: ScoreOptions, source: BinaryIO, target: BinaryIO
+) -> None:
+    """``labo score``: the lines of two files."""
+    if len(files) != 2:
+        raise RequestError("the score of a translation needs two files: SOURCE TARGET")
+    found = enumerate(score_files(run, *files, pair=options.pair), 1)
+    write_records((s.record(line=line, tokens=options.tokens) for line, s in found), target)
 
 
 def evaluate_files(

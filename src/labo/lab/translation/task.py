@@ -7,7 +7,6 @@ computed from hidden states and output layer by :func:`labo.linear_loss`, withou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -24,45 +23,35 @@ from torch import Tensor, nn
 from ..._names import unknown_name
 from .. import config
 from ..errors import RequestError
-from ..methods import METHODS
-from ..pretrained import Lora, adapter_files, add_lora, folder_digest, freeze
+from ..pretrained import StartingModel, folder_digest
 from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length, in_order, rounded, text_digest
+from ..text.batching import batches_by_length, in_order, padded_rows, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.stored import StoredTeacher
-from ..text.task import IGNORED, TokenTask
-from ..text.token_text import token_name
+from ..text.task import TokenTask
 from . import batches, bleu
-from .decoding import Decode, Hypothesis, decode, generation_config
-from .finetuning import (
-    AnyTranslator,
-    FolderTranslator,
-    fitting_config,
-    load_translator,
-    start_tokens,
-    target_types,
-)
+from .decoding import Hypothesis, decode, generation_config
+from .finetuning import fitting_config, load_translator, start_tokens, target_types
 from .model import (
     EOS,
     MODEL_PRESETS,
     NUM_SPECIAL,
+    EncoderDecoder,
     TranslationModel,
     fresh_translator,
     marian_config,
     positions_of,
 )
-from .options import MAX_TYPES
+from .options import MAX_TYPES, Decode
 from .prepared import Prepared, Side, TextSplit
 from .teacher import stored_rows
 from .text import Pipeline
 from .translate import ModelFolder
-
-_EXPLORED = 5  # examples saved with all their logits
 
 
 class TextData(config.Section):
@@ -114,8 +103,11 @@ class TextData(config.Section):
         return dict.fromkeys(of_phrases, "name=prepared")
 
 
-class TextModel(config.Section):
-    """The Transformer: a preset and what differs from it, or a pre-trained model."""
+class TextModel(StartingModel):
+    """The Transformer: a preset and what differs from it, or a pre-trained model.
+
+    Encoder-decoders to start from are Marian, T5, BART, mBART, M2M100 or NLLB, for example.
+    """
 
     preset: str | None = Field(
         None,
@@ -126,18 +118,6 @@ class TextModel(config.Section):
         )
         + ".",
     )
-    pretrained: str | None = Field(
-        None,
-        description="A Hugging Face folder with an encoder-decoder to start from, such as Marian, "
-        "T5, BART, mBART, M2M100 or NLLB. Only safetensors are read. All other keys but `freeze` "
-        "and `lora` are for presets.",
-    )
-    freeze: config.Names = Field(
-        (),
-        description="Modules or parameters that are not trained, such as `model.encoder`; `*` "
-        "matches anything.",
-    )
-    lora: Lora | None = Field(None, description="With `pretrained`: train low-rank adapters only.")
     width: int | None = Field(
         None, ge=2, description="Width of embeddings and layers. null: as in the preset."
     )
@@ -177,10 +157,8 @@ class TextModel(config.Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TextModel:
-        if (self.preset is None) == (self.pretrained is None):
-            raise ValueError("give preset or pretrained, and not both (preset=null leaves it out)")
         if self.pretrained is not None:
-            start = {"preset", "pretrained", "freeze", "lora"}
+            start = StartingModel.model_fields
             defaults = {n: f.default for n, f in TextModel.model_fields.items() if n not in start}
             if given := [n for n, default in defaults.items() if getattr(self, n) != default]:
                 raise ValueError(
@@ -255,6 +233,7 @@ class TranslationTask(TokenTask):
     """Translation: data, model and scores."""
 
     Recipe = TextRecipe
+    data: Prepared
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
     provides: ClassVar = frozenset({"vocabulary_groups", "inner_states", "stored_teacher"})
     method_defaults: ClassVar = {
@@ -293,11 +272,8 @@ class TranslationTask(TokenTask):
         self._train = self.data.split("train")
         plan, left_out = self._make_batches()
         self.set_batches(plan)
-        self.size = len(self._train)
-        warning = METHODS[recipe.method["name"]].from_scratch
-        if warning is not None and recipe.model.pretrained is None:
-            left_out = [*left_out, warning]
-        self.notes = left_out
+        self.size = self.samples = len(self._train)
+        self.notes = [*left_out, *self.method_notes()]
         self._dropout: dict[Side, BpeDropout] = {}
         if recipe.data.bpe_dropout:
             self._dropout = {
@@ -348,18 +324,10 @@ class TranslationTask(TokenTask):
         """Tokens that the decoder is given before a target, besides its start token."""
         return self._starts.shape[1] - 1
 
-    def build_model(self) -> AnyTranslator:
-        options = self.recipe.model
-        if options.pretrained is None:
-            fresh = self._fresh_model()
-            if options.freeze:
-                freeze(fresh.marian, options.freeze)
-            return fresh
-        model = load_translator(options.pretrained)
-        if options.freeze:
-            freeze(model.network, options.freeze)
-        if options.lora is not None:
-            add_lora(model.network, options.lora, [model.head_name], train_heads=False)
+    def build_model(self) -> EncoderDecoder:
+        folder = self.recipe.model.pretrained
+        model = self._fresh_model() if folder is None else load_translator(folder)
+        self.prepare_model(model)
         return model
 
     def _fresh_model(self) -> TranslationModel:
@@ -374,7 +342,7 @@ class TranslationTask(TokenTask):
         return fresh_translator(marian, fixnorm=model.fixnorm)
 
     @staticmethod
-    def load_model(folder: Path) -> AnyTranslator:
+    def load_model(folder: Path) -> EncoderDecoder:
         return ModelFolder.find(folder).load()
 
     def facts(self) -> dict[str, Any]:
@@ -394,23 +362,12 @@ class TranslationTask(TokenTask):
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
-        assert isinstance(model, AnyTranslator)
-        options = self.recipe.model
-        settings = model.plain_config() | {"labo": self.facts()}
+        assert isinstance(model, EncoderDecoder)
         # With several target languages a caller of generate names the one that is wanted.
         start = self._starts[0] if len(self._starts.unique(dim=0)) == 1 else self._starts[0, :1]
-        generation = generation_config(
-            self.recipe.decode, model.plain().config, start=start.tolist()
-        )
-        files: dict[str, str | bytes] = {
-            "config.json": json.dumps(settings, indent=2) + "\n",
-            "generation_config.json": generation.to_json_string(),
-        }
-        if isinstance(model, FolderTranslator):
-            apart = model.network_weights(weights)
-            files |= adapter_files(model.network, apart, options.lora, options.pretrained)
-        files |= self.data.tokenizer_files
-        return model.plain_weights(weights), files
+        config = model.plain().config
+        generation = generation_config(self.recipe.decode, config, start=start.tolist())
+        return self.folder_files(model, weights, generation.to_json_string())
 
     def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
         """Hidden states for the target tokens of a batch, without padding, and the output layer."""
@@ -425,15 +382,13 @@ class TranslationTask(TokenTask):
                     f"data.{name} changes the targets, and predictions are stored for those of "
                     "the text: set it to 0, or use method=kd, which runs the teacher beside"
                 )
-        stored = StoredTeacher(folder)
-        vocabulary = vocabulary_digest(self.data.target_tokenizer)
-        stored.check(data=self.data.fingerprint, vocabulary=vocabulary, samples=self.size)
+        return super().stored_teacher(folder)
 
-        def read(batch: Batch) -> tuple[Tensor, Tensor]:
-            counted = bool(self.learned(batch).any())  # not so of Batch.without_targets
-            return stored_rows(stored, batch.index.tolist() if counted else [])
+    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
+        return stored_rows(stored, batch.index.tolist())
 
-        return stored.about.content_fingerprint[:12], read
+    def target_tokenizer(self) -> Any:
+        return self.data.target_tokenizer
 
     # ------------------------------------------------------------------ training batches
 
@@ -470,7 +425,7 @@ class TranslationTask(TokenTask):
         for name, size in zip(names, self.vocabularies, strict=True):
             if training and self._dropout:
                 rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
-                ids = batches.padded_rows(rows, self.data.pad)
+                ids = padded_rows(rows, self.data.pad)
             else:
                 ids = batches.padded(split, name, index, self.data.pad)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
@@ -596,7 +551,7 @@ class TranslationTask(TokenTask):
     def _decode(
         self, model: nn.Module, split: TextSplit, accelerator: Accelerator, options: Decode
     ) -> list[Hypothesis]:
-        assert isinstance(model, AnyTranslator)
+        assert isinstance(model, EncoderDecoder)
         mine, plain = self._shares(split, accelerator), model.plain()
         starts = [tuple(self._starts[pair].tolist()) for pair in split.pair]
         best: list[tuple[int, Hypothesis]] = []
@@ -623,7 +578,6 @@ class TranslationTask(TokenTask):
                 head = self.outputs(model, batch)
             yield part.tolist(), batch, head  # outside of autocast: statistics are in float32
 
-    @torch.no_grad()
     def _forced(
         self,
         model: nn.Module,
@@ -632,18 +586,15 @@ class TranslationTask(TokenTask):
         temperature: float | None = None,
     ) -> list[dict[str, Any]]:
         """Statistics of each reference token, given the true prefix."""
-        found = []
         share = len(self._shares(split, accelerator))
         with track("scoring references", share) as advance:
-            for part, batch, head in self._heads(model, split, accelerator):
-                stats = forced.token_statistics(head, self.tokens(batch), temperature)
-                lengths = (batch.target != IGNORED).sum(-1).tolist()
-                columns = {name: column.split(lengths) for name, column in stats.items()}
-                for position, index in enumerate(part):
-                    row = {name: tokens[position].cpu() for name, tokens in columns.items()}
-                    found.append((index, row))
-                advance(len(part))
-        return in_order(gather_object(found))
+
+            def parts() -> Iterator[tuple[list[int], list[int], Batch, Head]]:
+                for part, batch, head in self._heads(model, split, accelerator):
+                    yield part, self.learned(batch).sum(-1).tolist(), batch, head
+                    advance(len(part))
+
+            return [row for _, row in self.forced_rows(parts(), temperature)]
 
     @torch.no_grad()
     def logits(
@@ -651,10 +602,6 @@ class TranslationTask(TokenTask):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         for _, batch, head in self._heads(model, self.data.split(split), accelerator):
             yield from forced.blocks(head, self.tokens(batch))
-
-    def fold_temperature(self, model: nn.Module, temperature: float) -> None:
-        assert isinstance(model, AnyTranslator)
-        model.fold_temperature(temperature)
 
     def _records(
         self,
@@ -683,12 +630,12 @@ class TranslationTask(TokenTask):
                 "reference": split.target_text(index),
                 "hypothesis": text,
                 "source_tokens": names(source),
-                "tokens": self._names([*hypothesis.ids, *([self.data.end] if ended else [])]),
+                "tokens": self.token_texts([*hypothesis.ids, *([self.data.end] if ended else [])]),
                 "probabilities": rounded(hypothesis.probabilities),
                 "score": hypothesis.score,
                 "frequency": float(counts[source].mean()) if source else 0.0,
                 "forced": forced.forced_record(
-                    self._names(reference), references[index], temperature
+                    self.token_texts(reference), references[index], temperature
                 ),
                 "reference_length": len(reference),
             }
@@ -696,49 +643,18 @@ class TranslationTask(TokenTask):
                 record["lengths"] = {str(b): len(by_beam[b][index].ids) + 1 for b in by_beam}
             yield record
 
-    def _names(self, ids: Sequence[int]) -> list[str]:
-        """Target tokens. An output layer may have more rows than the tokenizer has types."""
-        types, tokens = self.vocabularies[1], self.data.target_tokenizer
-        known: list[str] = tokens.convert_ids_to_tokens([i if i < types else 0 for i in ids])
-        return [t if i < types else f"unused {i}" for i, t in zip(ids, known, strict=True)]
-
-    @torch.no_grad()
     def examples(self, model: nn.Module, split: str, accelerator: Accelerator) -> dict[str, Any]:
-        """Tokens with the most probable second choice, one per sentence, with all logits."""
         chosen = self.data.split(split)
         index = torch.arange(min(len(chosen), 64))
         batch = self._batch(chosen, index, 0, training=False).to(accelerator.device)
-        model.eval()
-        head = self.outputs(model, batch)
-        rivals = forced.rival_probabilities(head, self.tokens(batch))
-        lengths = (batch.target != IGNORED).sum(-1)
-        sentences = torch.arange(len(index), device=lengths.device).repeat_interleave(lengths)
-        tokens = self.data.target_tokenizer
-        examples: list[dict[str, Any]] = []
-        used: set[int] = set()
-        for row in rivals.argsort(descending=True).tolist():
-            sentence = int(sentences[row])
-            if sentence in used or len(examples) == _EXPLORED:
-                continue
-            used.add(sentence)
-            position = row - int(lengths[:sentence].sum())
-            target = chosen.target(sentence)
-            so_far = tokens.decode(target[:position].tolist(), skip_special_tokens=True)
-            logits = head.logits(head.states[row]).float()
-            next_token = token_name(tokens.convert_ids_to_tokens(int(target[position])))
-            examples.append(
-                {
-                    "title": f"sentence {sentence + 1}, after {so_far[-40:]!r}: {next_token}",
-                    "target": int(target[position]),
-                    "logits": [round(x, 4) for x in logits.tolist()],
-                    "image": None,
-                    "context": f"{chosen.source_text(sentence)} = {so_far} ...",
-                }
-            )
-        return {
-            "classes": self._names(range(self.num_classes)),
-            "examples": examples,
-        }
+        lengths = chosen.lengths("target")
+        places = [(i, position) for i in index.tolist() for position in range(lengths[i])]
+
+        def describe(sentence: int) -> tuple[Any, str, str]:
+            source = chosen.source_text(sentence)
+            return chosen.target(sentence), f"sentence {sentence + 1}", f"{source} = "
+
+        return self.competing(model, batch, places, describe)
 
 
 TASK = TranslationTask

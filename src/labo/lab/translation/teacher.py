@@ -14,8 +14,8 @@ from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.stored import Rows, StoredTeacher
 from ..text.teacher import TrainingPredictions
 from .batches import by_tokens, forced, padded
-from .finetuning import FolderTranslator, fitting_config, load_translator, start_tokens
-from .model import positions_of
+from .finetuning import fitting_config, load_translator, start_tokens
+from .model import EncoderDecoder, positions_of
 from .prepared import MAKER, Prepared
 
 __all__ = ["PREDICTIONS", "SentencePredictions", "stored_rows"]
@@ -25,7 +25,7 @@ class SentencePredictions(TrainingPredictions):
     """What an encoder-decoder predicts for the tokens of translations, given the sources."""
 
     maker = MAKER
-    model: FolderTranslator
+    model: EncoderDecoder
 
     def __init__(self, folder: Path, data: Path, block: int | None) -> None:
         if block is not None:

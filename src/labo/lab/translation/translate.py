@@ -6,29 +6,30 @@ reads and writes up to two thousand lines at a time.
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from transformers import PreTrainedTokenizerFast
 
-from ..config import explain
 from ..errors import RequestError
 from ..run.calibration import divisor_of
-from ..run.files import Document, checked, read_json
+from ..run.files import Document, checked
 from ..tasks import find_model
+from ..text.folder import load_tokenizer
+from ..text.score import json_line
 from ..text.stdio import Answer, Notice, answer_lines
 from ..text.subwords import panics_refused
-from .decoding import Decode, Hypothesis, decode
-from .finetuning import AnyTranslator, load_saved, start_tokens
+from .decoding import Hypothesis, decode
+from .finetuning import check_tokens, load_translator, start_tokens, translation_config
 from .framing import PairTokens, folder_tokenizers
-from .model import BOS, EOS, PAD, positions_of
-from .prepared import Pair, PairEntry
+from .model import EncoderDecoder, positions_of
+from .options import Decode
+from .prepared import Pair
 from .text import Pipeline, TextOptions
 
 _LONGEST_LINE = 20_000  # characters; the time that cleaning takes grows with their square
@@ -57,33 +58,9 @@ _NOTHING = Translation("", 0.0, (), ())
 class _Facts(Document):
     """What ``config.json`` of a translation model has under "labo"."""
 
-    pairs: list[PairEntry] = Field(min_length=1)
+    pairs: list[Pair] = Field(min_length=1)
     text: TextOptions
     decode: Decode
-
-
-class _Sizes(Document):
-    """The sizes of the vocabularies, from ``config.json``."""
-
-    vocab_size: int
-    decoder_vocab_size: int
-
-
-def _load_tokenizer(folder: Path, size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer, which must have the special tokens, ids and size that models here have."""
-    try:
-        with panics_refused(folder):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            special = [tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token]
-            if tokenizer.convert_tokens_to_ids(special) != [BOS, PAD, EOS]:
-                raise ValueError(f"the special tokens {special} do not have the ids 0, 1 and 2")
-            if len(tokenizer) != size:
-                raise ValueError(f"{len(tokenizer)} types, but the model has {size}")
-            tokenizer.decode(tokenizer.encode("a"))
-            return tokenizer
-    except Exception as error:  # tokenizers raises Exception itself
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RequestError(f"{folder} holds no tokenizer that can be read: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -116,7 +93,7 @@ class ModelFolder:
         known = checked(facts, _Facts, folder / "config.json", "labo.")
         return cls(
             folder,
-            tuple(entry.pair() for entry in known.pairs),
+            tuple(known.pairs),
             known.text,
             known.decode,
             divisor_of(folder),
@@ -127,20 +104,22 @@ class ModelFolder:
         """Whether the model started from a pre-trained one, whose tokenizer it has."""
         return self.pairs[0].frame is not None
 
-    def load(self) -> AnyTranslator:
+    def load(self) -> EncoderDecoder:
         """The model, on the CPU and in evaluation mode."""
-        return load_saved(self.path, self.pairs[0])
+        return load_translator(self.path, whole=not self.pretrained)
 
     def tokenizers(self) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
         """The tokenizers of source and target; the same object for a joint vocabulary."""
         if self.pretrained:
             return folder_tokenizers(self.path)
-        sizes = read_json(self.path / "config.json", _Sizes)
-        source = _load_tokenizer(self.path, sizes.vocab_size)
+        config = translation_config(self.path)
+        sizes = config.vocab_size, getattr(config, "decoder_vocab_size", config.vocab_size)
+        source = load_tokenizer(self.path, sizes[0])
         target = self.path / "target_tokenizer"
-        if not target.is_dir() and sizes.decoder_vocab_size == sizes.vocab_size:
-            return source, source
-        return source, _load_tokenizer(target, sizes.decoder_vocab_size)
+        separate = target.is_dir() or sizes[0] != sizes[1]
+        found = source, load_tokenizer(target, sizes[1]) if separate else source
+        check_tokens(self.path, config, found[1])
+        return found
 
     def pair(self, name: str | None) -> Pair:
         """A direction by its name, such as de-en, or by its source language alone."""
@@ -180,7 +159,7 @@ class Translator:
     ) -> None:
         folder = ModelFolder.find(run)
         chosen = folder.pair(pair)
-        self.options = _with(folder.decode, search)
+        self.options = folder.decode.changed(search)
         self.temperature = folder.temperature
         self.notice = notice
         self.pipeline = Pipeline(folder.text, chosen.source, chosen.target)
@@ -270,14 +249,6 @@ class Translator:
         )
 
 
-def _with(decode: Decode, settings: Mapping[str, Any]) -> Decode:
-    given = {name: value for name, value in settings.items() if value is not None}
-    try:
-        return Decode.model_validate(decode.model_dump() | given)
-    except ValidationError as error:
-        raise RequestError("; ".join(explain(error, Decode))) from error
-
-
 # ------------------------------------------------------------------ the command
 
 
@@ -313,29 +284,17 @@ def translate_stream(
                 f"--nbest {nbest} is more than the beam of {translator.options.beam}"
             )
 
-        def answer(lines: Sequence[str], first: int, advance: Callable[[int], object]) -> str:
+        def answer(
+            lines: Sequence[str], first: int, advance: Callable[[int], object]
+        ) -> Iterator[str]:
             found = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
-            return "".join(
-                _format(number, translation, nbest is not None, scores) + "\n"
-                for number, translations in enumerate(found, first)
-                for translation in translations
-            )
+            for number, translations in enumerate(found, first):
+                for one in translations:
+                    if scores:
+                        yield json_line({"line": number, **asdict(one)})
+                    else:
+                        yield f"{number}\t{one.score:.4f}\t{one.text}" if nbest else one.text
 
         return answer
 
     answer_lines(source, target, start)
-
-
-def _format(number: int, translation: Translation, numbered: bool, scores: bool) -> str:
-    if scores:
-        record = {
-            "line": number,
-            "text": translation.text,
-            "score": translation.score,
-            "tokens": translation.tokens,
-            "probabilities": translation.probabilities,
-        }
-        return json.dumps(record, ensure_ascii=False)
-    if numbered:
-        return f"{number}\t{translation.score:.4f}\t{translation.text}"
-    return translation.text

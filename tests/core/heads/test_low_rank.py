@@ -1,0 +1,317 @@
+"""linear_loss with a low-rank adapted weight (LoRA, DoRA) against the materialised weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import labo
+from eighths import Eighths
+from labo.heads import quantized
+from probes import LargestTensor
+
+ROWS, WIDTH, CLASSES, RANK, SCALE = 11, 6, 23, 3, 1.5
+CHUNKS = labo.LinearLossOptions(batch_chunk_size=4)
+
+
+def problem(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    shapes = {
+        "input": (ROWS, WIDTH),
+        "base": (CLASSES, WIDTH),
+        "bias": (CLASSES,),
+        "a": (RANK, WIDTH),
+        "b": (CLASSES, RANK),
+        "magnitude": (CLASSES,),
+    }
+    return {
+        name: torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def labels() -> Tensor:
+    target = torch.randint(CLASSES, (ROWS,))
+    target[2] = -100
+    return target
+
+
+def dense(loss: nn.Module, x: dict[str, Tensor], target: Tensor, dora: bool, softcap: float | None):
+    weight = x["base"] + SCALE * x["b"] @ x["a"]
+    if dora:
+        weight = weight * (x["magnitude"] / weight.detach().norm(dim=1)).unsqueeze(1)
+    logits = x["input"] @ weight.T + x["bias"]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return loss(logits, target)
+
+
+def adapted(
+    loss: nn.Module, x: dict[str, Tensor], target: Tensor, dora: bool, softcap: float | None
+):
+    magnitude = x["magnitude"] if dora else None
+    weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, magnitude)
+    return labo.linear_loss(
+        x["input"], weight, target, loss, linear_bias=x["bias"], softcap=softcap, options=CHUNKS
+    )
+
+
+def value_and_gradients(compute, loss, x, target, dora, softcap=None, frozen=()):
+    leaves = {name: t.clone().requires_grad_(name not in frozen) for name, t in x.items()}
+    value = compute(loss, leaves, target, dora, softcap)
+    value.backward(torch.full_like(value, 0.7))
+    return value.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def same(found, wanted, tolerance: float = 1e-10) -> None:
+    for ours, theirs in zip(
+        (found[0], *found[1].values()), (wanted[0], *wanted[1].values()), strict=True
+    ):
+        if theirs is None:
+            assert ours is None
+        else:
+            torch.testing.assert_close(
+                ours.double(), theirs.double(), rtol=tolerance, atol=tolerance
+            )
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("loss", [labo.LABOLoss, labo.LabelSmoothingLoss, labo.FocalLoss])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_equals_the_materialised_weight(dora, reduction, loss, softcap):
+    module, x, target = loss(reduction=reduction), problem(), labels()
+    if not dora:
+        x.pop("magnitude")
+    wanted = value_and_gradients(dense, module, x, target, dora, softcap)
+    same(value_and_gradients(adapted, module, x, target, dora, softcap), wanted)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_class_weights_soft_targets_and_no_targets(dora):
+    x = problem()
+    if not dora:
+        x.pop("magnitude")
+    weighted = labo.LABOLoss(weight=(torch.rand(CLASSES) + 0.5).double())
+    soft = torch.rand(ROWS, CLASSES).double().softmax(-1)
+    nothing = torch.full((ROWS,), -100)
+    cases = ((weighted, labels()), (labo.LABOLoss(), soft), (labo.LABOLoss(), nothing))
+    for module, target in cases:
+        wanted = value_and_gradients(dense, module, x, target, dora)
+        same(value_and_gradients(adapted, module, x, target, dora), wanted)
+
+
+def test_a_teacher():
+    x, target = problem(), labels()
+    teacher = torch.randn(ROWS, CLASSES).double()
+    loss = labo.DistillationLoss()
+    weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE)
+    logits = x["input"] @ (x["base"] + SCALE * x["b"] @ x["a"]).T
+    found = labo.linear_loss(
+        x["input"], weight, target, loss, teacher_logits=teacher, options=CHUNKS
+    )
+    torch.testing.assert_close(found, loss(logits, target, teacher))
+
+
+def test_a_frozen_base_costs_no_gradient_of_its_size():
+    x, target = problem(), labels()
+    loss = labo.LABOLoss()
+    wanted = value_and_gradients(dense, loss, x, target, True, frozen=("base", "bias", "input"))
+    found = value_and_gradients(adapted, loss, x, target, True, frozen=("base", "bias", "input"))
+    assert found[1]["base"] is None
+    same(found, wanted)
+
+
+def test_neither_logits_nor_effective_weight_exist():
+    """Half types, 400 classes of width 300: the largest tensor is a chunk of logits."""
+    rows, width, classes = 64, 300, 400
+    hidden = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
+    base = torch.randn(classes, width, dtype=torch.bfloat16)
+    a, b = torch.randn(2, width, requires_grad=True), torch.zeros(classes, 2, requires_grad=True)
+    weight = labo.LowRankWeight(base, a, b, 2.0)
+    options = labo.LinearLossOptions(batch_chunk_size=8)
+    with LargestTensor() as probe:
+        target = torch.randint(classes, (rows,))
+        labo.linear_loss(hidden, weight, target, labo.LABOLoss(), options=options).backward()
+    assert probe.largest <= rows * width < classes * width
+    assert probe.largest < rows * classes
+    assert a.grad.dtype == b.grad.dtype == torch.float32
+
+
+def eighths(classes: int = CLASSES, width: int = WIDTH) -> tuple[Eighths, labo.QuantizedWeight]:
+    """The same base twice: as a tensor like those of torchao, and as a function."""
+    base = Eighths(torch.randint(-20, 20, (classes, width), dtype=torch.int8))
+    codes = base.codes
+    return base, labo.QuantizedWeight(lambda a, b: codes[a:b].double() / 8, (classes, width))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_quantized_base(monkeypatch, dora, reduction, softcap):
+    """QLoRA: the adapter is trained as on the dequantized base, which is frozen."""
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 5 * WIDTH * 8)  # five classes
+    x, target, module = problem(), labels(), labo.LABOLoss(reduction=reduction)
+    if not dora:
+        x.pop("magnitude")
+    tensor, function = eighths()
+    x["base"] = tensor.dequantize().double()
+    wanted = value_and_gradients(dense, module, x, target, dora, softcap, frozen=("base",))
+    for base in (tensor, function):
+
+        def on_quantized(loss, leaves, *rest, base=base):
+            return adapted(loss, leaves | {"base": base}, *rest)
+
+        found = value_and_gradients(on_quantized, module, x, target, dora, softcap, ("base",))
+        assert found[1]["a"].abs().sum() > 0
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_quantized_base_is_never_whole(monkeypatch, dora):
+    monkeypatch.setattr(quantized, "_BLOCK_BYTES", 50 * 300 * 4)
+    rows, width, classes = 64, 300, 400
+    hidden = torch.randn(rows, width, requires_grad=True)
+    a, b = torch.randn(2, width, requires_grad=True), torch.ones(classes, 2, requires_grad=True)
+    magnitude = torch.ones(classes, requires_grad=True) if dora else None
+    weight = labo.LowRankWeight(eighths(classes, width)[0], a, b, 2.0, magnitude)
+    options = labo.LinearLossOptions(batch_chunk_size=8)
+    with LargestTensor() as probe:
+        target = torch.randint(classes, (rows,))
+        labo.linear_loss(hidden, weight, target, labo.LABOLoss(), options=options).backward()
+    assert probe.largest <= rows * width < classes * width
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+def test_a_quantized_base_with_half_types(mode):
+    """Hidden states in bfloat16, adapter in float32, as in QLoRA."""
+    x, target = problem(torch.float32), labels()
+    base, _ = eighths()
+    half = {"input": x["input"].bfloat16(), "bias": x["bias"].bfloat16()}
+    given = x | (half if mode == "bfloat16" else {})
+    wide = {name: t.double() for name, t in given.items()} | {"base": base.dequantize().double()}
+    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, True, frozen=("base",))
+
+    def on_quantized(loss, leaves, *rest):
+        return adapted(loss, leaves | {"base": base}, *rest)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        found = value_and_gradients(
+            on_quantized, labo.LABOLoss(), given, target, True, frozen=("base",)
+        )
+    assert found[1]["a"].dtype == found[1]["magnitude"].dtype == torch.float32
+    same(found, wanted, tolerance=0.05)
+
+
+def test_half_types():
+    x, target = problem(torch.bfloat16), labels()
+    wide = {name: t.double() for name, t in x.items()}
+    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, True)
+    x = {name: t.float() if name in ("a", "b", "magnitude") else t for name, t in x.items()}
+    found = value_and_gradients(adapted, labo.LABOLoss(), x, target, True)
+    same(found, wanted, tolerance=0.05)
+
+
+def test_autocast():
+    x, target = problem(torch.float32), labels()
+    wanted = value_and_gradients(dense, labo.LABOLoss(), x, target, False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = value_and_gradients(adapted, labo.LABOLoss(), x, target, False)
+    assert found[1]["base"].dtype == torch.float32
+    same(found, wanted, tolerance=0.05)
+
+
+def test_dropout_is_that_of_the_adapter():
+    x, target, loss = problem(), labels(), labo.LABOLoss()
+    mask = (torch.rand(ROWS, WIDTH) > 0.4).double() / 0.6
+    weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, dropout=lambda h: h * mask)
+    logits = x["input"] @ x["base"].T + SCALE * ((x["input"] * mask) @ x["a"].T) @ x["b"].T
+    found = labo.linear_loss(x["input"], weight, target, loss, options=CHUNKS)
+    torch.testing.assert_close(found, loss(logits, target))
+
+
+def test_warmup_and_compile():
+    x, target = problem(), labels()
+    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=5)
+    wanted = value_and_gradients(dense, loss, x, target, False)
+    same(value_and_gradients(adapted, loss, x, target, False), wanted)
+    compiled = torch.compile(adapted, backend="eager")
+    same(value_and_gradients(compiled, loss, x, target, False), wanted)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_layer_of_peft(dora):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES))
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=6, target_modules=["1"], use_dora=dora, init_lora_weights=False
+    )
+    layer = peft.get_peft_model(model, config).base_model.model[1]
+    hidden, target, loss = torch.randn(ROWS, WIDTH), labels(), labo.LABOLoss()
+
+    def gradients(value: Tensor) -> list[Tensor]:
+        layer.zero_grad()
+        value.backward()
+        return [p.grad.clone() for p in layer.parameters() if p.requires_grad]
+
+    wanted = gradients(loss(layer(hidden), target))
+    weight = labo.LowRankWeight(
+        layer.base_layer.weight,
+        layer.lora_A["default"].weight,
+        layer.lora_B["default"].weight,
+        layer.scaling["default"],
+        layer.lora_magnitude_vector["default"].weight if dora else None,
+        layer.lora_dropout["default"] if not dora else None,
+    )
+    bias = layer.base_layer.bias
+    value = labo.linear_loss(hidden, weight, target, loss, linear_bias=bias, options=CHUNKS)
+    torch.testing.assert_close(value, loss(layer(hidden), target))
+    assert len(wanted) == (3 if dora else 2)
+    for found, expected in zip(gradients(value), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [nn.Identity(), nn.Dropout(0.0)])
+def test_dora_with_a_dropout_that_drops_nothing(dropout):
+    x, target, loss = problem(), labels(), labo.LABOLoss()
+    low = x["base"], x["a"], x["b"], SCALE, x["magnitude"]
+    found, wanted = (
+        labo.linear_loss(x["input"], labo.LowRankWeight(*low, dropout=given), target, loss)
+        for given in (dropout, None)
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_what_is_refused():
+    x, target, loss = problem(), labels(), labo.LABOLoss()
+    good = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE)
+    with pytest.raises(ValueError, match=r"a and b must have shapes \(r, 6\) and \(23, r\)"):
+        labo.LowRankWeight(x["base"], x["a"].T, x["b"], SCALE)
+    for changed, error, sentence in (
+        ({"base": x["base"][0]}, ValueError, r"base must have shape \(V, D\), got \(6,\)"),
+        ({"base": nn.Linear(6, 23)}, TypeError, "base must be a tensor, got Linear: pass the wei"),
+        ({"base": eighths()[0].requires_grad_()}, ValueError, r"base is quantized.*freeze it"),
+        ({"a": torch.tensor(1.0)}, ValueError, r"a and b must have shapes .*got \(\) and"),
+        ({"b": torch.tensor(1.0)}, ValueError, r"a and b must have shapes .* and \(\)$"),
+        ({"a": nn.Linear(6, 3)}, TypeError, "a must be a tensor, got Linear: pass the weight"),
+        ({"b": nn.Linear(3, 23)}, TypeError, "b must be a tensor, got Linear: pass the weight"),
+        ({"b": None}, TypeError, "b must be a tensor, got NoneType"),
+        ({"magnitude": nn.Linear(1, 1)}, TypeError, "magnitude must be a tensor, got Linear"),
+        ({"scale": "2"}, TypeError, "scale must be a number, got str"),
+        ({"scale": {"default": 2.0}}, TypeError, r"got dict: PEFT has it in layer.scaling\["),
+    ):
+        arguments = {"base": x["base"], "a": x["a"], "b": x["b"], "scale": SCALE} | changed
+        with pytest.raises(error, match=sentence):
+            labo.LowRankWeight(**arguments)
+    with pytest.raises(ValueError, match=r"takes no LowRankWeight: gather"):
+        labo.parallel.linear_loss(x["input"], good, target, loss)
+    with pytest.raises(ValueError, match="does not go with dropout"):
+        labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, x["magnitude"], nn.Dropout(0.1))
+    with pytest.raises(ValueError, match=r"must have shape \(V, D\)"):
+        labo.linear_loss(x["input"][:, :5], good, target, loss)
+    with pytest.raises(ValueError, match="dtype, unless autocast is on"):
+        labo.linear_loss(x["input"].float(), good, target, loss)
+    with pytest.raises(IndexError, match="target 99"):
+        labo.linear_loss(x["input"], good, target.clamp(min=99), loss)
+    with pytest.raises(ValueError, match="class-index target must have shape"):
+        labo.linear_loss(x["input"], good, target[:3], loss)

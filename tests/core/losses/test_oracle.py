@@ -1,0 +1,260 @@
+"""Every loss in float64 is that of its equation in long double, to 1e-12."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import labo
+import oracle
+from labo import functional as F
+from labo import smoothing
+
+K = 6
+quick = settings(max_examples=20, deadline=None)
+
+unit = st.floats(0, 1)
+strength = st.floats(0, 3)
+tau = st.floats(0.3, 30)
+
+
+def either(**options):
+    """Hyper-parameters, each of them drawn or left at its default."""
+    return st.fixed_dictionaries({}, optional=options)
+
+
+def together(one, other):
+    """The hyper-parameters of both."""
+    return st.builds(lambda a, b: a | b, one, other)
+
+
+# Divergences with a mixture, and all others.
+mixtures = st.fixed_dictionaries(
+    {"divergence": st.sampled_from(["jsd", "skew", "skew_reverse"])},
+    optional={"mixture": st.floats(0.05, 0.95)},
+)
+divergences = mixtures | st.just({"divergence": "reverse"})
+
+
+def from_two_stored(logits, target, teacher, **arguments):
+    """Distillation from the two largest probabilities of the teacher."""
+    top = teacher.log_softmax(-1).topk(2)
+    return F.topk_distillation_loss(logits, target, top.indices, top.values, **arguments)
+
+
+def with_confidence(logits, target, given, **arguments):
+    """ConNet-LS; ``given`` has the logit of the confidence, its mean, and what is trusted."""
+    mean, trusted = given[:1, 1], given[:, 2] > 0
+    return F.connet_loss(
+        logits, target, given[:, 0], mean_confidence=mean, trusted=trusted, **arguments
+    )
+
+
+labo_like = {"tau": tau, "alpha": st.just("adaptive") | unit, "rho": unit}
+ger = {
+    "alpha": st.sampled_from([0, 1]) | st.floats(0.05, 0.95),
+    "beta": strength,
+    "generator": st.sampled_from(["kl", "euclidean"]),
+    "prior": st.sampled_from([None, [0.1, 0.3, 0.05, 0.15, 0.2, 0.2]]),
+}
+eaft = {
+    "gamma": strength,
+    "top_k": st.integers(2, 9),
+    "normalizer": st.sampled_from(["log_k", 3.0, None]),
+}
+tf_reg = {
+    "alpha": unit,
+    "tau": tau,
+    "mode": st.sampled_from(["repo", "paper"]),
+    "multiplier": strength,
+    "confidence": unit,
+    "tau_squared": st.booleans(),
+}
+distilled = {"alpha": unit, "tau": tau, "multiplier": strength, "standardize": st.booleans()}
+kd = distilled | {"kl_reduction": st.sampled_from(["batchmean", "elementwise"])}
+dkd = distilled | {"beta": strength, "hard_weight": strength}
+tails = st.sampled_from(["bucket", "uniform", "labo", "drop", "renormalize"])
+wls = {"alpha": unit, "shares": st.tuples(*[st.floats(0.01, 1)] * 3), "normalize": st.booleans()}
+r_drop = st.one_of(
+    either(lam=strength, hard_weight=strength),
+    st.builds(lambda a: {"label": "smoothed", "alpha": a}, st.none() | unit),
+    st.builds(
+        lambda a, t, r: {"label": "labo", "alpha": a, "tau": t, "rho": r},
+        st.none() | unit,
+        tau,
+        unit,
+    ),
+)
+
+# Function, oracle and hyper-parameters. Numbers such as 0.1 are not dyadic: a detour through
+# float32 changes them by 1e-9.
+LOSSES = {
+    "ce": (F.cross_entropy_loss, oracle.cross_entropy, either()),
+    "ls": (F.label_smoothing_loss, oracle.label_smoothing, either(alpha=unit)),
+    "ls-fairseq": (
+        F.label_smoothing_loss,
+        oracle.label_smoothing,
+        st.builds(lambda a: {"alpha": a, "convention": "fairseq"}, unit),
+    ),
+    "ls-joeynmt": (
+        F.label_smoothing_loss,
+        oracle.label_smoothing,
+        st.builds(lambda a: {"alpha": a, "convention": "joeynmt", "padding_idx": 0}, unit),
+    ),
+    "labo": (F.labo_loss, oracle.labo, either(**labo_like, alpha_grad=st.booleans())),
+    "labo-held": (F.held_labo_loss, oracle.held_labo, either(**labo_like)),
+    "cp": (
+        F.confidence_penalty_loss,
+        oracle.confidence_penalty,
+        either(beta=strength, threshold=strength),
+    ),
+    "maxsup": (F.max_suppression_loss, oracle.max_suppression, either(lam=strength)),
+    "mbls": (
+        F.margin_smoothing_loss,
+        oracle.margin_smoothing,
+        either(lam=strength, margin=strength),
+    ),
+    "poly": (F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3))),
+    "logitnorm": (F.logit_norm_loss, oracle.logit_norm, either(tau=tau)),
+    "dft": (F.dft_loss, oracle.dft, either()),
+    "eaft": (F.eaft_loss, oracle.eaft, either(**eaft)),
+    "fl": (F.focal_loss, oracle.focal, either(gamma=strength)),
+    "afl": (F.anti_focal_loss, oracle.anti_focal, either(gamma=strength, scale=strength)),
+    "ger": (F.generalized_entropy_loss, oracle.generalized_entropy, either(**ger)),
+    "tfreg": (F.tf_reg_loss, oracle.tf_reg, either(**tf_reg)),
+    "kd": (F.distillation_loss, oracle.distillation, either(**kd)),
+    "kd-divergence": (
+        F.distillation_loss,
+        oracle.distillation,
+        together(either(alpha=unit, tau=tau, tau_squared=st.booleans()), divergences),
+    ),
+    "dkd": (F.decoupled_distillation_loss, oracle.decoupled_distillation, either(**dkd)),
+    "topk": (from_two_stored, oracle.topk_distillation, either(alpha=unit, tail=tails, tau=tau)),
+    "topk-divergence": (
+        from_two_stored,
+        oracle.topk_distillation,
+        together(
+            either(alpha=unit),
+            divergences | mixtures.map(lambda given: given | {"tail": "renormalize"}),
+        ),
+    ),
+    "cskd": (F.cs_kd_loss, oracle.cs_kd, either(lam=strength, tau=tau)),
+    "pskd": (F.ps_kd_loss, oracle.ps_kd, either(alpha=unit)),
+    "ols": (
+        F.online_label_smoothing_loss,
+        oracle.online_label_smoothing,
+        either(hard_weight=strength, soft_weight=strength),
+    ),
+    "krls": (F.kr_ls_loss, oracle.kr_ls, either(alpha=unit, order=st.sampled_from(["pq", "qp"]))),
+    "mls": (F.masked_label_smoothing_loss, oracle.masked_label_smoothing, either(alpha=unit)),
+    "wls": (F.weighted_label_smoothing_loss, oracle.weighted_label_smoothing, either(**wls)),
+    "connet": (with_confidence, oracle.connet, either(alpha=st.floats(0, 0.3), lam=strength)),
+    "rdrop": (F.r_drop_loss, oracle.r_drop, r_drop),
+}
+# What a loss takes besides.
+NEEDS = dict.fromkeys(["labo-held", "kd", "dkd", "topk", "cskd", "pskd", "rdrop"], "teacher")
+NEEDS |= dict.fromkeys(["kd-divergence", "topk-divergence"], "teacher")
+NEEDS |= {"connet": "confidence", "ols": "soft table", "krls": "table"}
+NEEDS |= {"mls": "mask", "wls": "groups"}
+ROWS = ("teacher", "confidence")  # what has a row for each sample
+
+weights = st.none() | st.lists(st.floats(0.1, 2), min_size=K, max_size=K)
+
+
+def draw(seed: int):
+    random = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(4, K, generator=random, dtype=torch.float64)
+    target = torch.randint(K, (4,), generator=random)
+    table = torch.randn(K, K, generator=random, dtype=torch.float64)
+    besides = {
+        None: None,
+        "teacher": 2 * torch.randn(4, K, generator=random, dtype=torch.float64),
+        "table": table,
+        "soft table": table.softmax(-1),
+        "mask": torch.tensor([True, False, True, True, False, True]),
+        "groups": torch.tensor([0, 1, 2, 0, 1, 1]),
+    }
+    u = 2 * torch.randn(4, generator=random, dtype=torch.float64)
+    mean = u.sigmoid().mean().expand(4)
+    besides["confidence"] = torch.stack([u, mean, torch.tensor([0.0, 1, 0, 0]).double()], 1)
+    return logits, target, besides
+
+
+def expected(compute, logits, target, weight, hyper, besides, per_row):
+    """The mean of the oracle."""
+    z = oracle.real(logits.numpy())
+    w = oracle.real(np.ones(K) if weight is None else weight)
+    extra = None if besides is None else besides.numpy()
+    extra = oracle.real(extra) if extra is not None and extra.dtype == np.float64 else extra
+    values = []
+    for i, y in enumerate(target.tolist()):
+        given = () if extra is None else (extra[i] if per_row else extra,)
+        values.append(compute(z[i], y, w, *given, **hyper))
+    return oracle.mean(values, target.tolist(), w)
+
+
+def as_tensors(hyper, weight):
+    hyper = {
+        name: torch.tensor(value, dtype=torch.float64) if name == "prior" and value else value
+        for name, value in hyper.items()
+    }
+    if weight is not None:
+        hyper["weight"] = torch.tensor(weight, dtype=torch.float64)
+    return hyper
+
+
+def close(value: torch.Tensor, wanted: float) -> None:
+    assert value.dtype == torch.float64
+    assert value.item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@given(st.integers(0, 1000), weights, st.data())
+def test_float64_is_that_of_the_oracle(name, seed, weight, data):
+    function, compute, hypers = LOSSES[name]
+    hyper, needs = data.draw(hypers), NEEDS.get(name)
+    logits, target, besides = draw(seed)
+    extra = () if needs is None else (besides[needs],)
+    value = function(logits, target, *extra, **as_tensors(hyper, weight))
+    close(value, expected(compute, logits, target, weight, hyper, besides[needs], needs in ROWS))
+
+
+def test_float64_of_beta_smoothing():
+    logits, target, besides = draw(3)
+    draws = torch.tensor([0.3, 0.9, 0.1, 0.7], dtype=torch.float64)
+    confidence = besides["teacher"].softmax(-1).gather(1, target[:, None]).squeeze(1)
+    value = F.beta_smoothing_loss(logits, target, besides["teacher"], draws=draws)
+    z, w = oracle.real(logits.numpy()), oracle.real(np.ones(K))
+    values = []
+    for i, y in enumerate(target.tolist()):
+        b = oracle.real(sorted(draws.tolist())[sorted(confidence).index(confidence[i])])
+        others = (1 - oracle.onehot(y, K)) / (K - 1)
+        q = b * oracle.onehot(y, K) + (1 - b) * others
+        values.append(oracle.smoothed(z[i], y, w, q, oracle.real(0.6)))
+    close(value, oracle.mean(values, target.tolist(), w))
+
+
+def test_float64_of_ps_kd_over_its_epochs():
+    logits, target, besides = draw(5)
+    loss = labo.PSKDLoss(epochs=3, alpha=0.8)
+    for epoch in range(3):
+        hyper = {"alpha": 0.8 * (epoch + 1) / 3}
+        arguments = (logits, target, None, hyper, besides["teacher"], True)
+        close(loss(logits, target, besides["teacher"]), expected(oracle.ps_kd, *arguments))
+        loss.end_epoch()
+
+
+def test_float64_of_the_smoothing_functions():
+    logits, target, _ = draw(6)
+    teacher = smoothing.virtual_teacher(logits, target, confidence=0.9, tau=1.7)
+    label = smoothing.smoothed_target(target, smoothing.uniform(logits), 0.1)
+    for i, y in enumerate(target.tolist()):
+        v = np.full(K, (1 - oracle.real(0.9)) / (K - 1))
+        v[y] = 0.9
+        assert np.abs(teacher[i].numpy() - oracle.softmax(v / oracle.real(1.7))).max() < 1e-15
+        q = oracle.real(0.9) * oracle.onehot(y, K) + oracle.real(0.1) / K
+        assert np.abs(label[i].numpy() - q).max() < 1e-15

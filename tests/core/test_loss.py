@@ -1,0 +1,462 @@
+"""What every loss does alike: shapes, dtypes, edges, state, copies, refusals.
+
+A property that comes from one helper of src runs on one loss of each kind. A property that a
+formula can break runs on every loss: losses/test_every_loss.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+import labo
+from conftest import CASES, MODULES, REPRESENTATIVES, both, each_kind, gradient
+from labo import functional as F
+from labo import smoothing
+
+K = 6
+NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return 2 * torch.randn(shape, dtype=dtype), torch.randint(shape[-1], shape[:-1])
+
+
+# ------------------------------------------------------------------ shapes
+
+
+@each_kind
+def test_any_leading_shape_and_dimension_of_classes(case):
+    logits, target = sample(2, 3, 4, 5)
+    extra = case.extra(logits)
+    value = case(logits, target, reduction="none", extra=extra)
+    assert value.shape == target.shape
+    flat = case(logits.reshape(-1, 5), target.reshape(-1), reduction="none")
+    torch.testing.assert_close(value.reshape(-1), flat)
+    for reduction in ("none", "mean", "sum"):
+        assert case(logits[0, 0, 0], target[0, 0, 0], reduction=reduction).shape == ()
+    channels = logits.movedim(-1, 1)
+    moved = tuple(x.movedim(-1, 1) if x.shape == logits.shape else x for x in extra)
+    torch.testing.assert_close(case(channels, target, dim=1, reduction="none", extra=moved), value)
+    if case.linear:
+        soft = torch.rand_like(logits).softmax(-1)
+        torch.testing.assert_close(
+            case(channels, soft.movedim(-1, 1), dim=1, extra=moved), case(logits, soft, extra=extra)
+        )
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_nothing_counts(case, dtype):
+    """No rows, or all of them ignored: 0, with a gradient of 0."""
+    for shape in ((0, 5), (0, 3, 5), (2, 0, 5), (3, 5)):
+        logits, target = sample(*shape, dtype=dtype)
+        ignored = torch.full_like(target, -100)
+        assert case(logits, ignored, reduction="none").shape == target.shape
+        for reduction in ("mean", "sum"):
+            value, slope = both(case, logits, ignored, reduction=reduction)
+            assert value == 0
+            assert slope.count_nonzero() == 0
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integer_targets(case, dtype):
+    """More classes than the type can name, and an ignore_index outside of it."""
+    logits, _ = sample(4, 300)
+    target = torch.tensor([0, 7, 100, 126])
+    for ignore_index in (-100, 7):
+        values = (case(logits, t, ignore_index=ignore_index) for t in (target.to(dtype), target))
+        assert torch.equal(*values)
+    with pytest.raises(IndexError, match="target 126 at position 3 is outside"):
+        case(logits[:, :120], target.to(dtype))
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "native"])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integer_targets_on_every_backend(impl, dtype):
+    classes = 33_000 if dtype == torch.int16 else 300
+    logits, target = sample(3, classes, dtype=torch.float32)[0], torch.tensor([0, 7, 126])
+    expected = F.labo_loss(logits, target)
+    strided = torch.stack([target, target], 1).to(dtype)[:, 0]
+    for given in (target.to(dtype), strided):
+        torch.testing.assert_close(F.labo_loss(logits, given, impl=impl), expected)
+    hidden, matrix = torch.ones(3, 1), logits[:1].T
+    torch.testing.assert_close(
+        labo.linear_loss(hidden, matrix, target.to(dtype), labo.LABOLoss(), impl=impl),
+        labo.linear_loss(hidden, matrix, target, labo.LABOLoss()),
+    )
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_integers_of_distributions_and_groups(dtype):
+    """As an index a uint8 tensor would be a mask."""
+    logits, target = torch.randn(3, 300), torch.tensor([1, 0, 126])
+    table = torch.rand(300, 300).softmax(-1)
+    groups = torch.arange(300) % 3
+    for function in (
+        smoothing.others,
+        smoothing.virtual_teacher,
+        lambda z, t: smoothing.class_table(table, t, z),
+        lambda z, t: smoothing.smoothed_target(t, smoothing.uniform(z), 0.1),
+        lambda z, t: F.weighted_label_smoothing_loss(z, target, groups.to(t.dtype)),
+    ):
+        assert torch.equal(function(logits, target.to(dtype)), function(logits, target))
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_computed_in_float32(case, dtype):
+    half, target = sample(4, 50, dtype=dtype)
+    extra = case.extra(half.float())
+    value = case(half, target, extra=extra)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, case(half.float(), target, extra=extra))
+    slope = gradient(lambda z: case(z, target, extra=extra), half)
+    assert slope.dtype == dtype
+    exact = gradient(lambda z: case(z, target, extra=extra), half.float())
+    torch.testing.assert_close(slope, exact.to(dtype))
+
+
+@each_kind
+def test_autocast(case):
+    logits, target = sample(4, 50, dtype=torch.float32)
+    if case.linear:
+        target = torch.rand(4, 50).softmax(-1)
+    extra = case.extra(logits)
+    plain = case(logits, target, extra=extra)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(case(logits, target, extra=extra), plain)
+
+
+@each_kind
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_large_logits(case, size):
+    logits, target = sample(6, 5, dtype=torch.float32)
+    logits[:, 1] = size
+    extra = case.extra(logits)
+    exact = case(logits.double(), target, reduction="none", extra=extra)
+    value, slope = both(case, logits, target, reduction="none", extra=extra)
+    assert value.isfinite().all()
+    torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
+    assert slope.isfinite().all()
+
+
+class Tagged(torch.Tensor):
+    """A plain subclass."""
+
+
+@each_kind
+def test_subclasses_and_transforms(case):
+    logits, target = sample(4, 5)
+    extra = case.extra(logits)
+    value = case(logits.as_subclass(Tagged), target, extra=extra)
+    torch.testing.assert_close(value.as_subclass(Tensor), case(logits, target, extra=extra))
+
+    def one(z, t, *teacher):
+        return case(z, t, extra=teacher or extra)
+
+    teachers = extra if case.has_teacher else ()
+    each = torch.func.vmap(torch.func.grad(one))(logits, target, *teachers)
+    whole = gradient(lambda z: case(z, target, reduction="sum", extra=extra), logits)
+    torch.testing.assert_close(each, whole)
+
+
+@pytest.mark.parametrize("name", ["krls", "rdrop", "labo-grad"])
+def test_bits_depend_on_the_row_alone(name):
+    """On rows, as fast/test_native.py for the others: neither threads nor other rows matter."""
+    case, (logits, target) = CASES[name], sample(3, 300, dtype=torch.float32)
+    extra = case.extra(logits)
+    threads = torch.get_num_threads()
+
+    def run(rows):
+        leaf = logits[rows].clone().requires_grad_()
+        value = case(leaf, target[rows], reduction="none", extra=case.take(extra, rows))
+        return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+    try:
+        torch.set_num_threads(1)
+        value, slope = run(slice(None))
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (slice(0, 1), slice(1, 3), slice(None)):
+                torch.testing.assert_close(run(rows), (value[rows], slope[rows]), rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_probabilities_need_not_add_up_exactly(dtype):
+    """In bfloat16, 200 times 1/200 is off by 0.002."""
+    logits, _ = sample(4, 200, dtype=torch.float32)
+    uniform = torch.full((4, 200), 1 / 200)
+    expected = F.cross_entropy_loss(logits, uniform)
+    value = F.cross_entropy_loss(logits, uniform.to(dtype))
+    torch.testing.assert_close(value, expected, rtol=1e-2, atol=0)
+    value = F.smoothed_cross_entropy(logits, uniform, uniform.to(dtype), alpha=1.0)
+    torch.testing.assert_close(value, expected, rtol=1e-2, atol=0)
+    with pytest.raises(ValueError, match="sum to 1"):
+        F.cross_entropy_loss(logits, 1.05 * uniform.to(dtype))
+
+
+@each_kind
+def test_refuses_wrong_shapes(case):
+    logits, target = sample(4, 5)
+    extra = case.extra(logits)
+    with pytest.raises(ValueError, match=r"shape \(4,\).*got \(3,\)"):
+        case(logits, target[:3], extra=extra)
+    image, _ = sample(2, 5, 3)
+    with pytest.raises(ValueError, match=r"dimension 1: pass dim=1"):
+        case(image, torch.zeros(2, 3, dtype=torch.long), extra=case.extra(image))
+    with pytest.raises(ValueError, match=r"last dimension: pass dim=-1"):
+        case(image, torch.zeros(2, 5, dtype=torch.long), dim=1, extra=case.extra(image))
+
+
+@each_kind
+def test_refuses_wrong_values(case):
+    logits, target = sample(4, 5)
+    extra = case.extra(logits)
+    with pytest.raises(TypeError, match="logits must be a tensor, got dict: pass the logits of"):
+        case({"logits": logits}, target, extra=extra)
+    with pytest.raises(TypeError, match="target must be a tensor, got list: pass class indices"):
+        case(logits, target.tolist(), extra=extra)
+    with pytest.raises(TypeError, match=r"logits must be floating point, got torch\.int64"):
+        case(logits.long(), target, extra=extra)
+    with pytest.raises(TypeError, match=r"got torch\.bool"):
+        case(logits, target > 2, extra=extra)
+    with pytest.raises(ValueError, match="class indices must be integers"):
+        case(logits, target.double(), extra=extra)
+    for bad in (5, -1):
+        wrong = target.clone()
+        wrong[2] = bad
+        sentence = (
+            rf"target {bad} at position 2 is outside \[0, 5\) and is not ignore_index \(-100\)"
+        )
+        with pytest.raises(IndexError, match=sentence):
+            case(logits, wrong, extra=extra)
+    with pytest.raises(ValueError, match=r"unknown reduction 'meen'; did you mean 'mean'\?"):
+        case(logits, target, reduction="meen", extra=extra)
+    with pytest.raises(ValueError, match=r"weight must have shape \(5,\)"):
+        case(logits, target, weight=torch.ones(4), extra=extra)
+    with pytest.raises(ValueError, match="dim=3 is not a dimension"):
+        case(logits, target, dim=3, extra=extra)
+    with pytest.raises(ValueError, match="without dimensions"):
+        case(logits[0, 0], target, extra=extra)
+
+
+@pytest.mark.parametrize("case", [c for c in REPRESENTATIVES if c.linear], ids=lambda c: c.name)
+def test_refuses_targets_that_are_no_probabilities(case):
+    logits, _ = sample(4, 5)
+    extra = case.extra(logits)
+    probabilities = torch.rand_like(logits).softmax(-1)
+    with pytest.raises(ValueError, match="sum to 1"):
+        case(logits, 1.1 * probabilities, extra=extra)
+    negative = probabilities.clone()
+    negative[0, 0] -= 1
+    negative[0, 1] += 1
+    with pytest.raises(ValueError, match="0 or more"):
+        case(logits, negative, extra=extra)
+    with pytest.raises(ValueError, match="ignore_index needs class-index targets"):
+        case(logits, probabilities, ignore_index=1, extra=extra)
+
+
+WRONG = [
+    (F.labo_loss, {"tau": 0.0}, "tau must be a finite number above 0"),
+    (F.labo_loss, {"tau": -1.0}, "tau must be a finite number above 0"),
+    (F.labo_loss, {"tau": math.nan}, "tau must be a finite number above 0"),
+    (F.labo_loss, {"rho": 1.5}, r"rho must be a number in \[0, 1\]"),
+    (F.labo_loss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\]"),
+    (F.labo_loss, {"alpha": "adaptiv"}, 'or "adaptive", got'),
+    (F.label_smoothing_loss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\], got -0.1"),
+    (F.label_smoothing_loss, {"alpha": 1.5}, r"alpha must be a number in \[0, 1\], got 1.5"),
+    (F.label_smoothing_loss, {"convention": "fairsec"}, "did you mean 'fairseq'"),
+    (F.label_smoothing_loss, {"convention": "joeynmt"}, "padding_idx go together"),
+    (F.label_smoothing_loss, {"padding_idx": 0}, "padding_idx go together"),
+    (F.confidence_penalty_loss, {"beta": -1}, "beta must be a finite number of 0 or more"),
+    (F.focal_loss, {"gamma": -1}, "gamma must be"),
+    (F.anti_focal_loss, {"scale": -2}, "scale must be"),
+    (F.poly1_loss, {"epsilon": -1.1}, "epsilon must be a finite number of -1 or more"),
+    (F.margin_smoothing_loss, {"margin": -1}, "margin must be a finite number of 0 or more"),
+    (F.eaft_loss, {"top_k": 1}, "top_k must be a whole number of 2 or more, got 1"),
+    (F.eaft_loss, {"normalizer": "log"}, 'a finite number above 0 or "log_k", got'),
+    (F.tf_reg_loss, {"mode": "papper"}, "did you mean 'paper'"),
+    (F.generalized_entropy_loss, {"alpha": 2}, "alpha must be"),
+    (F.generalized_entropy_loss, {"prior": torch.ones(3) / 3}, r"prior must have shape \(5,\)"),
+    (F.generalized_entropy_loss, {"prior": torch.ones(5)}, "sum to 1"),
+]
+
+
+@pytest.mark.parametrize(("function", "hyper", "sentence"), WRONG)
+def test_refuses_hyper_parameters_out_of_range(function, hyper, sentence):
+    logits, target = sample(4, 5)
+    with pytest.raises(ValueError, match=sentence):
+        function(logits, target, **hyper)
+
+
+def test_refuses_wrong_extra_arguments():
+    logits, target = sample(4, 5)
+    with pytest.raises(ValueError, match="teacher_logits must have the shape of the logits"):
+        F.distillation_loss(logits, target, logits[:, :4])
+    with pytest.raises(ValueError, match=r"table must have shape \(5, 5\)"):
+        F.kr_ls_loss(logits, target, torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"mask must be a bool tensor of shape \(5,\)"):
+        F.masked_label_smoothing_loss(logits, target, torch.ones(5))
+    with pytest.raises(ValueError, match="groups must be integers"):
+        F.weighted_label_smoothing_loss(logits, target, torch.ones(5))
+    for bad in (3, -1):
+        with pytest.raises(ValueError, match="groups must be 0, 1 or 2, got values from"):
+            F.weighted_label_smoothing_loss(logits, target, torch.tensor([0, 1, 2, bad, 0]))
+    with pytest.raises(ValueError, match="shares must be three numbers"):
+        F.weighted_label_smoothing_loss(
+            logits, target, torch.zeros(5, dtype=torch.long), shares=(1.0, -1.0, 0.0)
+        )
+
+
+def test_position_of_a_bad_target_in_several_dimensions():
+    logits, target = sample(2, 3, 5)
+    target[1, 2] = 9
+    with pytest.raises(ValueError, match=r"target 9 at position \(1, 2\)"):
+        F.labo_loss(logits, target)
+
+
+def test_unknown_loss_names_the_nearest():
+    with pytest.raises(KeyError, match=r"unknown loss 'lobo'; did you mean 'labo'\?"):
+        labo.LOSSES["lobo"]
+    assert labo.LOSSES.get("lobo") is None
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: labo.LABOLoss(tau=0), "tau must be"),
+        (lambda: labo.LabelSmoothingLoss(alpha=-0.1), "alpha must be"),
+        (lambda: labo.CrossEntropyLoss(reduction="avg"), "unknown reduction"),
+        (lambda: labo.TFRegLoss(mode="x"), "unknown mode"),
+        (lambda: labo.PSKDLoss(epochs=0), "epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=-1), "warmup_epochs must be"),
+        (lambda: labo.DecoupledDistillationLoss(warmup_epochs=1.5), "warmup_epochs must be"),
+        (lambda: labo.OnlineLabelSmoothingLoss(3, first_table="ones"), "unknown first_table"),
+        (lambda: labo.RDropLoss(label="hard"), "unknown label"),
+        (lambda: labo.RDropLoss(alpha=0.1), "alpha goes with label"),
+        (lambda: labo.RDropLoss(label="smoothed", alpha="adaptive"), 'goes with label="labo"'),
+        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), -1), "steps must be"),
+        (lambda: labo.Warmup(labo.CrossEntropyLoss(), labo.LABOLoss(), 1.5), "steps must be"),
+    ],
+)
+def test_wrong_hyper_parameters_are_refused_when_built(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build()
+
+
+# ------------------------------------------------------------------ Modules
+
+
+WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd", "alspast"}
+WITH_STATES = {"rdrop", "connet"}  # a third argument with a gradient, which is no teacher
+each_module = pytest.mark.parametrize("name", labo.LOSSES)
+
+
+def call(name: str, loss: torch.nn.Module, logits: Tensor, target: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    teacher = (logits.detach().sin(),) if name in WITH_TEACHER | WITH_STATES else ()
+    return loss(logits, target, *teacher)
+
+
+@each_module
+def test_signature_repr_and_attributes(name):
+    """An attribute counts when the loss is called, so that a schedule may set it."""
+    parameters = inspect.signature(labo.LOSSES[name]).parameters
+    shared = {"weight": None, "ignore_index": -100, "reduction": "mean", "dim": -1}
+    assert {key: parameters[key].default for key in shared} == shared
+    loss = MODULES[name](K)
+    assert type(loss) is labo.LOSSES[name]
+    assert type(loss).__name__ in labo.__all__
+    for hyper in set(loss._own) - {"prior"}:
+        assert f"{hyper}=" in repr(loss)
+    assert "reduction='mean'" not in repr(loss)
+    logits, target = sample(8, K)
+    mean = call(name, loss, logits, target)
+    assert mean.isfinite()
+    loss.reduction = "sum"
+    assert "reduction='sum'" in repr(loss)
+    torch.testing.assert_close(call(name, loss, logits, target) / 8, mean)
+
+
+def test_a_hyper_parameter_and_the_class_weights_may_change():
+    logits, target = sample(8, K)
+    loss = labo.LABOLoss(weight=torch.ones(K))
+    loss.tau = 2.0
+    torch.testing.assert_close(loss(logits, target), F.labo_loss(logits, target, tau=2.0))
+    assert "weight" in dict(loss.named_buffers())
+    assert loss.double().weight.dtype == torch.float64
+    assert "weight=<6 classes>" in repr(loss)
+
+
+@each_module
+def test_deep_copy_pickle_and_state_dict(name):
+    logits, target = sample(8, K)
+    loss = MODULES[name](K)
+    call(name, loss, logits, target)  # tables gather something
+    if hasattr(loss, "end_epoch"):
+        loss.end_epoch()
+        call(name, loss, logits, target)
+    fresh = MODULES[name](K)
+    fresh.load_state_dict(loss.state_dict())
+    for twin in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), fresh):
+        assert repr(twin) == repr(loss)
+        for key, value in loss.state_dict().items():
+            assert torch.equal(twin.state_dict()[key], value), key
+        expected = call(name, copy.deepcopy(loss), logits, target)
+        assert torch.equal(call(name, twin, logits, target), expected)
+
+
+@pytest.mark.parametrize("name", ["maxsup", "dkd", "pskd", "ols"])
+def test_losses_with_a_state_compile_whole(name):
+    logits, target = sample(8, K)
+    torch._dynamo.reset()
+    loss = MODULES[name](K)
+    expected = call(name, copy.deepcopy(loss), logits, target)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(name, compiled, logits, target), expected)
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TEACHER))
+def test_teacher_logits(name):
+    """By keyword; missing, misshaped and misplaced ones are named."""
+    logits, target = sample(8, K)
+    loss = MODULES[name](K)
+    torch.manual_seed(0)
+    by_keyword = loss(logits, target, teacher_logits=logits.sin())
+    assert torch.equal(by_keyword, call(name, loss, logits, target))
+    for wrong in (logits[:4], logits.T, logits[:, :4], logits[0], logits[None], logits[0, 0]):
+        with pytest.raises(ValueError, match="must have the shape of the logits"):
+            loss(logits, target, wrong)
+    with pytest.raises(ValueError, match="is on meta, the logits are on cpu"):
+        loss(logits, target, logits.to("meta"))
+    if name == "pskd":  # the first epoch has no past
+        return
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=f"{type(loss).__name__} needs teacher_logits"):
+            loss(logits, target)
+    function, argument = getattr(F, loss.function_name), loss.teacher_argument
+    for given in ((), (None,)):
+        with pytest.raises(TypeError, match=f"this loss needs {argument}: the logits of a teacher"):
+            function(logits, target, *given)
+
+
+@pytest.mark.parametrize("name", sorted(set(labo.LOSSES) - WITH_TEACHER - WITH_STATES))
+def test_teacher_logits_that_a_loss_does_not_take_are_refused(name):
+    logits, target = sample(8, K)
+    loss = MODULES[name](K)
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=f"{type(loss).__name__} takes no teacher logits"):
+            loss(logits, target, logits)

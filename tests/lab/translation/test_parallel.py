@@ -1,0 +1,232 @@
+"""Parallel text: every format is read alike, every fault is one line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from labo.lab.translation.parallel import find_parallel_text
+from tiny_corpus import (
+    PAIRS,
+    lines,
+    refused,
+    write,
+)
+
+
+def xml(pairs, side: int, ids=None) -> str:
+    body = "".join(
+        f'<seg id="{ids[i] if ids else i + 1}"> {pair[side].replace("&", "&amp;")} </seg>\n'
+        for i, pair in enumerate(pairs)
+    )
+    return (
+        f'<?xml version="1.0"?>\n<mteval>\n<doc docid="7">\n<url>x</url>\n{body}</doc></mteval>\n'
+    )
+
+
+def tagged(pairs, side: int) -> str:
+    """As WIT3 publishes its talks; translators are named on one side only."""
+    people = "<reviewer>A</reviewer>\n<translator>B</translator>\n" if side == 0 else ""
+    head = f"<doc docid='1'>\n<url>http://x</url>\n<keywords>a, b</keywords>\n{people}"
+    head += "<speaker>C</speaker>\n<talkid>1</talkid>\n"
+    title, description, *rest = (pair[side] for pair in pairs)
+    return (
+        f"{head}<title>{title}</title>\n<description>{description}</description>\n"
+        f"{lines(f' {text} ' for text in rest)}</doc>\n"
+    )
+
+
+ODD = [*PAIRS[:5], ("R&D <b> 'x'", "R&D <b> “y”"), ("日本\u2028語", "a\x85b")]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("form", ["lines", "crlf", "tsv", "swapped", "xml", "sgm", "tags", "two"])
+def test_every_format_gives_the_same_pairs(tmp_path, form, compress):
+    gz = ".gz" * compress
+    german, english = zip(*ODD, strict=True)
+    files, name, columns = {}, "x", ("source", "target")
+    if form in ("lines", "crlf"):
+        files = {"x.de": lines(german), "x.en": lines(english).removesuffix("\n")}
+        if form == "crlf":
+            files = {k: "\ufeff" + v.replace("\n", "\r\n") for k, v in files.items()}
+    elif form == "tsv":
+        files, name = {"x.tsv": lines("\t".join(pair) for pair in ODD)}, f"x.tsv{gz}"
+    elif form == "swapped":
+        rows = (f"{one}\tCC\t{other}" for other, one in ODD)
+        files, name, columns = {"x.txt": lines(rows)}, f"x.txt{gz}", ("en", "-", "de")
+    elif form in ("xml", "sgm"):
+        files = {f"x.de.{form}": xml(ODD, 0), f"x.en.{form}": xml(ODD, 1)}
+    elif form == "tags":
+        files = {"train.tags.de-en.de": tagged(ODD, 0), "train.tags.de-en.en": tagged(ODD, 1)}
+        name = "train.tags.{pair}"
+    else:
+        files, name = {"a": lines(german), "b": lines(english)}, f"a{gz},{tmp_path}/b{gz}"
+    for file, text in files.items():
+        write(tmp_path / f"{file}{gz}", text, compress)
+    found = find_parallel_text(f"{tmp_path}/{name}", "de", "en", columns)
+    assert list(found) == ODD
+    assert list(found) == ODD  # once more: it can be read again
+
+
+def test_a_segment_may_run_over_several_lines(tmp_path):
+    text = '<doc docid="1">\n<seg id="1">one\ntwo</seg><seg id="2">three</seg>\n</doc>\n'
+    for language in ("de", "en"):
+        write(tmp_path / f"x.{language}.xml", text)
+    assert list(find_parallel_text(f"{tmp_path}/x", "de", "en")) == [
+        ("one two", "one two"),
+        ("three", "three"),
+    ]
+
+
+def test_reading_holds_no_more_than_a_line(tmp_path):
+    count = 30_000
+    for language in ("de", "en"):
+        write(tmp_path / f"x.{language}.gz", (f"{language} " * 50 + "\n") * count, compress=True)
+    text = find_parallel_text(f"{tmp_path}/x", "de", "en")
+    tracemalloc.start()
+    assert sum(1 for _ in text) == count
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000  # of 9 MB
+
+
+def table(folder: Path, form: str, names=("de", "en")) -> Path:
+    rows = [dict(zip(names, pair, strict=True)) | {"id": i} for i, pair in enumerate(PAIRS[:5])]
+    path = folder / f"x.{form}"
+    if form == "csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif form == "jsonl":
+        path.write_text(lines(map(json.dumps, rows)))
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif form == "nested":
+        nested = [{"id": r["id"], "translation": {n: r[n] for n in names}} for r in rows]
+        datasets.Dataset.from_list(nested).save_to_disk(path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "nested", "folder"])
+def test_named_columns_are_read(tmp_path, form):
+    path = table(tmp_path, form)
+    assert list(find_parallel_text(str(path), "de", "en")) == PAIRS[:5]
+    assert list(find_parallel_text(str(path), "en", "de")) == [(e, d) for d, e in PAIRS[:5]]
+
+
+@pytest.mark.parametrize("columns", ["source=german,target=english", "de=german,en=english"])
+def test_columns_may_have_any_names(tmp_path, columns):
+    path = str(table(tmp_path, "csv", ("german", "english")))
+    assert list(find_parallel_text(path, "de", "en", columns.split(","))) == PAIRS[:5]
+    with refused("no column de or source, only german, english, id; name it with --columns"):
+        list(find_parallel_text(path, "de", "en"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "de,en\na\n", "x.csv:2: not as many cells as the first line has names"),
+        ("x.jsonl", '{"de": "a", "en": "b"}\n[1]\n', "x.jsonl:2: not a JSON object"),
+        ("x.jsonl", '{"de": 1, "en": "b"}\n', "x.jsonl:1: de is not text but 1"),
+        ("x.parquet", "PAR1", "x.parquet: damaged after row 0"),
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with refused(message):
+        list(find_parallel_text(str(path), "de", "en"))
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path):
+    parts = {"train": datasets.Dataset.from_list([{"de": "a", "en": "b"}])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "all")
+    with refused("all holds several splits; give one of .*all/train"):
+        find_parallel_text(str(tmp_path / "all"), "de", "en")
+    assert list(find_parallel_text(str(tmp_path / "all" / "train"), "de", "en")) == [("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        ({}, "x", r"x\.de: no such file, nor with \.gz, \.xml or \.sgm at its end"),
+        ({"x.de": "a\n"}, "x", r"x\.en: no such file"),
+        ({"x.de": "a\n"}, "x.de,y", r"^y: no such file|/y: no such file"),
+        ({"x.de": "a\n"}, "x.de", r"x\.de:1: 1 columns separated by tabs, but .* need 2"),
+        ({"x": "a\tb\nc\n"}, "x", r"x:2: 1 columns, but line 1 has 2"),
+        ({"x": "a\tb\nc\td\te\n"}, "x", r"x:2: 3 columns, but line 1 has 2"),
+        ({"x.de": "a\nb\n", "x.en": "a\n"}, "x", r"x\.de has 2 lines, .*x\.en has 1: not aligned"),
+        (
+            {"x.de": "a\n", "x.en": "a\nb\nc\n"},
+            "x",
+            r"x\.de has 1 lines, .*x\.en has 3: not aligned",
+        ),
+        (
+            {"x.de": b"ok\nb\xe4d\n", "x.en": "a\nb\n"},
+            "x",
+            r"x\.de:2: byte 0xe4 is not UTF-8",
+        ),
+        (
+            {"x.de": gzip.compress(b"a\n" * 9)[:-9], "x.en": "a\n" * 9},
+            "x",
+            r"x\.de: truncated or damaged",
+        ),
+        (
+            {"x.de.xml": xml(PAIRS[:2], 0), "x.en.xml": xml(PAIRS[:2], 1, ids=[1, 3])},
+            "x",
+            r"segment 2 is '7 2' in .*x\.de\.xml, '7 3' in .*: not aligned",
+        ),
+        (
+            {"x.de.xml": xml(PAIRS[:2], 0), "x.en.xml": xml(PAIRS[:3], 1)},
+            "x",
+            r"segment 3 is missing in .*x\.de\.xml, '7 3' in",
+        ),
+        (
+            {"x.de.xml": '<seg id="1">a\nb\n', "x.en.xml": xml(PAIRS[:1], 1)},
+            "x",
+            r"x\.de\.xml:1: a <seg> without its end",
+        ),
+        (
+            {"x.de.xml": xml(PAIRS[:1], 0), "x.en": "a\n"},
+            "x",
+            r"one has <seg> elements, the other has not",
+        ),
+        ({}, "x.{lang}", r"only \{pair\}, \{source\} and \{target\} are filled in"),
+        ({}, "a,b,c", r"two files are FILE,FILE"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(tmp_path, files, name, message):
+    for file, content in files.items():
+        write(tmp_path / file, content)
+    with refused(message):
+        list(find_parallel_text(f"{tmp_path}/{name}", "de", "en"))
+
+
+def test_unknown_columns_are_refused(tmp_path):
+    write(tmp_path / "x", "a\tb\n")
+    with refused("columns en,fr: none is source or de"):
+        find_parallel_text(f"{tmp_path}/x", "de", "en", ("en", "fr"))
+
+
+@pytest.mark.parametrize("text", ["<seg id=1>" * 20_000, "<seg id=1>\n" * 20_000, "<seg " * 20_000])
+def test_unclosed_tags_are_refused_at_once(tmp_path, text):
+    write(tmp_path / "a.xml", text)
+    write(tmp_path / "b.xml", text)
+    with refused(r"a.xml:1: a <seg> (without its end|tag that does not end)"):
+        list(find_parallel_text(f"{tmp_path}/a.xml,{tmp_path}/b.xml", "de", "en"))
+
+
+def test_names_are_filled_in_and_nothing_else(tmp_path):
+    for name in ("{pair.upper}", "{source:1000000000}", "{0}", "{", "}", "{}", "{other}"):
+        with refused("only {pair}, {source} and {target} are filled in"):
+            find_parallel_text(str(tmp_path / name), "de", "en")

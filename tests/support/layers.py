@@ -1,0 +1,24 @@
+"""A small output layer for the tests of linear_loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import labo
+
+N, D, V = 13, 6, 11  # rows, width, classes
+SMALL = labo.LinearLossOptions(batch_chunk_size=4)
+
+
+def problem(
+    dtype: torch.dtype = torch.float64, rows: int = N, classes: int = V, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias and targets, of which one is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(classes, D, generator=generator, dtype=torch.float64)
+    bias = torch.randn(classes, generator=generator, dtype=torch.float64)
+    target = torch.randint(classes, (rows,), generator=generator)
+    target[rows // 3] = -100
+    return x.to(dtype), weight.to(dtype), bias.to(dtype), target
