@@ -161,7 +161,7 @@ def sums(
                 zero, at = x.new_zeros(()), SUMS.index("rmix")
                 all_sums[part, at] = _product_sum(torch.logaddexp(zero, x), r)
                 all_sums[part, at + 1] = _product_sum(torch.logaddexp(zero, -x), q)
-                all_sums[part, at + 2] = row_sum(torch.sigmoid(-x) * q).double()
+                all_sums[part, at + 2] = row_sum(torch.sigmoid(-x) * q).to(wider)
                 continue
             u, x = _mixture_of(plan.mixture, z, part)
             zero = x.new_zeros(())
