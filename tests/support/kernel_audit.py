@@ -194,7 +194,7 @@ def formula_launches() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
         yield "formula sums", name, partial(kernels.sums, *fixed)
         if plan.asked & EMIX:
-            plan = plan._replace(mixture=RowMixture(*torch.ones(2, rows, dtype=torch.float64)))
+            plan = plan._replace(mixture=RowMixture(*torch.ones(3, rows, dtype=torch.float64)))
             fixed = (*fixed[:2], plan, *fixed[3:])
         rest = (coefficients, torch.empty_like(logits))
         yield "formula gradient", name, partial(kernels.gradient, *fixed, *rest)
