@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from labo.lab.run.distributed import device_name
 
 from . import contenders, huggingface, images, parallel, training, translation
 from .memory import in_fresh_process
-from .plot import line_chart
 from .race import race
 
 HERE = Path(__file__).parent
@@ -347,7 +346,7 @@ def vocabulary_parallel(smoke: bool) -> list[Row]:
     return rows
 
 
-def against_vocabulary(smoke: bool) -> dict[str, str]:
+def against_vocabulary(smoke: bool) -> dict[str, bytes]:
     """Plots of time and of memory against V."""
     sizes = (64, 128) if smoke else (1024, 4096, 16384, 65536, 131072)
     names = ("torch LS", "naive LABO", "labo blocked", "labo native", "labo in place")
@@ -366,11 +365,21 @@ def against_vocabulary(smoke: bool) -> dict[str, str]:
     }
     rows = 8 if smoke else 512
     return {
-        "speed-time.svg": line_chart(f"loss, {rows} rows: time", "classes V", "ms", times),
-        "speed-memory.svg": line_chart(
-            "output layer + loss: extra memory", "classes V", "MiB", memory
-        ),
+        "speed-time.svg": _plot(f"loss, {rows} rows: time", "ms", times),
+        "speed-memory.svg": _plot("output layer + loss: extra memory", "MiB", memory),
     }
+
+
+def _plot(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
+    """An SVG file with a line per name, over the number of classes, both axes logarithmic."""
+    from labo.lab.report.charts import Axis, Line, line_chart, sheet
+    from labo.lab.report.palette import styles
+
+    found = styles((name, 0) for name in lines)
+    drawn = [Line(points, found[name, 0], name) for name, points in lines.items()]
+    axes = Axis("classes V", log=True), Axis(unit, log=True)
+    chart = line_chart("speed", title, "", *axes, drawn)
+    return sheet([chart], [(line.style, line.series) for line in drawn])[".svg"]
 
 
 SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
@@ -457,7 +466,7 @@ def main(arguments: list[str] | None = None) -> None:
     if set(options.only) == set(SECTIONS):
         with console.status("running the plots ..."):
             for name, svg in against_vocabulary(options.smoke).items():
-                (assets / name).write_text(svg)
+                (assets / name).write_bytes(svg)
     console.print(f"wrote {out / 'results.json'}")
 
 

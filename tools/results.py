@@ -39,8 +39,8 @@ from typing import Any
 import yaml
 
 from labo.lab.analysis.groups import Difference, Member, Variant, mean_cell
-from labo.lab.analysis.printing import difference_cells, difference_columns
 from labo.lab.analysis.reading import Run, State, find_teacher, read_conditions, read_run
+from labo.lab.analysis.run import FORMAT
 from labo.lab.analysis.task import find_analysis
 from labo.lab.report import palette
 from labo.lab.report.charts import Axis, Line, line_chart, sheet
@@ -178,7 +178,10 @@ def _calibration(run: Run) -> dict[str, float]:
     file = run.path / "analysis.json"
     if not file.is_file():
         return {}
-    split = json.loads(file.read_text(encoding="utf-8"))["splits"].get("test")
+    document = json.loads(file.read_text(encoding="utf-8"))
+    if document["format"] != FORMAT:
+        raise SystemExit(f"{file} is of another version of labo: labo analyze {run.path}")
+    split = document["splits"].get("test")
     if split is None:
         return {}
     before, after = (split["views"].get(way) for way in find_report(run.task).views)
@@ -187,7 +190,7 @@ def _calibration(run: Run) -> dict[str, float]:
         "ece_after": after and after["ece"],
         "aurc": before and (before.get("selective") or {}).get("aurc"),
         "aurc_normalised": (split.get("logit_norm") or {}).get("aurc"),
-        "temperature": (split.get("temperature") or {}).get("value"),
+        "temperature": split["temperature"],
     }
     return {f"analysis_{name}": value for name, value in found.items() if value is not None}
 
@@ -302,8 +305,8 @@ def summary(*names: str) -> str:
     lines = [[*head, "best method"], ["---"] * (len(head) + 1)]
     for name in names:
         group, ours, reference = _question(name)
-        found, headline = group.group.difference(ours, reference), group.kind.headline
-        base, best = group.group.first("base"), _best(group, ours)
+        found, headline = group.difference(ours, reference), group.kind.headline
+        base, best = group.first("base"), _best(group, ours)
         p = None if found is None else found.p
         cells = [_title(name), headline.heading, str(len(ours.scores("test")))]
         cells += [_score(v, headline) if v else "-" for v in (base, reference, ours)]
@@ -317,7 +320,7 @@ def summary(*names: str) -> str:
 def _question(name: str) -> tuple[ReportGroup, Variant, Variant]:
     """One variant of each method of a study, and of these LABO and LS."""
     (group,) = make_groups(_members(selected(study(name))))
-    ours, reference = group.group.first("labo"), group.group.first("ls")
+    ours, reference = group.first("labo"), group.first("ls")
     if ours is None or reference is None:
         raise SystemExit(f"results/{name}.csv has no runs of labo and ls")
     return group, ours, reference
@@ -326,7 +329,7 @@ def _question(name: str) -> tuple[ReportGroup, Variant, Variant]:
 def _best(group: ReportGroup, ours: Variant) -> Variant:
     """The best of the methods that have enough seeds, or as many as ours."""
     enough = min(SEEDS, len(ours.members))
-    return next(v for v in _ranked(group) if len(v.members) >= enough)
+    return next(v for v in _ranked(group) if len(v.runs) >= enough)
 
 
 def _score(variant: Variant, headline: Column) -> str:
@@ -340,7 +343,7 @@ def _title(name: str) -> str:
 def selected(group: ReportGroup) -> list[Variant]:
     """One variant of each method: the best one on the validation split."""
     best: dict[str, Variant] = {}
-    for variant in group.group.variants:
+    for variant in group.variants:
         known = best.setdefault(variant.name, variant)
         if _sign(group) * (_mean(variant, "valid") - _mean(known, "valid")) > 0:
             best[variant.name] = variant
@@ -352,7 +355,7 @@ def _members(variants: Iterable[Variant]) -> list[Member]:
 
 
 def _compared(group: ReportGroup, variant: Variant, reference: Variant) -> str:
-    found = group.group.difference(variant, reference)
+    found = group.difference(variant, reference)
     if found is None:
         raise SystemExit(f"{variant.label} and {reference.label} have no seed in common")
     headline = group.kind.headline
@@ -387,7 +390,6 @@ def table(name: str) -> str:
     """The methods of a study, best first."""
     group = study(name)
     headline = group.kind.headline
-    references = [v for v in group.group.references if v.name == "ls"] or group.group.references
     analysed = [
         Column("ece_after", "ECE after T %", scale=100, better=-1),
         Column("aurc", "AURC %", scale=100, better=-1),
@@ -401,16 +403,15 @@ def table(name: str) -> str:
             column.key: variant.cell(_test(column.key)) for column in (headline, *group.kind.scores)
         }
         cells["seeds"] = Cell(len(variant.scores("test")))
-        for reference in references:
-            found = group.group.difference(variant, reference)
-            cells |= {} if found is None else difference_cells(found)
+        cells |= group.difference_cells(variant)
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
         for key in ("aurc", "aurc_normalised"):
             cells[key] = variant.cell(_analysed(before, key))
         cells["time"] = Cell(times.get(variant.name))
         rows.append(Row(variant.label, cells))
     columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
-    columns += [c for r in references for c in difference_columns(headline, r.name)]
+    every = group.difference_columns()
+    columns += [column for column in every if column.key.endswith("_ls")] or every
     columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
     return _markdown(Table(name, filled(columns, rows), rows))
 
@@ -419,7 +420,7 @@ def _times(name: str) -> dict[str, float]:
     """Method -> seconds per step relative to base, of runs that were made to measure them."""
     if not (RESULTS / f"{name}-cost.csv").is_file():
         return {}
-    group = study(f"{name}-cost").group
+    group = study(f"{name}-cost")
     means = {v.name: mean_cell(group.step_times(v)).value for v in group.variants}
     return {method: value for method, value in means.items() if value is not None}
 
@@ -440,7 +441,7 @@ def _analysed(view: str, name: str) -> Any:
 
 
 def _ranked(group: ReportGroup) -> list[Variant]:
-    scored = [variant for variant in group.group.variants if variant.scores("test")]
+    scored = [variant for variant in group.variants if variant.scores("test")]
     return sorted(scored, key=lambda variant: -_sign(group) * _mean(variant, "test"))
 
 
@@ -489,13 +490,13 @@ def drawn_differences(*names: str) -> str:
 
     One variant of each method that has enough seeds, in the same colour in all charts.
     """
-    shown = [v for name in names for v in selected(study(name)) if len(v.members) >= SEEDS]
+    shown = [v for name in names for v in selected(study(name)) if len(v.runs) >= SEEDS]
     groups = make_groups(_members(shown))
     panels = [
         difference_chart(replace(group, title=_title(name)), name, titled=True)
         for name, group in zip(names, groups, strict=True)
     ]
-    return sheet([panel for panel in panels if panel is not None], columns=2)
+    return _svg(sheet([panel for panel in panels if panel is not None], columns=2))
 
 
 def selection(name: str) -> str:
@@ -573,7 +574,11 @@ def drawn_curves(name: str) -> str:
             f"{name}-sum", "Accuracy by label weight", "", integral, accuracy, _above(fast[1], 80)
         ),
     ]
-    return sheet(panels, [(style, label) for label, style in styles.items()], columns=2)
+    return _svg(sheet(panels, [(style, label) for label, style in styles.items()], columns=2))
+
+
+def _svg(files: Mapping[str, bytes]) -> str:
+    return files[".svg"].decode()
 
 
 def _above(lines: Sequence[Line], low: float) -> list[Line]:

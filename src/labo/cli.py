@@ -489,6 +489,13 @@ def report(
         typer.Argument(metavar="RUN...", help="Run directories, or the folder of a comparison."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for the figures: each as PDF, as SVG, and its data as CSV.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
@@ -498,12 +505,14 @@ def report(
 
     left_out: dict[Path, str] = {}
     paths = runs_in(runs, left_out)
-    for listing in write_report(paths, out, left_out):
+    for listing in write_report(paths, out, left_out, figures):
         if listing.state.kind != "finished":
             print(printable(f"{listing.path} is {listing.state}"))
     for path, reason in left_out.items():
         print(printable(f"{path} is left out: {reason}"))
     print(f"{out} is written")
+    if figures is not None:
+        print(f"{figures} has the figures")
 
 
 @app.command(rich_help_panel=_COMPARISON)

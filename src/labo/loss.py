@@ -147,6 +147,10 @@ class Loss(_WithFields):
         """The loss with the hyper-parameters of this epoch or step."""
         return self
 
+    def own_inputs(self) -> tuple[Any, ...]:
+        """The inputs that the Module itself has, such as a table."""
+        return ()
+
     def without_teacher(self) -> Loss:
         """The loss that computes if no teacher is given, where it is optional."""
         return self
@@ -171,7 +175,7 @@ class Loss(_WithFields):
         self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
     ) -> Tensor:
         self.check_teacher(teacher_logits is not None)
-        inputs = () if teacher_logits is None else (teacher_logits,)
+        inputs = self.own_inputs() if teacher_logits is None else (teacher_logits,)
         return self.current().compute(logits, target, *inputs)
 
     def check_teacher(self, given: bool) -> None:

@@ -93,6 +93,11 @@ def zero_log(log_p: Tensor) -> Tensor:
     return log_p.masked_fill(log_p == -math.inf, 0.0)
 
 
+def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b) over the last dimension, for log-probabilities with the same masked classes."""
+    return row_sum(log_a.exp() * (zero_log(log_a) - zero_log(log_b)))
+
+
 def entropy(log_p: Tensor) -> Tensor:
     """H(p) in nats over the last dimension, with 0 log 0 = 0."""
     return -row_sum(log_p.exp() * zero_log(log_p))
@@ -146,9 +151,7 @@ def log_sum(logits: Tensor) -> Tensor:
     """log sum exp per row; -inf without a gradient if all entries are -inf."""
     top = logits.detach().amax(-1)
     top = top.masked_fill(top == -math.inf, 0.0)
-    total = row_sum((logits - top.unsqueeze(-1)).exp())
-    empty = total == 0
-    return (top + total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
+    return top + log_or_none(row_sum((logits - top.unsqueeze(-1)).exp()))
 
 
 def log_or_none(total: Tensor) -> Tensor:

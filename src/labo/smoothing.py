@@ -357,10 +357,7 @@ def stationary_label_weight(
     rate of cross entropy is then too small: divide it by this number, or multiply the loss.
 
     Args:
-        num_classes: K.
-        tau: temperature; ``math.inf`` is conventional label smoothing.
-        alpha: "adaptive", or a number in [0, 1].
-        rho: for adaptive alpha.
+        num_classes, tau, alpha, rho: as for :func:`stationary_confidence`.
 
     Returns:
         :math:`\rho H(p) / \log K` for adaptive alpha, else 1 - alpha. It is 0 for adaptive alpha
@@ -388,9 +385,7 @@ def tau_for_confidence(
 
     Args:
         p: the confidence, in (1/K, 1].
-        num_classes: K.
-        alpha: "adaptive", or a number in [0, 1].
-        rho: for adaptive alpha.
+        num_classes, alpha, rho: as for :func:`stationary_confidence`.
 
     Returns:
         tau, 1 or more.

@@ -40,3 +40,31 @@ def test_every_public_name_is_there_and_no_other():
         getattr(labo, name)
     with pytest.raises(AttributeError, match="no attribute 'LaboLoss'"):
         _ = labo.LaboLoss
+
+
+LINES = """
+import sys
+from pathlib import Path
+import labo
+labo.LABOLoss
+files = [m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "labo"]
+print(sum(len(Path(file).read_text().splitlines()) for file in files))
+print(*sorted(name for name in sys.modules if name.startswith("labo.")))
+"""
+
+
+def test_labo_loads_no_other_family_and_few_lines():
+    lines, names = output_of(LINES).splitlines()
+    assert int(lines) <= 4400  # about 4000; 6300 when all families were loaded
+    loaded = set(names.split())
+    assert "labo.losses.labo" in loaded
+    heavy = {"labo.losses.teachers", "labo.linear", "labo.calibration", "labo.heads.split"}
+    assert not loaded & heavy
+
+
+def test_families_are_found_by_name():
+    script = "import labo.losses; print(labo.losses.weights.FocalLoss is labo.FocalLoss)"
+    assert output_of(script) == "True"
+    names = output_of("from labo.losses import *; print(*dir())")
+    assert {"FocalLoss", "LOSSES", "Warmup"} <= {*names.split()}
+    assert "ZLoss" not in names.split()

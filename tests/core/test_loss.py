@@ -460,3 +460,19 @@ def test_teacher_logits_that_a_loss_does_not_take_are_refused(name):
     for error in (TypeError, ValueError):
         with pytest.raises(error, match=f"{type(loss).__name__} takes no teacher logits"):
             loss(logits, target, logits)
+
+
+def test_a_row_made_of_numbers_goes_to_the_device_of_the_logits():
+    loss = labo.LabelSmoothingLoss(convention="joeynmt", padding_idx=0)
+    logits = torch.empty(2, 4, device="meta")
+    assert loss.mass_source(logits).device == logits.device
+
+
+def test_a_row_made_of_a_field_is_refused_by_its_name():
+    logits = torch.empty(2, 4, device="meta")
+    masked = labo.MaskedLabelSmoothingLoss(torch.tensor([True, True, False, True]))
+    with pytest.raises(ValueError, match="mask is on cpu, the logits are on meta"):
+        masked.mass_source(logits)
+    grouped = labo.WeightedLabelSmoothingLoss(torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="groups is on cpu, the logits are on meta"):
+        grouped.mass_source(logits)

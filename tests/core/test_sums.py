@@ -18,6 +18,7 @@ import labo
 from backends import ONE_CALL
 from conftest import LOSS_CASES, LossCase, each_loss, triton_for_native
 from labo import functional as F
+from labo.sums import Traced
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the Triton interpreter
 
@@ -205,3 +206,8 @@ def test_linear_loss_near_the_limit():
             hidden, matrix, torch.tensor([0]), labo.LABOLoss(impl=impl), impl=impl
         )
         assert value.isfinite()
+
+
+def test_a_formula_with_an_unknown_sum_says_so():
+    with pytest.raises(AttributeError, match="the sums of a row have no 'log_k'"):
+        _ = Traced(labo.CrossEntropyLoss(), weighted=False, device=None).log_k

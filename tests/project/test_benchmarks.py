@@ -48,6 +48,13 @@ def test_every_rowwise_loss_beside_label_smoothing(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+def test_a_plot_over_the_vocabulary_is_a_file():
+    plot = importlib.import_module("benchmarks.__main__")._plot
+    svg = plot("loss: time", "ms", {"torch LS": [(64, 0.1), (128, 2.0)], "labo": [(64, 0.1)]})
+    for text in ("loss: time", "classes V", "torch LS", "labo", "0.1"):
+        assert f">{text}</text>" in svg.decode()
+
+
 def test_auto_beside_the_reference(tmp_path):
     main = importlib.import_module("benchmarks.__main__").main
     main(["--smoke", "--only", "auto", "--out", str(tmp_path)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -167,17 +167,19 @@ class _Number:
     name: str
     value: float
     owners: tuple[Any, ...]
+    multiplied: bool = False  # whether T multiplies it, because the model divides by it
 
-    def set(self, value: float) -> None:
+    def fold(self, temperature: float) -> None:
+        folded = self.value * temperature if self.multiplied else self.value / temperature
         for owner in self.owners:
-            setattr(owner, self.name, value)
+            setattr(owner, self.name, folded)
 
 
 def _numbers(model: Any, names: tuple[str, ...]) -> list[_Number]:
     """The settable numbers of these names in the config. What is only in a module is not saved."""
     whole = model.config
     text = whole.get_text_config(decoder=True)
-    found = []
+    numbers = []
     for name in names:
         value = getattr(text, name, None)
         derived = isinstance(getattr(type(text), name, None), property)
@@ -185,27 +187,24 @@ def _numbers(model: Any, names: tuple[str, ...]) -> list[_Number]:
             continue
         holders = {id(holder): holder for holder in (whole, text, *model.modules())}.values()
         same = tuple(holder for holder in holders if getattr(holder, name, None) == value)
-        found.append(_Number(name, value, same))
-    return found
+        numbers.append(_Number(name, value, same))
+    return numbers
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is divided by T: the layer, an added bias, numbers; or multiplied by it."""
+    """What T changes: the layer, an added bias, numbers."""
 
     layer: nn.Linear | None
     bias: Tensor | None
-    divided: tuple[_Number, ...]
-    multiplied: tuple[_Number, ...] = ()
+    numbers: tuple[_Number, ...]
 
-    def set_numbers(self, temperature: float) -> None:
-        for number in self.divided:
-            number.set(number.value / temperature)
-        for number in self.multiplied:
-            number.set(number.value * temperature)
+    def fold_numbers(self, temperature: float) -> None:
+        for number in self.numbers:
+            number.fold(temperature)
 
     def apply(self, temperature: float) -> None:
-        self.set_numbers(temperature)
+        self.fold_numbers(temperature)
         if self.bias is not None:
             self.bias.div_(temperature)
         if self.layer is not None:
@@ -236,8 +235,8 @@ def _fold_language_model(model: Any, temperature: float, untie: bool) -> None:
             if not scales:
                 _must_be_untied(layer, model)
             # The same name multiplies in some families and divides in others: try both.
+            scales += [replace(scale, multiplied=True) for scale in scales]
             plans = [_Plan(None, None, (*caps, scale)) for scale in scales]
-            plans += [_Plan(None, None, caps, (scale,)) for scale in scales]
         for plan in plans:
             if _halves_logits(plan, model, layer):
                 plan.apply(temperature)
@@ -277,8 +276,8 @@ def _halves_logits(plan: _Plan, model: Any, layer: nn.Linear) -> bool:
     """Try a plan with T = 2, which is exact in binary, and undo it."""
     before = _logits(model, layer)
     with ExitStack() as undo:
-        undo.callback(plan.set_numbers, 1.0)
-        plan.set_numbers(2.0)
+        undo.callback(plan.fold_numbers, 1.0)
+        plan.fold_numbers(2.0)
         if plan.bias is not None:
             undo.callback(plan.bias.copy_, plan.bias.clone())
             plan.bias.div_(2.0)

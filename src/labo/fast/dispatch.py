@@ -44,7 +44,7 @@ from .._torch import forward_mode
 from ..fields import describe, described
 from ..rows import SPLIT, exact, row_sum, wide
 from ..sums import EMIX, FROM_TEACHER
-from . import blocked, formula, native
+from . import formula, native, trust
 from .columns import SUMS
 from .kernel import Kernel
 
@@ -53,7 +53,9 @@ def backends() -> dict[str, str]:
     """The backends that are available here, or the reason why one is not.
 
     Returns:
-        A sentence for each of "reference", "blocked", "native (CPU)" and "native (CUDA)".
+        A sentence for each of "reference", "blocked", "native (CPU)" and "native (CUDA)". The last
+        one also lists the losses whose kernels were compared with the plain formula here, at their
+        first use, and those whose kernels are not used because they differ.
 
     Example:
         >>> backends()["reference"]
@@ -61,11 +63,12 @@ def backends() -> dict[str, str]:
     """
     cpu = native.unavailable()
     cuda = _triton_unavailable()
+    checked = f"; {found}" if (found := trust.checked()) else ""
     return {
         "reference": "available",
         "blocked": "available",
         "native (CPU)": f"unavailable: {cpu}" if cpu else f"available ({native.instruction_set()})",
-        "native (CUDA)": f"unavailable: {cuda}" if cuda else "available (triton)",
+        "native (CUDA)": f"unavailable: {cuda}" if cuda else f"available (triton{checked})",
     }
 
 
@@ -80,14 +83,15 @@ def _triton_unavailable() -> str | None:
     return None
 
 
-def _native_refuses(logits: Tensor) -> str | None:
-    """Why no native kernel can take these logits, or None."""
+def _native_refuses(logits: Tensor, loss: Any = None) -> str | None:
+    """Why no native kernel can take these logits, or compute this loss of them; None if one can."""
     if logits.is_cpu:
         return native.refuses(logits)
     if logits.is_cuda:
         if logits.dtype == torch.float64:
             return "the Triton kernels take float32, bfloat16 and float16, not torch.float64"
-        return _triton_unavailable()
+        unavailable = _triton_unavailable()
+        return trust.refuses(loss, logits) if unavailable is None and loss else unavailable
     return f"there is no native kernel for {logits.device.type} tensors"
 
 
@@ -123,11 +127,11 @@ def choose(loss: Any, logits: Tensor, target: Tensor, reference_only: str | None
         return _choose_parallel(impl, target, inplace, reference_only)
     reason = reference_only or _fused_refuses(logits, target, loss.weight)
     if impl == "auto":
-        backend = "reference" if reason else _fastest(logits, inplace)
+        backend = "reference" if reason else _fastest(loss, logits)
     else:
         backend = impl
         if impl == "native":
-            reason = reason or _native_refuses(logits)
+            reason = reason or _native_refuses(logits, loss)
     if backend == "reference":
         if inplace:
             why = f" ({reason})" if reason else ""
@@ -152,12 +156,12 @@ def _choose_parallel(impl: str, target: Tensor, inplace: bool, reference_only: s
     return "parallel"
 
 
-def _fastest(logits: Tensor, inplace: bool) -> str:
-    if _native_refuses(logits) is None:
+def _fastest(loss: Any, logits: Tensor) -> str:
+    if _native_refuses(logits, loss) is None:
         return "native"
     # A compiler fuses the plain formula well, and only that can be differentiated twice.
     plain = logits.dtype == torch.float64 or torch.compiler.is_compiling()
-    return "reference" if plain and not inplace else "blocked"
+    return "reference" if plain and not loss.inplace else "blocked"
 
 
 # The C kernel takes no float16. A float32 copy of the logits and the kernel are several times as
@@ -172,10 +176,9 @@ def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tu
     """
     if classes <= loss.few_classes:
         return "reference", logits
-    if backend == "blocked" and classes <= _COPIED_CLASSES and logits.dtype == torch.float16:
-        copy = logits.float()
-        if _native_refuses(copy) is None:
-            return "native", copy
+    copied = logits.is_cpu and logits.dtype == torch.float16 and classes <= _COPIED_CLASSES
+    if backend == "blocked" and copied and native.unavailable() is None:
+        return "native", logits.float()
     return backend, logits
 
 
@@ -326,7 +329,7 @@ class FastRows(NamedTuple):
     def _module(self, logits: Tensor) -> ModuleType:
         """The backend of a formula."""
         if self.backend != "native":
-            return blocked
+            return _blocked_module()
         return native if logits.is_cpu else _triton_module()
 
 
@@ -334,6 +337,12 @@ def backend_of(logits: Tensor) -> ModuleType:
     """The fastest backend for these logits, with the functions of :mod:`labo.fast.formula`."""
     if _native_refuses(logits) is None:
         return native if logits.is_cpu else _triton_module()
+    return _blocked_module()
+
+
+def _blocked_module() -> ModuleType:
+    from . import blocked
+
     return blocked
 
 
@@ -475,7 +484,7 @@ def times_upstream(grad: Tensor, upstream: Tensor) -> Tensor:
     if upstream.dim() == 0:
         return grad.mul_(upstream)
     # In blocks, because PyTorch copies what it multiplies to the wider of two types.
-    for part in blocked.blocks(grad):
+    for part in _blocked_module().blocks(grad):
         grad[part].mul_(upstream[part].unsqueeze(-1))
     return grad
 

@@ -84,7 +84,6 @@ from ..sums import (
     value_of,
 )
 from .columns import COEFFICIENTS, MIXED, MIXED_TEACHER, SUMS
-from .spread import spread
 
 # What a formula is differentiated for.
 _VARIABLES = (
@@ -108,6 +107,20 @@ def plan_of(loss: Any, weighted: bool) -> Passes:
 
 _PLANS: dict[Any, Passes] = {}
 _MOST_PLANS = 1000
+
+
+# The sums that have to be asked for; the others are always there.
+_ASKED = {
+    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
+    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
+}
+
+
+@lru_cache
+def _columns(asked: int) -> tuple[tuple[str, int], ...]:
+    """The names and places of the sums that these bits ask for."""
+    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
+    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
 
 
 SECOND_BACKWARD = (
@@ -230,6 +243,8 @@ class FormulaRows:
         if statistics is not None:
             plan = plan._replace(asked=plan.asked | UE)
         if plan.spread is not None:
+            from .spread import spread
+
             how = (plan.spread == DEVIATION, self.backend)
             own = spread(logits, *how)
             taught = own if self.source is None else spread(self.source, *how, logits, own)
@@ -280,7 +295,8 @@ class FormulaRows:
 
     def _fixed(self, plan: Passes) -> tuple[Any, ...]:
         """What both passes take beside the logits."""
-        return self.target, plan, self.weight, self.ignore_index, self.source
+        weight = self.weight if plan.asked & WQU else None
+        return self.target, plan, weight, self.ignore_index, self.source
 
     def refuse_second_backward(self) -> None:
         """Raise if an earlier backward pass has overwritten the logits."""
@@ -330,20 +346,6 @@ def _add_entries(rows: Tensor, index: Tensor, entries: Tensor) -> Tensor:
     """Add ``entries`` to the rows, in place, at the (N, k) indices that are not negative."""
     entries = entries.masked_fill(index < 0, 0.0).to(rows.dtype)
     return rows.scatter_add_(1, index.clamp(min=0), entries)
-
-
-# The sums that have to be asked for; the others are always there.
-_ASKED = {
-    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
-    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
-}
-
-
-@lru_cache
-def _columns(asked: int) -> tuple[tuple[str, int], ...]:
-    """The names and places of the sums that these bits ask for."""
-    there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
-    return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
 
 
 def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:

@@ -467,10 +467,10 @@ def _locate(
     return path, model
 
 
-def _section(annotation: Any) -> type[Section] | None:
+def _section(annotation: Any) -> type[BaseModel] | None:
     """The section that an annotation such as ``Section | None`` stands for."""
     for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
 

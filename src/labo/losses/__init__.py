@@ -33,15 +33,18 @@ if TYPE_CHECKING:
     ALL: list[type[Loss]]
     LOSSES: Registry
 
+# A new file of losses is listed here, and above for type checkers.
 FAMILIES = ("weights", "adaptive", "fixed", "teachers", "tables", "labo")
 FUNCTION_ONLY = ("ZLoss",)  # not among the public classes
 
 
 def __getattr__(name: str) -> Any:
-    """A class of a family, or one of the lists ``ALL``, ``LOSSES`` and ``__all__``."""
+    """A class of a family, a family, or one of the lists ``ALL``, ``LOSSES`` and ``__all__``."""
     if name in ("ALL", "LOSSES", "__all__"):
         globals().update(_lists())
         return globals()[name]
+    if name in FAMILIES:
+        return importlib.import_module(f".{name}", __name__)
     for family in () if name.startswith("_") else ("labo", *FAMILIES):  # LABO needs no other
         if name in (classes := _classes(family)):
             value = globals()[name] = classes[name]

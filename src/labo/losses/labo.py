@@ -263,11 +263,7 @@ class Warmup(nn.Module):
         self._set(self.steps_done + 1)
 
     def forward(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        teacher_logits: Tensor | None = None,
-        *draws: Tensor,
+        self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None, *draws: Tensor
     ) -> Tensor:
         if self._warming and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._passes += 1

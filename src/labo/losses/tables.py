@@ -12,7 +12,7 @@ from .. import _checks, smoothing
 from .._checks import TeacherError
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper, state
-from ..rows import Rows, exact, row_sum, shifted, spread, times, upcast, zero_log
+from ..rows import Rows, exact, kl_divergence, row_sum, shifted, spread, times, upcast
 from ..sums import FROM_TABLE, RowSums
 
 
@@ -110,12 +110,13 @@ class OnlineLabelSmoothingLoss(Loss):
             setattr(self, name, upcast(getattr(self, name)))
         return self
 
+    def own_inputs(self) -> tuple[Any, ...]:
+        return (self.table.clone(),)  # for the graph: end_epoch() changes the table in place
+
     def forward(
         self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
     ) -> Tensor:
-        self.check_teacher(teacher_logits is not None)
-        # A copy for the graph: end_epoch() changes the table in place.
-        loss = self.compute(logits, target, self.table.clone())
+        loss = super().forward(logits, target, teacher_logits)
         if self.training and not target.is_floating_point():
             self._collect(logits.detach(), target)
         return loss
@@ -194,8 +195,8 @@ class KRLSLoss(Loss):
         q_res = torch.log_softmax(table_rows.masked_fill(absent, -math.inf), -1)
         held = q_res.detach()
         ordered = (p_res, held) if self.order == "pq" else (held, p_res)
-        residual = _residual_kl(*ordered)
-        update = _residual_kl(q_res, p_res.detach())
+        residual = kl_divergence(*ordered)
+        update = kl_divergence(q_res, p_res.detach())
         learn = update - update.detach()
         penalty = self.alpha * (residual + learn).masked_fill(alone, 0.0)
         return rows.nll(rows.log_probabilities()) + rows.weigh(penalty)
@@ -203,16 +204,8 @@ class KRLSLoss(Loss):
     def make_state(self) -> None:
         self.table = nn.Parameter(torch.zeros(self.num_classes, self.num_classes))
 
-    def forward(
-        self, logits: Tensor, target: Tensor, teacher_logits: Tensor | None = None
-    ) -> Tensor:
-        self.check_teacher(teacher_logits is not None)
-        return self.compute(logits, target, self.table)
-
-
-def _residual_kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b) per row, over the same classes."""
-    return row_sum(log_a.exp() * (zero_log(log_a) - zero_log(log_b)))
+    def own_inputs(self) -> tuple[Any, ...]:
+        return (self.table,)
 
 
 class ConNetLoss(Loss):

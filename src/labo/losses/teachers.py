@@ -536,9 +536,7 @@ class RDropLoss(Loss):
     )
     tau: float = hyper(default=1.25, within=POSITIVE, doc='temperature of label "labo"')
     rho: float = hyper(
-        default=0.5,
-        within=UNIT,
-        doc='how much entropy lowers the adaptive alpha of label "labo"',
+        default=0.5, within=UNIT, doc='how much entropy lowers the adaptive alpha of label "labo"'
     )
 
     def check_together(self) -> None:

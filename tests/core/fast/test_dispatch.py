@@ -48,6 +48,56 @@ def test_auto_takes_what_fits():
     slope.square().sum().backward()
 
 
+def half_logits(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).mul(3).half().requires_grad_()
+
+
+def half_gradient(loss: torch.nn.Module, logits: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    target = torch.arange(len(logits)) % logits.shape[1]
+    (grad,) = torch.autograd.grad(loss(logits, target) * scale, logits)
+    return grad
+
+
+@pytest.mark.parametrize("build", [labo.LABOLoss, labo.FocalLoss])
+def test_float16_with_few_classes_takes_the_kernel_on_a_copy(build):
+    logits, target = half_logits(6, 40), torch.arange(6)
+    loss = build()
+    copy = logits.detach().float().requires_grad_()
+    assert torch.equal(loss(logits, target), build(impl="native")(copy, target))
+    assert torch.equal(
+        half_gradient(loss, logits), half_gradient(build(impl="native"), copy).half()
+    )
+
+
+def test_the_scale_of_a_grad_scaler_is_in_the_gradient_before_it_is_rounded():
+    logits, loss = half_logits(64, 40), labo.LABOLoss(multiplier=1e-6)
+    copy = logits.detach().float().requires_grad_()
+    assert not half_gradient(loss, logits).any()  # below the smallest number of float16
+    scaled = half_gradient(loss, logits, scale=2.0**16)
+    assert scaled.any()
+    assert torch.equal(scaled, half_gradient(loss, copy, scale=2.0**16).half())
+
+
+def test_many_classes_in_float16_are_not_copied(monkeypatch):
+    monkeypatch.setattr(dispatch, "_COPIED_CLASSES", 39)
+    logits, target = half_logits(6, 40), torch.arange(6)
+    blocked = labo.FocalLoss(impl="blocked")(logits, target)
+    assert torch.equal(labo.FocalLoss()(logits, target), blocked)
+
+
+@pytest.mark.parametrize(("classes", "impl"), [(128, "reference"), (129, "native")])
+def test_a_stored_teacher_with_few_classes_goes_to_the_reference(classes, impl):
+    stored = torch.randn(64, classes).log_softmax(-1).topk(4)
+    logits, target = torch.randn(64, classes), torch.arange(64)
+    given = (logits, target, stored.indices, stored.values)
+    values = {
+        name: labo.TopKDistillationLoss(impl=name, reduction="none")(*given)
+        for name in ("auto", "reference", "native")
+    }
+    assert torch.equal(values["auto"], values[impl])
+    assert not torch.equal(values["reference"], values["native"])  # so that it tells them apart
+
+
 def test_without_the_kernel_blocks_serve(monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: "not built")
     logits, target = sample(4, 9)
@@ -209,11 +259,11 @@ def test_no_buffer_of_a_wider_type():
 
 
 def test_backward_notices_changed_tensors():
-    """Where the gradient is computed in the backward pass: in float16, say."""
+    """Where the gradient is computed in the backward pass: in blocks, say."""
     for changed in (0, 1):
         logits, target = sample(8, 24, dtype=torch.float16)
         tensors = [logits.requires_grad_() * 1, target]
-        loss = F.labo_loss(*tensors)
+        loss = F.labo_loss(*tensors, impl="blocked")
         with torch.no_grad():
             tensors[changed].zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -54,26 +54,26 @@ def test_the_line_that_was_being_written_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("results.json", '{"valid": ', "results.json is not JSON"),
-        ("results.json", "[" * 100_000, "results.json is not JSON"),
-        ("results.json", "[]", "results.json is not a JSON object"),
-        ("results.json", '{"test": 3}', "results.json: test should be a valid dictionary, got 3"),
+        ("results.json", '{"valid": ', "results.json: not JSON"),
+        ("results.json", "[" * 100_000, "results.json: not JSON"),
+        ("results.json", "[]", "results.json: not a JSON object"),
+        ("results.json", '{"test": 3}', "results.json: test: should be a valid dictionary, got 3"),
         (
             "results.json",
             '{"test": {"accuracy": "high"}}',
-            "results.json: test.accuracy should be a valid number, got 'high'",
+            "results.json: test.accuracy: should be a valid number, got 'high'",
         ),
-        ("results.json", '{"test": {"accuracy": NaN}}', "test.accuracy should be a finite number"),
-        ("results.json", '{"seconds": -1}', "seconds should be greater than or equal to 0"),
-        ("results.json", '{"signature": ["x"]}', "signature should be a valid string"),
-        ("best/config.json", "", "config.json is not JSON"),
-        ("best/config.json", '{"num_classes": "ten"}', "config.json: num_classes should be"),
+        ("results.json", '{"test": {"accuracy": NaN}}', "test.accuracy: should be a finite number"),
+        ("results.json", '{"seconds": -1}', "seconds: should be greater than or equal to 0"),
+        ("results.json", '{"signature": ["x"]}', "signature: should be a valid string"),
+        ("best/config.json", "", "config.json: not JSON"),
+        ("best/config.json", '{"num_classes": "ten"}', "config.json: num_classes: should be"),
         ("best/config.json", '{"labo": {"num_classes": 0}}', "config.json: labo.num_classes"),
         ("recipe.yaml", "task: [", "recipe.yaml"),
-        ("recipe.yaml", "seed: 1", "recipe.yaml: task is missing"),
-        ("recipe.yaml", "task: translation", "recipe.yaml: method is missing"),
-        ("recipe.yaml", "task: t\nmethod: {alpha: 1}", "recipe.yaml: method.name is missing"),
-        ("recipe.yaml", "task: t\nmethod: {name: ls}\nseed: one", "recipe.yaml: seed should be"),
+        ("recipe.yaml", "seed: 1", "recipe.yaml: task: missing"),
+        ("recipe.yaml", "task: translation", "recipe.yaml: method: missing"),
+        ("recipe.yaml", "task: t\nmethod: {alpha: 1}", "recipe.yaml: method.name: missing"),
+        ("recipe.yaml", "task: t\nmethod: {name: ls}\nseed: one", "recipe.yaml: seed: should be"),
     ],
 )
 def test_a_broken_run_says_why(tmp_path, file, content, reason):
@@ -89,13 +89,13 @@ def test_a_broken_run_says_why(tmp_path, file, content, reason):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"st', "it is not JSON"),
-        (b'{"step": 7, "note": "\xff\xfe"}', "it is not JSON"),
-        (b"{}", "it: step is missing"),
-        (b"[]", "it is not a JSON object"),
-        (b'{"step": "seven"}', "it: step should be a valid integer, got 'seven'"),
-        (b'{"step": 7, "valid": 3}', "it: valid should be a valid dictionary, got 3"),
-        (b'{"step": 7, "valid": {"nll": "low"}}', "it: valid.nll should be a valid number"),
+        (b'{"st', "not JSON"),
+        (b'{"step": 7, "note": "\xff\xfe"}', "not JSON"),
+        (b"{}", "step: missing"),
+        (b"[]", "not a JSON object"),
+        (b'{"step": "seven"}', "step: should be a valid integer, got 'seven'"),
+        (b'{"step": 7, "valid": 3}', "valid: should be a valid dictionary, got 3"),
+        (b'{"step": 7, "valid": {"nll": "low"}}', "valid.nll: should be a valid number"),
     ],
 )
 def test_a_wrong_line_of_metrics_is_named_and_nothing_else_is_lost(tmp_path, line, reason):
@@ -117,17 +117,17 @@ def test_many_wrong_lines_of_metrics_are_one_sentence(tmp_path):
     run = reading.read_run(path)
     assert [found["step"] for found in run.metrics] == [3]
     assert run.problems == [
-        f"{path / 'metrics.jsonl'}: line 1, 2, 3, 4, 5, ... left out (it: step is missing)"
+        f"{path / 'metrics.jsonl'}: line 1, 2, 3, 4, 5, ... left out (step: missing)"
     ]
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "conditions.json is not JSON"),
-        ("[]", "conditions.json is not a JSON object"),
-        ('{"r": 3}', "conditions.json: r is not a list"),
-        ('{"r": [{"jobs": 2}]}', "conditions.json, r: threads is missing"),
+        ("", "conditions.json: not JSON"),
+        ("[]", "conditions.json: not a JSON object"),
+        ('{"r": 3}', "conditions.json: r: not a list"),
+        ('{"r": [{"jobs": 2}]}', "conditions.json: r.threads: missing"),
     ],
 )
 def test_wrong_conditions_are_one_clear_line(tmp_path, content, problem):

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
@@ -47,6 +47,7 @@ def test_equal_confidences_count_as_the_mean_of_their_orders():
     assert selective.aurc(np.full(4, 0.5), right) == pytest.approx(np.mean(orders))
 
 
+@settings(deadline=None)
 @given(samples, st.randoms(use_true_random=False))
 def test_the_order_of_the_samples_does_not_matter(pairs, random):
     shuffled = pairs[:]
@@ -54,6 +55,7 @@ def test_the_order_of_the_samples_does_not_matter(pairs, random):
     assert selective.aurc(*arrays(pairs)) == pytest.approx(selective.aurc(*arrays(shuffled)))
 
 
+@settings(deadline=None)
 @given(samples)
 def test_the_best_order_is_best_and_any_increasing_score_is_the_same(pairs):
     confidence, right = arrays(pairs)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -54,6 +54,7 @@ def test_signs_flipped_by_hand():
     assert sign_flip_test([0.7]) == (1.0, 1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-4, 4), min_size=1, max_size=8))
 def test_signs_flipped_one_by_one(values):
     signed = [

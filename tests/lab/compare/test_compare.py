@@ -535,10 +535,10 @@ def test_one_number_has_no_spread():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ('{"valid": 3}', "valid should be a valid dictionary, got 3"),
-        ('{"valid": {"accuracy": "x"}}', "valid.accuracy should be a valid number, got 'x'"),
+        ("", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"valid": 3}', "valid: should be a valid dictionary, got 3"),
+        ('{"valid": {"accuracy": "x"}}', "valid.accuracy: should be a valid number, got 'x'"),
         ('{"valid": {"nll": 1.0}}', "valid.accuracy is missing"),
     ],
 )

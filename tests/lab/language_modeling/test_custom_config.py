@@ -9,13 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from labo.lab.errors import RequestError
-from labo.lab.language_modeling.documents import Part, RawDocument
-from labo.lab.language_modeling.options import Tokenization
-from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.recipes import load_recipe
 from labo.lab.train import train
-from tiny_language import SENTENCES
+from tiny_language import prepare_texts
 
 MODULE = """
 from transformers import MistralConfig, T5Config
@@ -37,9 +34,7 @@ def settings(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.delitem(sys.modules, "configs", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     Path("configs.py").write_text(MODULE)
-    documents = [RawDocument(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(SENTENCES)]
-    options = Tokenization(vocabulary=290, holdout=4, holdout_test=5)
-    prepare_documents(tmp_path / "data", {"train": documents}, options)
+    prepare_texts(tmp_path / "data", vocabulary=290, holdout=4, holdout_test=5)
     found = ["data.name=prepared", f"data.path={tmp_path / 'data'}", "data.block=24"]
     return [*found, "train.batch_tokens=96", "model.preset=configs:mistral", "model.dropout=0"]
 

@@ -308,23 +308,29 @@ def test_table_by_frequency(tmp_path):
     assert difference["paper"]["value"] == pytest.approx(0.6)
 
 
+def texts(file):
+    """What is written in an SVG file."""
+    found = ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
+    return {element.text for element in found}
+
+
 def test_figure_of_one_label(tmp_path):
     document = made("figure1", tmp_path)
     assert document["rows"][0]["method"] == "video (target)"
     label = [cells(document, row)["labo"]["value"] for row in range(3)]
     assert sum(label) == pytest.approx(1)
     assert label == sorted(label, reverse=True)
-    root = ElementTree.parse(tmp_path / "figure1.svg").getroot()
-    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) == 3
+    assert {"One-hot", "Label smoothing", "LABO"} <= texts(tmp_path / "figure1.svg")
+    assert (tmp_path / "figure1.pdf").is_file()
 
 
 def test_figure_of_probabilities(tmp_path):
     document = made("figure2", tmp_path)
     assert cells(document, 0)["all"] == {"value": pytest.approx(0.925), "paper": {"value": 0.9}}
     assert cells(document, 1)["least"] == {"value": pytest.approx(0.425), "paper": {"value": 0.4}}
-    root = ElementTree.parse(tmp_path / "figure2.svg").getroot()
-    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) >= 3
-    assert {"ls", "labo"} <= {text.text.split()[0] for text in root if text.text}
+    shown = texts(tmp_path / "figure2.svg")
+    assert {f"Words: {part} frequent" for part in ("most", "medium", "least")} <= shown
+    assert {"ls", "labo"} <= {text.split()[0] for text in shown}
 
 
 def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):

@@ -15,13 +15,9 @@ from labo.lab.translation.text import TextOptions
 from tiny_corpus import (
     ask,
     refused,
-    write_corpus,
 )
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+CORPUS = Path("corpus")  # is not read
 
 
 @pytest.mark.parametrize(
@@ -65,36 +61,36 @@ def test_tags_name_what_the_model_must_be_told(names, tag, tags):
         ({"aggressive_hyphens": True}, "^--aggressive-hyphens is an option of --moses$"),
     ],
 )
-def test_wrong_requests_are_refused(corpus, settings, message):
+def test_wrong_requests_are_refused(settings, message):
     with refused(message, RequestError):
-        ask(corpus, **settings)
+        ask(CORPUS, **settings)
 
 
-def test_presets_are_the_recipes(corpus):
-    fourteen = ask(corpus, "iwslt14", valid=None, vocabulary=None)
+def test_presets_are_the_recipes():
+    fourteen = ask(CORPUS, "iwslt14", valid=None, vocabulary=None)
     assert (fourteen.holdout, fourteen.merges, fourteen.share) == (23, 10_000, "merges")
     assert (fourteen.max_tokens, fourteen.max_ratio) == (175, 1.5)
     assert fourteen.text == TextOptions(moses=True, lowercase=True, straight_apostrophes=True)
     assert fourteen.training_text == TextOptions(moses=True, lowercase=True)
-    wmt = ask(corpus, "wmt14", valid=None, vocabulary=None)
+    wmt = ask(CORPUS, "wmt14", valid=None, vocabulary=None)
     assert (wmt.holdout, wmt.merges, wmt.max_pieces, wmt.max_piece_ratio) == (100, 40_000, 250, 1.5)
     assert wmt.training_text.normalize_punctuation
     assert not wmt.text.normalize_punctuation
-    seventeen = ask(corpus, "iwslt17", vocabulary=None)
+    seventeen = ask(CORPUS, "iwslt17", vocabulary=None)
     assert (seventeen.vocabulary, seventeen.max_pieces, seventeen.share) == (16_384, 250, "all")
     assert not seventeen.text.spaced
 
 
-def test_presets_hold_out_pairs(corpus):
+def test_presets_hold_out_pairs():
     for preset, every in (("iwslt14", 23), ("wmt14", 100)):
-        options = ask(corpus, preset, valid=None, vocabulary=None)
+        options = ask(CORPUS, preset, valid=None, vocabulary=None)
         assert (options.holdout, options.holdout_by) == (every, "pair")
-    assert ask(corpus).holdout_by == "group"
+    assert ask(CORPUS).holdout_by == "group"
 
 
 @pytest.mark.parametrize("preset", PREPARE_PRESETS)
-def test_options_go_over_every_preset(corpus, preset):
-    options = ask(corpus, preset, {"lowercase": True}, vocabulary=500, max_tokens=7)
+def test_options_go_over_every_preset(preset):
+    options = ask(CORPUS, preset, {"lowercase": True}, vocabulary=500, max_tokens=7)
     assert (options.vocabulary, options.merges, options.holdout) == (500, None, 0)
     assert options.max_tokens == 7
     assert options.text.lowercase
@@ -114,7 +110,7 @@ def test_text_options_hold_for_training_text_too(preset, name, value):
 
 
 @pytest.mark.parametrize("option", ["--vocabulary", "--merges"])
-def test_a_vocabulary_that_no_memory_holds_is_refused(corpus, tmp_path, capsys, option):
+def test_a_vocabulary_that_no_memory_holds_is_refused(tmp_path, capsys, option):
     arguments = ["prepare", str(tmp_path / "out"), "--pair", "de-en", option, str(10**12)]
     with pytest.raises(SystemExit):
         main([*arguments, "--train", "x", "--valid", "x", "--test", "x"])

@@ -105,8 +105,8 @@ class ClassifierAnalysis(TaskAnalysis):
         views = {"before": _view(test.log_p, test.labels)}
         sentence = f"{run.method['name']} {verdict(views['before'])}"
         if temperature is not None:
-            views["after"] = _view(_tempered(test.log_p, temperature["value"]), test.labels)
-            sentence += f"; after one temperature, T = {temperature['value']:.3f}, it "
+            views["after"] = _view(_tempered(test.log_p, temperature), test.labels)
+            sentence += f"; after one temperature, T = {temperature:.3f}, it "
             sentence += verdict(views["after"])
         norm = None if valid is None else _logit_norm(valid, test)
         if norm is not None and norm["p"] is not None:
@@ -147,7 +147,7 @@ class ClassifierAnalysis(TaskAnalysis):
             "confidence_on_errors": before["confidence_on_errors"],
             "underconfidence": before["underconfidence"],
             "underconfidence_after": after.get("underconfidence"),
-            "temperature": (split["temperature"] or {}).get("value"),
+            "temperature": split["temperature"],
         }
 
 
@@ -165,24 +165,18 @@ def _tempered(log_p: Floats, temperature: float) -> Floats:
     return scaled
 
 
-def _temperature(valid: Predictions, notes: list[str]) -> dict[str, Any] | None:
+def _temperature(valid: Predictions, notes: list[str]) -> float | None:
     """The temperature of the validation records; None, and a note, if none is best."""
     import torch
 
     from ...calibration import TemperatureError, fit_temperature
 
     try:
-        fit = fit_temperature(torch.from_numpy(valid.log_p), torch.from_numpy(valid.labels))
+        log_p, labels = torch.from_numpy(valid.log_p), torch.from_numpy(valid.labels)
+        return fit_temperature(log_p, labels).temperature
     except TemperatureError as error:
         notes.append(f"valid split: {error}")
         return None
-    return {
-        "value": fit.temperature,
-        "fitted_on": "valid",
-        "examples": fit.count,
-        "nll_before": fit.nll_before,
-        "nll_after": fit.nll_after,
-    }
 
 
 def _logit_norm(valid: Predictions, test: Predictions) -> dict[str, Any]:

@@ -7,12 +7,12 @@ al. 2021), and less so at low temperatures (Chandrasegaran et al. 2022). So it i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from .groups import Member
+from ..tables import Cell, Column, Row, Table
+from .groups import Member, mean_cell
 from .reading import Run, find_teacher
-from .task import find_analysis
 
 
 def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
@@ -23,8 +23,8 @@ def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
         split: of the scores.
 
     Returns:
-        Rows of student, teacher, method, teacher_method (None if the teacher is not found), task,
-        metric, student_score, teacher_score and seed.
+        Rows of method, teacher_method (None if the teacher is not found), task, student_score and
+        teacher_score.
     """
     runs = list(runs)
     rows = []
@@ -35,33 +35,51 @@ def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
         teacher = found if found is not None and found.recipe else None
         rows.append(
             {
-                "student": run.name,
-                "teacher": Path(str(run.method["teacher"])).name,
                 "method": run.method["name"],
                 "teacher_method": None if teacher is None else teacher.method["name"],
                 "task": run.task,
-                "metric": find_analysis(run.task).headline.key,
                 "student_score": Member(run).score(split),
                 "teacher_score": None if teacher is None else Member(teacher).score(split),
-                "seed": run.seed,
             }
         )
     return rows
 
 
-def by_teacher(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """The rows of :func:`students` that have a score, by (method, method of the teacher).
+def student_table(rows: Iterable[Mapping[str, Any]], score: Column) -> Table:
+    """The rows of :func:`students` that have a score, by method and method of the teacher.
+
+    Args:
+        rows: of one task.
+        score: its headline.
 
     Example:
         >>> row = {"method": "kd", "teacher_method": "ls", "student_score": 0.97}
-        >>> list(by_teacher([row, row | {"student_score": None}]))
-        [('kd', 'ls')]
-        >>> len(by_teacher([row, row])["kd", "ls"])
-        2
+        >>> row |= {"teacher_score": None}
+        >>> table = student_table([row, row], Column("accuracy", "accuracy"))
+        >>> [(row.label, row.cells["runs"].value) for row in table.rows]
+        [('kd from ls', 2)]
     """
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["student_score"] is not None:
-            key = (row["method"], row["teacher_method"] or "unknown")
-            found.setdefault(key, []).append(row)
-    return found
+            label = f"{row['method']} from {row['teacher_method'] or 'unknown'}"
+            found.setdefault(label, []).append(row)
+    sides = {side: f"{side}_score" for side in ("teacher", "student")}
+    columns = [
+        Column("runs", "runs", digits=0),
+        *(replace(score, key=side, heading=f"{side} {score.heading}") for side in sides),
+    ]
+    body = [
+        Row(
+            label,
+            {
+                "runs": Cell(len(taught)),
+                **{
+                    side: mean_cell(row[key] for row in taught if row[key] is not None)
+                    for side, key in sides.items()
+                },
+            },
+        )
+        for label, taught in found.items()
+    ]
+    return Table("students by the method of their teacher", columns, body, corner="student")

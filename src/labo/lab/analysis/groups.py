@@ -16,18 +16,19 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..config import differing_keys
 from ..errors import RequestError
-from ..tables import Cell
+from ..tables import Cell, Column
 from .reading import Floats, Run, find_teacher, read_conditions
 from .significance import mean_std, paired_bootstrap, paired_difference
 from .task import Records, TaskAnalysis, find_analysis
 
 REFERENCES = ("base", "ls")
+NEVER_ACTIVE = "(never active)"  # beside the name of a method whose warm-up was longer than the run
 
 
 # ------------------------------------------------------------------ members
@@ -140,7 +141,8 @@ class Variant:
     """The runs of a group that differ in their seed alone.
 
     Attributes:
-        label: the name of the method, with the keys in which variants of that name differ.
+        label: the name of the method, with the keys in which variants of that name differ; marked
+            if the method itself was never used.
         recipe: what the runs share: the recipe without the seed and the location of the data;
             ``method.teacher`` is the method of the teacher.
         members: by seed, in ascending order.
@@ -154,6 +156,23 @@ class Variant:
     def name(self) -> str:
         """The name of the method."""
         return str(self.recipe["method"]["name"])
+
+    @property
+    def first_step(self) -> int:
+        """The step at which the method itself begins; 0 if it has no warm-up."""
+        method = self.recipe["method"]
+        return int(method.get("warmup_steps") or 0) * int(method.get("outer_steps") or 1)
+
+    @property
+    def never_active(self) -> bool:
+        """Whether the warm-up of the method was longer than each of its finished runs."""
+        steps = [member.results.get("steps") for member in self.members.values()]
+        return bool(steps) and all(count and self.first_step > count for count in steps)
+
+    @property
+    def runs(self) -> list[Member]:
+        """By seed."""
+        return list(self.members.values())
 
     def numbers(self, value: Callable[[Member], float | None]) -> dict[int, float]:
         """Seed -> a number of its run, where there is one."""
@@ -311,6 +330,33 @@ class Group:
         """That of two variants of the group."""
         labels = variant.label, reference.label
         return next((d for d in self.differences if (d.variant, d.reference) == labels), None)
+
+    def difference_cells(self, variant: Variant) -> dict[str, Cell]:
+        """The cells of the differences of a variant, by :meth:`difference_columns`."""
+        found = (self.difference(variant, reference) for reference in self.references)
+        return {
+            f"{key}_{difference.name}": cell
+            for difference in found
+            if difference is not None
+            for key, cell in {
+                "delta": difference.cell,
+                "p": Cell(difference.p),
+                "p_bootstrap": Cell(difference.p_bootstrap),
+            }.items()
+        }
+
+    def difference_columns(self) -> list[Column]:
+        """Three columns for each reference: the difference, and its p-values."""
+        headline = replace(self.kind.headline, signed=True, better=0)
+        return [
+            column
+            for name in dict.fromkeys(reference.name for reference in self.references)
+            for column in (
+                replace(headline, key=f"delta_{name}", heading=f"Δ {name}"),
+                Column(f"p_{name}", "p", digits=3),
+                Column(f"p_bootstrap_{name}", "p examples", digits=3),
+            )
+        ]
 
     @property
     def notes(self) -> list[str]:
@@ -504,5 +550,7 @@ def _group(task: str, members: Sequence[Member], split: str, runs: Sequence[Run]
             kept = seeds.setdefault(member.run.seed, member)
             if kept is not member:
                 notes.append(f"{member.name} is left out: {kept.name} has the same recipe and seed")
-        variants.append(Variant(label, recipes[key], seeds))
+        variant = Variant(label, recipes[key], seeds)
+        marked = f"{label} {NEVER_ACTIVE}" if variant.never_active else label
+        variants.append(replace(variant, label=marked))
     return Group(task, split, variants, notes)

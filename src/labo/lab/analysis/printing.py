@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..tables import Cell, Column, Row, Table, filled, to_markdown
-from .distillation import by_teacher
+from .distillation import student_table
 from .groups import Difference, Group
-from .significance import mean_std
 from .task import find_analysis
 
 SEEDS_NOTE = "in parentheses: 95 % interval over seeds; p: exact paired test over seeds"
@@ -42,7 +41,7 @@ def as_text(
         tables += kind.group_tables(group)
     for task in dict.fromkeys(row["task"] for row in comparison["distillation"]):
         rows = [row for row in comparison["distillation"] if row["task"] == task]
-        tables.append(_distillation(rows, find_analysis(task).headline))
+        tables.append(student_table(rows, find_analysis(task).headline))
     every = dict.fromkeys([*left_out, *_run_notes(documents), *comparison["notes"]])
     notes = "".join(f"note: {note}\n" for note in every)
     return "\n".join(filter(None, [verdicts, *map(to_markdown, tables), notes]))
@@ -108,34 +107,6 @@ def difference_table(caption: str, groups: Mapping[str, Group]) -> Table | None:
     return _difference_table(caption, next(iter(groups.values())).kind.headline, rows)
 
 
-def difference_cells(found: Difference) -> dict[str, Cell]:
-    """The cells of a difference in a row of its method, by columns of :func:`difference_columns`.
-
-    The keys end in the name of the reference.
-    """
-    return {
-        f"delta_{found.name}": found.cell,
-        f"p_{found.name}": Cell(found.p),
-        f"p_bootstrap_{found.name}": Cell(found.p_bootstrap),
-    }
-
-
-def difference_columns(headline: Column, reference: str) -> list[Column]:
-    """The columns of :func:`difference_cells`.
-
-    Args:
-        headline: the metric that is compared.
-        reference: the name of the method that others are compared with.
-    """
-    return [
-        replace(
-            headline, key=f"delta_{reference}", heading=f"Δ {reference}", signed=True, better=0
-        ),
-        Column(f"p_{reference}", "p", digits=3),
-        Column(f"p_bootstrap_{reference}", "p examples", digits=3),
-    ]
-
-
 def difference_notes(differences: Iterable[Difference]) -> list[str]:
     """How the numbers of differences were computed."""
     differences = list(differences)
@@ -172,24 +143,3 @@ def _difference_table(caption: str, headline: Column, rows: Sequence[Row]) -> Ta
     notes = [SEEDS_NOTE] if "p" in keys else []
     notes += [EXAMPLES_NOTE] if "p_bootstrap" in keys else []
     return Table(caption, shown, rows, notes=notes)
-
-
-# ------------------------------------------------------------------ distillation
-
-
-def _distillation(students: Iterable[Mapping[str, Any]], score: Column) -> Table:
-    rows = []
-    for (method, teacher), found in by_teacher(students).items():
-        taught = [row["teacher_score"] for row in found if row["teacher_score"] is not None]
-        cells = {
-            "runs": Cell(len(found)),
-            "student": Cell(*mean_std([row["student_score"] for row in found])),
-            "teacher": Cell(*mean_std(taught)) if taught else Cell(),
-        }
-        rows.append(Row(f"{method} from {teacher}", cells))
-    columns = [
-        Column("runs", "runs", digits=0),
-        replace(score, key="teacher", heading=f"teacher {score.heading}"),
-        replace(score, key="student", heading=f"student {score.heading}"),
-    ]
-    return Table("students by the method of their teacher", columns, rows, corner="student")

@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..config import read_document
 from ..errors import RequestError
+from ..run import files as atomic
 from ..run.directory import RunDirectory
-from ..run.files import sha256
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -162,24 +162,11 @@ class _Conditions(_Content):
     threads: int
 
 
-def _check(model: type[BaseModel], content: Any, where: object) -> None:
-    """Refuse content that does not fit a model, with a message that names the key."""
-    if not isinstance(content, dict):
-        raise RequestError(f"{where} is not a JSON object")
-    try:
-        model.model_validate(content)
-    except ValidationError as error:
-        found = error.errors()[0]
-        key = ".".join(map(str, found["loc"]))
-        if found["type"] == "missing":
-            raise RequestError(f"{where}: {key} is missing") from error
-        message = found["msg"].removeprefix("Input ")
-        raise RequestError(f"{where}: {key} {message}, got {_short(found['input'])}") from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _object(value: Any, model: type[BaseModel], path: Path, prefix: str = "") -> dict[str, Any]:
+    """A JSON object as it is; refused if a key that labo reads is wrong."""
+    atomic.checked(value, model, path, prefix)
+    found: dict[str, Any] = value
+    return found
 
 
 # ------------------------------------------------------------------ the run
@@ -203,9 +190,7 @@ def read_run(path: str | Path) -> Run:
     metrics: list[dict[str, Any]] = []
     problems: list[str] = []
     try:
-        content = read_document(path / "recipe.yaml")
-        _check(_Recipe, content, path / "recipe.yaml")
-        recipe = content
+        recipe = _object(read_document(path / "recipe.yaml"), _Recipe, path / "recipe.yaml")
         metrics = read_metrics(path / "metrics.jsonl", problems)
         results = read_results(path)
         RunDirectory(path).verify_records()
@@ -250,27 +235,16 @@ def find_teacher(student: Run, runs: Iterable[Run]) -> Run | None:
     return next((run for run in runs if run.name == named.name), None)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
-
-
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(_read_text(path))
+        return json.loads(atomic.read_bytes(path))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is not JSON: {error}") from error
+        raise RequestError(f"{path}: not JSON ({error})") from error
 
 
 def _read_object(path: Path, model: type[BaseModel]) -> dict[str, Any] | None:
     """A JSON object that fits a model, or None if there is no such file."""
-    if not path.is_file():
-        return None
-    content: dict[str, Any] = _read_json(path)
-    _check(model, content, path)
-    return content
+    return _object(_read_json(path), model, path) if path.is_file() else None
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -283,10 +257,7 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    try:
-        *lines, last = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
+    *lines, last = atomic.read_bytes(path).split(b"\n")
     metrics: list[dict[str, Any]] = []
     wrong: dict[int, str] = {}
     for number, text in enumerate([*lines, last], 1):
@@ -323,11 +294,11 @@ def _metrics_line(text: bytes) -> dict[str, Any] | str:
     """A line of metrics, or what is wrong with it."""
     try:
         line = json.loads(text)  # decodes UTF-8
-        _check(_MetricsLine, line, "it")
-    except RequestError as error:
-        return str(error)
+        _MetricsLine.model_validate(line)
+    except ValidationError as error:
+        return atomic.explain_json(error, _MetricsLine)
     except (ValueError, RecursionError):
-        return "it is not JSON"
+        return "not JSON"
     return dict(line)
 
 
@@ -346,14 +317,12 @@ def read_conditions(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for folder, key in ((path.parent, path.name), (path, "launches")):
         file = folder / "conditions.json"
-        content = _read_json(file) if file.is_file() else {}
-        if not isinstance(content, dict):
-            raise RequestError(f"{file} is not a JSON object")
+        content = _object(_read_json(file), _Content, file) if file.is_file() else {}
         entries = content.get(key, [])
         if not isinstance(entries, list):
-            raise RequestError(f"{file}: {key} is not a list")
+            raise RequestError(f"{file}: {key}: not a list")
         for entry in entries:
-            _check(_Conditions, entry, f"{file}, {key}")
+            _object(entry, _Conditions, file, f"{key}.")
         found += [entry for entry in entries if entry not in found]
     return found
 
@@ -362,7 +331,7 @@ def digests(run: Run) -> dict[str, str]:
     """The SHA-256 of every file an analysis depends on, by its name within the run."""
     names = ["recipe.yaml", "metrics.jsonl", "results.json", "best/config.json"]
     names += [f"records/{split}.jsonl" for split in SPLITS] + ["records/examples.json"]
-    return {name: sha256(run.path / name) for name in names if (run.path / name).is_file()}
+    return {name: atomic.sha256(run.path / name) for name in names if (run.path / name).is_file()}
 
 
 # ------------------------------------------------------------------ records

@@ -3,66 +3,36 @@
 :func:`analyze_run` turns one run directory into a small JSON document. ``labo analyze`` writes it
 to ``RUN/analysis.json``. :func:`load_analysis` reads that file if it still fits the run, and
 computes the document again if not. :func:`analyze_runs` compares runs. Torch is loaded only when
-something is computed.
-
-Every number may be null where it is undefined: without errors there is no confidence on errors. A
-VIEW is a set of predictions and what is measured of them. The views of the tasks are:
-
-- classification: ``before`` (the predictions of the model) and, on the test split, ``after`` (with
-  one temperature fitted on the validation records; absent without them);
-- translation: ``forced`` (every reference token, given the true prefix), ``forced_after`` (the same
-  with one temperature, on the test split) and ``decoded`` (the tokens of the output; those that a
-  minimum edit-distance alignment matches are right);
-- language modelling: ``forced`` and ``forced_after``, of the tokens that are recorded.
+something is computed. Every number may be null where it is undefined.
 
 ``analysis.json``::
 
-    {"format": 3, "digest": SHA-256 of the rest,
-     "name": folder name, "task": a name of TASKS,
-     "method": {"name", its hyper-parameters}, "seed": 0,
-     "num_classes": K or null,
-     "state": {"kind": "finished" | "unfinished", "step": n, "reason": null},
-     "signature": text or null,
-     "results": results.json or null,
+    {"format": 4, "digest": SHA-256 of the rest,
+     "name": folder name, "task": a name of TASKS, "method": {"name", hyper-parameters}, "seed": 0,
      "inputs": {file: sha256},                       the files it was computed from
      "options": {name: value},                       options of the task
-     "training": {"loss": {"step": [], "epoch": [], "loss": [], "lr": []},
-                  "valid": {"step": [], "epoch": [], METRIC: [number or null]},
-                  "alpha": {"rho": 0.5, "used": true, "values": []} or null},
-                                                     LABO's mean alpha at each evaluation, and
-                                                     whether the run was trained with it
+     "training": {"loss": {"step": [], "loss": []}, "valid": {"step": [], METRIC: []},
+                  "alpha": [] or null},              LABO's mean alpha at each evaluation
      "splits": {"test": SPLIT, "valid": SPLIT},      those with records
      "labels": [LABELS],                             figure 1c, from records/examples.json
-     "stationary": {K: {"adaptive": [51][21], "fixed": [51][21]}},
-                                                     confidences of labels.stationary_table, for the
-                                                     numbers of classes of the labels
+     "stationary": {K: of labels.stationary_table},  for the numbers of classes of the labels
      "notes": [sentence]}                            what was left out or not computed, and why
 
-SPLIT of every task::
+A SPLIT has the number of ``examples``, their ``fingerprint`` (equal for equal examples, whatever
+was predicted), a ``temperature`` that was fitted on the validation split (or null), a ``verdict``
+(a sentence about confidence) and ``views``: a VIEW is a set of predictions, with what
+:func:`labo.lab.analysis.views.view` measures of them. The views of the tasks are:
 
-    {"examples": n,                                  records
-     "fingerprint": SHA-256 of the examples (not of the predictions),
-     "views": {VIEW: {
-        "samples": n,                                predictions
-        "accuracy", "confidence" (mean top probability), "underconfidence" (accuracy - confidence),
-        "underconfidence_interval": [low, high],     95 %
-        "nll", "ece", "confidence_on_right", "confidence_on_errors", "errors": n,
-        "reliability": {"edges": [16], "count": [15], "confidence": [15], "accuracy": [15]},
-        "selective": {"aurc", "excess_aurc",
-                      "curve": {"coverage": [<= 101], "risk": [<= 101]}}
-     }},
-     "temperature": {"value": T, "fitted_on": "valid", "examples": n, "nll_before", "nll_after"}
-                    or null (notes say why),         the last three on the validation records
-     "verdict": sentence}                            under- or overconfident, before and after a
-                                                     temperature; and what a norm changes
+- classification: ``before`` (the predictions of the model) and, on the test split, ``after`` (with
+  the temperature);
+- translation: ``forced`` (every reference token, given the true prefix), ``forced_after`` (the same
+  with the temperature, on the test split) and ``decoded`` (the tokens of the output; those that a
+  minimum edit-distance alignment matches are right);
+- language modelling: ``forced`` and ``forced_after``, of the tokens that are recorded.
 
-A SPLIT of classification has besides::
-
-    {"logit_norm": {"p": 2 (null: none is better on valid), "aurc": a} or null}
-                                                     of the ranking by the largest logit, divided by
-                                                     the p-norm of the centred logits
-
-A SPLIT of translation has besides::
+Besides, a SPLIT of classification has ``"logit_norm": {"p": 2, "aurc": a} or null``: the ranking by
+the largest logit, divided by the p-norm of the centred logits; p is null if none is better on the
+validation split. One of translation has, with PART one of most, medium, least::
 
     {"bleu": b, "bleu_signature": text,
      "frequency": {"rule": "thirds" | "slices of 2400", "left_over": n,
@@ -70,24 +40,15 @@ A SPLIT of translation has besides::
      "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "peak": {...}},
      "lengths": {"beams": {"1": {"ratio"}, ...}} or null}
 
-with PART one of most, medium, least. A SPLIT of language modelling has besides::
+and one of language modelling ``bits_per_byte``, ``nll`` of a token in nats, ``tokens``, ``bytes``.
 
-    {"bits_per_byte": b, "nll": mean of a token in nats, "tokens": n, "bytes": n}
-
-LABELS::
-
-    {"example": index in examples.json, "title", "context",
-     "alpha_ls", "tau", "rho" (null if alpha is fixed), "alpha": LABO's alpha of this sample,
-     "classes": [names of the most probable classes and the target], "index": [of each in all],
-     "target": index of the target in this list,
-     "prediction": [], "one_hot": [], "ls": [], "optimal": [] (P*), "labo": [],
-     "rest": {"prediction": mass on classes not shown, "one_hot", "ls", "optimal", "labo"},
-     "sliders": of labels.slider_labels}             for the explorer of the report
+LABELS are those of :func:`labo.lab.analysis.labels.shown_labels`, with title and context of the
+sample and the hyper-parameters ``alpha_ls``, ``tau`` and ``rho`` (null if alpha is fixed).
 
 :func:`analyze_runs` returns::
 
-    {"format": 3, "split": "test", "groups": [GROUP], "distillation": [STUDENT],
-     "notes": [sentence]}
+    {"format": 4, "split": "test", "groups": [GROUP], "notes": [sentence],
+     "distillation": [{"method", "teacher_method", "task", "student_score", "teacher_score"}]}
 
 A GROUP, see :mod:`labo.lab.analysis.groups`::
 
@@ -95,25 +56,11 @@ A GROUP, see :mod:`labo.lab.analysis.groups`::
      "methods": [{"method": label, "name": method name, "runs": [name], "seeds": [],
                   "measures": {MEASURE: {"mean", "std" (n-1; null for one run), "values": []}}}],
      "references": [label],                          base and ls, or else the first
-     "differences": [{"method": label, "reference": label, "metric", "seeds": [], "values": [],
-                      "mean", "interval": [low, high] or null, "p": of the sign-flip test or null,
-                      "smallest_p": 2 / 2^n or null,
-                      "bootstrap": [{"seed", "difference", "p"}] or null, "p_bootstrap" or null}],
-     ...}                                            what the task adds
+     "differences": [{"method": label, and what groups.Difference has}],
+     "frequency": {"rule", "references", "sizes", "left_over", "mean_frequency",
+                   "rows": [{"method", "bleu": {PART: b}, "differences": {label: {PART: d}}}]}}
 
-MEASURE: what the task measures, the headline metric first. One that no run has is absent.
-Translation adds::
-
-    {"frequency": {"rule", "references": [label], "sizes": {PART: n}, "left_over": n,
-                   "mean_frequency": {PART: f},
-                   "rows": [{"method": label, "bleu": {PART: b},
-                             "differences": {label of a reference: {PART: d}}}]}}
-
-STUDENT::
-
-    {"student": run name, "teacher": run name, "method": method of the student,
-     "teacher_method": method name or null, "task", "metric", "student_score", "teacher_score",
-     "seed"}
+A MEASURE that no run has is absent. Only translation has ``frequency``.
 """
 
 from __future__ import annotations
@@ -137,7 +84,7 @@ from .significance import mean_std
 from .task import declared_options, find_analysis, read_options
 from .training import alpha_curve, training_curves
 
-FORMAT = 3
+FORMAT = 4
 FILE = "analysis.json"
 
 
@@ -173,10 +120,6 @@ def analyze_run(
             "task": run.task,
             "method": run.method,
             "seed": run.seed,
-            "num_classes": run.num_classes,
-            "state": vars(run.state),
-            "signature": (run.results or {}).get("signature"),
-            "results": run.results,
             "inputs": digests(run),
             "options": options,
             "training": _training(run),
@@ -334,28 +277,14 @@ def _member(path: Path, split: str, problems: list[str]) -> Member | None:
 
 
 def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
-    metric = group.kind.headline.key
     return {
         "task": group.task,
         "examples": (group.members[0].split(group.split) or {}).get("examples"),
-        "metric": metric,
+        "metric": group.kind.headline.key,
         "runs": [member.name for member in group.members],
         "methods": [_method(group, variant) for variant in group.variants],
         "references": [reference.label for reference in group.references],
-        "differences": [
-            {
-                "method": found.variant,
-                "reference": found.reference,
-                "metric": metric,
-                **{
-                    key: getattr(found, key)
-                    for key in ("seeds", "values", "mean", "interval", "p", "smallest_p")
-                },
-                "bootstrap": found.bootstrap,
-                "p_bootstrap": found.p_bootstrap,
-            }
-            for found in group.differences
-        ],
+        "differences": [{"method": found.variant, **vars(found)} for found in group.differences],
         **group.kind.compare_group(group, **_chosen(options, group.task)),
     }
 
@@ -414,7 +343,6 @@ def _labels(run: Run) -> list[dict[str, Any]]:
     settings = label_settings(run.method, run.num_classes)
     return [
         {
-            "example": number,
             "title": example["title"],
             "context": example.get("context"),
             "alpha_ls": settings["alpha_ls"],
@@ -427,5 +355,5 @@ def _labels(run: Run) -> list[dict[str, Any]]:
                 **settings,
             ),
         }
-        for number, example in enumerate(examples["examples"])
+        for example in examples["examples"]
     ]

@@ -33,7 +33,9 @@ def view(
         nll: the negative log-likelihood of the labels, where it is known.
 
     Returns:
-        A VIEW, as :mod:`labo.lab.analysis.run` describes it.
+        A VIEW: accuracy, confidence (its mean), underconfidence (accuracy - confidence) with its
+        95 % interval, nll, ece, confidence_on_right, confidence_on_errors, reliability (count, mean
+        confidence and accuracy of 15 bins), and selective: AURC, excess AURC and the curve.
 
     Example:
         >>> import numpy as np
@@ -48,18 +50,15 @@ def view(
     bins = ReliabilityBins.of(torch.from_numpy(confidence), torch.from_numpy(right))
     accuracy, mean = float(right.mean()), float(confidence.mean())
     return {
-        "samples": len(confidence),
         "accuracy": accuracy,
         "confidence": mean,
         "underconfidence": accuracy - mean,
         "underconfidence_interval": underconfidence_interval(confidence, right, units),
         "nll": nll,
         "ece": bins.expected_error,
-        "errors": int((~right).sum()),
         "confidence_on_right": float(confidence[right].mean()) if right.any() else None,
         "confidence_on_errors": float(confidence[~right].mean()) if not right.all() else None,
         "reliability": {
-            "edges": bins.edges.tolist(),
             "count": bins.count.tolist(),
             "confidence": _or_none(bins.confidence),
             "accuracy": _or_none(bins.accuracy),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..analysis.groups import Group, Member, Variant, group_runs, mean_cell, paired_numbers
-from ..analysis.printing import difference_cells, difference_columns, difference_notes
+from ..analysis.printing import difference_notes
 from ..analysis.reading import read_conditions, read_run
 from ..analysis.task import find_analysis
 from ..errors import RequestError
@@ -97,7 +97,6 @@ def tabulate(comparison: Comparison) -> Table:
         for member in row.scored().values()
         for name in member.results[SPLIT]
     )
-    references = dict.fromkeys(reference.name for group in groups for reference in group.references)
     rows, labels = [], {}
     for asked, row in compared.items():
         labels[asked] = asked if row.variant is None else row.variant.label
@@ -107,15 +106,11 @@ def tabulate(comparison: Comparison) -> Table:
     names = [column.key for column in known]
     scores = [column for column in known if column.key in metrics]
     scores += [Column(name, name, printed=False) for name in metrics if name not in names]
-    differences = [
-        column
-        for name in references
-        for column in filled(difference_columns(kind.headline, name), rows)
-    ]
+    differences = dict.fromkeys(c for group in groups for c in group.difference_columns())
     counts = [Column("runs", "runs", digits=0)]
     if comparison.grid:
         counts.append(Column("trials", "trials", digits=0))
-    columns = [*counts, *scores[:1], *differences, *scores[1:]]
+    columns = [*counts, *scores[:1], *filled(differences, rows), *scores[1:]]
     if any(row.base() is not None for row in compared.values()):
         columns += [
             Column("time", "time", suffix="x"),
@@ -140,9 +135,7 @@ def _cells(row: ComparedRow, metrics: Iterable[str]) -> dict[str, Cell]:
         found = [member.results.get(name) for member in scored.values()]
         cells[name] = mean_cell(number for number in found if number is not None)
     if row.group is not None and row.variant is not None:
-        for reference in row.group.references:
-            difference = row.group.difference(row.variant, reference)
-            cells |= {} if difference is None else difference_cells(difference)
+        cells |= row.group.difference_cells(row.variant)
     return cells | {"time": row.time(), "memory": row.memory()}
 
 

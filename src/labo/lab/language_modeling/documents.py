@@ -67,9 +67,6 @@ def find_inputs(names: Sequence[str]) -> list[Path]:
         path = Path(name).expanduser()
         if path.is_file() or is_table(path):
             found.append(path)
-        elif (path / "dataset_dict.json").is_file():
-            splits = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir()))
-            raise DataError(f"{path}: several splits; name one of its folders ({splits})")
         elif path.is_dir():
             inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _readable(p)]
             if not inside:

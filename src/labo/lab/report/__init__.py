@@ -2,8 +2,9 @@
 
 ``gather`` reads the runs and sorts them into groups. ``summary`` makes the first screen,
 ``results`` and ``figures`` the tables and figures that every task has, ``task`` finds what a task
-adds. ``charts`` draws, ``palette`` says how a method looks, ``embed`` prepares the samples of the
-label explorer, and ``page.html.j2`` is the page.
+adds. ``charts`` draws with matplotlib, in the style of ``charts.mplstyle``; ``palette`` says how a
+method looks. ``embed`` prepares the samples of the label explorer, and ``page.html.j2`` is the
+page.
 
 Torch is needed only for runs that were not analyzed yet.
 """
@@ -14,7 +15,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,6 @@ from .task import find_report
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "explorer.js", "sentences.js")
-_STYLES = ("charts.css", "style.css")
 _SENTENCES_BUDGET = 1_500_000  # characters of all sentence browsers together
 
 __all__ = ["write_report"]
@@ -44,6 +44,7 @@ def write_report(
     paths: Iterable[str | Path],
     out: str | Path,
     left_out: Mapping[Path, str] = MappingProxyType({}),
+    figures: str | Path | None = None,
 ) -> list[Listing]:
     """Write a page about runs.
 
@@ -51,6 +52,7 @@ def write_report(
         paths: run directories. One that is broken or unfinished is listed as such.
         out: the HTML file.
         left_out: further runs that were asked for, and why they are not shown.
+        figures: a folder for the figures: each as PDF, as SVG, and its data as CSV.
 
     Returns:
         The runs with their states.
@@ -67,15 +69,19 @@ def write_report(
     if not out.parent.is_dir():
         raise RequestError(f"there is no folder {out.parent} to write {out.name} to")
     atomic.refuse_foreign(out, b'<meta name="generator" content="labo ')
-    page = _render(listings, make_groups(members), left_out)
+    if figures is not None and Path(figures).exists() and not Path(figures).is_dir():
+        raise RequestError(f"--figures {figures}: it is a file, not a folder")
+    content = _content(listings, make_groups(members), left_out)
     # A lone surrogate from the JSON of a record cannot be encoded as UTF-8.
-    atomic.write_text(out, page.encode("utf-8", "replace").decode())
+    atomic.write_text(out, _render(content).encode("utf-8", "replace").decode())
+    if figures is not None:
+        Path(figures).mkdir(parents=True, exist_ok=True)
+        for name, figure in _named_figures(content):
+            figure.write(Path(figures) / name)
     return listings
 
 
-def _render(
-    listings: Sequence[Listing], groups: Sequence[ReportGroup], left_out: Mapping[Path, str]
-) -> str:
+def _render(content: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -90,28 +96,55 @@ def _render(
         "unbroken": _unbroken,
     }
     scripts = [_read(name) for name in _SCRIPTS]
-    contexts = [_group_context(group, f"g{index}") for index, group in enumerate(groups)]
     return environment.get_template("page.html.j2").render(
         version=__version__,
         nothing=Cell(),
         best_rows=best_rows,
-        style=Markup(palette.variables() + "".join(map(_read, _STYLES))),
+        style=Markup(palette.variables() + _read("style.css")),
         scripts=[Markup(script) for script in scripts],
         script_hashes=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
-        listings=listings,
         method_text=method_text,
-        groups=contexts,
-        summary=summary.summary_figure(groups),
-        cautions=[
+        **content,
+    )
+
+
+def _content(
+    listings: Sequence[Listing], groups: Sequence[ReportGroup], left_out: Mapping[Path, str]
+) -> dict[str, Any]:
+    """What the page shows."""
+    contexts = [_group_context(group, f"g{index}") for index, group in enumerate(groups)]
+    return {
+        "listings": listings,
+        "groups": contexts,
+        "summary": summary.summary_figure(groups),
+        "cautions": [
             *_missing(listings, left_out),
             *dict.fromkeys(c for context in contexts for c in context["verdict"].cautions),
         ],
-        sections=_sections(contexts),
-        browsers=_browsers(groups),
-        label=_label(groups),
-        explorer=embed.explorer_data(groups),
-        left_out=_left_out(listings, groups, left_out),
-    )
+        "sections": _sections(contexts),
+        "browsers": _browsers(groups),
+        "label": _label(groups),
+        "explorer": embed.explorer_data(groups),
+        "left_out": _left_out(listings, groups, left_out),
+    }
+
+
+def _named_figures(content: Mapping[str, Any]) -> Iterator[tuple[str, figures.Figure]]:
+    """The figures of a page, each with the name of its files; that of its data if there are more.
+
+    Example: ``learning``, or ``cldr-de-en-learning`` and ``digits-learning``.
+    """
+    for figure in (content["summary"], content["label"]):
+        if figure is not None:
+            yield figure.name, figure
+    groups = content["groups"]
+    for number, group in enumerate(groups):
+        section = group["section"]
+        of_task = section.figures if section is not None else ()
+        title = re.sub(r"\W+", "-", group["title"]).strip("-").lower()
+        for figure in (*group["training"], *group["confidence"], *of_task):
+            name = figure.name.removeprefix(f"g{number}-")
+            yield f"{title}-{name}" if len(groups) > 1 else name, figure
 
 
 def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
@@ -122,10 +155,10 @@ def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
         "title": group.title,
         "split": group.split,
         "verdict": summary.verdict(group, confidence),
-        "styles": {variant.label: variant.style for variant in group.variants},
-        "notes": group.group.notes,
+        "styles": {variant.label: variant.style for variant in group.shown},
+        "notes": group.notes,
         "results": results.results_table(group),
-        "bootstrapped": any(found.p_bootstrap is not None for found in group.group.differences),
+        "bootstrapped": any(found.p_bootstrap is not None for found in group.differences),
         "differing": differing(group),
         "training": figures.training_figures(group, name, task.validation(group.task)),
         "confidence_table": confidence,
@@ -155,7 +188,7 @@ def _browsers(groups: Sequence[ReportGroup]) -> dict[str, dict[str, Any]]:
 
 def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
     """The figure of one label, of a run of LABO if there is one."""
-    member = figures.labelled_member(v for group in groups for v in group.variants)
+    member = figures.labelled_member(v for group in groups for v in group.shown)
     if member is None:
         return None
     return figures.label_figure(member, "label", find_report(member.run.task).class_names)

@@ -1,73 +1,120 @@
-"""Charts as SVG: lines, bars, dots on a scale.
+"""Charts, drawn by matplotlib: lines, bars, dots on a scale.
 
-Colours are CSS variables (``palette``), so a chart follows the theme of the page. The marks of a
-method are in a ``g`` element with the classes of its style and its label as ``data-series``. Every
-chart has a title and a description for screen readers. One unit is one CSS pixel on a phone.
+A chart knows its data and how to draw them. :func:`sheet` draws charts side by side, as a figure
+for a file. :attr:`Chart.svg` is one chart for a page: its colours are CSS variables (``palette``),
+so it follows the theme, and the marks of a method have its label as ``data-series``. One unit is
+one CSS pixel on a phone.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from html import escape
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
-from . import palette
-from .palette import MARKERS, Style
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+from matplotlib.lines import Line2D
+from matplotlib.markers import MarkerStyle
+from matplotlib.patches import PathPatch
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Affine2D
+
+from .palette import COLOURS, DASHES, LIGHT, MARKERS, Style, light
 
 WIDTH = 360
 _HEIGHT = 240
 _TOP, _BOTTOM, _LEFT, _RIGHT = 44, 42, 46, 14
 _CHARACTER = 7.4  # the width of a character of a label, in a wide font
-_LABEL_HEIGHT = 14
-_ROW_HEIGHT = 24
-_MOST_POINTS = 240
-_LEGEND_HEIGHT = 30
+_LABEL_HEIGHT, _LONGEST_TITLE = 14, 44  # in units, and in characters
+_ROW_HEIGHT, _LONGEST_ROW = 24, 24  # in units, and in characters of its label
+_LEGEND_HEIGHT = 22
 _GAP, _MARGIN = 28, 10  # between the charts of a file, and at its sides
-_SAMPLE = (28, 12)  # width and height of a piece of line in a legend
+_SAMPLE = (28, 12)  # width and height of a piece of line in a table
 _MARKS = 5  # on a line with many points
 _FEW_POINTS = 20  # a chart whose lines have fewer is never cut
 
+_STYLE = Path(__file__).parent / "charts.mplstyle"
+
 Point = tuple[float, float]
+Datum = dict[str, Any]
+
+
+class Panel:
+    """A place on a drawing, in units from its upper left corner."""
+
+    def __init__(self, drawing: Drawing, left: float, top: float) -> None:
+        self.drawing, self.left, self.top = drawing, left, top
+        self.width, self.height = (72 * inches for inches in drawing.get_size_inches())
+
+    def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
+        """Axes whose frame has these sides."""
+        size = (right - left) / self.width, (bottom - top) / self.height
+        return self.drawing.add_axes((*self._share(left, bottom), *size))
+
+    def text(self, x: float, y: float, text: str, **options: Any) -> None:
+        """Text that begins at a point."""
+        self.drawing.text(*self._share(x, y), text, **options)
+
+    def _share(self, x: float, y: float) -> Point:
+        return (self.left + x) / self.width, 1 - (self.top + y) / self.height
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn chart.
+    """A chart.
 
     Attributes:
         name: the ids in it begin with it; unique on a page.
         title: what is shown.
         description: what one sees, for screen readers.
         height: in units; all charts are ``WIDTH`` wide.
-        body: SVG elements.
+        draw: draws it.
+        data: what is drawn, a row per mark.
+        cut: whether a row is far outside of the scale.
     """
 
     name: str
     title: str
     description: str
     height: float
-    body: str
+    draw: Callable[[Panel], None]
+    data: Sequence[Datum]
+    cut: bool = False
 
     @property
     def svg(self) -> str:
         """An ``<svg>`` element that fills the width of its container."""
-        return self._element("")
-
-    def at(self, x: float, y: float = 0) -> str:
-        """An ``<svg>`` element of fixed size at a position within another one."""
-        return self._element(f'x="{x:g}" y="{y:g}" width="{WIDTH}" height="{self.height:g}" ')
-
-    def _element(self, attributes: str) -> str:
+        with matplotlib.rc_context(fname=_STYLE):
+            drawing = Drawing(figsize=(WIDTH / 72, self.height / 72))
+            self.draw_at(drawing, 0, 0)
+            body = _for_page(drawing, self.name)
         return (
-            f'<svg {attributes}viewBox="0 0 {WIDTH} {self.height:g}" role="img" '
+            f'<svg viewBox="0 0 {WIDTH} {self.height:g}" role="img" '
             f'aria-labelledby="{self.name}-title {self.name}-desc">'
             f'<title id="{self.name}-title">{escape(self.title)}</title>'
-            f'<desc id="{self.name}-desc">{escape(self.description)}</desc>'
-            f"{_text(0, 14, self.title, 'heading')}{self.body}</svg>"
+            f'<desc id="{self.name}-desc">{escape(self.description)}</desc>{body}</svg>'
         )
+
+    def draw_at(self, drawing: Drawing, left: float, top: float) -> None:
+        """Draw it with its title somewhere on a drawing."""
+        panel = Panel(drawing, left, top)
+        size = 13.5 / max(1, len(self.title) / _LONGEST_TITLE)
+        panel.text(0, 14, self.title, size=size, weight="bold")
+        self.draw(panel)
+
+
+# ------------------------------------------------------------------ files
 
 
 def sheet(
@@ -75,55 +122,122 @@ def sheet(
     legend: Sequence[tuple[Style, str]] = (),
     *,
     columns: int | None = None,
-) -> str:
-    """Charts side by side as an SVG file, in the light colours.
+) -> dict[str, bytes]:
+    """Charts side by side, in the light colours.
 
     Args:
         panels: at least one.
         legend: style and name of every method that is drawn.
         columns: charts in a row; by default all are in one.
+
+    Returns:
+        Suffix -> content of a file: ``.svg``, ``.pdf``, and the data as ``.csv``. Equal charts have
+        equal files.
     """
-    style = palette.variables(palette.LIGHT)
-    style += (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
     columns = min(columns or len(panels), len(panels))
+    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
     width = WIDTH * columns + _GAP * (columns - 1) + 2 * _MARGIN
-    drawn, height = [], 0.0
-    for start in range(0, len(panels), columns):
-        row = panels[start : start + columns]
-        top = height + _GAP if start else 0.0
-        drawn += [panel.at(_MARGIN + (WIDTH + _GAP) * i, top) for i, panel in enumerate(row)]
-        height = top + max(panel.height for panel in row)
-    across, bottom = float(_MARGIN), height + _LEGEND_HEIGHT
-    for shown, label in legend:
-        length = _SAMPLE[0] + 6 + len(label) * _CHARACTER
-        if across > _MARGIN and across + length > width - _MARGIN:
-            across, bottom = float(_MARGIN), bottom + _LEGEND_HEIGHT
-        drawn.append(f'<g transform="translate({across:.1f} {bottom - 18:g})">{_sample(shown)}</g>')
-        drawn.append(_text(across + _SAMPLE[0] + 6, bottom - 8, label, f"end {shown.colour}"))
-        across += length + 20
-    height = bottom if legend else height
-    # The page may be dark.
-    parts = [f'<rect width="{width}" height="{height:g}" fill="var(--page)"/>', *drawn]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" '
-        f'width="{width}" height="{height:g}" font-family="sans-serif">'
-        f"<style>{escape(style, quote=False)}</style>{''.join(parts)}</svg>\n"
-    )
+    longest = max((len(label) for _, label in legend), default=0)
+    across = max(1, math.floor(width / (longest * _CHARACTER + 50)))
+    below = _LEGEND_HEIGHT * math.ceil(len(legend) / across)
+    height = sum(heights) + _GAP * (len(rows) - 1) + below + 2 * _MARGIN
+    with matplotlib.rc_context(fname=_STYLE):
+        drawing = Drawing(figsize=(width / 72, height / 72))
+        top = float(_MARGIN)
+        for row, tallest in zip(rows, heights, strict=True):
+            for i, panel in enumerate(row):
+                panel.draw_at(drawing, _MARGIN + (WIDTH + _GAP) * i, top)
+            top += tallest + _GAP
+        if legend:
+            lines = [Line2D([], [], **_look(style)) for style, _ in legend]
+            names = [label for _, label in legend]
+            drawing.legend(lines, names, loc="lower left", ncols=across)
+        files = {
+            ".svg": _saved(drawing, "svg", "labo", {"Date": None}),
+            ".pdf": _saved(drawing, "pdf", "labo", {"CreationDate": None}),
+        }
+    return {**files, ".csv": _csv(panels).encode()}
 
 
+def _saved(drawing: Drawing, kind: str, salt: str, metadata: dict[str, None]) -> bytes:
+    """A drawing in a format; ``salt`` makes the ids in it.
+
+    The font lacks letters of some languages. SVG has them as text; in PDF they are boxes.
+    """
+    content = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        drawing.savefig(content, format=kind, metadata=metadata)
+    return content.getvalue()
+
+
+def _csv(panels: Sequence[Chart]) -> str:
+    """The data of charts: a row per mark, with the title of its chart."""
+    rows = [{"chart": panel.title, **datum} for panel in panels for datum in panel.data]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# ------------------------------------------------------------------ the page
+
+
+@cache
 def swatch(style: Style) -> str:
     """A piece of line with the marker of a method, for tables and legends."""
     width, height = _SAMPLE
+    marker = MarkerStyle(MARKERS[style.marker])
+    place = marker.get_transform() + Affine2D().scale(8).translate(width / 2, height / 2)
+    with matplotlib.rc_context(fname=_STYLE):
+        drawing = Drawing(figsize=(width / 72, height / 72))
+        drawing.add_artist(Line2D([0, 1], [0.5, 0.5], **_look(style) | {"marker": ""}))
+        look: dict[str, Any] = {"facecolor": light(style.colour), "edgecolor": light("page")}
+        drawing.add_artist(PathPatch(marker.get_path(), **look, linewidth=0.8, transform=place))
+        body = _for_page(drawing, "swatch")
     return (
         f'<svg class="swatch" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'aria-hidden="true">{_sample(style)}</svg>'
+        f'aria-hidden="true">{body}</svg>'
     )
 
 
-def _sample(style: Style) -> str:
-    width, height = _SAMPLE
-    line = f'<polyline class="line" points="0,{height / 2:g} {width},{height / 2:g}"/>'
-    return f'<g class="{style.classes}">{line}{_marker(style, width / 2, height / 2, 4)}</g>'
+def _for_page(drawing: Drawing, name: str) -> str:
+    """The elements of a drawing: small, with CSS variables as colours and the font of the page.
+
+    Args:
+        drawing: artists of a method have the gid ``KIND:LABEL``: a CSS class, and its series.
+        name: makes the ids of the shapes of markers, which must be unique on the page.
+    """
+    drawing.patch.set_visible(False)
+    svg = _saved(drawing, "svg", name, {"Date": None}).decode()
+    body = svg[svg.index("<g ") : svg.rindex("</svg>")]
+    body = re.sub(r"<!--.*?-->|<clipPath.*?</clipPath>", "", body, flags=re.DOTALL)
+    return re.sub(r"\s*(<[^>]+>)\s*", _tag, body)
+
+
+_COLOURS = {both[LIGHT]: f"var(--{name})" for name, both in COLOURS.items()}
+# What is replaced in a tag; a text between tags is the user's.
+_REPLACED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"| font-family: [^;]*;|xlink:', ""),
+    (r'^<g id="[^"]*"', "<g"),
+    (r"\s+", " "),
+    (r"-?\d+\.\d{2,}", lambda number: f"{float(number[0]):.{1 if len(number[0]) > 8 else 2}f}"),
+    ("|".join(_COLOURS), lambda colour: _COLOURS[colour[0]]),
+)
+
+
+def _tag(found: re.Match[str]) -> str:
+    tag = found[1]
+    if series := re.match(r'<g id="(\w+):([^"]*)"', tag):
+        return f'<g class="{series[1]}" data-series="{series[2]}">'
+    for pattern, text in _REPLACED:
+        tag = re.sub(pattern, text, tag)
+    return tag
+
+
+# ------------------------------------------------------------------ lines
 
 
 @dataclass(frozen=True)
@@ -155,25 +269,173 @@ class Line:
 class Axis:
     """An axis: its label with the unit, and its ends if they do not depend on the points.
 
-    ``names`` has positions and names for an axis of categories.
+    ``names`` has positions and names for an axis of categories. ``log``: a logarithmic scale.
     """
 
     label: str
     low: float | None = None
     high: float | None = None
     names: Sequence[tuple[float, str]] = ()
+    log: bool = False
 
-    def ends(self, values: Iterable[float], pad: float) -> Point:
-        """The range of the axis: that of the values, wider by the share ``pad`` at free ends."""
-        values = list(values)
-        low = min(values) if self.low is None else self.low
-        high = max(values) if self.high is None else self.high
-        room = (high - low) * pad or abs(low) * 0.05 or 0.5
-        if self.low is None and (pad or low >= high):
-            low -= room
-        if self.high is None and (pad or low >= high):
-            high += room
-        return low, high
+
+def line_chart(
+    name: str,
+    title: str,
+    description: str,
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line],
+    *,
+    diagonal: bool = False,
+    level: float | None = None,
+    settled: bool = False,
+    starts: Sequence[tuple[float, str]] = (),
+) -> Chart:
+    """Lines over a grid, with labels at their ends.
+
+    Args:
+        x: horizontal axis.
+        y: vertical axis.
+        lines: at least one.
+        diagonal: draw x = y.
+        level: draw this value of y.
+        settled: cut off the beginning of a line, up to a fifth of the width, where it is outside of
+            the range of the rest; not if the lines have few points.
+        starts: values of x with a vertical line, and what begins there.
+    """
+    shown = _settled(lines) if settled else lines
+    longest = max(len(line.label) for line in lines)
+    right = WIDTH - _RIGHT - (longest * _CHARACTER + 4 if longest else 0)
+    floor = _HEIGHT - _BOTTOM
+
+    def draw(panel: Panel) -> None:
+        axes = panel.axes(_LEFT, _TOP, right, floor)
+        panel.text(0, 30, y.label, color=light("quiet"), size=12)
+        axes.set_xlabel(x.label)
+        for line in shown:
+            _draw_line(axes, line)
+        if level is not None:
+            axes.axhline(level, **_GUIDE)
+        _scale(axes, x, y)
+        if diagonal:
+            axes.plot(axes.get_xlim(), axes.get_xlim(), **_GUIDE)
+        low, high = axes.get_xlim()
+        for at, text in starts:
+            if low <= at <= high:
+                axes.axvline(at, **_GUIDE)
+                side = "right" if at > (low + high) / 2 else "left"  # where there is more room
+                look: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "ha": side}
+                look |= {"textcoords": "offset points", "color": light("quiet")}
+                axes.annotate(text, (at, 1), (-4 if side == "right" else 4, 0), **look)
+        for at, line in _spread(axes, [line for line in shown if line.label]):
+            look = {"color": light(line.style.colour), "gid": f"mark:{line.series}"}
+            panel.text(right + 9, at + 4, line.label, **look, weight="bold", size=12)
+
+    data = [
+        {"series": line.series, x.label: point[0], y.label: point[1]}
+        | ({"low": line.band[i][0], "high": line.band[i][1]} if line.band else {})
+        for line in lines
+        for i, point in enumerate(line.points)
+    ]
+    return Chart(name, title, description, _HEIGHT, draw, data)
+
+
+_GUIDE: dict[str, Any] = {"color": light("quiet"), "linewidth": 1, "linestyle": (0, (2, 3))}
+
+
+def _scale(axes: Axes, x: Axis, y: Axis) -> None:
+    """The ends of the axes, their grid and their ticks."""
+    axes.margins(x=0.08 if x.names else 0, y=0.06)
+    axes.grid(axis="y")
+    if x.log and y.log:
+        axes.set(xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+    else:
+        axes.xaxis.set_major_locator(_ticks(4))
+        axes.yaxis.set_major_locator(_ticks(5))
+    if x.names:
+        axes.set_xticks([at for at, _ in x.names], [text for _, text in x.names])
+    axes.set_xlim(x.low, x.high)
+    axes.set_ylim(y.low, y.high)
+
+
+def _ticks(most: int) -> MaxNLocator:
+    return MaxNLocator(most, steps=[1, 2, 2.5, 5, 10])
+
+
+def _draw_line(axes: Axes, line: Line) -> None:
+    colour, page = light(line.style.colour), light("page")
+    xs, ys = zip(*line.points, strict=True)
+    shade: dict[str, Any] = {"color": colour, "gid": f"band:{line.series}"}
+    if line.filled:
+        axes.fill_between(xs, ys, **shade, alpha=0.13, linewidth=0)
+    if line.band:
+        low, high = zip(*line.band, strict=True)
+        if len(xs) == 1:
+            axes.vlines(xs, low, high, **shade, alpha=0.35, linewidth=1)
+        else:
+            axes.fill_between(xs, low, high, **shade, alpha=0.13, linewidth=0)
+    look = _look(line.style, gid=f"line:{line.series}", clip_on=False)
+    step = math.ceil(len(xs) / _MARKS)
+    look["markevery"] = (line.style.marker * step // len(MARKERS), step)  # of each style others
+    if line.after:
+        look["linestyle"] = (0, (5, 4))
+    if line.marks:
+        sizes = [(2 * (1.8 + 6 * math.sqrt(share))) ** 2 for share in line.marks]
+        mark: dict[str, Any] = {"marker": look["marker"], "gid": f"mark:{line.series}"}
+        mark |= {"facecolor": page, "edgecolor": colour} if line.after else {"edgecolor": page}
+        width = 1.6 if line.after else 0.8
+        axes.scatter(xs, ys, sizes, color=colour, **mark, linewidth=width, zorder=2.5)
+        look["alpha"] = 0.55
+    if line.marks or line.filled:
+        look["marker"] = ""
+    axes.plot(xs, ys, **look)
+
+
+def _look(style: Style, **further: Any) -> dict[str, Any]:
+    """How matplotlib draws the line and the marker of a method."""
+    dash, marker = DASHES[style.dash], MARKERS[style.marker]
+    look = {"color": light(style.colour), "linestyle": (0, dash) if dash else "-", **further}
+    return {"marker": marker, "markeredgecolor": light("page"), "markeredgewidth": 0.8, **look}
+
+
+def _settled(lines: Sequence[Line]) -> Sequence[Line]:
+    """The lines without what is before the last point that is early and outside of the range."""
+    if max(len(line.points) for line in lines) < _FEW_POINTS:
+        return lines
+    xs = [x for line in lines for x, _ in line.points]
+    start = min(xs) + (max(xs) - min(xs)) / 5
+    late = [y for line in lines for x, y in line.points if x >= start]
+    slack = (max(late) - min(late)) / 4
+    low, high = min(late) - slack, max(late) + slack
+    found = []
+    for line in lines:
+        far = (i for i, (x, y) in enumerate(line.points) if x < start and not low <= y <= high)
+        first = max(far, default=-1) + 1
+        found.append(replace(line, points=line.points[first:], band=line.band[first:]))
+    return [line for line in found if line.points]
+
+
+def _spread(axes: Axes, lines: Sequence[Line]) -> list[tuple[float, Line]]:
+    """The heights of the labels at the ends of lines, moved apart so that none covers another."""
+    low, high = axes.get_ylim()
+    floor = _HEIGHT - _BOTTOM
+    ends = [floor - (line.points[-1][1] - low) / (high - low) * (floor - _TOP) for line in lines]
+    placed: list[tuple[float, Line]] = []
+    at = float(_TOP - _LABEL_HEIGHT)
+    for wanted, line in sorted(zip(ends, lines, strict=True), key=lambda e: (e[0], e[1].label)):
+        at = max(wanted, at + _LABEL_HEIGHT)
+        placed.append((at, line))
+    limit = float(floor + _LABEL_HEIGHT)
+    for i in reversed(range(len(placed))):
+        limit = min(placed[i][0], limit - _LABEL_HEIGHT)
+        placed[i] = limit, placed[i][1]
+    return placed
+
+
+# ------------------------------------------------------------------ rows
 
 
 @dataclass(frozen=True)
@@ -201,122 +463,18 @@ class ChartRow:
     strong: bool = False
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between two ends of an axis: about ``most``, and at least two.
-
-    Example:
-        >>> ticks(0.0, 1.0)
-        [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-        >>> ticks(12, 105)
-        [20, 40, 60, 80, 100]
-        >>> ticks(-3.4, 3.4, most=2)
-        [-2, 0, 2]
-    """
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    found: list[float] = []
-    for unit in (10, 5, 2, 1, 0.5, 0.2):
-        step = power * unit
-        if len(found) < 2 or step >= rough * 0.999:
-            digits = -math.floor(math.log10(step)) if step < 1 else None
-            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-            found = [round(i * step, digits) for i in range(first, last + 1)]
-    return found
-
-
-def line_chart(
-    name: str,
-    title: str,
-    description: str,
-    x: Axis,
-    y: Axis,
-    lines: Sequence[Line],
-    *,
-    diagonal: bool = False,
-    level: float | None = None,
-    settled: bool = False,
-    starts: Sequence[tuple[float, str]] = (),
-) -> Chart:
-    """Lines over a grid, with labels at their ends.
-
-    Args:
-        name: see :class:`Chart`.
-        title: see :class:`Chart`.
-        description: see :class:`Chart`.
-        x: horizontal axis.
-        y: vertical axis.
-        lines: at least one.
-        diagonal: draw x = y.
-        level: draw this value of y.
-        settled: cut off the beginning of a line, up to a fifth of the width, where it is outside of
-            the range of the rest; not if the lines have few points.
-        starts: values of x with a vertical line, and what begins there.
-    """
-    lines = [_thinned(line) for line in lines]
-    if settled:
-        lines = _settled(lines)
-    x_low, x_high = x.ends((p[0] for line in lines for p in line.points), 0.08 if x.names else 0)
-    heights = [p[1] for line in lines for p in line.points]
-    heights += [end for line in lines for ends in line.band for end in ends]
-    y_low, y_high = y.ends(heights if level is None else [*heights, level], 0.06)
-    longest = max(len(line.label) for line in lines)
-    right = WIDTH - _RIGHT - (longest * _CHARACTER + 4 if longest else 0)
-    floor = _HEIGHT - _BOTTOM
-
-    def position(point: Point) -> Point:
-        across, up = (point[0] - x_low) / (x_high - x_low), (point[1] - y_low) / (y_high - y_low)
-        return _LEFT + across * (right - _LEFT), floor - up * (floor - _TOP)
-
-    parts = []
-    for value in ticks(y_low, y_high):
-        _, at = position((x_low, value))
-        parts.append(_rule("grid", (_LEFT, at), (right, at)))
-        parts.append(_text(_LEFT - 7, at + 4, _number(value), "tick", "end"))
-    for value, text in x.names or [(v, _number(v)) for v in ticks(x_low, x_high, 4)]:
-        parts.append(_text(position((value, y_low))[0], floor + 16, text, "tick", "middle"))
-    parts.append(_rule("axis", (_LEFT, floor), (right, floor)))
-    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 7, x.label, "label", "middle"))
-    parts.append(_text(0, 32, y.label, "label"))
-    if diagonal:
-        parts.append(_rule("guide", position((x_low, x_low)), position((x_high, x_high))))
-    if level is not None:
-        parts.append(_rule("guide", position((x_low, level)), position((x_high, level))))
-    for value, text in starts:
-        if x_low <= value <= x_high:
-            at, _ = position((value, y_low))
-            leftwards = at > (_LEFT + right) / 2  # the text is on the side with more room
-            parts.append(_rule("guide", (at, _TOP - 4), (at, floor)))
-            side = "end" if leftwards else "start"
-            parts.append(_text(at + (-4 if leftwards else 4), _TOP + 4, text, "tick", side))
-    ends = []
-    for line in lines:
-        positions = [position(point) for point in line.points]
-        band = [
-            (position((at, low)), position((at, high)))
-            for (at, _), (low, high) in zip(line.points, line.band or line.points, strict=True)
-        ]
-        parts.append(_drawn(line, positions, band if line.band else [], floor))
-        if line.label:
-            ends.append((positions[-1][1], line))
-    for at, line in _spread(ends, _TOP, floor):
-        label = _text(right + 9, at + 4, line.label, "end")
-        parts.append(_series(line.series, line.style, label))
-    return Chart(name, title, description, _HEIGHT, "".join(parts))
-
-
 def bar_chart(name: str, title: str, description: str, rows: Sequence[ChartRow]) -> Chart:
     """Bars from 0 to 1 with their numbers."""
-    left, parts = _named(rows)
-    for row, at in zip(rows, _heights(rows), strict=True):
-        width = row.value * (WIDTH - 44 - left)
-        parts.append(
-            f'<rect class="bar {row.style.colour}" x="{left:.1f}" y="{at - 7}" '
-            f'width="{width:.1f}" height="14"/>'
-        )
-        shown = "value strong" if row.strong else "value"
-        parts.append(_text(left + width + 6, at + 4, row.text, shown))
-    parts.append(_rule("axis", (left, _TOP - 12), (left, _end(rows))))
-    return Chart(name, title, description, _end(rows) + 4, "".join(parts))
+
+    def draw(panel: Panel) -> None:
+        axes = _row_axes(panel, rows)
+        colours = [light(row.style.colour) for row in rows]
+        axes.barh(range(len(rows)), [row.value for row in rows], height=0.6, color=colours)
+        axes.set(xlim=(0, 1), xticks=[])
+        axes.spines["left"].set_visible(True)
+
+    data = [{"row": row.label, "value": row.value} for row in rows]
+    return Chart(name, title, description, _floor(rows) + 4, draw, data)
 
 
 def dot_chart(
@@ -331,204 +489,95 @@ def dot_chart(
     """Marks on a horizontal scale, one row per method. An arrow is a row far outside of the scale.
 
     Args:
-        name: see :class:`Chart`.
-        title: see :class:`Chart`.
-        description: see :class:`Chart`.
         x: the scale.
         rows: at least one.
         level: draw this value of x.
     """
-    left, parts = _named(rows)
-    longest = max(len(row.text) for row in rows)
-    left, right, floor = left + 4, WIDTH - 10 - longest * 7.0, _end(rows)
     near = _without_outliers(rows)
-    values = [row.value for row in near] + [end for row in near for end in row.interval or ()]
-    values += [dot for row in near for dot in row.dots]
-    values += [row.ring for row in near if row.ring is not None]
-    low, high = x.ends(values if level is None else [*values, level], 0.05)
 
-    def place(value: float) -> float:
-        return left + (min(max(value, low), high) - low) / (high - low) * (right - left)
+    def draw(panel: Panel) -> None:
+        axes = _row_axes(panel, rows)
+        axes.grid(axis="x")
+        axes.set_xlabel(x.label)
+        if level is not None:
+            axes.axvline(level, **_GUIDE)
+        for at, row in enumerate(rows):
+            if row in near:
+                _draw_row(axes, row, at)
+        axes.margins(x=0.05)
+        axes.set_xlim(x.low, x.high)
+        axes.xaxis.set_major_locator(_ticks(3))
+        low, high = axes.get_xlim()
+        for at, row in enumerate(rows):
+            if row not in near:
+                end, marker = (low, "<") if row.value < low else (high, ">")
+                axes.plot(end, at, marker=marker, **_mark(row), markersize=9)
 
-    for value in ticks(low, high, 3):
-        parts.append(_rule("grid", (place(value), _TOP - 12), (place(value), floor)))
-        parts.append(_text(place(value), floor + 16, _number(value), "tick", "middle"))
-    if level is not None:
-        parts.append(_rule("guide", (place(level), _TOP - 12), (place(level), floor)))
-    parts.append(_text((left + right) / 2, floor + 34, x.label, "label", "middle"))
-    for row, at in zip(rows, _heights(rows), strict=True):
-        marks = ""
-        shown = "value strong" if row.strong else "value"
-        if row not in near:
-            side = -1 if row.value < low else 1
-            end, back = place(row.value), 7 * side
-            arrow = f"{end + back:.1f},{at} {end:.1f},{at - 5} {end:.1f},{at + 5}"
-            marks = f'<polygon class="dot far" points="{arrow}"/>'
-            marks += _text(WIDTH, at + 4, row.text, shown, "end")
-            parts.append(_series(row.label, row.style, marks))
-            continue
-        if row.ring is not None:
-            marks += _rule("span", (place(row.ring), at), (place(row.value), at))
-            marks += _marker(row.style, place(row.ring), at, 4.5, "ring")
-        if row.interval is not None:
-            marks += _rule("span", (place(row.interval[0]), at), (place(row.interval[1]), at))
-        marks += "".join(
-            f'<circle class="seed" cx="{place(dot):.1f}" cy="{at}" r="2.6"/>' for dot in row.dots
-        )
-        marks += _marker(row.style, place(row.value), at, 5)
-        marks += _text(WIDTH, at + 4, row.text, shown, "end")
-        parts.append(_series(row.label, row.style, marks))
-    return Chart(name, title, description, floor + 42, "".join(parts))
+    data = [datum for row in rows for datum in _row_data(row)]
+    return Chart(name, title, description, _floor(rows) + 42, draw, data, len(near) < len(rows))
 
 
-# ------------------------------------------------------------------ parts
+def _row_axes(panel: Panel, rows: Sequence[ChartRow]) -> Axes:
+    """Axes with a row for each label, which is at the left, and its number at the right."""
+    labels = [cut(row.label) for row in rows]
+    left = max(map(len, labels)) * _CHARACTER + 12
+    right = WIDTH - 10 - max(len(row.text) for row in rows) * 7.0
+    axes = panel.axes(left, _TOP - 12, right, _floor(rows))
+    axes.spines["bottom"].set_visible(False)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), labels)
+    for at, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
+        weight = "bold" if row.strong else "normal"
+        label.set(color=light("text"), size=12, weight=weight)
+        height = _TOP + _ROW_HEIGHT * at + 4
+        panel.text(WIDTH, height, row.text, ha="right", size=12, weight=weight)
+    return axes
 
 
-def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    anchored = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{anchored}>{escape(text)}</text>'
+def cut(label: str) -> str:
+    """The label of a row, shortened if it is long.
 
-
-def _rule(kind: str, start: Point, end: Point) -> str:
-    return (
-        f'<line class="{kind}" x1="{start[0]:.1f}" y1="{start[1]:.1f}" '
-        f'x2="{end[0]:.1f}" y2="{end[1]:.1f}"/>'
-    )
-
-
-def _series(label: str, style: Style, marks: str) -> str:
-    return f'<g class="{style.classes}" data-series="{escape(label)}">{marks}</g>'
-
-
-def _drawn(
-    line: Line, positions: Sequence[Point], band: Sequence[tuple[Point, Point]], floor: float
-) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-    drawn = ""
-    if line.filled:
-        area = f"{positions[0][0]:.1f},{floor} {path} {positions[-1][0]:.1f},{floor}"
-        drawn += f'<polygon class="area" points="{area}"/>'
-    if len(band) == 1:
-        drawn += _rule("whisker", *band[0])
-    elif band:
-        edge = [low for low, _ in band] + [high for _, high in reversed(band)]
-        around = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
-        drawn += f'<polygon class="band" points="{around}"/>'
-    kind = "line after" if line.after else "line"
-    if len(positions) > 1:
-        drawn += f'<polyline class="{kind}{" faint" if line.marks else ""}" points="{path}"/>'
-    mark = "ring" if line.after else "dot"
-    if line.marks:
-        for (x, y), share in zip(positions, line.marks, strict=True):
-            drawn += _marker(line.style, x, y, 1.8 + 6 * math.sqrt(share), mark)
-    elif not line.filled:
-        for index in _marked(len(positions), line.style.marker):
-            drawn += _marker(line.style, *positions[index], 3.4, mark)
-    return _series(line.series, line.style, drawn)
-
-
-def _marked(count: int, which: int) -> list[int]:
-    """The points of a line that have a marker; of each style other ones, and always the last.
-
-    Example:
-        >>> _marked(3, 0), _marked(100, 0), _marked(100, 1)
-        ([0, 1, 2], [0, 20, 40, 60, 80, 99], [1, 21, 41, 61, 81, 99])
+    The last words are kept if they fit: variants of a method begin alike.
     """
-    if count <= _MARKS:
-        return list(range(count))
-    step = count / _MARKS
-    first = which / len(MARKERS) * step
-    return [*(int(first + i * step) for i in range(_MARKS)), count - 1]
+    if len(label) <= _LONGEST_ROW:
+        return label
+    first, *others = label.split()
+    for start in range(1, len(others)):
+        short = " ".join([first, "…", *others[start:]])
+        if len(short) <= _LONGEST_ROW:
+            return short
+    return label[: _LONGEST_ROW - 1] + "…"
 
 
-def _marker(style: Style, x: float, y: float, r: float, kind: str = "dot") -> str:
-    """A marker of about the area of a circle of radius r: ``dot`` is filled, ``ring`` is hollow."""
-    name = MARKERS[style.marker]
-    if name == "circle":
-        return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>'
-    corners = " ".join(f"{x + r * dx:.1f},{y + r * dy:.1f}" for dx, dy in _SHAPES[name])
-    return f'<polygon class="{kind}" points="{corners}"/>'
+def _floor(rows: Sequence[ChartRow]) -> int:
+    return _TOP + _ROW_HEIGHT * (len(rows) - 1) + 12
 
 
-def _regular(corners: int, size: float, start: float = -90.0, inner: float = 1.0) -> list[Point]:
-    """The corners of a regular polygon; of a star if every other one has the radius ``inner``."""
-    angles = [math.radians(start + 360 * i / corners) for i in range(corners)]
-    radii = [size * (inner if i % 2 else 1) for i in range(corners)]
-    return [
-        (r * math.cos(angle), r * math.sin(angle)) for r, angle in zip(radii, angles, strict=True)
-    ]
+def _mark(row: ChartRow) -> dict[str, Any]:
+    return {"color": light(row.style.colour), "gid": f"mark:{row.label}", "clip_on": False}
 
 
-_PLUS = [
-    (-0.42, -1.2), (0.42, -1.2), (0.42, -0.42), (1.2, -0.42), (1.2, 0.42), (0.42, 0.42),
-    (0.42, 1.2), (-0.42, 1.2), (-0.42, 0.42), (-1.2, 0.42), (-1.2, -0.42), (-0.42, -0.42),
-]  # fmt: skip
-_TURN = math.sqrt(0.5)
-
-# The corners of each marker around (0, 0).
-_SHAPES: dict[str, list[Point]] = {
-    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
-    "triangle": _regular(3, 1.35),
-    "diamond": _regular(4, 1.3),
-    "down": _regular(3, 1.35, 90),
-    "hourglass": [(-1, -1.15), (1, -1.15), (-1, 1.15), (1, 1.15)],
-    "pill": [(-1.35, -0.45), (1.35, -0.45), (1.35, 0.45), (-1.35, 0.45)],
-    "cross": [((x - y) * _TURN, (x + y) * _TURN) for x, y in _PLUS],
-    "plus": _PLUS,
-    "bar": [(-0.45, -1.35), (0.45, -1.35), (0.45, 1.35), (-0.45, 1.35)],
-    "star": _regular(10, 1.45, inner=0.45),
-    "hexagon": _regular(6, 1.1, 0),
-}
+def _draw_row(axes: Axes, row: ChartRow, at: int) -> None:
+    look, marker = _mark(row), MARKERS[row.style.marker]
+    span = row.interval if row.ring is None else (row.ring, row.value)
+    if span is not None:
+        axes.plot(span, (at, at), **look, linewidth=2, alpha=0.45)
+    hollow = {"markerfacecolor": light("page"), "markeredgecolor": look["color"]}
+    if row.ring is not None:
+        axes.plot(row.ring, at, marker=marker, **look, **hollow, markersize=9, markeredgewidth=1.6)
+    if row.dots:
+        hollow |= {"markerfacecolor": "none", "markersize": 5.2, "alpha": 0.75}
+        axes.plot(row.dots, [at] * len(row.dots), "o", **look, **hollow, markeredgewidth=1.1)
+    axes.plot(row.value, at, marker=marker, **look, markersize=10, markeredgecolor=light("page"))
 
 
-def _thinned(line: Line) -> Line:
-    """The line with at most ``_MOST_POINTS`` points: means of neighbours."""
-    size = -(-len(line.points) // _MOST_POINTS)
-    if size == 1:
-        return line
-
-    def thinned(points: Sequence[Point]) -> list[Point]:
-        chunks = [points[i : i + size] for i in range(0, len(points), size)]
-        return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks]
-
-    return replace(line, points=thinned(line.points), band=thinned(line.band))
-
-
-def _settled(lines: Sequence[Line]) -> list[Line]:
-    """The lines without what is before the last point that is early and outside of the range."""
-    if max(len(line.points) for line in lines) < _FEW_POINTS:
-        return list(lines)
-    xs = [x for line in lines for x, _ in line.points]
-    start = min(xs) + (max(xs) - min(xs)) / 5
-    late = [y for line in lines for x, y in line.points if x >= start]
-    low, high = min(late), max(late)
-    slack = (high - low) / 4
-    found = []
-    for line in lines:
-        far = [
-            i
-            for i, (x, y) in enumerate(line.points)
-            if x < start and not low - slack <= y <= high + slack
-        ]
-        first = far[-1] + 1 if far else 0
-        found.append(replace(line, points=line.points[first:], band=line.band[first:]))
-    return [line for line in found if line.points]
-
-
-def _spread(
-    ends: Sequence[tuple[float, Line]], top: float, floor: float
-) -> list[tuple[float, Line]]:
-    """Labels moved apart so that none covers another."""
-    placed: list[tuple[float, Line]] = []
-    at = top - _LABEL_HEIGHT
-    for wanted, line in sorted(ends, key=lambda end: (end[0], end[1].label)):
-        at = max(wanted, at + _LABEL_HEIGHT)
-        placed.append((at, line))
-    limit = floor + _LABEL_HEIGHT
-    for i in reversed(range(len(placed))):
-        limit = min(placed[i][0], limit - _LABEL_HEIGHT)
-        placed[i] = limit, placed[i][1]
-    return placed
+def _row_data(row: ChartRow) -> Iterator[Datum]:
+    low, high = row.interval or (None, None)
+    yield {"row": row.label, "mark": "value", "value": row.value, "low": low, "high": high}
+    if row.ring is not None:
+        yield {"row": row.label, "mark": "hollow", "value": row.ring}
+    for dot in row.dots:
+        yield {"row": row.label, "mark": "seed", "value": dot}
 
 
 def _without_outliers(rows: Sequence[ChartRow]) -> list[ChartRow]:
@@ -542,27 +591,3 @@ def _without_outliers(rows: Sequence[ChartRow]) -> list[ChartRow]:
     first, _, third = quantiles([row.value for row in rows], n=4)
     far = 6 * (third - first)
     return [row for row in rows if first - far <= row.value <= third + far]
-
-
-def _named(rows: Sequence[ChartRow]) -> tuple[float, list[str]]:
-    """The x position of the rows, to the right of their labels; and the labels."""
-    left = max(len(row.label) for row in rows) * _CHARACTER + 8
-    parts = [
-        _text(left - 8, at + 4, row.label, "name strong" if row.strong else "name", "end")
-        for row, at in zip(rows, _heights(rows), strict=True)
-    ]
-    return left, parts
-
-
-def _heights(rows: Sequence[ChartRow]) -> list[int]:
-    return [_TOP + _ROW_HEIGHT * i for i in range(len(rows))]
-
-
-def _end(rows: Sequence[ChartRow]) -> int:
-    return _TOP + _ROW_HEIGHT * (len(rows) - 1) + 12
-
-
-def _number(value: float) -> str:
-    if abs(value) >= 10_000 and value == round(value):
-        return f"{value:,.0f}".replace(",", "\u202f")  # a narrow space between thousands
-    return f"{value:g}".replace("-", "\u2212")

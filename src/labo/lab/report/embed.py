@@ -22,9 +22,9 @@ def explorer_data(groups: Sequence[ReportGroup]) -> dict[str, Any] | None:
     """
     samples: list[dict[str, Any]] = []
     stationary: dict[str, Any] = {}
-    variants = [(group, variant) for group in groups for variant in group.variants]
+    variants = [(group, variant) for group in groups for variant in group.shown]
     for group, variant in sorted(variants, key=lambda pair: pair[1].name != "labo"):
-        member = variant.members[0]  # one seed of each method is enough
+        member = variant.runs[0]  # one seed of each method is enough
         analysis = member.analysis or {"labels": [], "stationary": {}}
         content = read_examples(member.run) or {"examples": []}
         class_names = find_report(group.task).class_names

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ..analysis.groups import Member
 from ..analysis.intervals import wilson
+from ..run import files as atomic
 from ..tables import Column
-from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart
-from .gather import NEVER_ACTIVE, DrawnVariant, ReportGroup, signature_line
+from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart, sheet
+from .gather import DrawnVariant, ReportGroup, signature_line
 from .palette import Style
 
 # With more or longer names the labels at the ends of lines do not fit: a legend replaces them.
 _MOST_LABELS, _LONGEST_LABEL = 6, 14
-_LONGEST_ROW = 24
 _FEW = 10  # predictions: a bin with fewer is drawn apart from the line
 
 _SEEDS = "A line is the mean over seeds; the shade is from the lowest to the highest seed."
@@ -44,6 +45,12 @@ class Figure:
     caption: str
     signature: str
     legend: Sequence[tuple[Style, str]] = ()
+
+    def write(self, stem: Path, suffixes: Sequence[str] = (".pdf", ".svg", ".csv")) -> None:
+        """Write it to ``STEM.pdf`` and ``STEM.svg``, and its data to ``STEM.csv``."""
+        for suffix, content in sheet(self.panels, self.legend).items():
+            if suffix in suffixes:
+                atomic.write_bytes(stem.with_name(stem.name + suffix), content)
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,8 @@ class Panels:
     @property
     def labelled(self) -> bool:
         """Whether lines have labels at their ends."""
-        longest = max(len(variant.label) for variant in self.group.variants)
-        return len(self.group.variants) <= _MOST_LABELS and longest <= _LONGEST_LABEL
+        longest = max(len(variant.label) for variant in self.group.shown)
+        return len(self.group.shown) <= _MOST_LABELS and longest <= _LONGEST_LABEL
 
     def next_name(self) -> str:
         """The name of the next chart."""
@@ -92,8 +99,8 @@ class Panels:
         lines: list[Line] = []
         used: list[Member] = []
         ends = []
-        for variant in self.group.variants:
-            found = [(member, list(points(member))) for member in variant.members]
+        for variant in self.group.shown:
+            found = [(member, list(points(member))) for member in variant.runs]
             found = [(member, line) for member, line in found if line]
             if not found:
                 continue
@@ -111,7 +118,7 @@ class Panels:
     def figure(self, title: str, caption: str, *, legend: bool | None = None) -> Iterator[Figure]:
         """The figure if it has panels; by default with a legend if lines have no labels."""
         if self.charts:
-            shown = [v for v in self.group.variants if set(v.members) & set(self.members)]
+            shown = [v for v in self.group.shown if set(v.runs) & set(self.members)]
             keys = [(variant.style, variant.label) for variant in shown]
             wanted = not self.labelled if legend is None else legend
             signature = signature_line(self.members)
@@ -168,7 +175,7 @@ def training_figures(group: ReportGroup, name: str, scores: Sequence[Column]) ->
 
 def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterator[Figure]:
     panels = Panels(name, group)
-    step = Axis("step")
+    step = Axis("step", low=0)
     losses = Axis("loss of each method, nats")
     shown: dict[str, Any] = {"settled": True, "starts": _starts(group)}
     panels.lines("Training loss", step, losses, _training("loss"), **shown)
@@ -194,7 +201,7 @@ def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterat
 
 def _confidence_over_training(group: ReportGroup, name: str) -> Iterator[Figure]:
     panels = Panels(name, group)
-    step, starts = Axis("step"), _starts(group)
+    step, starts = Axis("step", low=0), _starts(group)
     confidence = Axis("mean over the validation split")
     panels.lines("Top probability", step, confidence, _valid("confidence"), starts=starts)
     panels.lines("Entropy", step, Axis("mean, nats", low=0), _valid("entropy"), starts=starts)
@@ -212,7 +219,7 @@ def _starts(group: ReportGroup) -> list[tuple[float, str]]:
     """The steps at which methods begin after a warm-up."""
     names: dict[int, dict[str, None]] = {}
     for variant in group.variants:
-        if variant.first_step and not variant.label.endswith(NEVER_ACTIVE):
+        if variant.first_step and not variant.never_active:
             names.setdefault(variant.first_step, {})[variant.name] = None
     return [
         (step, f"{', '.join(of_step)} begin{'s' if len(of_step) == 1 else ''}")
@@ -243,9 +250,7 @@ def _valid(metric: str, scale: float = 1) -> Callable[[Member], Points]:
 
 def _alphas(member: Member) -> Points:
     training = _curves(member)
-    if training["alpha"] is None:
-        return ()
-    return pairs(training["valid"]["step"], training["alpha"]["values"])
+    return pairs(training["valid"]["step"], training["alpha"]) if training["alpha"] else ()
 
 
 # ------------------------------------------------------------------ confidence
@@ -279,11 +284,11 @@ def confidence_figures(
 
 def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[Figure]:
     panels = Panels(name, group)
-    for variant in group.variants:
+    for variant in group.shown:
         lines: list[Line] = []
         words = []
         for index, way in enumerate(spec.views):
-            found = [(member, view(member, group, way)) for member in variant.members]
+            found = [(member, view(member, group, way)) for member in variant.runs]
             bins = _pooled([shown["reliability"] for _, shown in found if shown])
             if bins:
                 lines += _diagram(bins, variant, after=index == 1)
@@ -357,14 +362,14 @@ def _diagram(bins: Sequence[_Bin], variant: DrawnVariant, *, after: bool) -> Ite
 def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
     panels = Panels(name, group)
     rows = []
-    for variant in group.variants:
-        found = [shown for member in variant.members if (shown := view(member, group, way))]
+    for variant in group.shown:
+        found = [shown for member in variant.runs if (shown := view(member, group, way))]
         wrong = _mean(shown["confidence_on_errors"] for shown in found)
         right = _mean(shown["confidence_on_right"] for shown in found)
         if wrong is not None and right is not None:
             text = f"{wrong:.2f}, {right:.2f}"
-            rows.append(ChartRow(cut(variant.label), right, variant.style, text, ring=wrong))
-            panels.use(member for member in variant.members if view(member, group, way))
+            rows.append(ChartRow(variant.label, right, variant.style, text, ring=wrong))
+            panels.use(member for member in variant.runs if view(member, group, way))
     if rows:
         panels.charts.append(
             dot_chart(
@@ -427,7 +432,7 @@ def label_figure(
     panels = []
     for number, (kind, (title, style)) in enumerate(kinds.items(), 1):
         rows = [
-            ChartRow(cut(text), value, style, f"{value:.3f}", strong=i == shown["target"])
+            ChartRow(text, value, style, f"{value:.3f}", strong=i == shown["target"])
             for i, (text, value) in enumerate(zip(names, shown[kind], strict=True))
         ]
         words = ", ".join(f"{row.label} {row.text}" for row in rows)
@@ -443,27 +448,12 @@ def label_figure(
     return Figure(name, "Three labels of one sample", panels, caption, signature_line([member]))
 
 
-def cut(label: str) -> str:
-    """A label for a row of a chart, shortened if it is long.
-
-    The last words are kept if they fit: variants of a method begin alike.
-    """
-    if len(label) <= _LONGEST_ROW:
-        return label
-    first, *others = label.split()
-    for start in range(1, len(others)):
-        short = " ".join([first, "…", *others[start:]])
-        if len(short) <= _LONGEST_ROW:
-            return short
-    return label[: _LONGEST_ROW - 1] + "…"
-
-
 def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:
     """A run with samples to draw labels of; one of LABO if there is one."""
     found = [
         (variant.name != "labo", member)
         for variant in variants
-        for member in variant.members
+        for member in variant.runs
         if _documents(member).get("labels")
     ]
     return min(found, key=lambda pair: pair[0])[1] if found else None

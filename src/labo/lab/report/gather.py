@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..analysis.groups import Group, Member, Variant, group_runs
 from ..analysis.reading import Run, State, read_run
 from ..analysis.run import FILE, analyze_run, load_analysis
-from ..analysis.task import TaskAnalysis, find_analysis
+from ..analysis.task import find_analysis
 from ..config import differing_keys
 from ..errors import RequestError
 from .palette import OWN, Style, styles
-
-NEVER_ACTIVE = "(never active)"  # beside the name of a method whose warm-up was longer than the run
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,56 +42,27 @@ class Listing:
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnVariant:
-    """A variant of a group and how it is drawn."""
+class DrawnVariant(Variant):
+    """A variant and how it is drawn."""
 
-    variant: Variant
     style: Style
-
-    @property
-    def label(self) -> str:
-        return self.variant.label
-
-    @property
-    def name(self) -> str:
-        return self.variant.name
-
-    @cached_property
-    def members(self) -> list[Member]:
-        """Its runs by seed."""
-        return list(self.variant.members.values())
-
-    @property
-    def first_step(self) -> int:
-        """The step at which the method itself begins; 0 if it has no warm-up."""
-        method = self.variant.recipe["method"]
-        return int(method.get("warmup_steps") or 0) * int(method.get("outer_steps") or 1)
 
 
 @dataclass(frozen=True, eq=False)
-class ReportGroup:
-    """A group with a title; its variants in the order in which they are shown."""
+class ReportGroup(Group):
+    """A group with a title, and how its variants are drawn."""
 
-    title: str
-    group: Group
     variants: Sequence[DrawnVariant]
+    title: str = ""
 
     @property
-    def task(self) -> str:
-        return self.group.task
+    def shown(self) -> list[DrawnVariant]:
+        """The variants as they are shown: base, ls and labo first, then the others by name."""
 
-    @property
-    def split(self) -> str:
-        """The split that is reported: test, or valid if no run was tested."""
-        return self.group.split
+        def order(variant: DrawnVariant) -> tuple[int, str]:
+            return OWN.index(variant.name) if variant.name in OWN else len(OWN), variant.label
 
-    @property
-    def kind(self) -> TaskAnalysis:
-        return self.group.kind
-
-    @property
-    def members(self) -> list[Member]:
-        return [member for variant in self.variants for member in variant.members]
+        return sorted(self.variants, key=order)
 
 
 # ------------------------------------------------------------------ reading
@@ -138,53 +106,30 @@ def _analysis(run: Run) -> Mapping[str, Any]:
 
 def make_groups(members: Sequence[Member]) -> list[ReportGroup]:
     """The groups of :func:`labo.lab.analysis.groups.group_runs` with titles and colours."""
-    groups = [_marked(group) for group in group_runs(members)]
-    numbered = [_numbered(group.variants) for group in groups]
-    chosen = styles(key for variants in numbered for key in variants)
-    titles = _titles([group.members[0] for group in groups])
+    groups = group_runs(members)
+    keys = [_numbered(group.variants) for group in groups]
+    chosen = styles(key for of_group in keys for key in of_group)
     return [
-        ReportGroup(title, group, _drawn(variants, chosen))
-        for group, title, variants in zip(groups, titles, numbered, strict=True)
+        ReportGroup(
+            group.task,
+            group.split,
+            [
+                DrawnVariant(variant.label, variant.recipe, variant.members, chosen[key])
+                for key, variant in zip(of_group, group.variants, strict=True)
+            ],
+            group.repeated,
+            title,
+        )
+        for group, of_group, title in zip(
+            groups, keys, _titles([group.members[0] for group in groups]), strict=True
+        )
     ]
 
 
-def _marked(group: Group) -> Group:
-    """The group with a mark beside the name of every method that was never used itself."""
-    variants = [
-        replace(variant, label=f"{variant.label} {NEVER_ACTIVE}")
-        if _never_active(variant)
-        else variant
-        for variant in group.variants
-    ]
-    return replace(group, variants=variants)
-
-
-def _never_active(variant: Variant) -> bool:
-    """Whether the warm-up of the method was longer than each of its finished runs."""
-    first = DrawnVariant(variant, Style("m0")).first_step
-    steps = [member.results.get("steps") for member in variant.members.values()]
-    return bool(steps) and all(count is not None and first > count for count in steps)
-
-
-def _numbered(variants: Sequence[Variant]) -> dict[tuple[str, int], Variant]:
-    """The variants by the name of their method and their number among those of this name."""
-    found: dict[tuple[str, int], Variant] = {}
-    for variant in variants:
-        number = sum(name == variant.name for name, _ in found)
-        found[variant.name, number] = variant
-    return found
-
-
-def _drawn(
-    variants: Mapping[tuple[str, int], Variant], chosen: Mapping[tuple[str, int], Style]
-) -> list[DrawnVariant]:
-    """base, ls and labo first, then the others by name."""
-    drawn = [DrawnVariant(variant, chosen[key]) for key, variant in variants.items()]
-
-    def order(variant: DrawnVariant) -> tuple[int, str]:
-        return OWN.index(variant.name) if variant.name in OWN else len(OWN), variant.label
-
-    return sorted(drawn, key=order)
+def _numbered(variants: Sequence[Variant]) -> list[tuple[str, int]]:
+    """For each variant the name of its method and its number among those of this name."""
+    names = [variant.name for variant in variants]
+    return [(name, names[:place].count(name)) for place, name in enumerate(names)]
 
 
 def _titles(members: Sequence[Member]) -> list[str]:
@@ -240,7 +185,7 @@ def _section(member: Member, name: str) -> Mapping[str, Any]:
 
 def differing(group: ReportGroup) -> str:
     """The recipe keys besides method and seed in which the runs differ; empty if in none."""
-    first, *others = [variant.variant.recipe for variant in group.variants]
+    first, *others = [variant.recipe for variant in group.shown]
     keys = {key for other in others for key in differing_keys(first, other)}
     return ", ".join(sorted(key for key in keys if key.split(".")[0] != "method"))
 

@@ -1,14 +1,15 @@
 """How methods are drawn: a colour, a dash pattern and a marker each.
 
-Colours are CSS variables with a light and a dark value. A page has both and follows the reader's
-system. A figure in a file of its own has the light ones. The first twelve methods of a page have
-different markers, so they can be told apart without colour.
+Colours have a light and a dark value. Charts are drawn in the light ones. A page has both, as CSS
+variables, and follows the reader's system. The first twelve methods of a page have different
+markers, so they can be told apart without colour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 LIGHT, DARK = 0, 1
 
@@ -34,21 +35,9 @@ COLOURS: dict[str, tuple[str, str]] = {
 
 OWN = ("base", "ls", "labo")  # drawn the same in every report: m0, m1, m2
 _OTHER_COLOURS = ("m3", "m4", "m5", "m6", "m7")  # for the other methods in turn
-DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "4 3")  # stroke-dasharray
-MARKERS = (
-    "circle",
-    "square",
-    "triangle",
-    "diamond",
-    "down",
-    "cross",
-    "plus",
-    "bar",
-    "star",
-    "hourglass",
-    "hexagon",
-    "pill",
-)
+DASHES: tuple[tuple[float, ...], ...] = ((), (7, 3), (2, 2.5), (9, 3, 2, 3), (4, 3))
+_BAR = ((-0.4, -1), (0.4, -1), (0.4, 1), (-0.4, 1), (-0.4, -1))
+MARKERS: tuple[Any, ...] = ("o", "s", "^", "D", "v", "X", "P", "<", _BAR, "d", ">", "h")
 
 
 @dataclass(frozen=True)
@@ -56,19 +45,14 @@ class Style:
     """How the marks of a method look.
 
     Attributes:
-        colour: a CSS class, ``m0`` to ``m7``, which sets the colour.
+        colour: a name of ``COLOURS``, ``m0`` to ``m7``; on the page also a CSS class.
         dash: an index of ``DASHES``.
-        marker: an index of ``MARKERS``.
+        marker: an index of ``MARKERS``, which are those of matplotlib.
     """
 
     colour: str
     dash: int = 0
     marker: int = 0
-
-    @property
-    def classes(self) -> str:
-        """Its CSS classes."""
-        return f"{self.colour} d{self.dash}"
 
 
 _OWN_STYLES = {"base": Style("m0", 2, 1), "ls": Style("m1", 1, 2), "labo": Style("m2", 0, 0)}
@@ -103,21 +87,18 @@ def styles(names: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Style]:
     return found
 
 
-def variables(theme: int | None = None) -> str:
-    """The colours and the dash patterns as CSS rules.
+def light(name: str) -> str:
+    """A colour as charts are drawn in it."""
+    return COLOURS[name][LIGHT]
 
-    Args:
-        theme: ``LIGHT`` or ``DARK``; if not given, both, chosen by ``color-scheme``.
+
+def variables() -> str:
+    """The colours as CSS variables, light or dark as ``color-scheme`` says; and a class for each.
 
     Example:
-        >>> variables(LIGHT).splitlines()[1]
-        '  --page: #fdfdfc;'
         >>> variables().splitlines()[1:3]
         ['  color-scheme: light dark;', '  --page: light-dark(#fdfdfc, #16181b);']
     """
-    lines = [] if theme is not None else ["  color-scheme: light dark;"]
-    for name, both in COLOURS.items():
-        value = f"light-dark({both[LIGHT]}, {both[DARK]})" if theme is None else both[theme]
-        lines.append(f"  --{name}: {value};")
-    dashes = [f".d{i} {{ --d: {dash or 'none'}; }}" for i, dash in enumerate(DASHES)]
-    return "\n".join([":root {", *lines, "}", *dashes]) + "\n"
+    lines = [f"  --{name}: light-dark({', '.join(both)});" for name, both in COLOURS.items()]
+    classes = [f".{name} {{ --c: var(--{name}); }}" for name in COLOURS if name[1:].isdigit()]
+    return "\n".join([":root {", "  color-scheme: light dark;", *lines, "}", *classes]) + "\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..analysis.groups import Member, mean_cell
-from ..analysis.printing import difference_cells, difference_columns
 from ..tables import Cell, Column, Row, Table, filled
 from .figures import view
 from .gather import ReportGroup
@@ -27,8 +26,8 @@ def mean_table(
         key: the column that a row must have a number in; any if not given.
     """
     rows = [
-        Row(v.label, {column.key: v.variant.cell(value) for column, value in columns.items()})
-        for v in group.variants
+        Row(v.label, {column.key: v.cell(value) for column, value in columns.items()})
+        for v in group.shown
     ]
     needed = [column.key for column in columns] if key is None else [key]
     rows = [row for row in rows if any(row.cells[k].value is not None for k in needed)]
@@ -37,33 +36,26 @@ def mean_table(
 
 def results_table(group: ReportGroup) -> Table | None:
     """The scores of every method over its seeds; None if no run is finished."""
-    compared, split = group.group, group.split
-    finished = [v for v in group.variants if any(m.run.results is not None for m in v.members)]
+    split = group.split
+    finished = [v for v in group.shown if any(m.run.results is not None for m in v.runs)]
     if not finished:
         return None
     headline, scores = group.kind.headline, group.kind.scores
     rows = []
     for drawn in finished:
-        variant = drawn.variant
+        variant = drawn
         cells = {headline.key: variant.cell(lambda member: member.score(split))}
         cells |= {c.key: variant.cell(_metric(split, c.key)) for c in scores}
-        for reference in compared.references:
-            if (found := compared.difference(variant, reference)) is not None:
-                cells |= difference_cells(found)
-        cells["time"] = Cell(mean_cell(compared.step_times(variant)).value)
+        cells |= group.difference_cells(variant)
+        cells["time"] = Cell(mean_cell(group.step_times(variant)).value)
         memory = variant.cell(lambda member: member.results.get("peak_memory"))
         cells["memory"] = Cell(memory.value)
         rows.append(Row(drawn.label, cells))
-    differences = [
-        column
-        for reference in compared.references
-        for column in difference_columns(headline, reference.name)
-    ]
     costs = [
         Column("time", "time", suffix="×"),
         Column("memory", "peak memory, MB", digits=0, scale=1e-6),
     ]
-    columns = filled([headline, *differences, *scores, *costs], rows)
+    columns = filled([headline, *group.difference_columns(), *scores, *costs], rows)
     return Table(f"Results on the {split} split of {group.title}", columns, rows)
 
 
@@ -96,9 +88,8 @@ def confidence_table(
     """
     first, second = views
 
-    def fitted(part: str, key: str) -> Value:
-        """A number of what was fitted on the validation split."""
-        return lambda member: ((member.split(group.split) or {}).get(part) or {}).get(key)
+    def normalised(member: Member) -> float | None:
+        return ((member.split(group.split) or {}).get("logit_norm") or {}).get("aurc")
 
     def aurc(member: Member) -> float | None:
         shown = view(member, group, first)
@@ -111,14 +102,14 @@ def confidence_table(
             group, first, "underconfidence"
         ),
         Column("ece", "ECE %", scale=100, better=-1): view_value(group, first, "ece"),
-        Column("temperature", "temperature"): fitted("temperature", "value"),
+        Column("temperature", "temperature"): lambda member: (member.split(group.split) or {}).get(
+            "temperature"
+        ),
         Column("ece_after", "ECE after temperature %", scale=100, better=-1): view_value(
             group, second, "ece"
         ),
         Column("aurc", "AURC %", scale=100, better=-1): aurc,
-        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1): fitted(
-            "logit_norm", "aurc"
-        ),
+        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1): normalised,
         **{column: view_value(group, way, key) for column, way, key in further},
     }
     caption = f"Confidence on the {group.split} split of {group.title}"
@@ -127,7 +118,7 @@ def confidence_table(
 
 def confidence_text(group: ReportGroup, table: Table | None) -> str:
     """LABO's confidence in words, with its numbers; empty without records of it."""
-    ours = {variant.label for variant in group.variants if variant.name == "labo"}
+    ours = {variant.label for variant in group.shown if variant.name == "labo"}
     rows = [row for row in (table.rows if table else ()) if row.label in ours]
     sentences = [_sentences(row, group.kind.unit) for row in rows]
     if any((row.cells["gap"].value or 0) * 100 > _EVEN for row in rows):

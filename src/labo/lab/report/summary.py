@@ -9,7 +9,7 @@ from itertools import groupby
 from ..analysis.groups import Difference, mean_cell
 from ..tables import Cell, Column, Row, Table, best_rows, shown_cell
 from .charts import Axis, Chart, ChartRow, dot_chart
-from .figures import Figure, cut, view
+from .figures import Figure, view
 from .gather import DrawnVariant, ReportGroup, signature_line
 from .task import find_report
 
@@ -49,12 +49,9 @@ def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
     if not scored:
         return Verdict(group.title, (), "No run is finished yet.")
     best = scored[0]
-    rows = [
-        Row(v.label, {headline.key: mean_cell(v.variant.scores(group.split).values())})
-        for v in scored
-    ]
+    rows = [Row(v.label, {headline.key: mean_cell(v.scores(group.split).values())}) for v in scored]
     equal = [rows[i].label for i in sorted(best_rows(headline, rows))] or [best.label]
-    seeds = len(best.variant.scores(group.split))
+    seeds = len(best.scores(group.split))
     number = shown_cell(headline, rows[0].cells[headline.key]) + _unit(headline)
     name = headline.heading.removesuffix(" %")
     over = f"{group.split} split, {'one seed' if seeds == 1 else f'mean of {seeds} seeds'}"
@@ -79,8 +76,8 @@ def _to_references(group: ReportGroup, variant: DrawnVariant) -> list[Difference
     """The differences of a method to the references, ls before base."""
     return [
         difference
-        for reference in reversed(group.group.references)
-        if (difference := group.group.difference(variant.variant, reference)) is not None
+        for reference in reversed(group.references)
+        if (difference := group.difference(variant, reference)) is not None
     ]
 
 
@@ -100,16 +97,17 @@ def _others(
 
     A difference between two references is told once, and not again if one of them is the best.
     """
-    best, references = scored[0], group.group.references
-    ours = next((v for v in scored if v.name == "labo"), None)
+    best, references = scored[0], group.references
+    named = (v for v in scored if v.name == "labo")
+    ours = min(named, key=lambda v: v.never_active, default=None)  # the best that was active
     for v in scored[1:]:
         told: list[str] = []
-        if v.variant in references:
-            later = references[references.index(v.variant) :]
+        if v in references:
+            later = references[references.index(v) :]
             told = [best.label, *(reference.label for reference in later)]
         differences = [d for d in _to_references(group, v) if d.reference not in told]
         if differences and (v is ours or any(map(differs, differences))):
-            score = shown_cell(headline, mean_cell(v.variant.scores(group.split).values()))
+            score = shown_cell(headline, mean_cell(v.scores(group.split).values()))
             number = f"{headline.heading.removesuffix(' %')} {score}{_unit(headline)}"
             order = " and ".join(_order(differences, headline))
             opening = f"is {order}: {number}." if order else f"has {number}."
@@ -178,13 +176,13 @@ def p_text(p: float) -> str:
 
 def _costs(group: ReportGroup, best: DrawnVariant, confidence: Table | None) -> str:
     sentences = []
-    time = mean_cell(group.group.step_times(best.variant))
+    time = mean_cell(group.step_times(best))
     if time.value is not None and best.name != "base":
         factor = shown_cell(Column("time", "time"), time)
         sentences.append(f"A training step takes {factor} times as long as with base.")
     rows = {row.label: row.cells for row in (confidence.rows if confidence else ())}
     if best.label in rows:
-        others = [v.label for v in reversed(group.group.references) if v.label != best.label]
+        others = [v.label for v in reversed(group.references) if v.label != best.label]
         before, after = (_errors(rows, key, best.label, others) for key in ("ece", "ece_after"))
         if before:
             tempered = f"; after one temperature {after}" if after else ""
@@ -242,9 +240,9 @@ def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
             caption += " Hollow marks: the calibration error after one temperature."
     if not panels:
         return None
-    if any('class="dot far"' in panel.body for panel in panels):
+    if any(panel.cut for panel in panels):
         caption += " An arrow: far outside of the scale; the number is at the right."
-    members = [m for group in shown for v in _scored(group) for m in v.members]
+    members = [m for group in shown for v in _scored(group) for m in v.runs]
     return Figure("summary-figure", "All methods", panels, caption, signature_line(members))
 
 
@@ -253,11 +251,11 @@ def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart
     headline, scored = _headline(group), _scored(group)
     rows = []
     for index, v in enumerate(scored):
-        values = [headline.scale * value for value in v.variant.scores(group.split).values()]
+        values = [headline.scale * value for value in v.scores(group.split).values()]
         mean = sum(values) / len(values)
         rows.append(
             ChartRow(
-                cut(v.label),
+                v.label,
                 mean,
                 v.style,
                 f"{mean:.{headline.digits}f}",
@@ -276,15 +274,15 @@ def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> 
     With ``titled`` the title begins with the name of the data.
     """
     headline = _headline(group)
-    reference = group.group.references[-1]
+    reference = group.references[-1]
     rows = []
     for v in _scored(group):
-        found = group.group.difference(v.variant, reference)
+        found = group.difference(v, reference)
         if found is not None:
             ends = found.interval and [headline.scale * end for end in found.interval]
             rows.append(
                 ChartRow(
-                    cut(v.label),
+                    v.label,
                     headline.scale * found.mean,
                     v.style,
                     f"{headline.scale * found.mean:+.{headline.digits}f}".replace("-", "−"),
@@ -306,14 +304,14 @@ def calibration_chart(group: ReportGroup, name: str) -> Chart | None:
     rows = []
     for v in _scored(group):
         ece, after = (
-            [100 * shown["ece"] for member in v.members if (shown := view(member, group, way))]
+            [100 * shown["ece"] for member in v.runs if (shown := view(member, group, way))]
             for way in (first, second)
         )
         if ece:
             mean = sum(ece) / len(ece)
             ring = sum(after) / len(after) if after else None
             text = f"{mean:.1f}" if ring is None else f"{mean:.1f} → {ring:.1f}"
-            rows.append(ChartRow(cut(v.label), mean, v.style, text, ring=ring))
+            rows.append(ChartRow(v.label, mean, v.style, text, ring=ring))
     if not rows:
         return None
     title = "Calibration error"
@@ -338,8 +336,6 @@ def _unit(headline: Column) -> str:
 def _scored(group: ReportGroup) -> list[DrawnVariant]:
     """The variants with a score, best first."""
     sign = 1 if group.kind.higher_is_better else -1
-    means = {
-        v.label: mean_cell(v.variant.scores(group.split).values()).value for v in group.variants
-    }
-    scored = [v for v in group.variants if means[v.label] is not None]
+    means = {v.label: mean_cell(v.scores(group.split).values()).value for v in group.shown}
+    scored = [v for v in group.shown if means[v.label] is not None]
     return sorted(scored, key=lambda v: -sign * (means[v.label] or 0))

@@ -13,10 +13,8 @@ from typing import Any
 from ..analysis.groups import mean_cell
 from ..analysis.run import load_analysis
 from ..compare.table import NO_RUNS, ComparedRow
-from ..report.charts import sheet
-from ..report.figures import Figure, label_figure
+from ..report.figures import label_figure
 from ..report.gather import make_groups, read_runs
-from ..run import files as atomic
 from ..tables import Cell, Column, Row, Table
 from ..text.token_text import token_names
 from ..translation.confidence import BINS
@@ -217,18 +215,14 @@ def _peaks(found: Found) -> tuple[list[Column], list[Row]]:
 def _draw_label(found: Found, stem: Path) -> None:
     for listing in read_runs(found.paths(_ANALYSED, "labo")[:1]):
         if listing.member and (figure := label_figure(listing.member, stem.name, token_names)):
-            _write(figure, stem)
+            figure.write(stem, (".svg", ".pdf"))
 
 
 def _draw_histograms(found: Found, stem: Path) -> None:
     listings = read_runs(found.paths(_ANALYSED, "ls", "labo"))
     for group in make_groups([listing.member for listing in listings if listing.member]):
         for figure in histogram_figure(group, stem.name):
-            _write(figure, stem)
-
-
-def _write(figure: Figure, stem: Path) -> None:
-    atomic.write_text(stem.with_suffix(".svg"), sheet(figure.panels, figure.legend))
+            figure.write(stem, (".svg", ".pdf"))
 
 
 # ------------------------------------------------------------------ the list

@@ -48,8 +48,7 @@ class TokenAnalysis(TaskAnalysis):
         views = self.views(records, split, notes)
         temperature = None
         if split == "test" and "forced" in views:
-            valid = self.read_records(run, "valid").forced if "valid" in run.splits() else []
-            temperature, after = tempered_view(records.forced, valid, notes)
+            temperature, after = tempered_view(records.forced, notes)
             views |= {} if after is None else {"forced_after": after}
         verdicts = (f"{self.circumstances[name]} it {verdict(v)}" for name, v in views.items())
         return {

@@ -67,13 +67,12 @@ def forced_view(forced: Sequence[Forced]) -> dict[str, Any] | None:
 
 
 def tempered_view(
-    forced: Sequence[Forced], valid: Sequence[Forced], notes: list[str]
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    forced: Sequence[Forced], notes: list[str]
+) -> tuple[float | None, dict[str, Any] | None]:
     """The temperature that the evaluation used, and a VIEW of the tokens with it.
 
     Args:
         forced: of the split.
-        valid: of the validation split, empty if it has no records.
         notes: gets a sentence if the records have no temperature.
     """
     tempered = [one.tempered for one in forced if one.tempered]
@@ -82,15 +81,7 @@ def tempered_view(
             "the records have no temperature: labo evaluate writes one if one from 1/8 to 8 fits"
         )
         return None, None
-    after = [one.tempered for one in valid if one.tempered]
-    temperature = {
-        "value": tempered[0].temperature,
-        "fitted_on": "valid",
-        "examples": len(valid) or None,
-        "nll_before": _nll(valid) if valid else None,
-        "nll_after": _nll(after) if after else None,
-    }
-    return temperature, _token_view(forced, tempered)
+    return tempered[0].temperature, _token_view(forced, tempered)
 
 
 def _token_view(forced: Sequence[Forced], predicted: Sequence[Forced | Tempered]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ __all__ = ["is_table", "read_rows", "table_files"]
 _ROWS_AT_ONCE = 1000
 _LARGEST_CELL = 1 << 25  # characters of a CSV cell
 _STATE = "state.json"  # a folder saved by datasets has it
+_SPLITS = "dataset_dict.json"  # one with a folder for each split has it
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _CSV = (".csv", ".csv.gz")
 _SUFFIXES = (*_JSON_LINES, *_CSV, ".parquet", ".arrow")
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 def is_table(path: Path) -> bool:
     """Whether a file or folder holds rows with named columns, by its name or its state file."""
     if path.is_dir():
-        return (path / _STATE).is_file()
+        return (path / _STATE).is_file() or (path / _SPLITS).is_file()
     return path.name.lower().endswith(_SUFFIXES)
 
 
@@ -41,10 +42,14 @@ def table_files(path: Path) -> list[Path]:
     """The files of a table: the file itself, or those of a folder saved by ``datasets``.
 
     Raises:
-        DataError: the folder's state file is damaged, or a file that it names is missing.
+        DataError: the folder holds several splits, its state file is damaged, or a file that it
+            names is missing.
     """
     if not path.is_dir():
         return [path]
+    if (path / _SPLITS).is_file():
+        inside = ", ".join(str(child) for child in sorted(path.iterdir()) if child.is_dir())
+        raise DataError(f"{path} holds several splits; give one of {inside}")
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         names = [entry["filename"] for entry in state["_data_files"]]

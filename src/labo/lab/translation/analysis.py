@@ -131,10 +131,9 @@ class TranslationAnalysis(TokenAnalysis):
             "nll": forced.get("nll"),
             "forced_ece": forced.get("ece"),
             "forced_ece_after": views.get("forced_after", {}).get("ece"),
-            "temperature": (split["temperature"] or {}).get("value"),
+            "temperature": split["temperature"],
             "decoded_ece": decoded.get("ece"),
             "decoded_aurc": decoded.get("selective", {}).get("aurc"),
-            "confidence": decoded.get("confidence"),
             "confidence_on_errors": decoded.get("confidence_on_errors"),
             "underconfidence": decoded.get("underconfidence"),
             **{
@@ -146,9 +145,7 @@ class TranslationAnalysis(TokenAnalysis):
     # ------------------------------------------------------------------ several runs
 
     def compare_group(self, group: Group, **options: Any) -> dict[str, Any]:
-        part_size: int | None = options.get("part_size")
-        records, parts = _parts(group, part_size)
-        return {"frequency": _frequency(group, records, parts, part_size)}
+        return {"frequency": _frequency(group, options.get("part_size"))}
 
     def group_tables(self, document: Mapping[str, Any]) -> list[Table]:
         found = document["frequency"]
@@ -223,16 +220,11 @@ def _lengths(records: Translations, notes: list[str]) -> dict[str, Any] | None:
 # ------------------------------------------------------------------ variants by part
 
 
-def _parts(group: Group, part_size: int | None) -> tuple[Translations, dict[str, Integers]]:
-    """The parts by the frequencies of the first reference: the same sentences for all runs."""
+def _frequency(group: Group, part_size: int | None) -> dict[str, Any]:
+    """By the frequencies of the first reference: the parts are the same sentences for all runs."""
     first = next(iter(group.references[0].members.values()))
     records: Translations = first.records(group.split)
-    return records, frequency_parts(records.frequency, part_size)
-
-
-def _frequency(
-    group: Group, records: Translations, parts: Mapping[str, Integers], part_size: int | None
-) -> dict[str, Any]:
+    parts = frequency_parts(records.frequency, part_size)
     scores = {member: _part_bleu(member, group.split, parts) for member in group.members}
 
     def numbers(variant: Variant, part: str) -> list[float]:

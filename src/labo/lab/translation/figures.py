@@ -41,8 +41,8 @@ def histogram_figure(group: ReportGroup, name: str) -> Iterator[Figure]:
     panels = Panels(name, group)
     for part in PARTS:
         lines, words = [], []
-        for variant in group.variants:
-            found = [(member, _entry(member, group, "confidence")) for member in variant.members]
+        for variant in group.shown:
+            found = [(member, _entry(member, group, "confidence")) for member in variant.runs]
             shares = [shown["shares"].get(part) for _, shown in found if shown]
             shares = [share for share in shares if share]
             if shares:

@@ -11,15 +11,13 @@ from ..text import records
 
 __all__ = ["is_table", "read_table", "table_files"]
 
-_SPLITS = "dataset_dict.json"  # a folder of ``datasets`` with a folder for each split has it
 _NESTED = "translation"  # the column in which ``datasets`` keeps a sentence by language
 
 
 def is_table(path: Path) -> bool:
     """Whether a path is a file or folder with named columns, by its name and content."""
     if path.is_dir():
-        has_splits = (path / _SPLITS).is_file()
-        return has_splits or records.is_table(path) or any(path.glob("*.parquet"))
+        return records.is_table(path) or any(path.glob("*.parquet"))
     return (records.is_table(path) or path.suffix.lower() == ".json") and path.is_file()
 
 
@@ -29,9 +27,6 @@ def table_files(path: Path) -> tuple[Path, ...]:
     Raises:
         DataError: a folder holds several splits, or names files that are not there.
     """
-    if path.is_dir() and (path / _SPLITS).is_file():
-        names = ", ".join(str(child) for child in sorted(path.iterdir()) if child.is_dir())
-        raise DataError(f"{path} holds several splits; give one of {names}")
     if path.is_dir() and not records.is_table(path):
         return tuple(sorted(path.glob("*.parquet")))
     return tuple(records.table_files(path))

@@ -61,8 +61,8 @@ class TranslationReport(TokenReport):
     def browser(self, group: ReportGroup, budget: int) -> dict[str, Any] | None:
         runs: list[dict[str, str]] = []
         outputs: list[Translations] = []
-        for variant in group.variants:
-            for member in variant.members:
+        for variant in group.shown:
+            for member in variant.runs:
                 if member.split(group.split):
                     outputs.append(member.records(group.split))
                     runs.append({"name": member.name, "colour": variant.style.colour})
@@ -104,7 +104,7 @@ def frequency_table(group: ReportGroup) -> Table | None:
     columns = {Column(part, f"{part} frequent", better=1): bleu(part) for part in PARTS}
     caption = f"BLEU by word frequency, {group.split} split"
     table = mean_table(caption, group, columns)
-    ls, labo = group.group.first("ls"), group.group.first("labo")
+    ls, labo = group.first("ls"), group.first("labo")
     if table is None or ls is None or labo is None:
         return table
     differences = {part: paired_numbers(labo, ls, bleu(part)) for part in PARTS}
