@@ -206,7 +206,7 @@ class AdaptiveSmoothingLoss(Loss):
     _masses = UNIFORM
 
     def value(self, row: RowSums) -> Tensor:
-        alpha = adaptive_strength(row, self.rho)
+        alpha = adaptive_strength(row, row.count.log(), self.rho)
         prior = row.masses(self._masses)
         return times(1 - alpha, row.nll()) + alpha * prior.cross_entropy() / prior.q
 

@@ -108,7 +108,7 @@ class LABOLoss(Loss):
         alpha: float | Tensor
         log_classes = row.count.log()
         if isinstance(self.alpha, str):
-            alpha = adaptive_strength(row, self.rho, self.alpha_grad)
+            alpha = adaptive_strength(row, log_classes, self.rho, self.alpha_grad)
         else:
             alpha = self.alpha
         hard = times(1 - alpha, row.nll())
@@ -131,10 +131,12 @@ class LABOLoss(Loss):
         return Kernel(LABO, self.alpha, self.tau, 0.0, self.multiplier)
 
 
-def adaptive_strength(row: RowSums, rho: float, with_grad: bool = False) -> Tensor:
+def adaptive_strength(
+    row: RowSums, log_classes: Tensor, rho: float, with_grad: bool = False
+) -> Tensor:
     """alpha = 1 - rho H(p) / log K of each row, (N,)."""
     entropy = row.entropy() if with_grad else row.entropy().detach()
-    largest = row.count.log().masked_fill(row.count <= 1, 1.0)
+    largest = log_classes.masked_fill(row.count <= 1, 1.0)
     return 1 - rho * entropy.clamp(min=0) / largest
 
 
