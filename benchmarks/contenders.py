@@ -153,6 +153,20 @@ def naive_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) 
     return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
 
 
+def naive_divergence(logits: Tensor, teacher: Tensor, divergence: str) -> Tensor:
+    """Reverse KL divergence or JSD at temperature 1, as trainers write it."""
+    log_p, log_t = logits.log_softmax(-1), teacher.log_softmax(-1)
+    kl = partial(F.kl_div, reduction="batchmean", log_target=True)
+    if divergence == "reverse":
+        return kl(log_t, log_p)
+    log_m = torch.logaddexp(log_p, log_t) - math.log(2)
+    return 0.5 * (kl(log_m, log_p) + kl(log_m, log_t))
+
+
+def diverging(divergence: str) -> nn.Module:
+    return labo.DistillationLoss(alpha=1.0, tau=1.0, divergence=divergence)
+
+
 def naive_standardized_kd(
     logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0
 ) -> Tensor:
@@ -220,6 +234,10 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
         "plain KD": naive_kd,
         "KD, standardized": labo.DistillationLoss(standardize=True),
         "plain KD, standardized": naive_standardized_kd,
+        "reverse KL": diverging("reverse"),
+        "plain reverse KL": lambda logits, _, teacher: naive_divergence(logits, teacher, "reverse"),
+        "JSD": diverging("jsd"),
+        "plain JSD": lambda logits, _, teacher: naive_divergence(logits, teacher, "jsd"),
         "CS-KD": labo.CSKDLoss(),
         "plain CS-KD": naive_cs_kd,
         "PS-KD": labo.PSKDLoss(epochs=1),
@@ -395,6 +413,11 @@ def distillation(
             log_q, teacher, reduction="batchmean"
         )
 
+    def eager_divergence(divergence: str) -> Tensor:
+        with torch.no_grad():
+            teacher = F.linear(hidden, head)
+        return naive_divergence(F.linear(x, weight), teacher, divergence)
+
     dense, top = labo.DistillationLoss(alpha=0.5, tau=1.0), labo.TopKDistillationLoss(alpha=0.5)
     losses: dict[str, Callable[[], Tensor]] = {
         "labo.linear_loss KD": lambda: labo.linear_loss(
@@ -405,6 +428,16 @@ def distillation(
         ),
         "torch linear + KD": eager,
     }
+    for name, divergence in (("reverse KL", "reverse"), ("JSD", "jsd")):
+        losses[f"labo.linear_loss {name}"] = partial(
+            labo.linear_loss,
+            x,
+            weight,
+            target,
+            diverging(divergence),
+            teacher_logits=(hidden, head),
+        )
+        losses[f"torch linear + {name}"] = partial(eager_divergence, divergence)
 
     def run(loss: Callable[[], Tensor]) -> None:
         loss().backward()

@@ -152,6 +152,41 @@ LOSS_CASES = [
         detached=True,
         worked=0.261591,
     ),
+    LossCase(
+        "gce",
+        F.generalized_cross_entropy_loss,
+        off={"gamma": 0.0},
+        linear=False,
+        worked=0.385514,
+    ),
+    LossCase("gem", F.gem_loss, linear=False, detached=True, worked=-0.308276),
+    LossCase(
+        "gem-logsigmoid",
+        F.gem_loss,
+        {"h": "logsigmoid"},
+        linear=False,
+        detached=True,
+        worked=-0.152996,
+    ),
+    LossCase(
+        "zipf",
+        F.zipf_smoothing_loss,
+        {"lam": 1.0},
+        off={"lam": 0.0},
+        linear=False,
+        worked=0.562888,
+    ),
+    LossCase(
+        "acls",
+        F.acls_loss,
+        {"margin": 1.0},
+        off={"lam": 0.0},
+        detached=True,
+        shifts=False,
+        worked=0.565346,
+    ),
+    LossCase("als", F.adaptive_smoothing_loss, detached=True, worked=1.413241),
+    LossCase("als-past", F.prior_smoothing_loss, extra=teacher, detached=True),
     LossCase("ger", F.generalized_entropy_loss, off={"beta": 0.0}),
     LossCase("ger-low", F.generalized_entropy_loss, {"alpha": 0.01}),
     LossCase("ger-high", F.generalized_entropy_loss, {"alpha": 0.99}),
@@ -163,6 +198,16 @@ LOSS_CASES = [
     LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
     LossCase("kd-standardized", F.distillation_loss, {"standardize": True}, teacher),
+    *(
+        LossCase(
+            f"kd-{divergence}",
+            F.distillation_loss,
+            {"divergence": divergence, "tau": 2.0, "tau_squared": divergence != "jsd"},
+            teacher,
+            off={"alpha": 0.0},
+        )
+        for divergence in ("reverse", "jsd", "skew", "skew_reverse")
+    ),
     LossCase(
         "dkd",
         F.decoupled_distillation_loss,
@@ -187,6 +232,16 @@ LOSS_CASES = [
             detached=tail == "labo",
         )
         for tail in ("bucket", "uniform", "labo", "drop", "renormalize")
+    ),
+    *(
+        LossCase(
+            f"topk-{divergence}",
+            F.topk_distillation_loss,
+            {"divergence": divergence},
+            stored_teacher,
+            off={"alpha": 0.0},
+        )
+        for divergence in ("reverse", "jsd", "skew", "skew_reverse")
     ),
     LossCase("cskd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("pskd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),

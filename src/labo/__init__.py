@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .heads import parallel as parallel
     from .heads.low_rank import LowRankWeight as LowRankWeight
     from .heads.quantized import QuantizedWeight as QuantizedWeight
+    from .label import label_of as label_of
     from .linear import LinearLoss as LinearLoss
     from .linear import LinearLossOptions as LinearLossOptions
     from .linear import TeacherHead as TeacherHead
@@ -42,6 +43,7 @@ _HOMES = {
     "QuantizedWeight": "heads.quantized",
     "TeacherHead": "linear",
     "backends": "fast.dispatch",
+    "label_of": "label",
     "linear_loss": "linear",
 }
 

@@ -738,11 +738,23 @@ def predict(
 @app.command(cls=_options_of("text.options:TeacherOptions"), rich_help_panel=_DATA)
 def teacher(
     context: typer.Context,
-    model: Annotated[
-        Path, typer.Argument(help="Run directory, or a Hugging Face folder with the model.")
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="MODEL DATA",
+            help="Run directory or Hugging Face folder with the model, and the folder made by "
+            "prepare-text or prepare. With --from the latter alone.",
+        ),
     ],
-    data: Annotated[Path, typer.Argument(help="Folder made by prepare-text or prepare.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    served: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Answers of a server (vLLM, SGLang, OpenAI), a line of JSON for each training "
+            "document, in place of the model.",
+        ),
+    ] = None,
     force: Force = False,
     verify: Verify = False,
     debug: Debug = False,
@@ -753,9 +765,14 @@ def teacher(
 
     The same command continues work that was stopped.
     """
+    from .lab.errors import RequestError
     from .lab.text.teacher import store
 
-    found = store(model, data, out, force=force, **dict(context.obj))
+    if len(paths) != (1 if served else 2):
+        wanted = "the prepared folder" if served else "the model and the prepared folder"
+        raise RequestError(f"give {wanted}, got {len(paths)} paths")
+    model = None if served else paths[0]
+    found = store(model, paths[-1], out, served=served, force=force, **dict(context.obj))
     print(
         f"{out}: {found['targets']:,} targets, {found['bytes'] / 1e6:,.1f} MB, "
         f"{found['bytes'] / max(1, found['targets']):.0f} bytes per target, "

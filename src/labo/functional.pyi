@@ -4,6 +4,82 @@
 import torch
 from torch import Tensor
 
+def acls_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    lam_top: float = 1.0,
+    lam_rest: float = 0.1,
+    margin: float = 10.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Adaptive and conditional label smoothing (ACLS): margins on the logits themselves.
+
+    .. math::
+        -\log p_y + \lambda \Bigl(\lambda_1 \sum_{j \in M} \max(0, z_j - m)^2 +
+        \frac{\lambda_2}{K-1} \sum_{j \notin M} \max(0, \max z - z_j - m)^2\Bigr)
+
+    M are the classes with the largest logit, which is held constant in the second sum. The first
+    sum depends on a shift of all logits: this loss does not see the softmax alone.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        lam: weight lambda of both penalties.
+        lam_top: lambda_1, the weight of the largest logits.
+        lam_rest: lambda_2, the weight of the other logits.
+        margin: the margin m.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Park et al. 2023, ACLS: Adaptive and Conditional Label Smoothing for Network Calibration.
+    """
+
+def adaptive_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    rho: float = 0.5,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Label smoothing with the alpha of LABO: smoothing is even, its strength is not.
+
+    .. math:: \mathrm{CE}((1-\alpha)\,\mathrm{onehot}(y) + \alpha U, p), \qquad
+        \alpha = 1 - \rho H(p)/\log K
+
+    alpha is held constant. Beside LABO it tells what its alpha and what its optimal smoothing
+    distribution contribute.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        rho: how far the entropy of a prediction lowers alpha.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Lee et al. 2022, Adaptive Label Smoothing with Self-Knowledge in Natural Language
+        Generation.
+    """
+
 def anti_focal_loss(
     logits: Tensor,
     target: Tensor,
@@ -338,6 +414,9 @@ def distillation_loss(
     tau: float = 4.0,
     kl_reduction: str = "batchmean",
     multiplier: float = 1.0,
+    divergence: str = "forward",
+    mixture: float | None = None,
+    tau_squared: bool = True,
     standardize: bool = False,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -351,13 +430,30 @@ def distillation_loss(
 
     .. math::
         (1-\alpha)\,\mathrm{CE} + \alpha\, m\, \tau^2\,
-        \mathrm{KL}(\mathrm{softmax}(t/\tau) \Vert \mathrm{softmax}(z/\tau))
+        D(\mathrm{softmax}(v/\tau), \mathrm{softmax}(z/\tau))
+
+    with the teacher's logits v. D(t, p) is a divergence:
+
+    ================  ==========================================================================
+    divergence        D
+    ================  ==========================================================================
+    ``forward``       KL(t || p)
+    ``reverse``       KL(p || t)
+    ``jsd``           b KL(t || m) + (1-b) KL(p || m), m = b t + (1-b) p; b = 0.5 by default
+    ``skew``          KL(t || b t + (1-b) p); b = 0.1 by default
+    ``skew_reverse``  KL(p || b p + (1-b) t); b = 0.1 by default
+    ================  ==========================================================================
+
+    A class that is masked for the model (logit -inf) is masked for the teacher too. One that the
+    teacher alone masks makes ``reverse`` infinite, and no other divergence. The ``beta`` of TRL
+        is
+    b; its ends 0 and 1 are ``forward`` and ``reverse``, and it has no factor :math:`\tau^2`.
 
     ``kl_reduction="elementwise"`` also divides the KL by K, as code built on ``KLDivLoss()`` with
     its default reduction does (Tf-KD; the temperatures of the LABO paper fit that scale). With
     ``multiplier`` it is Tf-KD_self.
 
-    ``standardize=True`` takes (t - mean t) / std t and (z - mean z) / std z in place of t and z
+    ``standardize=True`` takes (v - mean v) / std v and (z - mean z) / std z in place of v and z
         in
     the KL divergence: the student is free to have another mean and scale of its logits. The
     standard deviation is the unbiased one. Masked classes are left out of it.
@@ -369,6 +465,10 @@ def distillation_loss(
         tau: temperature of teacher and model.
         kl_reduction: "batchmean", or "elementwise" to divide the KL divergence by K as well.
         multiplier: the factor m of the KL divergence.
+        divergence: "forward", "reverse", "jsd", "skew" or "skew_reverse", see the table.
+        mixture: the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and
+            "skew_reverse".
+        tau_squared: multiply the divergence by tau^2.
         standardize: standardize the logits of both models in the KL divergence.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
@@ -377,6 +477,8 @@ def distillation_loss(
 
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
+        Agarwal et al. 2024, On-Policy Distillation of Language Models (``reverse``, ``jsd``).
+        Ko et al. 2024, DistiLLM (``skew``, ``skew_reverse``).
         Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
 
@@ -454,6 +556,79 @@ def focal_loss(
         Lin et al. 2017, Focal Loss for Dense Object Detection.
     """
 
+def gem_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.7,
+    h: str = "linear",
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""GEM: fine-tuning that keeps the entropy of the prediction.
+
+    With :math:`q = \mathrm{softmax}(z/\beta)`, held constant:
+
+    .. math:: \sum_j q_j w_j (\log p_j - \log p_y)
+
+    where w is 1 (``h="linear"``) or :math:`\mathrm{sigmoid}(0.01 (z_j - z_y))`, held constant too
+    (``h="logsigmoid"``). With the first, the gradient is q - onehot(y). The value may be
+        negative:
+    it is no likelihood, so compare models by their NLL.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        beta: temperature of q.
+        h: "linear", or "logsigmoid" with about half the gradient, by the reference.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Li et al. 2025, Preserving Diversity in Supervised Fine-Tuning of Large Language Models.
+    """
+
+def generalized_cross_entropy_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    gamma: float = 0.7,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Generalized cross entropy (GCE): less weight on samples that are hard to fit.
+
+    .. math:: \frac{1 - p_y^\gamma}{\gamma}
+
+    Its gradient is that of the cross entropy times :math:`p_y^\gamma`: at gamma = 1 that of
+    :class:`labo.DFTLoss`.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        gamma: from cross entropy (0, the limit) to the probability of an error (1).
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Zhang and Sabuncu 2018, Generalized Cross Entropy Loss for Training Deep Neural Networks
+        with Noisy Labels.
+    """
+
 def generalized_entropy_loss(
     logits: Tensor,
     target: Tensor,
@@ -510,6 +685,8 @@ def held_labo_loss(
     alpha: float | str = "adaptive",
     rho: float = 0.5,
     multiplier: float = 1.0,
+    confidence: float | None = None,
+    num_classes: int | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -541,6 +718,9 @@ def held_labo_loss(
         multiplier: factor of the loss; ours, not the paper's. With SGD, LABO learns slowly at the
             learning rate of cross entropy, because it keeps a part of the label only; 1 /
             :func:`labo.smoothing.stationary_label_weight` makes up for that.
+        confidence: in place of tau: the confidence that fitted samples are to have;
+            :func:`labo.smoothing.tau_for_confidence` gives the tau that leads there.
+        num_classes: the number of classes, which confidence needs.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
     Returns:
@@ -657,6 +837,8 @@ def labo_loss(
     rho: float = 0.5,
     multiplier: float = 1.0,
     alpha_grad: bool = False,
+    confidence: float | None = None,
+    num_classes: int | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -695,6 +877,9 @@ def labo_loss(
             learning rate of cross entropy, because it keeps a part of the label only; 1 /
             :func:`labo.smoothing.stationary_label_weight` makes up for that.
         alpha_grad: keep adaptive alpha in the graph, to study it.
+        confidence: in place of tau: the confidence that fitted samples are to have;
+            :func:`labo.smoothing.tau_for_confidence` gives the tau that leads there.
+        num_classes: the number of classes, which confidence needs.
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
     Returns:
@@ -932,6 +1117,41 @@ def poly1_loss(
         Functions.
     """
 
+def prior_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    prior_logits: Tensor | None = None,
+    *,
+    rho: float = 0.5,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Adaptive label smoothing towards an earlier prediction.
+
+    :class:`labo.AdaptiveSmoothingLoss` with the prediction of an earlier model in place of U,
+        held
+    constant. Called as ``loss(logits, target, teacher_logits)``; without them, as in the first
+    epoch, the smoothing is even.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices or (..., K) class probabilities.
+        rho: how far the entropy of a prediction lowers alpha.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Lee et al. 2022, Adaptive Label Smoothing with Self-Knowledge in Natural Language
+        Generation.
+    """
+
 def ps_kd_loss(
     logits: Tensor,
     target: Tensor,
@@ -1120,6 +1340,8 @@ def topk_distillation_loss(
     alpha: float = 0.5,
     tail: str = "bucket",
     tau: float = 1.25,
+    divergence: str = "forward",
+    mixture: float | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -1153,6 +1375,12 @@ def topk_distillation_loss(
     ``renormalize``   KL(t_S / (1-m) || p): the stored probabilities divided by their sum
     ================  ============================================================================
 
+    Another ``divergence`` (see :class:`labo.DistillationLoss`) takes the other classes as one
+        class
+    (``bucket``): it is never above that to the whole teacher, because merging classes lowers it.
+    ``jsd``, ``skew`` and ``skew_reverse`` also take ``renormalize``, which is no bound;
+    ``reverse`` would be infinite there. With ``reverse`` m is at least 1e-8.
+
     A class that is masked for the model (logit -inf) is masked for the teacher too.
 
     Args:
@@ -1161,6 +1389,9 @@ def topk_distillation_loss(
         alpha: weight of the teacher, in [0, 1].
         tail: "bucket", "uniform", "labo", "drop" or "renormalize", see the table.
         tau: temperature of the tail "labo".
+        divergence: "forward", "reverse", "jsd", "skew" or "skew_reverse", see the table.
+        mixture: the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and
+            "skew_reverse".
         weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
 
     Returns:
@@ -1242,4 +1473,44 @@ def z_loss(
 
     Reference:
         Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways.
+    """
+
+def zipf_smoothing_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    lam: float = 0.1,
+    power: float = 1.0,
+    correct_only: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    dim: int = -1,
+    z_loss: float = 0.0,
+    impl: str = "auto",
+    inplace: bool = False,
+) -> Tensor:
+    r"""Zipf label smoothing: the other classes by their rank in the prediction.
+
+    .. math:: -\log p_y + \lambda\, \mathrm{KL}(\pi \Vert p_{others}), \qquad
+        \pi_j \propto \mathrm{rank}_j^{-s}
+
+    over the classes other than y, where :math:`p_{others}` is p renormalised over them. The rank
+        of
+    a class is that of its logit among all classes (1 is the largest; equal logits share the
+    smallest rank), held constant.
+
+    Args:
+        logits: (..., K).
+        target: (...) class indices.
+        lam: weight lambda of the KL divergence.
+        power: the exponent s of the ranks.
+        correct_only: leave the KL divergence out where the prediction is wrong.
+        weight, ignore_index, reduction, dim, z_loss, impl, inplace: as for every loss.
+
+    Returns:
+        The reduced loss, or (...) for ``reduction="none"``.
+
+    Reference:
+        Liang et al. 2022, Efficient One Pass Self-distillation with Zipf's Label Smoothing.
     """

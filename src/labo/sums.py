@@ -30,6 +30,14 @@ classes and x = u + s, s = log(a n / ((1 - a) sum(e))), they are
 
 .. math:: \log m = \log \tfrac{1 - a}{n} + \log(1 + e^x) = \log p + \log a + \log(1 + e^{-x})
 
+Others take the logs of a mixture m = b P + (1 - b) p of the masses of a teacher and the prediction,
+both at the temperature tau. With d = v / tau - u / tau and x = d + s, s = log(b sum(r) / ((1 - b)
+sum(q))),
+
+.. math:: \log m = \log p + \log(1 - b) + \log(1 + e^x) = \log P + \log b + \log(1 + e^{-x})
+
+and the share of the prediction in the mixture is (1 - b) p / m = 1 / (1 + e^x).
+
 Some losses divide the logits of a row by their norm or standard deviation. In the sums that is a
 temperature of the row, and another one for a teacher (:class:`RowTau`).
 
@@ -60,7 +68,7 @@ from .rows import (
 )
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
-COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR, EMIX = (1 << i for i in range(10))
+COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR, EMIX, RD, QMIX = (1 << i for i in range(12))
 # What the logits of a row are divided by: their norm, or their standard deviation.
 NORM, DEVIATION = "norm", "deviation"
 
@@ -78,10 +86,11 @@ class RowTau(NamedTuple):
 
 
 class RowMixture(NamedTuple):
-    """The maximum of each row and s, by which x differs from u; (N,) float64."""
+    """The maximum of each row, s, and the maximum of a teacher; (N,) float64."""
 
     top: Tensor
     shift: Tensor
+    source_top: Tensor
 
 
 class Passes(NamedTuple):
@@ -93,7 +102,7 @@ class Passes(NamedTuple):
     margin: float = 0.0
     row_tau: RowTau | None = None  # in place of tau
     top_k: int = 0  # how many of the largest logits
-    odds: float = 0.0  # a / (1 - a), where a is the share of p in a mixture
+    odds: float = 0.0  # a / (1 - a), where a is the share of p in a mixture, with QMIX of P
     mixture: RowMixture | None = None  # known after the first sums
     spread: str | None = None  # NORM or DEVIATION, which row_tau is made of
     stored: bool = False  # whether there are stored classes
@@ -106,8 +115,9 @@ class Passes(NamedTuple):
 
     def mixed(self, sums: dict[str, Tensor], top: Tensor) -> Passes:
         """With the mixture of rows whose first sums are known."""
-        shift = (self.odds * sums["count"] / sums["e"]).log()
-        return self._replace(mixture=RowMixture(top, shift))
+        ratio = sums["r"] / sums["q"] if self.asked & QMIX else sums["count"] / sums["e"]
+        taught = sums.get("source_top", top)
+        return self._replace(mixture=RowMixture(top, (self.odds * ratio).log(), taught))
 
 
 class Formula(Protocol):
@@ -144,6 +154,9 @@ class RowSums:
     v_y: Tensor  # the teacher's v of the target; -inf if it is masked; constant
     mix: Tensor  # the sum of log(1 + exp(x)), after `mixture`
     emix: Tensor  # the sum of e log(1 + exp(-x)), after `mixture`
+    rd: Tensor  # the sum of r d, d = v / tau - u / tau; 0 d = 0
+    rmix: Tensor  # the sum of r log(1 + exp(x)), after `teacher_mixture`
+    qmix: Tensor  # the sum of q log(1 + exp(-x)), after `teacher_mixture`
     u_stored: Tensor  # u of the stored classes, (N, k); -inf if masked or padding
     log_t: Tensor  # the teacher's log-probabilities of the stored classes, (N, k); constant
     gap: Tensor  # the largest of the classes that are not stored minus the largest of all
@@ -192,6 +205,10 @@ class RowSums:
     def mixture(self, alpha: float) -> None:
         """The sums of the logs of (1 - alpha) U + alpha p."""
         self._set(odds=alpha / (1 - alpha))
+
+    def teacher_mixture(self, b: float) -> None:
+        """The sums of the logs of b P + (1 - b) softmax(z / tau), P from a teacher."""
+        self._set(odds=b / (1 - b))
 
     def largest(self, k: int) -> Tensor:
         """u of the k largest logits."""
@@ -275,9 +292,9 @@ def value_of(loss: Formula, row: RowSums) -> Tensor:
 
 _BITS = {
     **{"count": COUNT, "ue": UE, "r": R, "qu": QU, "qd": QD, "wq": WQU, "wqu": WQU},
-    **{"u_top": TOP, "mix": EMIX, "emix": EMIX},
+    **{"u_top": TOP, "mix": EMIX, "emix": EMIX, "rd": RD | R, "rmix": QMIX | R, "qmix": QMIX | R},
 }
-_OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu"})
+_OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu", "rd", "rmix", "qmix"})
 
 
 class Traced(RowSums):
@@ -310,7 +327,7 @@ def passes_of(loss: Formula, weighted: bool, device: torch.device | None = None)
     value_of(loss, row)
     settings = row.settings
     if "odds" in settings:
-        row.used |= {"count", "e"}
+        row.used |= {"r", "q"} if row.used & {"rmix", "qmix"} else {"count", "e"}
     asked = 0
     for name in row.used:
         asked |= _BITS.get(name, 0)
@@ -418,9 +435,19 @@ class PlainSums(RowSums):
                 # Of a target that is in no sum, relative to the largest of the teacher's others.
                 return self._of_target(shifted(self._given) - self._teacher_top())
             case "mix":
-                return self._total(self._finite(_log_1_exp(self._x())))
+                return self._total(self._finite(log_1_exp(self._x())))
             case "emix":
-                return self._total(self._sum("exp_u") * _log_1_exp(-self._x()))
+                return self._total(self._sum("exp_u") * log_1_exp(-self._x()))
+            case "rd":
+                r, _, d = self._difference()
+                return self._products(d.masked_fill(r == 0, 0.0), r)
+            case "rmix":
+                r, _, d = self._difference()
+                return self._products(log_1_exp(d + self._teacher_shift()), r)
+            case "qmix":
+                _, q, d = self._difference()
+                below = log_1_exp(-d - self._teacher_shift())
+                return self._products(below.masked_fill(q == 0, 0.0), q)
             case "u_largest":
                 top_k = largest(rows.shifted.detach(), settings["top_k"])
                 return (top_k - self._top).to(self.dtype)
@@ -468,6 +495,17 @@ class PlainSums(RowSums):
     def _x(self) -> Tensor:
         shift = (self._settings["odds"] * self.count / self.e).log()
         return self._finite(self._u) + shift.to(self._u.dtype).unsqueeze(-1)
+
+    def _teacher_shift(self) -> Tensor:
+        """x - d of a mixture with a teacher, (M, 1)."""
+        shift = (self._settings["odds"] * self.r / self.q).log()
+        return shift.to(self._u.dtype).unsqueeze(-1)
+
+    def _difference(self) -> tuple[Tensor, Tensor, Tensor]:
+        """r, q and d, (M, K). Where the teacher alone has masked a class, d is -inf."""
+        v = shifted(self._given).masked_fill(self._masked, -math.inf) - self._teacher_top()
+        of_teacher, u = self._over_tau(v, self.source_tau), self._over_tau(self._u, self.tau)
+        return u.exp(), of_teacher.exp(), self._finite(of_teacher) - self._finite(u)
 
     # masses
 
@@ -531,7 +569,7 @@ class PlainSums(RowSums):
         return values.to(self.rows.logits.dtype)
 
 
-def _log_1_exp(x: Tensor) -> Tensor:
+def log_1_exp(x: Tensor) -> Tensor:
     """log(1 + exp(x)). The bits of softplus depend on where an element lies in memory."""
     return -torch.nn.functional.logsigmoid(-x)
 

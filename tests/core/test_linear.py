@@ -18,7 +18,7 @@ from labo.heads import quantized
 from layers import SMALL, D, N, V, problem
 from probes import LargestTensor
 
-WITH_TEACHER = {"kd", "dkd", "cskd", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "pskd", "alspast"}
 ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
 each_loss = pytest.mark.parametrize("name", ROWWISE)
 # A kernel of one call, a formula, and a formula with a teacher.

@@ -360,7 +360,7 @@ def test_wrong_hyper_parameters_are_refused_when_built(build, sentence):
 # ------------------------------------------------------------------ Modules
 
 
-WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd"}
+WITH_TEACHER = {"kd", "dkd", "cskd", "betals", "pskd", "alspast"}
 WITH_STATES = {"rdrop", "connet"}  # a third argument with a gradient, which is no teacher
 each_module = pytest.mark.parametrize("name", labo.LOSSES)
 

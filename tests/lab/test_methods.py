@@ -12,9 +12,10 @@ from torch import nn
 
 from lab_runs import IMAGE_METHODS, log_of, losses, settings_of, train
 from labo import LOSSES
-from labo.lab.methods import METHODS
+from labo.lab.config import RecipeError
+from labo.lab.methods import METHODS, resolve
 from labo.lab.teachers import Frozen, SecondPass, Teacher, has_dropout, held_label
-from labo.smoothing import stationary_label_weight
+from labo.smoothing import stationary_confidence, stationary_label_weight
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to change numbers
@@ -95,3 +96,17 @@ def test_rescaled_labo_is_divided_by_the_label_that_it_keeps():
     assert build(10, tau=1.25, rescale=True).active.multiplier == pytest.approx(1 / kept)
     with pytest.raises(ValueError, match="rescale needs tau above 1"):
         build(10, tau=1.0, rescale=True)
+
+
+def test_the_confidence_of_a_recipe_sets_tau():
+    task = "image_classification"
+    hyper = resolve({"name": "labo", "confidence": 0.8}, task)
+    assert hyper["tau"] is None
+    assert resolve(hyper, task) == hyper  # as a run that goes on reads it
+    run = dict.fromkeys(("task", "model", "accelerator", "parallel"))
+    loss, _ = METHODS["labo"].build(hyper, {"num_classes": 50, **run})
+    assert stationary_confidence(50, tau=loss.after.tau) == pytest.approx(0.8)
+    with pytest.raises(RecipeError, match="confidence sets tau"):
+        resolve({"name": "labo", "confidence": 0.8, "tau": 1.25}, task)
+    plain = resolve({"name": "labo", "tau": 1.1}, task)
+    assert (plain["tau"], plain["confidence"]) == (1.1, None)

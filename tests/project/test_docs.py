@@ -187,6 +187,19 @@ def test_the_picture_of_the_idea_has_the_labels_of_the_losses(monkeypatch):
     assert kept.attrib["role"] == "img"
 
 
+def test_the_picture_of_all_labels_is_that_of_the_losses(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    figure = importlib.import_module("label_figure")
+    assert (ROOT / "docs/assets/labels.svg").read_text() == figure.draw()
+    assert len(figure.METHODS) == 25
+    shown = {title.partition(",")[0] for title in figure.METHODS}
+    # what needs a table, a batch or a second sample is not drawn
+    assert {*labo.LOSSES} - {name.replace("-", "") for name in shown} == NOT_DRAWN
+
+
+NOT_DRAWN = {"betals", "connet", "cskd", "krls", "mls", "ols", "pskd", "rdrop", "wls"}
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")

@@ -30,7 +30,7 @@ _Z_LOSS = [
     LossCase("fl-z", F.focal_loss, {"z_loss": 1e-3}),
     LossCase("z", F.z_loss, {"lam": 1e-3}),
 ]
-_REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied"}
+_REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied", "gem-logsigmoid"}
 
 
 def _has_formula(case: LossCase) -> bool:

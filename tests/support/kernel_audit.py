@@ -107,7 +107,7 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
     yield "statistics", lambda: kernels.row_statistics(logits, target, *fixed)
     yield "gradient", lambda: kernels.row_gradient(logits, target, sums, ones, *fixed)
     plan = plan_of(LOSSES[mode], weighted)
-    mixture = RowMixture(*torch.ones(2, rows, dtype=torch.float64))
+    mixture = RowMixture(*torch.ones(3, rows, dtype=torch.float64))
     if mode == 2:  # more than a formula with a mixture asks for
         plan = plan._replace(asked=plan.asked | COUNT | UE | EMIX)
     if mode == 3:  # as much as any other formula can ask for
@@ -194,7 +194,7 @@ def formula_launches() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
         yield "formula sums", name, partial(kernels.sums, *fixed)
         if plan.asked & EMIX:
-            plan = plan._replace(mixture=RowMixture(*torch.ones(2, rows, dtype=torch.float64)))
+            plan = plan._replace(mixture=RowMixture(*torch.ones(3, rows, dtype=torch.float64)))
             fixed = (*fixed[:2], plan, *fixed[3:])
         rest = (coefficients, torch.empty_like(logits))
         yield "formula gradient", name, partial(kernels.gradient, *fixed, *rest)

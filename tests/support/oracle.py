@@ -36,7 +36,7 @@ def entropy(p: Row) -> Row:
 
 
 def kl(p: Row, q: Row) -> Row:
-    return (p * np.log(p / q)).sum()
+    return (p * np.log(np.where(p > 0, p / q, 1))).sum()
 
 
 def ce(z: Row, q: Row, w: Row) -> Row:
@@ -156,6 +156,21 @@ def standardized(z):
     return (z - z.mean()) / (np.std(z, ddof=1) + real(1e-7))
 
 
+def diverging(t, p, divergence="forward", mixture=None):
+    """The divergence of two distributions."""
+    b = real({"jsd": 0.5}.get(divergence, 0.1) if mixture is None else mixture)
+    if divergence == "forward":
+        return kl(t, p)
+    if divergence == "reverse":
+        return kl(p, t)
+    if divergence == "jsd":
+        m = b * t + (1 - b) * p
+        return b * kl(t, m) + (1 - b) * kl(p, m)
+    if divergence == "skew":
+        return kl(t, b * t + (1 - b) * p)
+    return kl(p, b * p + (1 - b) * t)
+
+
 def distillation(
     z,
     y,
@@ -167,9 +182,12 @@ def distillation(
     kl_reduction="batchmean",
     multiplier=1.0,
     standardize=False,
+    tau_squared=True,
+    **divergence,
 ):
-    pair = (standardized(z), standardized(teacher)) if standardize else (z, teacher)
-    soft = real(multiplier) * tempered_kl(*pair, tau)
+    pair = (standardized(teacher), standardized(z)) if standardize else (teacher, z)
+    soft = diverging(*(softmax(x / real(tau)) for x in pair), **divergence)
+    soft = real(multiplier) * (real(tau) ** 2 if tau_squared else 1) * soft
     soft = soft / len(z) if kl_reduction == "elementwise" else soft
     return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * soft
 
@@ -197,14 +215,17 @@ def decoupled_distillation(
     return real(hard_weight) * cross_entropy(z, y, w) + w[y] * soft
 
 
-def topk_distillation(z, y, w, teacher, *, alpha=0.5, tail="bucket", tau=1.25):
+def topk_distillation(z, y, w, teacher, *, alpha=0.5, tail="bucket", tau=1.25, **divergence):
     """With the two largest probabilities of the teacher stored."""
     p, t = softmax(z), softmax(teacher)
     kept = np.argsort(t)[-2:]
     rest = np.setdiff1d(np.arange(len(z)), kept)
     m, q = t[rest].sum(), t.copy()
-    if tail == "bucket":
-        soft = kl(np.append(t[kept], m), np.append(p[kept], p[rest].sum()))
+    if tail == "bucket" or divergence:
+        label = np.append(t[kept], m)
+        if tail == "renormalize":
+            label = np.append(t[kept] / t[kept].sum(), 0)
+        soft = diverging(label, np.append(p[kept], p[rest].sum()), **divergence)
     elif tail == "drop":
         soft = kl(t[kept], p[kept])
     elif tail == "renormalize":

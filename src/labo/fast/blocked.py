@@ -21,7 +21,9 @@ from ..sums import (
     NO_MASSES,
     OTHERS,
     QD,
+    QMIX,
     QU,
+    RD,
     TEMPERED,
     TOP,
     UE,
@@ -94,9 +96,26 @@ def _masses(
     return q.masked_fill(masked, 0.0), v
 
 
+def _taught(
+    plan: Passes, z: Tensor, source: Tensor | None, top: Tensor, source_top: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """r, q and d of a block; d is -inf where the teacher alone has masked a class."""
+    assert source is not None
+    masked = z == -math.inf
+    v = (source - source_top).div_(plan.tau).masked_fill_(masked, 0.0)
+    u = _over_tau(z, top, plan.tau)
+    r, q = u.exp(), v.exp().masked_fill_(masked, 0.0)
+    return r, q, v.sub_(u.masked_fill_(masked, 0.0))
+
+
+def _teacher_mixture(mixture: RowMixture, d: Tensor, part: slice) -> Tensor:
+    """x = d + shift of a block, finite."""
+    return _finite(d + mixture.shift[part].to(d.dtype).unsqueeze(1))
+
+
 def _mixture_of(mixture: RowMixture, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     """u and x of a block, as :mod:`labo.fast.formula` has them; finite."""
-    top, shift = (of_rows[part].to(z.dtype).unsqueeze(1) for of_rows in mixture)
+    top, shift = (of_rows[part].to(z.dtype).unsqueeze(1) for of_rows in mixture[:2])
     u = _finite(z - top)
     return u, _finite(u + shift)
 
@@ -134,6 +153,16 @@ def sums(
     if plan.mixture is not None:
         for part in blocks(logits):
             z = _rows_of(logits, target, plan, part)
+            if plan.asked & QMIX:
+                tops = (x[part].to(z.dtype).unsqueeze(1) for x in plan.mixture[::2])
+                t = _source_rows(source, plan, part, target, z.dtype)
+                r, q, difference = _taught(plan, z, t, *tops)
+                x = _teacher_mixture(plan.mixture, difference, part)
+                zero, at = x.new_zeros(()), SUMS.index("rmix")
+                all_sums[part, at] = _product_sum(torch.logaddexp(zero, x), r)
+                all_sums[part, at + 1] = _product_sum(torch.logaddexp(zero, -x), q)
+                all_sums[part, at + 2] = row_sum(torch.sigmoid(-x) * q).to(wider)
+                continue
             u, x = _mixture_of(plan.mixture, z, part)
             zero = x.new_zeros(())
             sums_of = {
@@ -173,6 +202,9 @@ def sums(
             q, v = _masses(plan, z, u, t, t_top, source_tau)
             d = None if v is None else _finite(v / source_tau) - _finite(_over_tau(z, top, tau))
             found |= _mass_sums(plan, u, d, q, weight)
+            if plan.asked & RD:
+                r, _, difference = _taught(plan, z, t, top, t_top)
+                found["rd"] = _product_sum(difference.masked_fill_(r == 0, 0.0), r)
         for name, value in found.items():
             all_sums[part, SUMS.index(name)] = value.to(all_sums.dtype)
     return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
@@ -246,7 +278,16 @@ def gradient(
         g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & UE else c["from_e"])
         if plan.asked & R:
             g.addcmul_(_over_tau(z, c["top"], tau).exp_(), c["from_r"])
-        if plan.mixture is not None:
+        if plan.asked & (RD | QMIX):
+            t = _source_rows(source, plan, part, target, z.dtype)
+            r, q, d = _taught(plan, z, t, c["top"], c["source_top"])
+            if plan.asked & RD:
+                g.addcmul_(r * c["from_rd"], d.masked_fill(r == 0, 0.0))
+            if plan.mixture is not None:
+                x = _teacher_mixture(plan.mixture, d, part)
+                g.addcmul_(r * c["from_rmix"], torch.logaddexp(x.new_zeros(()), x))
+                g.addcmul_(q * c["from_qs"], torch.sigmoid(-x))
+        elif plan.mixture is not None:
             _, x = _mixture_of(plan.mixture, z, part)
             # In this order a masked class has 0 times a finite number.
             g.addcmul_(u.exp().mul_(torch.logaddexp(x.new_zeros(()), -x)), c["from_emix"])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 # ``top`` and ``source_top`` are the largest logits of a row and of its teacher; ``top_at`` is the
 # first class that has it, if a formula asks for that; ``u_y`` is u of the target, -inf if that is
-# masked, and finite if it is not; ``qd`` is the sum of (v - u) q / tau.
+# masked, and finite if it is not; ``qd`` and ``rd`` are the sums of q d and r d, d = (v - u) / tau;
+# ``qs`` is that of q / (1 + exp(x)).
 SUMS = (
     *("top", "source_top", "top_at", "u_y", "count", "e", "ue", "r"),
-    *("ur", "q", "qu", "qd", "wq", "wqu", "mix", "emix"),
+    *("ur", "q", "qu", "qd", "wq", "wqu", "rd", "rmix", "qmix", "qs", "mix", "emix"),
 )
-MIXED = SUMS[-2:]  # those of a mixture
+MIXED = SUMS[-2:]  # those of a mixture with the uniform distribution
+MIXED_TEACHER = SUMS[-5:-2]  # with a teacher
 # The gradient is from_e e + from_ue u e + from_r r + (from_q + from_wq w) q + from_one + from_u u
-# + from_emix e log(1 + exp(-x)), except that at_target and at_top are the entries of the target and
+# + from_emix e log(1 + exp(-x)) + from_rd r d + from_rmix r log(1 + exp(x)) + from_qs q / (1 +
+# exp(x)), except that at_target and at_top are the entries of the target and
 # of the class top_at (with TOP; -1 for none). Masked classes have none of it.
 COEFFICIENTS = (
     *("top", "source_top", "from_e", "from_ue", "from_r", "from_q"),
     *("from_wq", "from_one", "from_u", "from_emix", "at_target", "top_at", "at_top"),
+    *("from_rd", "from_rmix", "from_qs"),
 )

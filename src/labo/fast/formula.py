@@ -17,7 +17,12 @@ u q              q_j
 (v - u) q / tau  -q_j / tau
 w u q            w_j q_j
 emix             e_j log(1 + exp(-x_j))
+r (v - u) / tau  r_j (d_j - 1) / tau
 ===============  =====================
+
+With the share s_j = 1 / (1 + exp(x_j)) of the prediction in its mixture with a teacher, tau times
+the derivatives of rmix and qmix are r_j log(1 + exp(x_j)) - c (q_j s_j - p_j qs) and
+q_j s_j - p_j qs, where c = exp(x_j) r_j / q_j is the same for all classes and qs is the sum of q s.
 
 The backend writes the gradient in a second pass, in the backward pass: what comes from upstream,
 such as the factor of a GradScaler, is in the coefficients before anything is rounded.
@@ -33,11 +38,11 @@ derivative for the temperature, and the gradient gets a term that is linear in t
 
 The functions of a backend are
 
-- ``sums(logits, target, plan, weight, ignore_index, source)``: (N, 15) float64, the columns as
+- ``sums(logits, target, plan, weight, ignore_index, source)``: float64, with the columns
   :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0. With
-  ``plan.mixture`` only "mix" and "emix" are computed.
+  ``plan.mixture`` only the sums of that mixture are computed.
 - ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
-  (N, 13) float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
+  float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
   class has no entry. Ignored rows are 0.
 - ``moments(logits, centered)``, only on the CPU: :data:`labo.fast.spread.Moments`.
 """
@@ -63,7 +68,9 @@ from ..sums import (
     NO_MASSES,
     OTHERS,
     QD,
+    QMIX,
     QU,
+    RD,
     TEMPERED,
     TOP,
     UE,
@@ -76,10 +83,13 @@ from ..sums import (
     passes_of,
     value_of,
 )
-from .columns import COEFFICIENTS, MIXED, SUMS
+from .columns import COEFFICIENTS, MIXED, MIXED_TEACHER, SUMS
 
 # What a formula is differentiated for.
-_VARIABLES = ("e", "ue", "r", "qu", "qd", "wqu", "emix", "u_y", "u_top", "tau", "u_stored")
+_VARIABLES = (
+    *("e", "ue", "r", "qu", "qd", "wqu", "emix", "rd", "rmix", "qmix"),
+    *("u_y", "u_top", "tau", "u_stored"),
+)
 
 
 def plan_of(loss: Any, weighted: bool) -> Passes:
@@ -142,7 +152,7 @@ def differentiate(
     y: Tensor,
     classes: int | Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Values of a formula, (N,), coefficients of their gradients, (N, 13), and derivatives.
+    """The values of a formula, (N,), the coefficients of their gradients, and derivatives.
 
     For rows whose sums come from several processes; :class:`FormulaRows` leaves it to autograd.
     """
@@ -264,10 +274,11 @@ class FormulaRows:
             sums |= {"log_t": self.log_t.to(wider), **apart(sums, z_apart, limits)}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
-        if plan.asked & EMIX:
+        if plan.asked & (EMIX | QMIX):
             plan = plan.mixed(sums, sums["top"])
             again = self._sums(logits, plan)
-            sums |= {name: again[name] for name in MIXED}
+            names = MIXED_TEACHER if plan.asked & QMIX else MIXED
+            sums |= {name: again[name] for name in names}
         u_y = sums.get("sums_u_y", sums["u_y"])
         sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
         self.w_y = 1.0 if self.weight is None else self.weight.index_select(0, y).to(wider)
@@ -426,7 +437,7 @@ def coefficients_of(
     """The coefficients of the gradient from the derivatives for the sums; only those not 0."""
     u_y, top = (sums.get(f"sums_{name}", sums[name]) for name in ("u_y", "top"))
     zero = torch.zeros_like(u_y)
-    masked_y = u_y == -math.inf if plan.asked & (UE | UR | EMIX) else None
+    masked_y = u_y == -math.inf if plan.asked & (UE | UR | EMIX | RD | QMIX) else None
 
     def of(name: str) -> Tensor:
         return slopes.get(name, zero)
@@ -446,14 +457,18 @@ def coefficients_of(
         c["from_one"] = c["from_u"] * (top - plan.row_tau.center)
         linear = c["from_one"] + c["from_u"] * u_y
         c["at_target"] = c["at_target"] + linear.masked_fill(masked_y, 0.0)
+    if plan.asked & (RD | QMIX):
+        _taught(c, plan, sums, slopes)
     if not plan.asked & OTHERS:
         e_y = u_y.exp()
         terms = [c["from_e"] * e_y]
         if "ue" in slopes and masked_y is not None:
             terms.append(slopes["ue"] * (u_y * e_y).masked_fill(masked_y, 0.0))
-        if "r" in slopes:
+        if plan.asked & R:
             terms.append(c["from_r"] * (u_y / tau).exp())
-        if plan.mixture is not None and masked_y is not None:
+        if plan.asked & (RD | QMIX):
+            terms.append(_taught_target(c, plan, sums, u_y))
+        if plan.asked & EMIX and plan.mixture is not None and masked_y is not None:
             log_y = torch.logaddexp(zero, -(u_y + plan.mixture.shift))
             terms.append(of("emix") * (e_y * log_y).masked_fill(masked_y, 0.0))
         if plan.masses != NO_MASSES:
@@ -466,6 +481,36 @@ def coefficients_of(
         at_top = c["from_e"] + c["from_r"] + of_top
         c["at_top"] = at_top if plan.masses == BEYOND_MARGIN else at_top + c["from_q"]
     return torch.stack([c.get(name, zero) for name in COEFFICIENTS], 1)
+
+
+def _taught(
+    c: dict[str, Tensor], plan: Passes, sums: dict[str, Tensor], slopes: dict[str, Tensor]
+) -> None:
+    """Add the coefficients of rd, rmix and qmix, whose derivatives are in this module."""
+    if "rd" in slopes:
+        c["from_rd"] = slopes["rd"] / plan.tau
+        c["from_r"] = c["from_r"] - c["from_rd"]
+    if plan.mixture is not None:
+        zero = torch.zeros_like(sums["r"])
+        of_rmix, of_qmix = slopes.get("rmix", zero), slopes.get("qmix", zero)
+        c["from_rmix"] = of_rmix / plan.tau
+        c["from_qs"] = (of_qmix - of_rmix * plan.mixture.shift.exp()) / plan.tau
+        c["from_r"] = c["from_r"] - c["from_qs"] * sums["qs"] / sums["r"]
+
+
+def _taught_target(
+    c: dict[str, Tensor], plan: Passes, sums: dict[str, Tensor], u_y: Tensor
+) -> Tensor:
+    """What these coefficients give the target."""
+    d, r = (sums["v_y"] - u_y) / plan.tau, (u_y / plan.tau).exp()
+    entry = torch.zeros_like(u_y)
+    if "from_rd" in c:
+        entry = c["from_rd"] * r * d.masked_fill(r == 0, 0.0)
+    if plan.mixture is not None:
+        x = (d + plan.mixture.shift).masked_fill(u_y == -math.inf, 0.0)
+        entry = entry + c["from_rmix"] * r * torch.logaddexp(torch.zeros_like(x), x)
+        entry = entry + c["from_qs"] * sums["q_y"] * torch.sigmoid(-x)
+    return entry
 
 
 class _SecondPass(torch.autograd.Function):

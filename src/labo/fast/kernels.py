@@ -59,6 +59,7 @@ COUNT, UE, R, QU, QD = map(
 WQU, TOP, OTHERS, UR, EMIX = map(
     tl.constexpr, (row_sums.WQU, row_sums.TOP, row_sums.OTHERS, row_sums.UR, row_sums.EMIX)
 )
+RD, QMIX = map(tl.constexpr, (row_sums.RD, row_sums.QMIX))
 
 LS, LABO, ADAPTIVE = map(tl.constexpr, (1, 2, 3))
 
@@ -437,35 +438,73 @@ def _logs_of_mixture(x):
 
 
 @triton.jit
+def _taught_at(source, source_top, cols, masked, u, inv_tau):
+    """r, q and d of a teacher; d is -inf where the teacher alone has masked a class."""
+    t = tl.load(source + cols, mask=~masked, other=0.0).to(tl.float32)
+    v = tl.where(masked, 0.0, (t - source_top) * inv_tau)
+    tempered = u * inv_tau
+    q = tl.where(masked, 0.0, tl.exp(v))
+    return tl.exp(tempered), q, v - tl.where(masked, 0.0, tempered)
+
+
+@triton.jit
+def _share(x):
+    """1 / (1 + exp(x))."""
+    w = tl.exp(-tl.abs(x))
+    return tl.where(x > 0.0, w, 1.0) / (1.0 + w)
+
+
+@triton.jit
 def _mixture_sums_kernel(
     logits,
     target,
+    source,
     mixture,
     sums,
     rows,
     row_stride,
+    source_stride,
     K,
+    inv_tau,
     ignore_index,
+    ASKED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last two sums of a row, whose maximum is known."""
+    """The last five sums of a row, whose maximum is known: those of a teacher, or the others."""
     row = tl.program_id(0).to(tl.int64)
-    sums += row + (WIDTH - 2) * rows
+    sums += row + (WIDTH - 5) * rows
+    mixture += 3 * row
+    rmix_sum = 0.0
+    qmix_sum = 0.0
+    qs_sum = 0.0
     mix_sum = 0.0
     emix_sum = 0.0
     if tl.load(target + row) != ignore_index:
-        top = tl.load(mixture + 2 * row)
-        shift = tl.load(mixture + 2 * row + 1)
+        top = tl.load(mixture)
+        shift = tl.load(mixture + 1)
         for start in range(0, K, BLOCK):
             cols = start + tl.arange(0, BLOCK)
             z = tl.load(logits + row * row_stride + cols, mask=cols < K, other=-float("inf"))
             u = _finite(z.to(tl.float32) - top)
-            log_above, log_below = _logs_of_mixture(_finite(u + shift))
-            mix_sum += tl.sum(log_above, axis=0)
-            emix_sum += tl.sum(tl.exp(u) * log_below, axis=0)
-    tl.store(sums, mix_sum)
-    tl.store(sums + rows, emix_sum)
+            if QMIX & ASKED:
+                taught = source + row * source_stride
+                masked = z == -float("inf")
+                r, q, d = _taught_at(taught, tl.load(mixture + 2), cols, masked, u, inv_tau)
+                x = _finite(d + shift)
+                log_above, log_below = _logs_of_mixture(x)
+                rmix_sum += tl.sum(r * (MASS * log_above), axis=0)
+                qmix_sum += tl.sum(q * (MASS * log_below), axis=0)
+                qs_sum += tl.sum(q * (MASS * _share(x)), axis=0)
+            else:
+                log_above, log_below = _logs_of_mixture(_finite(u + shift))
+                mix_sum += tl.sum(log_above, axis=0)
+                emix_sum += tl.sum(tl.exp(u) * log_below, axis=0)
+    tl.store(sums, rmix_sum)
+    tl.store(sums + 1 * rows, qmix_sum)
+    tl.store(sums + 2 * rows, qs_sum)
+    tl.store(sums + 3 * rows, mix_sum)
+    tl.store(sums + 4 * rows, emix_sum)
 
 
 @triton.jit
@@ -506,6 +545,7 @@ def _formula_sums_kernel(
     top, source_top, top_at = -float("inf"), -float("inf"), 0
     count, e_sum, ue_sum, r_sum, ur_sum = 0.0, 0.0, 0.0, 0.0, 0.0
     q_sum, qu_sum, qd_sum, wq_sum, wqu_sum = 0.0, 0.0, 0.0, 0.0, 0.0
+    rd_sum = 0.0
     if MASSES == BEYOND_MARGIN:
         # Which classes are beyond the margin follows from the maximum of the whole row.
         for start in range(0, K, BLOCK):
@@ -541,7 +581,8 @@ def _formula_sums_kernel(
             if UR & ASKED:
                 of_ur = tl.sum(finite_u * (MASS * r), axis=0)
                 ur_sum = _moved(ur_sum, MASS * r_sum, r_shrink, d) + of_ur
-            r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
+            if not (RD & ASKED):
+                r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
         if MASSES > 0:
             v = finite_u
             dv = 0.0
@@ -566,6 +607,14 @@ def _formula_sums_kernel(
                 grown = _finite(dv * inv_source_tau) - _finite(d * inv_tau)
                 qd_sum = _moved(qd_sum, q_sum, q_shrink, grown)
                 qd_sum += tl.sum(difference * q, axis=0)
+            if RD & ASKED:
+                r, _, of_r = _taught_at(source, source_origin, cols, masked, u, inv_tau)
+                r_shrink = tl.exp(d * inv_tau)
+                grown = _finite(dv * inv_source_tau) - _finite(d * inv_tau)
+                moved = _moved(rd_sum, MASS * r_sum, r_shrink, grown)
+                rd_sum = tl.where(r_shrink == 0.0, 0.0, moved)
+                rd_sum += tl.sum(r * tl.where(r == 0.0, 0.0, MASS * of_r), axis=0)
+                r_sum = r_shrink * r_sum + tl.sum(r, axis=0)
             if WQU & ASKED:
                 w = tl.load(weight + cols, mask=cols < K, other=0.0).to(tl.float32)
                 wqu_sum = _moved(wqu_sum, wq_sum, q_shrink, d)
@@ -589,6 +638,7 @@ def _formula_sums_kernel(
     tl.store(sums + 11 * rows, qd_sum)
     tl.store(sums + 12 * rows, wq_sum)
     tl.store(sums + 13 * rows, wqu_sum)
+    tl.store(sums + 14 * rows, rd_sum)
 
 
 @triton.jit
@@ -645,11 +695,21 @@ def _formula_gradient_kernel(
     if UE & ASKED:
         of_e += _coefficient(coefficients, 3) * tl.where(masked, 0.0, u)
     if EMIX & ASKED:
-        _, log_below = _logs_of_mixture(_finite(u + tl.load(mixture + 2 * row + 1)))
+        _, log_below = _logs_of_mixture(_finite(u + tl.load(mixture + 3 * row + 1)))
         of_e += _coefficient(coefficients, 9) * tl.where(masked, 0.0, log_below)
     g = of_e * tl.exp(u)
     if R & ASKED:
         g += _coefficient(coefficients, 4) * tl.exp(u * inv_tau)
+    if (RD | QMIX) & ASKED:
+        source_top = _coefficient(coefficients, 1)
+        r, q, d = _taught_at(source, source_top, cols, masked, u, inv_tau)
+        if RD & ASKED:
+            g += _coefficient(coefficients, 13) * (r * tl.where(r == 0.0, 0.0, d))
+        if QMIX & ASKED:
+            x = _finite(d + tl.load(mixture + 3 * row + 1))
+            log_above, _ = _logs_of_mixture(x)
+            g += _coefficient(coefficients, 14) * r * log_above
+            g += _coefficient(coefficients, 15) * q * _share(x)
     if UR & ASKED:
         linear = _coefficient(coefficients, 7) + _coefficient(coefficients, 8) * u
         g += tl.where(masked, 0.0, linear)
@@ -870,15 +930,18 @@ def sums(
     elif rows:
         block, options = _tile(classes)
         options |= {"WIDTH": len(SUMS), "BLOCK": block}
-        if plan.mixture is not None:
-            sizes = (rows, logits.stride(0), classes)
-            mixture = (logits, target, _pairs(plan.mixture), found, *sizes, ignore_index)
-            _launch(_mixture_sums_kernel, rows, mixture, **options)
-            return found.T
         source, source_stride = _source(source, plan, rows, classes)
+        if plan.mixture is not None:
+            sizes = (rows, logits.stride(0), source_stride, classes, 1.0 / plan.tau)
+            mixture = (logits, target, source, _columns(plan.mixture, 3), found, *sizes)
+            arguments = (*mixture, ignore_index)
+            _launch(_mixture_sums_kernel, rows, arguments, ASKED=plan.asked, **options)
+            if plan.asked & row_sums.QMIX:
+                found[SUMS.index("rmix") : SUMS.index("mix")].div_(MASS.value)
+            return found.T
         strides = (logits.stride(0), source_stride)
         numbers = (classes, 1.0 / plan.tau, float(plan.margin), ignore_index)
-        tensors = (logits, target, weight, source, _pairs(plan.row_tau), found)
+        tensors = (logits, target, weight, source, _columns(plan.row_tau, 2), found)
         given = (*tensors, rows, *strides, *numbers)
         _launch(_formula_sums_kernel, rows, given, **_of_formula(plan), **options)
     if plan.masses or plan.asked & row_sums.UR:
@@ -905,7 +968,7 @@ def gradient(
         blocks = triton.cdiv(classes, block)
         options |= {"WIDTH": len(COEFFICIENTS), "BLOCK": block}
         source, source_stride = _source(source, plan, rows, classes)
-        of_rows = (_pairs(plan.row_tau), _pairs(plan.mixture), coefficients.contiguous())
+        of_rows = (_columns(plan.row_tau, 2), _columns(plan.mixture, 3), coefficients.contiguous())
         sizes = (logits.stride(0), source_stride, out.stride(0), classes, blocks)
         numbers = (1.0 / plan.tau, float(plan.margin), ignore_index)
         given = (logits, target, weight, source, *of_rows, out, *sizes, *numbers)
@@ -928,9 +991,9 @@ def _of_formula(plan: Passes) -> dict[str, Any]:
     return {"ASKED": plan.asked, "MASSES": plan.masses, "ROW_TAU": plan.row_tau is not None}
 
 
-def _pairs(of_rows: tuple[Tensor, ...] | None) -> Tensor | None:
-    """The first two numbers of each row, (N, 2): temperatures, or maximum and shift."""
-    return None if of_rows is None else torch.stack(of_rows[:2], 1).float()
+def _columns(of_rows: tuple[Tensor, ...] | None, count: int) -> Tensor | None:
+    """The first numbers of each row, (N, count): temperatures, or those of a mixture."""
+    return None if of_rows is None else torch.stack(of_rows[:count], 1).float()
 
 
 def _unit_stride(matrix: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ enum { NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_T
 /* The sums that a formula asks for, beside that of e; part of the interface. */
 enum {
     COUNT = 1, UE = 2, R = 4, QU = 8, QD = 16, WQU = 32, TOP = 64, OTHERS = 128, UR = 256,
-    EMIX = 512
+    EMIX = 512, RD = 1024, QMIX = 2048
 };
 
 /*
@@ -96,20 +96,24 @@ enum {
  * asked for are 0. With OTHERS the target counts as masked.
  *
  * With x = u + shift, `mix` is the sum of log(1 + exp(x)) and `emix` that of e log(1 + exp(-x)). The
- * shift needs the sum of e: these two take a call of their own, which gives no other sum.
+ * shift needs the sum of e: these two take a call of their own, which gives no other sum. So do the
+ * sums of a mixture with a teacher: with x = d + shift, `rmix` is the sum of r log(1 + exp(x)), `qmix`
+ * that of q log(1 + exp(-x)) and `qs` that of q / (1 + exp(x)). `rd` is the sum of r d, in which a
+ * class that the teacher alone has masked counts as -inf, unless r is 0.
  */
 typedef struct {
-    double top, source_top, top_at, u_y, count, e, ue, r, ur, q, qu, qd, wq, wqu, mix, emix;
+    double top, source_top, top_at, u_y, count, e, ue, r, ur, q, qu, qd, wq, wqu, rd, rmix,
+        qmix, qs, mix, emix;
 } formula_sums;
 
 /*
  * The coefficients of a gradient: from_e e + from_ue u e + from_r r + (from_q + from_wq w) q, with UR
- * + from_one + from_u u, and with EMIX + from_emix e log(1 + exp(-x)). The entries of the target and
- * of the class `top_at` (none if it is negative) are given whole.
+ * + from_one + from_u u, with EMIX + from_emix e log(1 + exp(-x)), with RD + from_rd r d, and with QMIX
+ * + from_rmix r log(1 + exp(x)) + from_qs q / (1 + exp(x)). The entries of the target and of the class `top_at` (none if it is negative) are given whole.
  */
 typedef struct {
     double top, source_top, from_e, from_ue, from_r, from_q, from_wq, from_one, from_u, from_emix,
-        at_target, top_at, at_top;
+        at_target, top_at, at_top, from_rd, from_rmix, from_qs;
 } formula_gradient;
 
 /* What training logs of a row beside its value; part of the interface (labo/metrics.py). */
@@ -122,9 +126,9 @@ typedef struct {
     double tau, source_tau;
 } temperatures;
 
-/* The maximum of a row over all columns, and x - u. */
+/* The maximum of a row over all columns, the shift of x, and the maximum of the teacher. */
 typedef struct {
-    double top, shift;
+    double top, shift, source_top;
 } mixture;
 
 /* The mean of a row, or 0, and the sum of its squared distances from that. */
@@ -452,6 +456,11 @@ static row_statistics measure_row(float top, const target_entry *y, const row_su
 #define difference JOIN(difference, ISA)
 #define log_of_mixture JOIN(log_of_mixture, ISA)
 #define sum_mixture JOIN(sum_mixture, ISA)
+#define taught_entry JOIN(taught_entry, ISA)
+#define taught_at JOIN(taught_at, ISA)
+#define r_times_d JOIN(r_times_d, ISA)
+#define share_of JOIN(share_of, ISA)
+#define sum_teacher_mixture JOIN(sum_teacher_mixture, ISA)
 #define sum_formula_stretch JOIN(sum_formula_stretch, ISA)
 #define sum_formula JOIN(sum_formula, ISA)
 #define write_formula_gradient JOIN(write_formula_gradient, ISA)
@@ -818,7 +827,7 @@ EXPORT void labo_rows(const batch *b, int64_t first, int64_t last)
 }
 
 /*
- * The sums of a formula for every row, with `row_mixture` `mix` and `emix` alone; or, with
+ * The sums of a formula for every row, with `row_mixture` those of the mixture alone; or, with
  * `coefficients`, the gradient. A target that is not a class belongs to columns that are elsewhere.
  * The source has a row for each row of logits (with a stride of 0, the same one), or, for FROM_TABLE,
  * one for each class.
@@ -1098,8 +1107,13 @@ TARGET static void run_batch(const batch *b, int64_t first, int64_t last)
 /* ---- formulas ---- */
 
 typedef struct {
-    vec count, e, ue, r, ur, q, qu, qd, wq, wqu;
+    vec count, e, ue, r, ur, q, qu, qd, wq, wqu, rd;
 } vec_formula_sums;
+
+/* Of a class: r, the teacher's mass q in units of MASS, and d; 0 if the class is masked. */
+typedef struct {
+    vec r, q, d;
+} taught_entry;
 
 /* The largest logit of a teacher among the classes that the student has not masked. */
 TARGET static float source_max(const batch *b, const row_view *row, bool bf16)
@@ -1210,6 +1224,58 @@ INLINE void sum_mixture(formula_sums *all, const row_view *row, bool bf16)
     }
 }
 
+INLINE taught_entry taught_at(const batch *b, const row_view *row, span s, int64_t at, vec z)
+{
+    const vec half = half_of(row, z);
+    taught_entry x = {.r = exp_of(half, row->over_half_tau)};
+    const vec v = load(s.source, at, b->source_bf16) - splat(row->source_top);
+    x.q = zero_below(z, -FLT_MAX, exp_of(finite(v), row->over_source_tau) * splat(MASS));
+    const vec d = v * splat(row->per_source_tau) - half * splat(row->per_half_tau);
+    x.d = zero_below(z, -FLT_MAX, d);
+    return x;
+}
+
+/* r d in units of MASS; 0 where r is, also if d is infinite. */
+INLINE vec r_times_d(taught_entry x)
+{
+    return zero_below(x.r, FLT_MIN, x.r * (x.d * splat(MASS)));
+}
+
+/* 1 / (1 + exp(x)), where w = exp(-|x|): w / (1 + w) for x > 0, else 1 / (1 + w). */
+INLINE vec share_of(vec x, vec w)
+{
+    const vec zero = splat(0.0f), one = splat(1.0f);
+    return maximum(w, zero_below(zero - x, 0.0f, one)) / (one + w);
+}
+
+INLINE void sum_teacher_mixture(formula_sums *all, const batch *b, const row_view *row, bool bf16)
+{
+    const int64_t stretch = STRETCH * LANES;
+    const vec zero = splat(0.0f), shift = splat(row->shift);
+    for (int part = 0; part < PARTS; part++) {
+        const span s = row->parts[part];
+        for (int64_t start = 0; start < s.classes; start += stretch) {
+            const int64_t end = start + stretch < s.classes ? start + stretch : s.classes;
+            vec rmix = zero, qmix = zero, qs = zero;
+            for (int64_t at = start; at < end; at += LANES) {
+                const vec z = load(s.logits, at, bf16);
+                PREFETCH(element(s.next, at, bf16));
+                PREFETCH(element(s.next_source, at, b->source_bf16));
+                const taught_entry y = taught_at(b, row, s, at, z);
+                const vec x = finite(y.d + shift);
+                const vec w = exp_of(zero - maximum(x, zero - x), row->over_one);
+                const vec log_part = log_of_mixture(w);
+                rmix = mul_add(y.r * splat(MASS), maximum(zero, x) + log_part, rmix);
+                qmix = mul_add(y.q, maximum(zero, zero - x) + log_part, qmix);
+                qs = mul_add(y.q, share_of(x, w), qs);
+            }
+            all->rmix += total(rmix) / MASS;
+            all->qmix += total(qmix) / MASS;
+            all->qs += total(qs) / MASS;
+        }
+    }
+}
+
 /* The sums, continued over the classes from `at` to `end`. */
 INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *b,
                                             const row_view *row, span s, int64_t at, int64_t end,
@@ -1217,6 +1283,7 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
 {
     const vec top = splat(row->top);
     const int asked = b->asked;
+    taught_entry y = {top, top, top};
     for (; at < end; at += LANES) {
         const vec z = load(s.logits, at, bf16);
         PREFETCH(element(s.next, at, bf16));
@@ -1227,8 +1294,12 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
             sums.count += zero_below(z, -FLT_MAX, splat(1.0f));
         if (asked & UE)
             sums.ue = mul_add(u, e, sums.ue);
+        if (asked & RD) {
+            y = taught_at(b, row, s, at, z);
+            sums.rd += r_times_d(y);
+        }
         if (asked & R) {
-            const vec r = exp_of(half_of(row, z), row->over_half_tau);
+            const vec r = asked & RD ? y.r : exp_of(half_of(row, z), row->over_half_tau);
             sums.r += r;
             if (asked & UR)
                 sums.ur = mul_add(u * splat(MASS), r, sums.ur);
@@ -1238,7 +1309,7 @@ INLINE vec_formula_sums sum_formula_stretch(vec_formula_sums sums, const batch *
         if (b->masses == FROM_TEACHER)
             PREFETCH(element(s.next_source, at, b->source_bf16));
         const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
-        const vec q = masses_at(b, row, s, at, z, u, v);
+        const vec q = asked & RD ? y.q : masses_at(b, row, s, at, z, u, v);
         sums.q += q;
         if (asked & QU)
             sums.qu = mul_add(u, q, sums.qu);
@@ -1257,7 +1328,8 @@ INLINE void sum_formula(formula_sums *all, const batch *b, const row_view *row, 
 {
     const int64_t stretch = STRETCH * LANES;
     const vec none = splat(0.0f);
-    const vec_formula_sums start = {none, none, none, none, none, none, none, none, none, none};
+    const vec_formula_sums start = {none, none, none, none, none, none,
+                                    none, none, none, none, none};
     for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += stretch) {
@@ -1273,6 +1345,7 @@ INLINE void sum_formula(formula_sums *all, const batch *b, const row_view *row, 
             all->qd += total(sums.qd) / MASS;
             all->wq += total(sums.wq) / MASS;
             all->wqu += total(sums.wqu) / MASS;
+            all->rd += total(sums.rd) / MASS;
         }
     }
 }
@@ -1286,6 +1359,8 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
     const vec from_wq = splat((float)(c->from_wq / MASS));
     const vec from_one = splat((float)c->from_one), from_u = splat((float)c->from_u);
     const vec from_emix = splat((float)c->from_emix), none = splat(0.0f);
+    const vec from_rd = splat((float)(c->from_rd / MASS)), from_rmix = splat((float)c->from_rmix);
+    const vec from_qs = splat((float)(c->from_qs / MASS));
     for (int part = 0; part < PARTS; part++) {
         const span s = row->parts[part];
         for (int64_t at = 0; at < s.classes; at += LANES) {
@@ -1294,16 +1369,29 @@ INLINE void write_formula_gradient(const batch *b, const row_view *row, const fo
             const vec u = finite(z - top);
             const vec e = exp_of(u, row->over_one);
             vec gradient = b->asked & UE ? e * mul_add(u, from_ue, from_e) : e * from_e;
-            if (b->asked & R)
+            if (b->asked & R && !(b->asked & (RD | QMIX)))
                 gradient = mul_add(exp_of(half_of(row, z), row->over_half_tau), from_r, gradient);
             if (b->asked & EMIX) {
                 const vec x = u + splat(row->shift), a = e * splat(row->exp_shift);
                 const vec rest = maximum(none, none - x) + log_of_mixture(a);
                 gradient = mul_add(e * from_emix, rest, gradient);
             }
+            if (b->asked & (RD | QMIX)) {
+                const taught_entry y = taught_at(b, row, s, at, z);
+                gradient = mul_add(y.r, from_r, gradient);
+                if (b->asked & RD)
+                    gradient = mul_add(r_times_d(y), from_rd, gradient);
+                if (b->asked & QMIX) {
+                    const vec x = finite(y.d + splat(row->shift));
+                    const vec w = exp_of(none - maximum(x, none - x), row->over_one);
+                    const vec above = maximum(none, x) + log_of_mixture(w);
+                    gradient = mul_add(y.r * from_rmix, above, gradient);
+                    gradient = mul_add(y.q * from_qs, share_of(x, w), gradient);
+                }
+            }
             if (b->asked & UR)
                 gradient += zero_below(z, -FLT_MAX, mul_add(u, from_u, from_one));
-            if (b->masses != NO_MASSES) {
+            if (b->masses != NO_MASSES && b->asked & (QU | QD | WQU)) {
                 const vec v = b->masses == FROM_TEACHER ? source_at(b, row, s, at, z) : u;
                 const vec q = masses_at(b, row, s, at, z, u, v);
                 vec of_q = from_q;
@@ -1393,8 +1481,13 @@ TARGET static void run_formula(const batch *b, int64_t first, int64_t last)
         if (b->sums && b->row_mixture) {
             const double top = b->row_mixture[i].top;
             row.top = top == -INFINITY ? 0.0f : (float)top;
+            row.source_top = (float)b->row_mixture[i].source_top;
             b->sums[i] = (formula_sums){0};
-            if (bf16)
+            if (b->asked & QMIX && bf16)
+                sum_teacher_mixture(&b->sums[i], b, &row, true);
+            else if (b->asked & QMIX)
+                sum_teacher_mixture(&b->sums[i], b, &row, false);
+            else if (bf16)
                 sum_mixture(&b->sums[i], &row, true);
             else
                 sum_mixture(&b->sums[i], &row, false);

@@ -401,7 +401,7 @@ def _run_formula(
     if plan.row_tau is not None:
         give("row_tau", torch.stack(plan.row_tau[:2], 1), torch.float64, count, 2)
     if plan.mixture is not None:
-        give("row_mixture", torch.stack(plan.mixture, 1), torch.float64, count, 2)
+        give("row_mixture", torch.stack(plan.mixture, 1), torch.float64, count, 3)
     if "sums" in results:
         give("sums", results["sums"], torch.float64, count, len(SUMS))
     else:

@@ -213,7 +213,7 @@ def with_fields(loss: type[Loss], *names: str) -> Callable[[Any], Any]:
     return give
 
 
-@with_fields(losses.HeldLABOLoss, "tau", "alpha", "rho")
+@with_fields(losses.HeldLABOLoss, "tau", "confidence", "alpha", "rho")
 def warmed_up_labo(
     num_classes: int = 1,
     *,
@@ -245,6 +245,10 @@ def warmed_up_labo(
     Reference:
         Lu et al. 2023.
     """
+    if hyper.get("confidence") is not None:
+        p, strength = hyper.pop("confidence"), {key: hyper[key] for key in ("alpha", "rho")}
+        hyper["tau"] = smoothing.tau_for_confidence(p, num_classes, **strength)
+    hyper.pop("confidence", None)
     before = losses.LabelSmoothingLoss(alpha=warmup_alpha, reduction=reduction)
     multiplier = 1.0
     if rescale:
@@ -259,7 +263,7 @@ def warmed_up_labo(
 # The names of losses that have another one here.
 _NAMES = {
     **{"ce": "base", "tfreg": "tf-reg", "cskd": "cs-kd", "betals": "beta-ls", "krls": "kr-ls"},
-    **{"pskd": "ps-kd", "rdrop": "r-drop"},
+    **{"pskd": "ps-kd", "rdrop": "r-drop", "alspast": "als-past"},
 }
 
 _SPECIAL: dict[str, Method] = {
@@ -294,6 +298,7 @@ _SPECIAL: dict[str, Method] = {
     "ols": Method(losses.OnlineLabelSmoothingLoss, needs=frozenset({"class_table"})),
     "mls": Method(losses.MaskedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
     "wls": Method(losses.WeightedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
+    "als-past": Method(losses.PriorSmoothingLoss, past_self),
     "connet": Method(losses.ConNetLoss, InnerStates, needs=frozenset({"inner_states"})),
     "r-drop": Method(losses.RDropLoss, SecondPass),
     "labo": Method(warmed_up_labo, held_label),
@@ -330,6 +335,13 @@ def resolve(section: object, task: str) -> dict[str, Any]:
             ]
         )
     kind = hyper_parameters(name, task)
+    by_confidence = name == "labo" and given.get("confidence") is not None
+    if by_confidence:
+        if given.get("tau") is not None:
+            raise RecipeError(
+                ["method: tau and confidence are given; confidence sets tau, so set tau=null"]
+            )
+        given = {key: value for key, value in given.items() if key != "tau"}
     try:
         hyper = kind.model_validate({key: given[key] for key in given if key != "name"})
     except ValidationError as error:
@@ -338,7 +350,7 @@ def resolve(section: object, task: str) -> dict[str, Any]:
     problems = [_range_problem(known[key], value) for key, value in hyper if key in known]
     if any(problems):
         raise RecipeError([problem for problem in problems if problem])
-    return {"name": name, **hyper.model_dump()}
+    return {"name": name, **hyper.model_dump()} | ({"tau": None} if by_confidence else {})
 
 
 def _range_problem(field: fields.Field, value: object) -> str | None:

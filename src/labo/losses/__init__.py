@@ -2,6 +2,7 @@
 
 - :mod:`labo.losses.labo`: LABO, held LABO, the warm-up: the paper.
 - :mod:`labo.losses.weights`: cross entropy with a penalty or with a weight for each sample.
+- :mod:`labo.losses.adaptive`: labels that follow the prediction: GCE, GEM, Zipf, ACLS, adaptive.
 - :mod:`labo.losses.fixed`: label smoothing, masked, weighted, with a hand-designed teacher.
 - :mod:`labo.losses.teachers`: distillation and self-distillation.
 - :mod:`labo.losses.tables`: tables of classes, and a learned confidence.
@@ -22,6 +23,7 @@ from .._names import Registry
 
 if TYPE_CHECKING:
     from ..loss import Loss
+    from .adaptive import *  # noqa: F403
     from .fixed import *  # noqa: F403
     from .labo import *  # noqa: F403
     from .tables import *  # noqa: F403
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     LOSSES: Registry
 
 # A new file of losses is listed here, and above for type checkers.
-FAMILIES = ("weights", "fixed", "teachers", "tables", "labo")
+FAMILIES = ("weights", "adaptive", "fixed", "teachers", "tables", "labo")
 FUNCTION_ONLY = ("ZLoss",)  # not among the public classes
 
 

@@ -40,6 +40,11 @@ class LABOLoss(Loss):
         >>> loss(logits, target), LABOLoss(alpha=0.1)(logits, target)
         (tensor(1.1205), tensor(0.5520))
 
+    One dial: ``confidence`` in place of tau.
+
+        >>> LABOLoss(confidence=0.8, num_classes=4).tau
+        1.1876074392101608
+
     Reference:
         Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
         Optimization.
@@ -72,14 +77,38 @@ class LABOLoss(Loss):
         "1 / :func:`labo.smoothing.stationary_label_weight` makes up for that",
     )
     alpha_grad: bool = hyper(default=False, doc="keep adaptive alpha in the graph, to study it")
+    confidence: float | None = hyper(
+        default=None,
+        within=UNIT,
+        doc="in place of tau: the confidence that fitted samples are to have; "
+        ":func:`labo.smoothing.tau_for_confidence` gives the tau that leads there",
+    )
+    num_classes: int | None = hyper(
+        default=None, at_least=2, doc="the number of classes, which confidence needs"
+    )
+
+    def check_together(self) -> None:
+        if self.confidence is None:
+            return
+        # The default itself, not a number that is equal to it: then tau was not given.
+        if self.tau is not self.fields["tau"].default:
+            raise ValueError(
+                f"tau={self.tau:g} and confidence={self.confidence:g} were given: confidence sets "
+                "tau, so give one of them"
+            )
+        if self.num_classes is None:
+            raise ValueError("confidence needs num_classes, the number of classes")
+        from ..smoothing import tau_for_confidence
+
+        self.tau = tau_for_confidence(
+            self.confidence, self.num_classes, alpha=self.alpha, rho=self.rho
+        )
 
     def value(self, row: RowSums) -> Tensor:
         alpha: float | Tensor
         log_classes = row.count.log()
         if isinstance(self.alpha, str):
-            h = row.entropy() if self.alpha_grad else row.entropy().detach()
-            largest = log_classes.masked_fill(row.count <= 1, 1.0)
-            alpha = 1 - self.rho * h.clamp(min=0) / largest
+            alpha = adaptive_strength(row, log_classes, self.rho, self.alpha_grad)
         else:
             alpha = self.alpha
         hard = times(1 - alpha, row.nll())
@@ -100,6 +129,15 @@ class LABOLoss(Loss):
         if isinstance(self.alpha, str):
             return Kernel(LABO_ADAPTIVE, 0.0, self.tau, self.rho, self.multiplier)
         return Kernel(LABO, self.alpha, self.tau, 0.0, self.multiplier)
+
+
+def adaptive_strength(
+    row: RowSums, log_classes: Tensor, rho: float, with_grad: bool = False
+) -> Tensor:
+    """alpha = 1 - rho H(p) / log K of each row, (N,)."""
+    entropy = row.entropy() if with_grad else row.entropy().detach()
+    largest = log_classes.masked_fill(row.count <= 1, 1.0)
+    return 1 - rho * entropy.clamp(min=0) / largest
 
 
 class HeldLABOLoss(LABOLoss):
@@ -147,7 +185,7 @@ class HeldLABOLoss(LABOLoss):
 
     def without_teacher(self) -> Loss:
         own = {name: getattr(self, name) for name in ("tau", "alpha", "rho", "multiplier")}
-        return self.as_loss(LABOLoss, alpha_grad=False, **own)
+        return self.as_loss(LABOLoss, alpha_grad=False, confidence=None, num_classes=None, **own)
 
 
 def labo_objective(rows: Rows, held: Tensor, tau: float, alpha: float | str, rho: float) -> Tensor:

@@ -15,16 +15,16 @@ from ..loss import Loss, hyper, state
 from ..rows import Rows, log_or_none, over_tau, row_sum, times, zero_log
 from ..stored import completed, divergence, log_or_0, renormalized
 from ..sums import DEVIATION, FROM_TEACHER, TEMPERED, UNIFORM, RowSums
+from .divergences import DIVERGENCES, check_mixture, of_classes, of_sums
 from .labo import labo_objective, objective
 from .schedule import progress
 from .weights import CrossEntropyLoss
 
 
-def _tempered_kl(row: RowSums, tau: float, standardize: bool = False) -> Tensor:
-    """tau^2 KL(softmax(t / tau) || softmax(z / tau)) with a teacher's logits t."""
-    spread = DEVIATION if standardize else None
-    row.tempered(tau, spread)
-    return tau**2 * row.masses(FROM_TEACHER, tau, spread=spread).distillation()
+def _standardized_kl(row: RowSums, tau: float) -> Tensor:
+    """KL(softmax(t / tau) || softmax(z / tau)) with standardized logits."""
+    row.tempered(tau, DEVIATION)
+    return row.masses(FROM_TEACHER, tau, spread=DEVIATION).distillation()
 
 
 class DistillationLoss(Loss):
@@ -32,13 +32,29 @@ class DistillationLoss(Loss):
 
     .. math::
         (1-\alpha)\,\mathrm{CE} + \alpha\, m\, \tau^2\,
-        \mathrm{KL}(\mathrm{softmax}(t/\tau) \Vert \mathrm{softmax}(z/\tau))
+        D(\mathrm{softmax}(v/\tau), \mathrm{softmax}(z/\tau))
+
+    with the teacher's logits v. D(t, p) is a divergence:
+
+    ================  ==========================================================================
+    divergence        D
+    ================  ==========================================================================
+    ``forward``       KL(t || p)
+    ``reverse``       KL(p || t)
+    ``jsd``           b KL(t || m) + (1-b) KL(p || m), m = b t + (1-b) p; b = 0.5 by default
+    ``skew``          KL(t || b t + (1-b) p); b = 0.1 by default
+    ``skew_reverse``  KL(p || b p + (1-b) t); b = 0.1 by default
+    ================  ==========================================================================
+
+    A class that is masked for the model (logit -inf) is masked for the teacher too. One that the
+    teacher alone masks makes ``reverse`` infinite, and no other divergence. The ``beta`` of TRL is
+    b; its ends 0 and 1 are ``forward`` and ``reverse``, and it has no factor :math:`\tau^2`.
 
     ``kl_reduction="elementwise"`` also divides the KL by K, as code built on ``KLDivLoss()`` with
     its default reduction does (Tf-KD; the temperatures of the LABO paper fit that scale). With
     ``multiplier`` it is Tf-KD_self.
 
-    ``standardize=True`` takes (t - mean t) / std t and (z - mean z) / std z in place of t and z in
+    ``standardize=True`` takes (v - mean v) / std v and (z - mean z) / std z in place of v and z in
     the KL divergence: the student is free to have another mean and scale of its logits. The
     standard deviation is the unbiased one. Masked classes are left out of it.
 
@@ -50,6 +66,8 @@ class DistillationLoss(Loss):
 
     Reference:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network.
+        Agarwal et al. 2024, On-Policy Distillation of Language Models (``reverse``, ``jsd``).
+        Ko et al. 2024, DistiLLM (``skew``, ``skew_reverse``).
         Sun et al. 2024, Logit Standardization in Knowledge Distillation.
     """
 
@@ -67,6 +85,18 @@ class DistillationLoss(Loss):
     multiplier: float = hyper(
         default=1.0, within=NOT_NEGATIVE, doc="the factor m of the KL divergence"
     )
+    divergence: str = hyper(
+        default="forward",
+        choices=DIVERGENCES,
+        doc='"forward", "reverse", "jsd", "skew" or "skew_reverse", see the table',
+    )
+    mixture: float | None = hyper(
+        default=None,
+        within=UNIT,
+        doc='the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and '
+        '"skew_reverse"',
+    )
+    tau_squared: bool = hyper(default=True, doc="multiply the divergence by tau^2")
     standardize: bool = hyper(
         default=False, doc="standardize the logits of both models in the KL divergence"
     )
@@ -75,8 +105,18 @@ class DistillationLoss(Loss):
         factor: float | Tensor = self.alpha * self.multiplier
         if self.kl_reduction == "elementwise":
             factor = factor / row.classes
-        soft = _tempered_kl(row, self.tau, self.standardize)
+        if self.tau_squared:
+            factor = factor * self.tau**2
+        if self.standardize:
+            soft = _standardized_kl(row, self.tau)
+        else:
+            soft = of_sums(row, self.tau, self.divergence, self.mixture)
         return times(1 - self.alpha, row.nll()) + row.weigh(factor * soft)
+
+    def check_together(self) -> None:
+        check_mixture(self.divergence, self.mixture)
+        if self.standardize and self.divergence != "forward":
+            raise ValueError('standardize=True goes with divergence="forward"')
 
 
 class DecoupledDistillationLoss(Loss):
@@ -171,6 +211,11 @@ def _binary_kl_term(a: Tensor, b: Tensor) -> Tensor:
     return log_p.exp() * (log_p - log_s).masked_fill(log_p == -math.inf, 0.0)
 
 
+# What the stored probabilities leave to the other classes, at least, where 0 would be infinite:
+# their sum is rounded.
+_LEAST_MASS = 1e-8
+
+
 class TopKDistillationLoss(Loss):
     r"""Distillation from the stored k largest probabilities of a teacher.
 
@@ -196,6 +241,11 @@ class TopKDistillationLoss(Loss):
     ``renormalize``   KL(t_S / (1-m) || p): the stored probabilities divided by their sum
     ================  ============================================================================
 
+    Another ``divergence`` (see :class:`labo.DistillationLoss`) takes the other classes as one class
+    (``bucket``): it is never above that to the whole teacher, because merging classes lowers it.
+    ``jsd``, ``skew`` and ``skew_reverse`` also take ``renormalize``, which is no bound;
+    ``reverse`` would be infinite there. With ``reverse`` m is at least 1e-8.
+
     A class that is masked for the model (logit -inf) is masked for the teacher too.
 
     Example:
@@ -219,15 +269,51 @@ class TopKDistillationLoss(Loss):
         doc='"bucket", "uniform", "labo", "drop" or "renormalize", see the table',
     )
     tau: float = hyper(default=1.25, within=POSITIVE, doc='temperature of the tail "labo"')
+    divergence: str = hyper(
+        default="forward",
+        choices=DIVERGENCES,
+        doc='"forward", "reverse", "jsd", "skew" or "skew_reverse", see the table',
+    )
+    mixture: float | None = hyper(
+        default=None,
+        within=UNIT,
+        doc='the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and '
+        '"skew_reverse"',
+    )
 
     def value(self, row: RowSums) -> Tensor:
         log_t, mass = completed(row.log_t, row.u_stored == -math.inf, row.e == 0)
         if self.tail == "renormalize":
             log_t = renormalized(log_t)
-        soft = divergence(log_t, row.u_stored - row.log_e.unsqueeze(-1))
+        log_p = row.u_stored - row.log_e.unsqueeze(-1)
+        if self.divergence != "forward":
+            soft = self._with_one_class(row, log_t, log_p, mass)
+            return times(1 - self.alpha, row.nll()) + row.weigh(self.alpha * soft)
+        soft = divergence(log_t, log_p)
         if self.tail in ("bucket", "uniform", "labo"):
             soft = soft + mass * (log_or_0(mass) + self._tail(row))
         return times(1 - self.alpha, row.nll()) + row.weigh(self.alpha * soft)
+
+    def _with_one_class(self, row: RowSums, log_t: Tensor, log_p: Tensor, mass: Tensor) -> Tensor:
+        """The divergence with the other classes as one class."""
+        if self.tail == "renormalize":
+            mass = torch.zeros_like(mass)
+        elif self.divergence == "reverse":
+            mass = mass.clamp(min=_LEAST_MASS)
+        others = log_or_none(row.e) + row.gap - row.log_e
+        log_t = torch.cat([log_t, log_or_none(mass).unsqueeze(-1)], -1)
+        log_p = torch.cat([log_p, others.unsqueeze(-1)], -1)
+        return of_classes(log_t, log_p, self.divergence, self.mixture)
+
+    def check_together(self) -> None:
+        check_mixture(self.divergence, self.mixture)
+        if self.divergence == "forward" or self.tail == "bucket":
+            return
+        if self.tail != "renormalize" or self.divergence == "reverse":
+            raise ValueError(
+                f'divergence="{self.divergence}" is not defined for tail="{self.tail}": use '
+                'tail="bucket"'
+            )
 
     def _tail(self, row: RowSums) -> Tensor:
         """The KL divergence of the other classes' distribution from their p."""
@@ -288,7 +374,8 @@ class CSKDLoss(Loss):
     tau: float = hyper(default=4.0, within=POSITIVE, doc="temperature of both predictions")
 
     def value(self, row: RowSums) -> Tensor:
-        return row.nll() + row.weigh(self.lam * _tempered_kl(row, self.tau))
+        soft = self.tau**2 * of_sums(row, self.tau, "forward", None)
+        return row.nll() + row.weigh(self.lam * soft)
 
 
 class PSKDLoss(Loss):

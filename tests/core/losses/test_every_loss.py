@@ -107,7 +107,19 @@ def test_gradient_of_losses_with_detached_parts(case):
     )
     other = teacher(logits)[0].softmax(-1)
     kl = (p * (p / other).log()).sum(-1, keepdim=True)
+    sharp = (logits / 0.7).softmax(-1)
+    gaps = logits - logits.gather(1, target[:, None])
+    kept = sharp * torch.sigmoid(0.01 * gaps)
+    largest = logits.amax(-1, keepdim=True)
+    at_top = 2 * (logits - 1).clamp(min=0) * (logits == largest)
+    below = -0.1 / 4 * 2 * (largest - logits - 1).clamp(min=0)
+    alpha = smoothing.adaptive_alpha(logits)
     expected = {
+        "gem": sharp - onehot,
+        "gem-logsigmoid": kept - kept.sum(-1, keepdim=True) * onehot,
+        "acls": p - onehot + 0.1 * (at_top + below),
+        "als": p - smoothing.smoothed_target(target, smoothing.uniform(logits), alpha),
+        "als-past": p - smoothing.smoothed_target(target, other, alpha),
         "labo": labo_slope,
         "labo-multiplied": 3.5 * labo_slope,
         "rdrop-labo": (labo_slope + p * ((p / other).log() - kl) + p - other) / 2,

@@ -26,6 +26,19 @@ def either(**options):
     return st.fixed_dictionaries({}, optional=options)
 
 
+def together(one, other):
+    """The hyper-parameters of both."""
+    return st.builds(lambda a, b: a | b, one, other)
+
+
+# Divergences with a mixture, and all others.
+mixtures = st.fixed_dictionaries(
+    {"divergence": st.sampled_from(["jsd", "skew", "skew_reverse"])},
+    optional={"mixture": st.floats(0.05, 0.95)},
+)
+divergences = mixtures | st.just({"divergence": "reverse"})
+
+
 def from_two_stored(logits, target, teacher, **arguments):
     """Distillation from the two largest probabilities of the teacher."""
     top = teacher.log_softmax(-1).topk(2)
@@ -113,8 +126,21 @@ LOSSES = {
     "ger": (F.generalized_entropy_loss, oracle.generalized_entropy, either(**ger)),
     "tfreg": (F.tf_reg_loss, oracle.tf_reg, either(**tf_reg)),
     "kd": (F.distillation_loss, oracle.distillation, either(**kd)),
+    "kd-divergence": (
+        F.distillation_loss,
+        oracle.distillation,
+        together(either(alpha=unit, tau=tau, tau_squared=st.booleans()), divergences),
+    ),
     "dkd": (F.decoupled_distillation_loss, oracle.decoupled_distillation, either(**dkd)),
     "topk": (from_two_stored, oracle.topk_distillation, either(alpha=unit, tail=tails, tau=tau)),
+    "topk-divergence": (
+        from_two_stored,
+        oracle.topk_distillation,
+        together(
+            either(alpha=unit),
+            divergences | mixtures.map(lambda given: given | {"tail": "renormalize"}),
+        ),
+    ),
     "cskd": (F.cs_kd_loss, oracle.cs_kd, either(lam=strength, tau=tau)),
     "pskd": (F.ps_kd_loss, oracle.ps_kd, either(alpha=unit)),
     "ols": (
@@ -130,6 +156,7 @@ LOSSES = {
 }
 # What a loss takes besides.
 NEEDS = dict.fromkeys(["labo-held", "kd", "dkd", "topk", "cskd", "pskd", "rdrop"], "teacher")
+NEEDS |= dict.fromkeys(["kd-divergence", "topk-divergence"], "teacher")
 NEEDS |= {"connet": "confidence", "ols": "soft table", "krls": "table"}
 NEEDS |= {"mls": "mask", "wls": "groups"}
 ROWS = ("teacher", "confidence")  # what has a row for each sample

@@ -46,13 +46,10 @@ def of_trl(name: str, out):
         config = transformers.LlamaConfig(vocab_size=V, num_labels=1, pad_token_id=0, **SIZES)
         model = transformers.LlamaForSequenceClassification(config)
         kinds, data = (trl.RewardTrainer, trl.RewardConfig), rows(**PREFERENCE)
-    elif name == "GKD":
+    else:
         from trl.experimental.gkd import GKDConfig, GKDTrainer  # warns that it is experimental
 
         kinds, data = (GKDTrainer, GKDConfig), rows(messages=CHAT)
-        advice, more = TEACHER, {"teacher_model": build("Llama")}
-    else:
-        kinds, data = (trl.DistillationTrainer, trl.DistillationConfig), rows(prompt="w3 w4")
         advice, more = TEACHER, {"teacher_model": build("Llama")}
     made, config = kinds
     args = arguments(out, config, bf16=False, gradient_checkpointing=False)
@@ -61,7 +58,7 @@ def of_trl(name: str, out):
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL's experimental part
-@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GKD", "Distillation"])
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GKD"])
 def test_a_trainer_of_trl_with_its_own_loss(name, tmp_path):
     trainer, advice = of_trl(name, tmp_path)
     with pytest.raises(ValueError, match=rf"{name}Trainer has a loss of its own .*{advice}"):

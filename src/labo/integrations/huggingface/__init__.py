@@ -9,6 +9,8 @@ The entry points:
   one :func:`labo.linear_loss`, in a ``Trainer`` or in any other training loop.
   ``regularize(trainer, loss)`` counts the steps of its warm-up in a ``Trainer`` and logs the
   metrics of the model; :func:`take_metrics` returns them elsewhere.
+- :class:`StoredTeacherDataset` and :class:`StoredTeacherCollator` read what ``labo teacher``
+  stored.
 
 All follow the same rules:
 
@@ -24,10 +26,13 @@ All follow the same rules:
 
 from .callback import RegularizationCallback
 from .head import fuse_head, take_metrics, unfuse_head
+from .stored import StoredTeacherCollator, StoredTeacherDataset
 from .trainer import compute_loss_func, regularize
 
 __all__ = [
     "RegularizationCallback",
+    "StoredTeacherCollator",
+    "StoredTeacherDataset",
     "compute_loss_func",
     "fuse_head",
     "regularize",

@@ -15,7 +15,7 @@ from ...chunks import Mean, weighted_total
 from ...loss import Loss
 from ...losses import CrossEntropyLoss, Warmup
 from ...metrics import loss_metrics
-from . import sft
+from . import distillation, sft
 from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused
 from .losses import (
@@ -100,6 +100,9 @@ def regularize(
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"regularize needs a transformers.Trainer, got {type(trainer).__name__}")
+    if distillation.is_distillation_trainer(trainer):
+        given = {"teacher": teacher, "shift": shift, "metrics": metrics}
+        return distillation.attach(trainer, loss, given)
     fused_teacher = getattr(fused_part(trainer.model), "teacher", None)
     check_loss(loss, teacher=teacher is not None or fused_teacher is not None)
     check_flag("metrics", metrics)

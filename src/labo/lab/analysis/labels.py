@@ -2,7 +2,7 @@ r"""Figure 1c of the paper: the one-hot, the smoothed and the LABO label of one 
 
 .. math:: \hat P = (1-\alpha)\,\mathrm{onehot}(y) + \alpha P_{ls}
 
-The distributions and strengths are those of ``labo.smoothing``, which the losses use.
+The labels are those of the losses themselves, :func:`labo.label_of`.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def smoothed_labels(
     # Loaded here: a report of analyzed runs needs no torch.
     import torch
 
-    from ... import smoothing
+    from ... import LabelSmoothingLoss, LABOLoss, label_of, smoothing
 
     z, label = torch.tensor(logits, dtype=torch.float64), torch.tensor(target)
-    even, optimal = smoothing.uniform(z), smoothing.tempered(z, tau)
     strength = smoothing.adaptive_alpha(z, rho) if alpha is None else alpha
+    ours = LABOLoss(tau=tau, rho=rho, alpha="adaptive" if alpha is None else alpha)
     labels = {
         "prediction": smoothing.tempered(z, 1.0),
-        "one_hot": smoothing.smoothed_target(label, even, 0.0),
-        "ls": smoothing.smoothed_target(label, even, alpha_ls),
-        "optimal": optimal,
-        "labo": smoothing.smoothed_target(label, optimal, strength),
+        "one_hot": smoothing.smoothed_target(label, smoothing.uniform(z), 0.0),
+        "ls": label_of(LabelSmoothingLoss(alpha=alpha_ls), z, label),
+        "optimal": smoothing.tempered(z, tau),
+        "labo": label_of(ours, z, label),
     }
     return {**{name: mass.numpy() for name, mass in labels.items()}, "alpha": float(strength)}
 
@@ -173,11 +173,12 @@ def shown_labels(
     }
 
 
-def label_settings(method: Mapping[str, Any]) -> dict[str, Any]:
+def label_settings(method: Mapping[str, Any], num_classes: int | None = None) -> dict[str, Any]:
     """The hyper-parameters of the labels of a run: its own where its method has them.
 
     Args:
         method: a recipe's method, with its name.
+        num_classes: for a method whose tau follows from its confidence.
 
     Example:
         >>> label_settings({"name": "labo", "tau": 1.15, "alpha": "adaptive", "rho": 0.5})
@@ -189,7 +190,12 @@ def label_settings(method: Mapping[str, Any]) -> dict[str, Any]:
     if method["name"] == "ls":
         settings["alpha_ls"] = method.get("alpha", 0.1)
     elif method["name"] == "labo":
-        settings |= {key: method[key] for key in ("tau", "rho") if key in method}
+        settings |= {key: method[key] for key in ("tau", "rho") if method.get(key) is not None}
+        if method.get("confidence") is not None and num_classes is not None:
+            from ...smoothing import tau_for_confidence
+
+            strength = {key: method[key] for key in ("alpha", "rho")}
+            settings["tau"] = tau_for_confidence(method["confidence"], num_classes, **strength)
         settings["alpha_ls"] = method.get("warmup_alpha", 0.1)
         if not isinstance(method.get("alpha", "adaptive"), str):
             settings["alpha"] = method["alpha"]

@@ -340,7 +340,7 @@ def _labels(run: Run) -> list[dict[str, Any]]:
     examples = read_examples(run)
     if examples is None:
         return []
-    settings = label_settings(run.method)
+    settings = label_settings(run.method, run.num_classes)
     return [
         {
             "title": example["title"],

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..text.head import Head
-from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
+from ..text.pretrained_tokenizer import (
+    pretrained_tokenizer,
+    vocabulary_difference,
+    vocabulary_digest,
+)
+from ..text.selection import Selection
 from ..text.stored import Rows, StoredTeacher
 from ..text.teacher import TrainingPredictions
 from .model import LanguageModel, check_head, load_causal
@@ -35,7 +40,8 @@ class DocumentPredictions(TrainingPredictions):
         self.vocabulary = vocabulary_digest(documents.tokenizer)
         if vocabulary_digest(tokenizer) != self.vocabulary:
             raise RequestError(
-                f"{data} was not prepared with the tokenizer of {folder}: "
+                f"{data} was not prepared with the tokenizer of {folder} "
+                f"({vocabulary_difference(documents.tokenizer, tokenizer)}): "
                 f"`labo prepare-text ... --tokenizer {folder}` does that"
             )
         self.types = len(tokenizer)
@@ -49,6 +55,12 @@ class DocumentPredictions(TrainingPredictions):
         self.block = block
         self.split = documents.split("train")
         self.targets = np.maximum(self.split.lengths - 1, 0)
+
+    @classmethod
+    def served(cls, file: Path, data: Path, selection: Selection) -> Any:
+        from .served import ServedPredictions
+
+        return ServedPredictions(file, data, selection)
 
     def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
         def read(number: int, begin: int, length: int) -> tuple[Any, Any]:

@@ -8,10 +8,11 @@ from pydantic import Field
 
 from ..config import Section
 
-__all__ = ["Precision", "ScoreOptions", "TeacherOptions", "Unit", "Units"]
+__all__ = ["Precision", "Sampling", "ScoreOptions", "TeacherOptions", "Unit", "Units"]
 
 Unit = Literal["file", "paragraph", "line"]
 Precision = Literal["float16", "float32"]
+Sampling = Literal["top", "random"]
 
 
 class Units(Section):
@@ -34,6 +35,18 @@ class TeacherOptions(Section):
     """The options of ``labo teacher``."""
 
     top_k: int = Field(64, ge=1, description="Tokens to store for each target. Default: 64.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Store no more of them than reach this probability together. Default: 1.",
+    )
+    sampling: Sampling = Field(
+        "top",
+        description="Which tokens: top, or random for draws, each with its share of the draws. "
+        "Default: top.",
+    )
+    seed: int = Field(0, ge=0, description="Of the draws. Default: 0.")
     block: int | None = Field(
         None,
         ge=1,

@@ -66,3 +66,15 @@ def vocabulary_size(tokenizer: Any) -> int:
     """The largest id of a tokenizer, plus 1."""
     languages = getattr(tokenizer, "lang_code_to_id", {})  # M2M100 may not count them
     return 1 + max(chain(tokenizer.get_vocab().values(), languages.values()))
+
+
+def vocabulary_difference(one: Any, other: Any) -> str:
+    """How two tokenizers differ: their sizes, and the first token that is not the same."""
+    sizes = f"{len(one)} and {len(other)} types"
+    for token in range(min(len(one), len(other))):
+        names = [tokenizer.convert_ids_to_tokens(token) for tokenizer in (one, other)]
+        if names[0] != names[1]:
+            return (
+                f"{sizes}; the first token that differs is {token}, {names[0]!r} and {names[1]!r}"
+            )
+    return sizes

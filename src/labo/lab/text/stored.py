@@ -57,6 +57,7 @@ class StoredSettings(Document):
         top_k: classes that are stored for a target.
         block: the most tokens that the teacher saw at once.
         precision: of the log-probabilities.
+        selection: which classes are stored, see :class:`labo.lab.text.selection.Selection`.
     """
 
     data: str
@@ -65,6 +66,7 @@ class StoredSettings(Document):
     top_k: int
     block: int
     precision: Precision
+    selection: str = "top"
 
 
 class _Manifest(FolderManifest, StoredSettings):

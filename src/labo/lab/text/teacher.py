@@ -26,13 +26,14 @@ from ..command_options import validated
 from ..errors import DataError, LabError, RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
-from ..run.files import Document, read_json
+from ..run.files import Document, read_json, remove_folder
 from ..tasks import TASKS
 from .arrow import IGNORED
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
 from .options import TeacherOptions
+from .selection import Selection
 from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
 __all__ = ["TrainingPredictions", "store"]
@@ -56,6 +57,7 @@ class TrainingPredictions(ABC):
         block: the most tokens that the model sees at once.
         targets: (samples,), how many targets each sample has at most.
         model: in eval mode.
+        selection: which tokens are stored; set before :meth:`samples`, as ``rng`` of its draws.
 
     Raises:
         RequestError: the model and the data do not fit.
@@ -68,6 +70,8 @@ class TrainingPredictions(ABC):
     block: int
     targets: npt.NDArray[np.int64]
     model: nn.Module
+    selection: Selection
+    rng: torch.Generator
 
     @abstractmethod
     def __init__(self, folder: Path, data: Path, block: int | None) -> None: ...
@@ -75,6 +79,11 @@ class TrainingPredictions(ABC):
     @abstractmethod
     def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
         """The predictions for the samples from ``first`` to before ``last``, in order."""
+
+    @classmethod
+    def served(cls, file: Path, data: Path, selection: Selection) -> Any:
+        """The predictions that a server gave, which have a ``digest``, too."""
+        raise RequestError(f"--from is for documents of `labo prepare-text`; {data} has none")
 
     def most_probable(self, head: Head, target: Tensor, top_k: int) -> list[Rows]:
         """The most probable tokens at the targets of each row of a batch.
@@ -87,18 +96,19 @@ class TrainingPredictions(ABC):
         learned = target != IGNORED
         found = []
         for logits, _ in blocks(head.at(learned.to(head.states.device)), target[learned]):
-            top = logits.log_softmax(-1)[:, : self.types].topk(top_k)
-            found.append((top.indices.int().cpu(), top.values.cpu()))
+            indices, log_p = self.selection(logits.log_softmax(-1)[:, : self.types], self.rng)
+            found.append((indices.cpu(), log_p.cpu()))
         counts = learned.sum(-1).tolist()
         columns = [torch.cat(column).split(counts) for column in zip(*found, strict=True)]
         return [(i.numpy(), v.numpy()) for i, v in zip(*columns, strict=True)]
 
 
 def store(
-    model: str | Path,
+    model: str | Path | None,
     data: str | Path,
     out: Path,
     *,
+    served: Path | None = None,
     force: bool = False,
     part_targets: int = _PART_TARGETS,
     **options: Any,
@@ -106,10 +116,12 @@ def store(
     """Write the predictions of a model for the training samples of a prepared folder.
 
     Args:
-        model: a run, or a Hugging Face folder.
+        model: a run, or a Hugging Face folder; None for ``served``.
         data: a folder made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the
             model.
         out: the folder to write.
+        served: a file with the answers of a server in place of the model, see
+            :mod:`labo.lab.language_modeling.served`.
         force: replace a finished folder.
         part_targets: targets of a part. A part is written as a whole.
         **options: fields of :class:`labo.lab.text.options.TeacherOptions`.
@@ -121,28 +133,46 @@ def store(
         RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
     chosen, data = validated(TeacherOptions, options), Path(data).expanduser()
+    top_k = chosen.top_k
+    selection = Selection(top_k, chosen.top_p, chosen.sampling, chosen.seed)
     task, kind = _find_predictions(data)
-    folder = _model_folder(Path(model).expanduser(), task)
-    check_apart(out, [data, folder])
-    predictions, top_k = kind(folder, data, chosen.block), chosen.top_k
+    predictions: Any
+    if served is not None:
+        if chosen.block is not None:
+            raise RequestError("--block goes with a model, not with --from")
+        check_apart(out, [data])
+        predictions = kind.served(served.expanduser(), data, selection)
+        teacher, digest = served.name, predictions.digest()
+    else:
+        folder = _model_folder(Path(model or "").expanduser(), task)
+        check_apart(out, [data, folder])
+        predictions = kind(folder, data, chosen.block)
+        teacher, digest = Path(model or "").name, folder_digest(str(folder))
+        if torch.accelerator.is_available():
+            predictions.model.to(torch.accelerator.current_accelerator())
     if top_k > predictions.types:
         raise RequestError(f"--top-k {top_k}: the vocabulary has {predictions.types} types")
-    if torch.accelerator.is_available():
-        predictions.model.to(torch.accelerator.current_accelerator())
     settings = StoredSettings(
         data=predictions.fingerprint,
         vocabulary=predictions.vocabulary,
-        model=folder_digest(str(folder)),
+        model=digest,
         top_k=top_k,
         block=predictions.block,
         precision=chosen.precision,
+        selection=str(selection),
     )
+    predictions.selection = selection
     started = time.monotonic()
     try:
         with StoredWriter(out, settings, force=force) as writer:
             for first, last in _ranges(predictions.targets, writer.samples, part_targets):
+                # The draws of a part do not depend on whether the work was interrupted.
+                predictions.rng = torch.Generator().manual_seed(chosen.seed * 1_000_003 + first)
                 writer.add(predictions.samples(first, last, top_k))
-            writer.finish({"teacher": Path(model).name})
+            writer.finish({"teacher": teacher})
+    except DataError:
+        remove_folder(writer.folder)  # of a file that is refused nothing is kept
+        raise
     except OSError as error:
         raise LabError(f"cannot write {out}: {error.strerror or error}") from error
     stored = StoredTeacher(out)
