@@ -9,21 +9,36 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_stored_teacher import prepare
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from labo.cli import app
 from labo.lab.errors import DataError, RequestError
+from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.model import causal_config
+from labo.lab.language_modeling.options import Tokenization
+from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
 from labo.lab.text.selection import Selection
 from labo.lab.text.stored import StoredTeacher
 from labo.lab.text.teacher import store
-from tiny_language import learned_tokenizer
+from tiny_language import SENTENCES, learned_tokenizer
 
 K = 5
 FORMATS = ["vllm", "vllm-server", "sglang", "openai", "openai-text", "batch"]
+
+
+def prepare(out, kind):
+    parts = [*SENTENCES[:12], "\n".join(SENTENCES[12:16]), "x"]
+    documents = [
+        RawDocument(f"{n}", "text", (Part(text, True),))
+        if kind == "text"
+        else RawDocument(f"{n}", "prompt", (Part(f"say {text[:9]}", False), Part(text[:7], True)))
+        for n, text in enumerate(parts)
+    ]
+    options = Tokenization(holdout=5, holdout_test=5)
+    prepare_documents(out, {"train": documents}, options, tokenizer=learned_tokenizer())
+    return out
 
 
 @pytest.fixture(scope="module", params=["text", "prompt"])
