@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class UnknownNameError(KeyError):
@@ -28,12 +28,31 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r} (known: {', '.join(known)})"
 
 
-class Registry(dict[str, Any]):
-    """A dict from names to objects whose KeyError suggests the nearest known name."""
+def plain_name(name: object) -> str:
+    """A name without case, hyphens, underscores and spaces: CS-KD, cs_kd and cskd are one."""
+    return str(name).lower().translate(_SEPARATORS)
 
-    def __init__(self, kind: str, entries: dict[str, Any]) -> None:
+
+_SEPARATORS = str.maketrans("", "", "-_ ")
+
+
+class Registry(dict[str, Any]):
+    """A dict from names to objects, in any spelling; the error for an unknown one says the nearest.
+
+    Example:
+        >>> Registry("loss", {"cskd": 1, "ce": 2}, {"base": "ce"})["CS-KD"]
+        1
+    """
+
+    def __init__(
+        self, kind: str, entries: dict[str, Any], aliases: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(entries)
         self.kind = kind
+        self._spellings = {plain_name(name): name for name in entries} | dict(aliases or {})
 
-    def __missing__(self, name: str) -> NoReturn:
+    def __missing__(self, name: object) -> Any:
+        spelling = plain_name(name)
+        if spelling in self._spellings:
+            return self[self._spellings[spelling]]
         raise UnknownNameError(unknown_name(self.kind, name, self))

@@ -334,6 +334,11 @@ def test_unknown_loss_names_the_nearest():
     assert labo.LOSSES.get("lobo") is None
 
 
+def test_the_names_of_recipes_are_found_too():
+    assert labo.LOSSES["base"] is labo.CrossEntropyLoss
+    assert labo.LOSSES["CS-KD"] is labo.LOSSES["cs_kd"] is labo.CSKDLoss
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [

@@ -222,13 +222,3 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     for page in site.rglob("*.html"):
         tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())
         assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], page
-
-
-def test_plot_is_a_picture(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    plot = importlib.import_module("benchmarks.plot")
-    svg = plot.line_chart("t & u", "x", "y", {"a": [(1, 1), (10, 100)], "b": [(1, 2), (10, 3)]})
-    root = ElementTree.fromstring(svg)
-    assert root.attrib["role"] == "img"
-    assert root.attrib["aria-label"] == "t & u"
-    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 2

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, create_model
 from torch import Tensor, nn
 
 from .. import fields, losses, smoothing
-from .._names import unknown_name
+from .._names import plain_name, unknown_name
 from ..loss import Loss
 from .config import RecipeError, Section, explain
 from .errors import RequestError
@@ -310,14 +310,10 @@ METHODS: dict[str, Method] = {**_PLAIN, **_SPECIAL}
 
 def method_name(name: object) -> str:
     """The name in ``METHODS`` for a spelling such as cs-kd, cskd or CS_KD."""
-
-    def plain(text: str) -> str:
-        return text.lower().replace("-", "").replace("_", "").replace(" ", "")
-
-    names = {plain(known): known for known in METHODS}
-    if plain(str(name)) not in names:
+    names = {plain_name(known): known for known in METHODS} | {"ce": "base"}
+    if plain_name(name) not in names:
         raise RecipeError([f"method: {unknown_name('method', name, METHODS)}"])
-    return names[plain(str(name))]
+    return names[plain_name(name)]
 
 
 def resolve(section: object, task: str) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def _lists() -> dict[str, Any]:
     losses: list[Any] = [cls for cls in classes.values() if hasattr(cls, "function_name")]
     return {
         "ALL": losses,
-        "LOSSES": Registry("loss", {cls.name: cls for cls in losses if cls.name is not None}),
+        "LOSSES": Registry(
+            "loss", {cls.name: cls for cls in losses if cls.name is not None}, {"base": "ce"}
+        ),
         "__all__": sorted({"LOSSES", *classes} - {*FUNCTION_ONLY}),
     }
