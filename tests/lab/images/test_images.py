@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import lzma
 import os
 import pickle
@@ -22,6 +23,7 @@ from PIL import Image
 from sklearn import datasets
 
 from labo.lab import compressed as compressed_files
+from labo.lab.analysis.reading import RecordLine
 from labo.lab.errors import DataError, RequestError
 from labo.lab.images import sources, task
 from labo.lab.images.digits import read_digits
@@ -673,6 +675,20 @@ def test_records_carry_file_names(tmp_path):
     assert task._title(split, 1) == "dog/y.jpg"
     in_memory = ImageSplit(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0]))
     assert "file" not in next(task._records(torch.zeros(1, 2), in_memory))
+
+
+def test_probabilities_of_many_classes_are_packed(tmp_path):
+    """They are read back to the last bit."""
+    split = ImageSplit(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 299]))
+    log_p = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    records = list(task._records(log_p, split))
+    assert len(json.dumps(records[0])) < 6 * 300
+    for record, row in zip(records, log_p.exp(), strict=True):
+        found = RecordLine(record, "here").numbers("probabilities", 300, high=1)
+        assert found.tolist() == row.tolist()
+    records[0]["probabilities"] = "no base64"
+    with pytest.raises(RequestError, match="here: 'probabilities' is not a list of numbers"):
+        RecordLine(records[0], "here").numbers("probabilities")
 
 
 def test_folders_with_a_validation_split_keep_it(tmp_path):

@@ -11,6 +11,7 @@ the first wrong line is a :class:`labo.lab.errors.RequestError` that names it.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -400,9 +401,13 @@ class RecordLine:
     def numbers(
         self, key: str, length: int | None = None, *, low: float = 0.0, high: float = np.inf
     ) -> Floats:
-        """Numbers in [low, high], up to rounding."""
+        """Numbers in [low, high], up to rounding: a list, or float32 in base64."""
         try:
-            values = np.array(self.take(key, list, "list"), dtype=np.float64)
+            if isinstance(packed := self.content.get(key), str):
+                content = base64.b64decode(packed, validate=True)
+                values = np.frombuffer(content, dtype="<f4").astype(np.float64)
+            else:
+                values = np.array(self.take(key, list, "list"), dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise self.wrong(f"{key!r} is not a list of numbers") from error
         if values.ndim != 1 or (length is not None and len(values) != length):
