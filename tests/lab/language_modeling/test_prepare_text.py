@@ -202,7 +202,7 @@ def test_the_command(corpus, tmp_path, capsys):
     arguments = ("prepare-text", out, "--train", corpus, "--holdout", 5, "--holdout-test", 4)
     assert command(*arguments, "--vocabulary", 290) == 0
     shown = capsys.readouterr().out
-    assert f"labo train RECIPE data.name=prepared data.path={out}" in shown
+    assert f"labo train lm-text data.path={out}" in shown
     assert "vocabulary: 290 types, learned" in shown
     assert command(*arguments) == 2
     assert capsys.readouterr().err == f"labo: {out} exists; --force replaces it\n"

@@ -353,4 +353,6 @@ def summarize(prepared: PreparedDocuments) -> None:
         notice(
             f"warning: {manifest['repeated']} training documents are also in the held-out splits"
         )
-    print_ready(console, prepared.path, "RECIPE data.name=prepared")
+    # With the tokenizer of a model, that model is the one to train.
+    recipe = "lm-text" if manifest["learned"] else "lm-sft model.pretrained=MODEL"
+    print_ready(console, prepared.path, recipe)
