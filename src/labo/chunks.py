@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, metrics
+from . import metrics
 from ._torch import autograd_enabled
 from .fast.dispatch import FastRows
 from .fields import describe, described
@@ -78,30 +78,10 @@ class Mean(NamedTuple):
         return row_sum(self.weigh(values)) / self.divisor
 
 
-def weighted_total(
-    token_weight: Tensor | None, target: Tensor, ignore_index: int, class_weight: Tensor | None
-) -> float | Tensor:
-    """What a mean divides by: the weights of the rows that count; inf if that would be 0."""
-    if token_weight is None:
-        counts = torch.ones(len(target), dtype=torch.float64, device=target.device)
-    else:
-        counts = token_weight.double()
-    if not target.is_floating_point():
-        valid = target != ignore_index
-        if class_weight is not None:
-            inside = target.clamp(0, len(class_weight) - 1)  # the range is checked elsewhere
-            counts = counts * class_weight.double()[inside]
-        counts = counts.masked_fill(~valid, 0.0)
-    total = counts.sum()
-    total = total.masked_fill(total == 0, math.inf)
-    total = total if token_weight is None else total.to(token_weight.dtype)
-    return float(total) if _checks.can_read(total) else total
-
-
 # ------------------------------------------------------------------ the output layer
 
 
-class Head(NamedTuple):
+class HeadRows(NamedTuple):
     """An output layer and its rows: z = (h W^T + low B^T) scale + bias, then a cap.
 
     ``low``, ``b`` and ``scale`` are those of an adapter, see :mod:`labo.heads.low_rank`.
@@ -268,7 +248,7 @@ class LossRows(NamedTuple):
         """The arguments of an operator, as ``ROW_LOSS_SCHEMA`` declares them."""
         given: dict[str, Any] = {"source": self.source}
         given |= {f"teacher{i}": x for i, x in enumerate(self.teacher) if isinstance(x, Tensor)}
-        if self.teacher and isinstance(self.teacher[0], Head):
+        if self.teacher and isinstance(self.teacher[0], HeadRows):
             given |= {f"teacher_{k}": v for k, v in self.teacher[0]._asdict().items()}
         text, tensors = describe(self.loss._registered, self.loss.values() | given)
         return tensors, self.backend, text
@@ -277,9 +257,11 @@ class LossRows(NamedTuple):
     def unpack(cls, tensors: Sequence[Tensor], backend: str, text: str) -> LossRows:
         """The inverse of :meth:`pack`."""
         kind, values = described(text, tensors)
-        layer = {k: values.pop(f"teacher_{k}") for k in Head._fields if f"teacher_{k}" in values}
+        layer = {
+            k: values.pop(f"teacher_{k}") for k in HeadRows._fields if f"teacher_{k}" in values
+        }
         given = [values.pop(f"teacher{i}") for i in (0, 1) if f"teacher{i}" in values]
-        teacher = (Head(**layer),) if layer else tuple(given)
+        teacher = (HeadRows(**layer),) if layer else tuple(given)
         source = values.pop("source")
         return cls(kind.bare(values), backend, source, teacher)  # type: ignore[attr-defined]
 
@@ -342,7 +324,7 @@ class ChunkRows:
     def _given(self, part: Part) -> tuple[Tensor, ...]:
         """What the teacher gives for a chunk."""
         teacher = self.loss.teacher
-        if not teacher or not isinstance(teacher[0], Head):
+        if not teacher or not isinstance(teacher[0], HeadRows):
             return tuple(x[part] for x in teacher)
         if self._teacher_logits is None:
             self._teacher_logits = teacher[0].buffer(self.longest)

@@ -1133,10 +1133,14 @@ def prior_smoothing_loss(
 ) -> Tensor:
     r"""Adaptive label smoothing towards an earlier prediction.
 
-    :class:`labo.AdaptiveSmoothingLoss` with the prediction of an earlier model in place of U,
-        held
-    constant. Called as ``loss(logits, target, teacher_logits)``; without them, as in the first
-    epoch, the smoothing is even.
+    .. math:: \mathrm{CE}((1-\alpha)\,\mathrm{onehot}(y) + \alpha\,\mathrm{softmax}(t), p), \qquad
+        \alpha = 1 - \rho H(p)/\log K
+
+    :class:`labo.AdaptiveSmoothingLoss` with the prediction of an earlier model, whose logits are
+        t,
+    in place of U. It is held constant. Called as ``loss(logits, target, teacher_logits)``;
+        without
+    them, as in the first epoch, the smoothing is even.
 
     Args:
         logits: (..., K).

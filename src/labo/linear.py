@@ -25,21 +25,20 @@ from ._torch import disable_compile
 from .chunks import (
     TILE,
     ChunkRows,
-    Head,
+    HeadRows,
     LossRows,
     Mean,
     cap_slope,
     capped,
     length,
     parts_of,
-    weighted_total,
 )
 from .fast.dispatch import LATE_GRADIENT, ROW_LOSS_SCHEMA, choose, denominator, times_upstream
 from .heads import split
 from .heads.low_rank import LowRankWeight
 from .heads.quantized import QuantizedWeight, as_weight
 from .loss import Loss
-from .rows import wide
+from .rows import weighted_total, wide
 from .stored import stored_rows
 
 # About how many buffers of the size of a chunk of logits autograd keeps at a time.
@@ -443,7 +442,7 @@ def computing(loss: nn.Module, taught: bool, divided: bool) -> Loss:
 
 def _layer(
     names: Sequence[str], input: Tensor, weight: Any, bias: Tensor | None, softcap: float | None
-) -> Head:
+) -> HeadRows:
     """An output layer with its rows, (N, D), in the dtype of autocast if that is on."""
     if len(weight.shape) != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         hint = ""
@@ -473,11 +472,11 @@ def _layer(
         )
     _checks.check_logits(input, -1)
     flat = input.reshape(-1, input.shape[-1])
-    return Head(flat, weight if quantized else dense, bias, softcap=softcap)
+    return HeadRows(flat, weight if quantized else dense, bias, softcap=softcap)
 
 
 def _check_target(
-    head: Head, target: Tensor, loss: Loss, rows: torch.Size, divided: bool
+    head: HeadRows, target: Tensor, loss: Loss, rows: torch.Size, divided: bool
 ) -> Tensor:
     """The targets, (N,) or (N, V). Class indices are checked later."""
     if loss.dim != -1:
@@ -587,7 +586,7 @@ def _teacher_weight(teacher: Teacher) -> Any:
 
 
 def _total(
-    head: Head, target: Tensor, token_weight: Tensor | None, loss: Loss, divided: bool
+    head: HeadRows, target: Tensor, token_weight: Tensor | None, loss: Loss, divided: bool
 ) -> float | Tensor:
     """What a mean divides by. Class indices are checked, except on parts of the classes."""
     fixed = (loss.ignore_index, loss.weight)
@@ -600,7 +599,7 @@ def _total(
     return total
 
 
-def _rows(loss: Loss, head: Head, target: Tensor, teacher: tuple[Any, ...]) -> LossRows:
+def _rows(loss: Loss, head: HeadRows, target: Tensor, teacher: tuple[Any, ...]) -> LossRows:
     """The loss on the backend that serves the call."""
     logits = head.input.new_empty(0, len(head.weight), dtype=head.dtype)
     backend = choose(loss, logits, target[:0], loss.reference_only(*teacher))
@@ -612,11 +611,11 @@ def _rows(loss: Loss, head: Head, target: Tensor, teacher: tuple[Any, ...]) -> L
 
 
 def _most_rows(
-    options: LinearLossOptions, head: Head, rows: LossRows, columns: split.Columns | None
+    options: LinearLossOptions, head: HeadRows, rows: LossRows, columns: split.Columns | None
 ) -> int:
     """The largest number of rows of a chunk; the same on all processes that share the columns."""
     copies = _AUTOGRAD_COPIES if rows.backend == "reference" else 1
-    copies += any(isinstance(x, Head) for x in rows.teacher) + (head.softcap is not None)
+    copies += any(isinstance(x, HeadRows) for x in rows.teacher) + (head.softcap is not None)
     by_weight = rows_of_weight(head.input.shape[1], copies) if head.input.is_cuda else None
     classes = len(head.weight)
     by_budget = by_weight is None or options.memory_budget is not None
@@ -634,7 +633,7 @@ _NOTHING = (False,) * 6
 
 
 def _run(
-    head: Head,
+    head: HeadRows,
     rows: ChunkRows,
     factor: float | Tensor | None = None,
     needs: Sequence[bool] = _NOTHING,
@@ -651,7 +650,7 @@ def _run(
 
 
 def _run_chunks(
-    head: Head,
+    head: HeadRows,
     rows: ChunkRows,
     factor: float | Tensor | None,
     values: Tensor,
@@ -686,7 +685,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: ChunkRows, mean: Mean | None, softcap: Any, *x: Any) -> Tensor:
-        head, ctx.needs = Head._make((*x, softcap)), ctx.needs_input_grad[3:]
+        head, ctx.needs = HeadRows._make((*x, softcap)), ctx.needs_input_grad[3:]
         if mean is None:
             ctx.save_for_backward(rows.target, *(t if isinstance(t, Tensor) else None for t in x))
             ctx.again = (rows, softcap, head.weight)
@@ -699,7 +698,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if upstream.dim():
             (rows, softcap, weight), (_, *x) = ctx.again, ctx.saved_tensors
-            head = Head._make((*x, softcap))
+            head = HeadRows._make((*x, softcap))
             head = head._replace(weight=weight) if head.weight is None else head
             return (None, None, None, *_run(head, rows, upstream, ctx.needs)[1])
         grads, ctx.grads = ctx.grads, None
@@ -712,12 +711,12 @@ class _LinearLoss(torch.autograd.Function):
         return (None, None, None, *scaled)
 
 
-def _is_late(head: Head, reduction: str) -> bool:
+def _is_late(head: HeadRows, reduction: str) -> bool:
     """Whether the gradients are computed in the backward pass."""
     return reduction == "none" or head.input.dtype in LATE_GRADIENT
 
 
-def _eager(head: Head, rows: ChunkRows, mean: Mean, reduction: str) -> Tensor:
+def _eager(head: HeadRows, rows: ChunkRows, mean: Mean, reduction: str) -> Tensor:
     tensors = head.tensors
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors):
         values = _run(head, rows)[0]
@@ -733,7 +732,7 @@ def _eager(head: Head, rows: ChunkRows, mean: Mean, reduction: str) -> Tensor:
 
 
 def _compiled(
-    head: Head, target: Tensor, rows: LossRows, mean: Mean, reduction: str, *fixed: Any
+    head: HeadRows, target: Tensor, rows: LossRows, mean: Mean, reduction: str, *fixed: Any
 ) -> tuple[Tensor, Tensor]:
     """One operator, which runs the chunks: the graph does not depend on their number.
 
@@ -775,7 +774,7 @@ def linear_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     mean = None if divisor is None else Mean(divisor, token_weight)
     if mean is not None and any(needs):
         factor = mean.factor(len(input))
-    head = Head(input, weight, bias, softcap=softcap)
+    head = HeadRows(input, weight, bias, softcap=softcap)
     values, grads = _run(head, rows, factor, (*needs, False, False, False))
     found = _no_statistics(input) if rows.statistics is None else rows.statistics
     d_input, d_weight, d_bias = (input.new_empty(0) if x is None else x for x in grads[:3])

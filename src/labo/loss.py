@@ -194,7 +194,7 @@ class Loss(_WithFields):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 parts.append(f"{name}=<{len(value)} classes>")
-            elif value != field.default or name in self._own:
+            elif value != field.default or (name in self._own and value is not None):
                 parts.append(f"{name}={value!r}")
         return ", ".join(parts)
 

@@ -357,3 +357,23 @@ class Rows:
             return total
         denominator = self.denominator()
         return total / denominator.masked_fill(denominator == 0, math.inf)
+
+
+def weighted_total(
+    token_weight: Tensor | None, target: Tensor, ignore_index: int, class_weight: Tensor | None
+) -> float | Tensor:
+    """What a mean divides by: the weights of the rows that count; inf if that would be 0."""
+    if token_weight is None:
+        counts = torch.ones(len(target), dtype=torch.float64, device=target.device)
+    else:
+        counts = token_weight.double()
+    if not target.is_floating_point():
+        valid = target != ignore_index
+        if class_weight is not None:
+            inside = target.clamp(0, len(class_weight) - 1)  # the range is checked elsewhere
+            counts = counts * class_weight.double()[inside]
+        counts = counts.masked_fill(~valid, 0.0)
+    total = counts.sum()
+    total = total.masked_fill(total == 0, math.inf)
+    total = total if token_weight is None else total.to(token_weight.dtype)
+    return float(total) if _checks.can_read(total) else total

@@ -45,7 +45,7 @@ from ..fields import describe, described
 from ..rows import SPLIT, exact, row_sum, wide
 from ..sums import EMIX, FROM_TEACHER
 from . import formula, native, trust
-from .columns import SUMS
+from .columns import COEFFICIENTS, SUMS
 from .kernel import Kernel
 
 
@@ -556,8 +556,13 @@ def _shares_memory_with_leaf(logits: Tensor) -> bool:
 # ------------------------------------------------------------------ torch.compile
 
 
+# Compiled graphs are cached on disk by the names of their operators. A version of labo with other
+# columns must not find the graphs of this one.
+_COLUMNS = f"{len(SUMS)}_{len(COEFFICIENTS)}"
+
+
 @torch.library.custom_op(
-    "labo::rows_and_sums",
+    f"labo::rows_and_sums_{_COLUMNS}",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, bool with_grad, {ROW_LOSS_SCHEMA}) -> (Tensor, Tensor)",
 )
@@ -585,7 +590,7 @@ def _(logits: Tensor, target: Tensor, with_grad: bool, *loss: Any) -> tuple[Tens
 
 
 @torch.library.custom_op(
-    "labo::rows_from_sums",
+    f"labo::rows_from_sums_{_COLUMNS}",
     mutates_args=(),
     schema="(Tensor logits, Tensor target, Tensor sums, Tensor upstream, "
     f"{ROW_LOSS_SCHEMA}) -> Tensor",

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._torch import disable_compile, fsdp_states
-from ..chunks import weighted_total
 from ..fast.columns import COEFFICIENTS, MIXED, SUMS
 from ..fast.dispatch import backend_of
 from ..fast.formula import (
@@ -31,7 +30,7 @@ from ..fast.formula import (
     stored_entries,
     temperatures,
 )
-from ..rows import teacher_rows, u_of, wide
+from ..rows import teacher_rows, u_of, weighted_total, wide
 from ..stored import stored_rows
 from ..sums import (
     BEYOND_MARGIN,

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,7 @@ def cluster(monkeypatch) -> Iterator[Any]:
     }
     small = {"object_store_memory": engines._RAY_MEMORY, "include_dashboard": False}
     head = {"num_cpus": 0, "_system_config": soon, **small}
+    terminated = signal.getsignal(signal.SIGTERM)
     started = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
@@ -82,6 +84,7 @@ def cluster(monkeypatch) -> Iterator[Any]:
         yield started
     finally:
         started.shutdown()
+        signal.signal(signal.SIGTERM, terminated)  # Ray has taken it
 
 
 def node_of(log: Path, cluster: Any) -> Any:

@@ -89,6 +89,7 @@ def of_rows(headings: list[str], rows: list[list[str]]) -> Printed:
     for cells in rows:
         row = dict(zip(headings, cells, strict=True))
         method, _, reference = cells[0].rpartition(": ")[2].partition(" - ")
+        method = method.partition(" (")[0]
         (delta,) = (cell for heading, cell in row.items() if heading.startswith("Δ "))
         found[method, reference] = (
             *parts(delta),

@@ -100,7 +100,23 @@ def r_drop(z: Tensor, q: Tensor, t: Tensor) -> Tensor:
     return (label_smoothing(z, q, t) + label_smoothing(t, q, t)) / 2 + BETA * symmetric
 
 
+def adaptive_smoothing(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    alpha = (1 - 0.5 * entropy / torch.log(torch.tensor(float(K)))).detach().unsqueeze(-1)
+    return soft_cross_entropy(log_p, (1 - alpha) * q + alpha / K)
+
+
+def conditional_smoothing(z: Tensor, q: Tensor, _: Tensor) -> Tensor:
+    largest, top = z.detach().amax(-1, keepdim=True), z.argmax(-1)
+    over = (z - 1.0).clamp(min=0).square().gather(-1, top.unsqueeze(-1)).squeeze(-1)
+    below = (largest - z - 1.0).clamp(min=0).square().sum(-1)  # 0 for the largest
+    return base(z, q, z) + 0.1 * (over + 0.1 / (K - 1) * below)
+
+
 DEFINITIONS = {
+    "als": (adaptive_smoothing, []),
+    "acls": (conditional_smoothing, ["method.margin=1.0"]),
     "r-drop": (
         r_drop,
         [f"method.lam={BETA}", "method.label=smoothed", f"method.alpha={ALPHA}"],

@@ -118,7 +118,11 @@ def test_wrong_requests(run, tmp_path, capsys):
         ((run,), "no images: give files or folders, or --files-from"),
         ((run, tmp_path), f"{tmp_path}: no image in it (.jpg, .jpeg, .png)"),
         ((run, "--files-from", "nowhere"), "nowhere: no such file"),
-        ((run, "x.png", "--format", "xml"), "--format xml: must be csv or jsonl"),
+        (
+            (run, "x.png", "--format", "xml"),
+            "Invalid value for '--format': 'xml' is not one of 'csv', 'jsonl' "
+            "(labo predict --help)",
+        ),
         ((tmp_path, "x.png"), f"{tmp_path} is no run with best/config.json"),
     ]:
         assert status("predict", *arguments) == 2

@@ -19,7 +19,7 @@ from labo.lab.language_modeling.model import causal_config
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
-from labo.lab.text.selection import Selection
+from labo.lab.text.selection import ClassSelection
 from labo.lab.text.stored import StoredTeacher
 from labo.lab.text.teacher import store
 from tiny_language import SENTENCES, learned_tokenizer
@@ -257,14 +257,14 @@ class TestSelection:
     LOG_P = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625], [0.96, 0.01, 0.01, 0.01, 0.01]]).log()
 
     def test_a_nucleus(self):
-        indices, log_p = Selection(4, top_p=0.8)(self.LOG_P)
+        indices, log_p = ClassSelection(4, top_p=0.8)(self.LOG_P)
         assert indices.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
         torch.testing.assert_close(log_p[0, :3], self.LOG_P[0, :3])
         assert (log_p[indices < 0] == -math.inf).all()
 
     def test_draws_are_unbiased_and_repeatable(self):
         rows, k = self.LOG_P[:1].expand(20_000, -1), 3
-        pick = Selection(k, sampling="random")
+        pick = ClassSelection(k, sampling="random")
         indices, log_p = pick(rows, torch.Generator().manual_seed(1))
         again, _ = pick(rows, torch.Generator().manual_seed(1))
         assert torch.equal(indices, again)
@@ -276,7 +276,7 @@ class TestSelection:
             / 20_000
         )
         torch.testing.assert_close(mean[1:], self.LOG_P[0].exp(), atol=0.01, rtol=0)
-        top, values = Selection(k)(rows[:1])  # leans to its own tokens
+        top, values = ClassSelection(k)(rows[:1])  # leans to its own tokens
         assert abs(values.exp()[0, 0] / values.exp().sum() - 0.5) > 0.05
         assert top.tolist() == [[0, 1, 2]]
 
@@ -290,7 +290,7 @@ class TestSelection:
     )
     def test_refused(self, given, message):
         with pytest.raises(RequestError, match=message):
-            Selection(3, **given)
+            ClassSelection(3, **given)
 
     def test_in_the_command(self, model, texts, tmp_path):
         run = CliRunner()

@@ -27,7 +27,13 @@ from labo.lab.translation.task import TranslationTask
 from tiny_language import prepare_prompts, prepare_texts
 
 Make = Callable[..., TokenTask]
-SECOND = TEACHERLESS | {"topk-kd", "ps-kd", "r-drop", "connet"}  # methods whose loss takes more
+SECOND = TEACHERLESS | {
+    "topk-kd",
+    "ps-kd",
+    "als-past",
+    "r-drop",
+    "connet",
+}  # methods whose loss takes more
 PHRASES = ["data.size=300", "data.vocabulary=400", "model.width=16", "model.ffn=32"]
 PHRASES += ["model.heads=2", "model.positions=128", "model.encoder_layers=1"]
 PHRASES += ["model.decoder_layers=3", "model.dropout=0", "train.batch_tokens=256"]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ...chunks import Mean, weighted_total
+from ...chunks import Mean
 from ...loss import Loss
 from ...losses import CrossEntropyLoss, Warmup
 from ...metrics import loss_metrics
+from ...rows import weighted_total
 from . import distillation, sft
 from .callback import RegularizationCallback, check_arguments
 from .head import fused_part, is_fused

@@ -325,8 +325,10 @@ class RayEngine:
         self.stack = ExitStack()
         log = io.TextIOWrapper(append(folder / "logs" / "ray.log"), line_buffering=True)
         self.stack.enter_context(redirect_stdout(self.stack.enter_context(log)))
+        terminated = signal.getsignal(signal.SIGTERM)  # ray takes it
         try:
             ray.init(address, log_to_driver=False, logging_level="ERROR", **options)
+            signal.signal(signal.SIGTERM, terminated)
         except (ConnectionError, RuntimeError, ValueError) as error:
             self.stack.close()
             first = str(error).partition("\n")[0]

@@ -27,7 +27,7 @@ import torch
 from ..errors import DataError, RequestError
 from ..run.files import sha256
 from ..text.pretrained_tokenizer import vocabulary_digest
-from ..text.selection import Selection
+from ..text.selection import ClassSelection
 from ..text.stored import Rows
 from .prepared import IGNORED, PreparedDocuments
 
@@ -58,7 +58,7 @@ class ServedPredictions:
 
     block = 0  # the server decides what the model sees
 
-    def __init__(self, file: Path, data: Path, selection: Selection) -> None:
+    def __init__(self, file: Path, data: Path, selection: ClassSelection) -> None:
         if not file.is_file():
             raise RequestError(f"--from: {file} is not a file")
         if selection.sampling == "random":

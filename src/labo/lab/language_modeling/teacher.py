@@ -18,7 +18,7 @@ from ..text.pretrained_tokenizer import (
     vocabulary_difference,
     vocabulary_digest,
 )
-from ..text.selection import Selection
+from ..text.selection import ClassSelection
 from ..text.stored import Rows, StoredTeacher
 from ..text.teacher import TrainingPredictions
 from .model import LanguageModel, check_head, load_causal
@@ -57,7 +57,7 @@ class DocumentPredictions(TrainingPredictions):
         self.targets = np.maximum(self.split.lengths - 1, 0)
 
     @classmethod
-    def served(cls, file: Path, data: Path, selection: Selection) -> Any:
+    def served(cls, file: Path, data: Path, selection: ClassSelection) -> Any:
         from .served import ServedPredictions
 
         return ServedPredictions(file, data, selection)

@@ -13,7 +13,7 @@ from .options import Sampling
 
 
 @dataclass(frozen=True)
-class Selection:
+class ClassSelection:
     """How k entries are taken from a prediction; what is left of k is padding, -1 and -inf.
 
     Attributes:

@@ -57,7 +57,7 @@ class StoredSettings(Document):
         top_k: classes that are stored for a target.
         block: the most tokens that the teacher saw at once.
         precision: of the log-probabilities.
-        selection: which classes are stored, see :class:`labo.lab.text.selection.Selection`.
+        selection: which classes are stored, see :class:`labo.lab.text.selection.ClassSelection`.
     """
 
     data: str

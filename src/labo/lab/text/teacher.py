@@ -33,7 +33,7 @@ from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
 from .options import TeacherOptions
-from .selection import Selection
+from .selection import ClassSelection
 from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
 __all__ = ["TrainingPredictions", "store"]
@@ -70,7 +70,7 @@ class TrainingPredictions(ABC):
     block: int
     targets: npt.NDArray[np.int64]
     model: nn.Module
-    selection: Selection
+    selection: ClassSelection
     rng: torch.Generator
 
     @abstractmethod
@@ -81,7 +81,7 @@ class TrainingPredictions(ABC):
         """The predictions for the samples from ``first`` to before ``last``, in order."""
 
     @classmethod
-    def served(cls, file: Path, data: Path, selection: Selection) -> Any:
+    def served(cls, file: Path, data: Path, selection: ClassSelection) -> Any:
         """The predictions that a server gave, which have a ``digest``, too."""
         raise RequestError(f"--from is for documents of `labo prepare-text`; {data} has none")
 
@@ -134,7 +134,7 @@ def store(
     """
     chosen, data = validated(TeacherOptions, options), Path(data).expanduser()
     top_k = chosen.top_k
-    selection = Selection(top_k, chosen.top_p, chosen.sampling, chosen.seed)
+    selection = ClassSelection(top_k, chosen.top_p, chosen.sampling, chosen.seed)
     task, kind = _find_predictions(data)
     predictions: Any
     if served is not None:
