@@ -194,7 +194,7 @@ GOOD = {"label": 1, "probabilities": [0.25, 0.75]}
     ("wrong", "problem"),
     [
         ({"label": 1}, "'probabilities' is missing"),
-        ({**GOOD, "probabilities": "x"}, "'probabilities' is not a list"),
+        ({**GOOD, "probabilities": "x"}, "'probabilities' is not a list of numbers"),
         ({**GOOD, "probabilities": ["x", 1]}, "'probabilities' is not a list of numbers"),
         ({**GOOD, "probabilities": [[1.0]]}, "'probabilities' has 1 values, expected 2"),
         ({**GOOD, "probabilities": [0.2, 0.3, 0.5]}, "'probabilities' has 3 values, expected 2"),

@@ -721,3 +721,11 @@ def test_the_share_of_the_machine(monkeypatch):
     assert Setup(processes=2).share(1) == (1, 4)
     assert Setup(processes=16).share(100) == (1, 1)
     assert Setup(threads=3).share(100) == (8, 3)
+
+
+def test_a_folder_that_another_process_is_claiming_is_no_foreign_one(tmp_path):
+    (tmp_path / "..labo.tmp").write_text("Runs of labo")
+    check_folder(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RequestError, match=r"holds something else \(notes.txt\)"):
+        check_folder(tmp_path)

@@ -52,10 +52,11 @@ def check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise RequestError(f"{folder} is no folder: choose another --out")
+    own = (LOCK, files.temporary(folder / _MARK).name)  # another process may just claim it
     foreign = [
         path.name
         for path in sorted(folder.iterdir())
-        if path.name != LOCK and not (path / "recipe.yaml").is_file()
+        if path.name not in own and not (path / "recipe.yaml").is_file()
     ]
     if foreign:
         raise RequestError(
