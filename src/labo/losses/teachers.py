@@ -27,6 +27,18 @@ def _standardized_kl(row: RowSums, tau: float) -> Tensor:
     return row.masses(FROM_TEACHER, tau, spread=DEVIATION).distillation()
 
 
+_DIVERGENCE = hyper(
+    default="forward",
+    choices=DIVERGENCES,
+    doc='"forward", "reverse", "jsd", "skew" or "skew_reverse", see the table',
+)
+_MIXTURE = hyper(
+    default=None,
+    within=UNIT,
+    doc='the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and "skew_reverse"',
+)
+
+
 class DistillationLoss(Loss):
     r"""Knowledge distillation; called as ``loss(logits, target, teacher_logits)``.
 
@@ -85,17 +97,8 @@ class DistillationLoss(Loss):
     multiplier: float = hyper(
         default=1.0, within=NOT_NEGATIVE, doc="the factor m of the KL divergence"
     )
-    divergence: str = hyper(
-        default="forward",
-        choices=DIVERGENCES,
-        doc='"forward", "reverse", "jsd", "skew" or "skew_reverse", see the table',
-    )
-    mixture: float | None = hyper(
-        default=None,
-        within=UNIT,
-        doc='the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and '
-        '"skew_reverse"',
-    )
+    divergence: str = _DIVERGENCE
+    mixture: float | None = _MIXTURE
     tau_squared: bool = hyper(default=True, doc="multiply the divergence by tau^2")
     standardize: bool = hyper(
         default=False, doc="standardize the logits of both models in the KL divergence"
@@ -269,17 +272,8 @@ class TopKDistillationLoss(Loss):
         doc='"bucket", "uniform", "labo", "drop" or "renormalize", see the table',
     )
     tau: float = hyper(default=1.25, within=POSITIVE, doc='temperature of the tail "labo"')
-    divergence: str = hyper(
-        default="forward",
-        choices=DIVERGENCES,
-        doc='"forward", "reverse", "jsd", "skew" or "skew_reverse", see the table',
-    )
-    mixture: float | None = hyper(
-        default=None,
-        within=UNIT,
-        doc='the weight b of a mixture: by default 0.5 for "jsd" and 0.1 for "skew" and '
-        '"skew_reverse"',
-    )
+    divergence: str = _DIVERGENCE
+    mixture: float | None = _MIXTURE
 
     def value(self, row: RowSums) -> Tensor:
         log_t, mass = completed(row.log_t, row.u_stored == -math.inf, row.e == 0)
