@@ -43,7 +43,7 @@ from .. import _checks
 from .._torch import forward_mode
 from ..fields import describe, described
 from ..rows import SPLIT, exact, row_sum, wide
-from ..sums import EMIX, FROM_TEACHER
+from ..sums import EMIX
 from . import formula, native, trust
 from .columns import COEFFICIENTS, SUMS
 from .kernel import Kernel
@@ -219,16 +219,6 @@ class FastRows(NamedTuple):
         values = self.loss.values() | {name: x for name, x in given.items() if x is not None}
         text, tensors = describe(self.loss._registered, values)
         return tensors, self.backend, text
-
-    def for_chunk(self, part: slice) -> FastRows:
-        """The loss for some of the rows: with what a teacher gives for them, if there is one."""
-        source = self.source
-        if source is None:
-            return self
-        if self.stored is not None:
-            return self._replace(source=source[part], stored=self.stored[part])
-        plan = formula.plan_of(self.loss, self.weight is not None)
-        return self._replace(source=source[part]) if plan.masses == FROM_TEACHER else self
 
     def rows(
         self,
