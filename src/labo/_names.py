@@ -37,11 +37,12 @@ _SEPARATORS = str.maketrans("", "", "-_ ")
 
 
 class Registry(dict[str, Any]):
-    """A dict from names to objects, in any spelling; the error for an unknown one says the nearest.
+    """A dict from names to objects. A name is found in any spelling and by its aliases.
 
     Example:
-        >>> Registry("loss", {"cskd": 1, "ce": 2}, {"base": "ce"})["CS-KD"]
-        1
+        >>> losses = Registry("loss", {"cs-kd": 1, "base": 2}, {"ce": "base"})
+        >>> losses["CSKD"], losses["ce"], list(losses)
+        (1, 2, ['cs-kd', 'base'])
     """
 
     def __init__(
@@ -51,8 +52,22 @@ class Registry(dict[str, Any]):
         self.kind = kind
         self._spellings = {plain_name(name): name for name in entries} | dict(aliases or {})
 
-    def __missing__(self, name: object) -> Any:
-        spelling = plain_name(name)
-        if spelling in self._spellings:
-            return self[self._spellings[spelling]]
-        raise UnknownNameError(unknown_name(self.kind, name, self))
+    def name_of(self, spelling: object) -> str:
+        """The name for a spelling or an alias.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        try:
+            return self._spellings[plain_name(spelling)]
+        except KeyError:
+            raise UnknownNameError(unknown_name(self.kind, spelling, self)) from None
+
+    def __missing__(self, spelling: object) -> Any:
+        return self[self.name_of(spelling)]
+
+    def __contains__(self, spelling: object) -> bool:
+        return plain_name(spelling) in self._spellings
+
+    def get(self, spelling: object, default: Any = None) -> Any:
+        return super().get(self._spellings.get(plain_name(spelling), ""), default)

@@ -17,7 +17,7 @@ from ._torch import autograd_enabled
 from .fast.dispatch import FastRows
 from .fields import describe, described
 from .heads.quantized import QuantizedWeight, by_blocks, product_dtype
-from .rows import row_sum, times
+from .rows import row_sum, times, wide
 
 Factor = float | Tensor | None
 Part = slice | Tensor
@@ -155,7 +155,7 @@ class HeadRows(NamedTuple):
         def total(i: int, x: Tensor) -> Tensor:
             make = torch.empty_like if written.get(i) else torch.zeros_like
             # What is summed over chunks is summed in float32.
-            dtype = x.dtype if i in (0, 3) else torch.promote_types(x.dtype, torch.float32)
+            dtype = x.dtype if i in (0, 3) else wide(x.dtype)
             return make(x, dtype=dtype, memory_format=torch.contiguous_format)
 
         both = zip(self.tensors, needs, strict=True)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]  # Typer has its own click, or another
 
 
+_DEBUG = "--debug"  # before or after the name of a command
+
 # Groups of commands in the help, in this order.
 _DATA, _TRAINING, _COMPARISON, _USE = _GROUPS = (
     "Data",
@@ -114,6 +116,9 @@ def _labo(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version)
     ] = False,
+    debug: Annotated[
+        bool, typer.Option(_DEBUG, help="Show the traceback of an error, of any command.")
+    ] = False,
 ) -> None:
     """Label regularization: train, compare and analyze."""
 
@@ -125,22 +130,6 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Recipe keys to change, such as train.epochs=10."
     ),
 ]
-Jobs = Annotated[
-    int | None, typer.Option(help="Runs at the same time. Default: one per GPU, or per core.")
-]
-EngineName = Annotated[
-    str, typer.Option("--engine", help="What runs them: local (this machine) or ray (a cluster).")
-]
-Address = Annotated[
-    str | None,
-    typer.Option(help="Ray cluster, HOST:PORT or auto. Default: Ray is started on this machine."),
-]
-Processes = Annotated[int, typer.Option(help="Processes of each run, started by torchrun.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="Threads of each process. Default: the cores are shared out; with ray, 1."),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AcceptData = Annotated[
     bool, typer.Option("--accept-data", help="Continue although the data of a run have changed.")
 ]
@@ -244,7 +233,6 @@ def train(
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model. The same command continues a run that was stopped."""
     from .lab.recipes import load_recipe
@@ -273,7 +261,6 @@ def evaluate(
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Score the selected model of a run, and write one record per example.
 
@@ -325,7 +312,6 @@ def average(
     ] = None,
     split: Annotated[list[str] | None, _splits("Split to score, valid by default")] = None,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Average the models that a run kept, and score the average.
 
@@ -351,7 +337,6 @@ def calibrate(
         bool, typer.Option("--fold", help="Divide the logits of the saved model for good.")
     ] = False,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Fit a temperature to the model of a run on validation, and store it with the model."""
     from .lab.calibrate import calibrate_run
@@ -366,14 +351,20 @@ def calibrate(
             print(f"{run / 'best'} has it folded in; scores and records are of the model before")
 
 
-@app.command(rich_help_panel=_COMPARISON)
+@app.command(cls=_options_of("compare.setup:Setup"), rich_help_panel=_COMPARISON)
 def compare(
+    context: typer.Context,
     recipe: RecipeName,
     overrides: Overrides = None,
     methods: Annotated[
-        str, typer.Option(help="Rows of the table, such as base,ls,labo,labo:tau=1.05.")
+        str,
+        typer.Option(
+            help="Rows of the table, each with settings of its own, such as "
+            "base,ls,labo:tau=1.05:optim.lr=0.2."
+        ),
     ] = "base,ls,labo",
     seeds: Annotated[int, typer.Option(help="Runs per method. They use seeds 0, 1, 2, ...")] = 3,
+    first_seed: Annotated[int, typer.Option(help="The smallest seed.")] = 0,
     grid: Annotated[
         list[str] | None,
         typer.Option(
@@ -397,11 +388,6 @@ def compare(
         Path | None,
         typer.Option(help="Run directory of the teacher of kd. Default: base with the same seed."),
     ] = None,
-    engine: EngineName = "local",
-    address: Address = None,
-    jobs: Jobs = None,
-    processes: Processes = 1,
-    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-RECIPE.")
     ] = None,
@@ -414,18 +400,16 @@ def compare(
     accept_data: AcceptData = False,
     verify: Verify = False,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Train several methods with several seeds, and print a table.
 
     Finished runs are reused, interrupted runs are continued, missing runs are started.
     """
     from .lab.compare import execute
-    from .lab.compare.engines import Setup
     from .lab.compare.plan import plan as plan_runs
 
     out = out or Path("runs") / f"compare-{Path(recipe).stem}"
-    setup = Setup(engine, address, jobs, processes, threads)
+    setup = context.obj
     setup.check()
     comparison = plan_runs(
         recipe,
@@ -436,6 +420,7 @@ def compare(
         grid=grid or (),
         select_seeds=select_seeds,
         extend=extend,
+        first_seed=first_seed,
         teacher=None if teacher is None else str(teacher),
     )
     if plan:
@@ -464,7 +449,6 @@ def analyze(
         ),
     ],
     split: Annotated[str, _splits("Split to compare")] = "test",
-    debug: Debug = False,
 ) -> None:
     """Analyze and compare runs that `labo evaluate` has scored. Writes RUN/analysis.json."""
     from .lab.analysis import run as analysis
@@ -496,7 +480,6 @@ def report(
             help="Folder for the figures: each as PDF, as SVG, and its data as CSV.",
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write one HTML page about runs: tables, figures, sentences and a label explorer."""
     from .lab.analysis.collection import runs_in
@@ -515,8 +498,9 @@ def report(
         print(f"{figures} has the figures")
 
 
-@app.command(rich_help_panel=_COMPARISON)
+@app.command(cls=_options_of("compare.setup:Setup"), rich_help_panel=_COMPARISON)
 def reproduce(
+    context: typer.Context,
     exhibit: Annotated[
         str, typer.Argument(help="table1, table2, table3, table4, figure1, figure2 or imagenet.")
     ],
@@ -538,25 +522,31 @@ def reproduce(
     seeds: Annotated[
         int | None, typer.Option(help="Runs per method. Default: as in the paper, or fewer.")
     ] = None,
-    engine: EngineName = "local",
-    address: Address = None,
-    jobs: Jobs = None,
-    processes: Processes = 1,
-    threads: Threads = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Make the exhibit of finished runs instead: a run directory, or a folder of a "
+            "comparison. Can be repeated."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/reproduce-SCALE.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs and the data they need, and stop.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Reproduce a table or figure of the paper, next to the published numbers."""
-    from .lab.compare.engines import Setup
+    from .lab.errors import RequestError
     from .lab.reproduce import command
 
-    setup = Setup(engine, address, jobs, processes, threads)
+    setup = context.obj
     setup.check()
+    if runs:
+        if overrides or data or seeds is not None:
+            raise RequestError("--runs: these are finished; KEY=VALUE, --data, --seeds are for new")
+        _conclude("\n".join(map(_shown, command.of_runs(exhibit, runs, out))), ())
+        return
     plan = command.plan(exhibit, scale, data or (), overrides=overrides or (), seeds=seeds, out=out)
     if dry_run:
         print(command.describe(plan))
@@ -568,11 +558,13 @@ def reproduce(
 
 @app.command(rich_help_panel=_TRAINING)
 def demo(
-    jobs: Jobs = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at the same time. Default: one per GPU, or per core."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
         "runs/demo"
     ),
-    debug: Debug = False,
 ) -> None:
     """Train base, LS and LABO on built-in images and phrases, and write a report."""
     from .lab.demo import demo as run_demo
@@ -613,7 +605,6 @@ def prepare(
         ),
     ] = None,
     force: Force = False,
-    debug: Debug = False,
 ) -> None:
     """Prepare parallel text for training: clean it, learn subwords or take some, write token ids.
 
@@ -632,13 +623,12 @@ def prepare(
         check_apart(out, [inputs])
         given |= read_inputs(inputs)
     options = choose(preset, given)
-    summarize(prepare_text(options, out, workers=workers, force=force), options.tokenizer)
+    prepared = prepare_text(options, out, workers=workers, force=force)
+    summarize(prepared, options.tokenizer, preset)
 
 
 @app.command(cls=_options_of("language_modeling.options:DocumentOptions"), rich_help_panel=_DATA)
-def prepare_text(
-    context: typer.Context, out: PreparedOut, force: Force = False, debug: Debug = False
-) -> None:
+def prepare_text(context: typer.Context, out: PreparedOut, force: Force = False) -> None:
     """Prepare text for language modelling: learn a tokenizer, or take one, and write token ids.
 
     Rows of a table with the columns prompt and completion, or with chat messages, become examples
@@ -654,7 +644,6 @@ def prepare_text(
 def generate(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run of language modelling, or its model folder.")],
-    debug: Debug = False,
 ) -> None:
     """Continue prompts: reads stdin, writes one line for each line."""
     from .lab.language_modeling.generate import generate_stream
@@ -678,7 +667,6 @@ def score(
             "each line of stdin is a text.",
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Write the log-probability of given text, a line of JSON for each document or line."""
     from .lab.errors import RequestError
@@ -714,7 +702,6 @@ def predict(
     ] = "csv",
     top: Annotated[int, typer.Option(min=1, help="Number of classes for each image.")] = 5,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Write the most probable classes of images, a line for each file."""
     from .lab.errors import LabError, RequestError
@@ -757,7 +744,6 @@ def teacher(
     ] = None,
     force: Force = False,
     verify: Verify = False,
-    debug: Debug = False,
 ) -> None:
     """Store the most probable tokens of a model for training with method=topk-kd.
 
@@ -784,7 +770,6 @@ def teacher(
 def translate(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
-    debug: Debug = False,
 ) -> None:
     """Translate standard input to standard output, line by line."""
     from .lab.translation.translate import translate_stream
@@ -814,7 +799,6 @@ def export(
         ),
     ] = None,
     trust_code: TrustCode = False,
-    debug: Debug = False,
 ) -> None:
     """Export a model to CTranslate2 or ONNX, and print the code that loads it."""
     from .lab.errors import RequestError
@@ -845,7 +829,6 @@ def methods(
         str | None,
         typer.Option(help="Task whose methods and defaults are listed. Default: the first task."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """List the methods of a task, with their hyper-parameters, defaults and papers."""
     from rich.console import Console
@@ -926,11 +909,11 @@ def main(arguments: list[str] | None = None) -> Any:
     """Run a command. Exit status: 0 success, 1 failure, 2 wrong request, 130 Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return app(arguments)
+        return app([argument for argument in arguments if argument != _DEBUG])
     except BaseException as error:
         # A Rust library (tokenizers) raises its panics as no Exception.
         panicked = type(error).__name__ == "PanicException"
-        if "--debug" in arguments or not (isinstance(error, Exception) or panicked):
+        if _DEBUG in arguments or not (isinstance(error, Exception) or panicked):
             raise
         from .lab.errors import printable
 

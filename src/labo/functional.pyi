@@ -27,7 +27,9 @@ def acls_loss(
         \frac{\lambda_2}{K-1} \sum_{j \notin M} \max(0, \max z - z_j - m)^2\Bigr)
 
     M are the classes with the largest logit, which is held constant in the second sum. The first
-    sum depends on a shift of all logits: this loss does not see the softmax alone.
+    sum depends on a shift of all logits: this loss does not see the softmax alone. It has the
+        plain
+    formula alone: no other loss sums squares beyond a margin, and the backends do not.
 
     Args:
         logits: (..., K).
@@ -579,7 +581,9 @@ def gem_loss(
     where w is 1 (``h="linear"``) or :math:`\mathrm{sigmoid}(0.01 (z_j - z_y))`, held constant too
     (``h="logsigmoid"``). With the first, the gradient is q - onehot(y). The value may be
         negative:
-    it is no likelihood, so compare models by their NLL.
+    it is no likelihood, so compare models by their NLL. The second has the plain formula alone:
+        its
+    weights depend on the target and on each logit, so that it is no formula of sums over a row.
 
     Args:
         logits: (..., K).
@@ -1502,7 +1506,9 @@ def zipf_smoothing_loss(
     over the classes other than y, where :math:`p_{others}` is p renormalised over them. The rank
         of
     a class is that of its logit among all classes (1 is the largest; equal logits share the
-    smallest rank), held constant.
+    smallest rank), held constant. Ranks need the row in order, not sums over it: there is the
+        plain
+    formula alone.
 
     Args:
         logits: (..., K).

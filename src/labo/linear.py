@@ -513,7 +513,7 @@ def _check_token_weight(
     if token_weight.requires_grad:
         raise ValueError("linear_loss computes no gradient for token_weight: detach it")
     _checks.check_devices(input, token_weight=token_weight)
-    weights = token_weight.reshape(-1).to(torch.promote_types(input.dtype, torch.float32))
+    weights = token_weight.reshape(-1).to(wide(input.dtype))
     return weights if target.is_floating_point() else weights.masked_fill(target == ignore_index, 0)
 
 
@@ -620,7 +620,7 @@ def _most_rows(
     classes = len(head.weight)
     by_budget = by_weight is None or options.memory_budget is not None
     if columns is not None and by_budget and options.batch_chunk_size is None:
-        classes = columns.widest
+        classes = int(columns.most)  # a device may be waited for
     row_bytes = max(1, classes) * head.dtype.itemsize * copies
     if rows.loss.teacher_is_stored and rows.backend != "reference":
         row_bytes += rows.teacher[0].shape[1] * _STORED_BYTES

@@ -100,8 +100,6 @@ class Loss(_WithFields):
     leaves_out_target: ClassVar[bool] = False
     # The field that :meth:`class_row` is made of; None if that is made of numbers.
     row_field: ClassVar[str | None] = None
-    # Up to so many classes the reference is as fast as a fast backend, and ``auto`` takes it.
-    few_classes: ClassVar[int] = 0
     # Fields of a base that the loss does not have.
     without: ClassVar[tuple[str, ...]] = ()
     # What the function takes after the target, or may take, and as keywords.
@@ -136,6 +134,10 @@ class Loss(_WithFields):
     def reference_only(self, *inputs: Any) -> str | None:
         """What the fast backends do not support in this call, or None."""
         return None if _defines(type(self), "value") else "this loss"
+
+    def few_classes(self) -> int:
+        """Up to so many classes the reference is as fast as a fast backend: "auto" takes it."""
+        return 0
 
     def check_together(self) -> None:
         """Refuse hyper-parameters that do not go together."""

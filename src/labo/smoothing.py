@@ -50,10 +50,13 @@ def group_shares(
         shares: of the groups; a group without classes has none.
         dtype: of the result.
     """
-    sizes = torch.stack([(groups == group).sum() for group in range(3)])
+    numbers = torch.arange(3, device=groups.device)
+    sizes = (groups == numbers.unsqueeze(1)).sum(1)
     # Filled on the device: a copy of the numbers would wait for it.
-    of_groups = torch.stack([torch.full_like(sizes[0], share, dtype=dtype) for share in shares])
-    each = torch.where(sizes > 0, of_groups, 0.0) / sizes.clamp(min=1)
+    of_groups = torch.full_like(numbers, shares[0], dtype=dtype)
+    for group in (1, 2):
+        of_groups = of_groups.masked_fill(numbers == group, shares[group])
+    each = of_groups * (sizes > 0) / sizes.clamp(min=1)
     return each / (each * sizes).sum()
 
 

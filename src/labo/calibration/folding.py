@@ -8,8 +8,8 @@ is compared with the logits from before. What cannot be done exactly is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -293,8 +293,26 @@ def _halves_logits(plan: _Plan, model: Any, layer: nn.Linear) -> bool:
     return bool((after[finite] - expected[finite]).abs().max() <= tolerance * largest)
 
 
-# The largest logit of a trial. A function that changes logits also changes these.
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode; every module inside gets its own mode back."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+# The largest logit of a trial. A function that changes logits, such as a cap, changes these too.
 _LARGE = 60.0
+
+
+def enlarged(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Hidden states whose largest logit is about that."""
+    logits = nn.functional.linear(hidden, weight)
+    return hidden * (_LARGE / logits.abs().max().clamp(min=1e-3))
 
 
 def _logits(model: Any, layer: nn.Linear) -> Tensor:
@@ -314,17 +332,10 @@ def _logits(model: Any, layer: nn.Linear) -> Tensor:
 
     def enlarge(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         seen.append(args)
-        logits = nn.functional.linear(args[0], layer.weight)
-        return (args[0] * (_LARGE / logits.abs().max().clamp(min=1e-3)),)
+        return (enlarged(args[0], layer.weight),)
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with layer.register_forward_pre_hook(enlarge):
-            logits: Tensor | None = model(**inputs, use_cache=False, return_dict=True).logits
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model), layer.register_forward_pre_hook(enlarge):
+        logits: Tensor | None = model(**inputs, use_cache=False, return_dict=True).logits
     if logits is None or len(seen) != 1:
         raise ValueError(f"{name} does not make its logits with its output layer alone")
     return logits

@@ -50,8 +50,14 @@ def blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _rows_of(logits: Tensor, target: Tensor, plan: Passes, part: slice) -> Tensor:
-    """The logits of a block in the wide type; -inf for a target that is left out."""
-    z = logits[part].to(wide(logits.dtype))
+    """The logits of a block; -inf for a target that is left out.
+
+    On the CPU in the wide type. Elsewhere an operation on two types reads the narrow one at no
+    cost, and a copy would be one more pass.
+    """
+    z = logits[part]
+    if logits.is_cpu:
+        z = z.to(wide(logits.dtype))
     if plan.asked & OTHERS:
         classes = torch.arange(logits.shape[1], device=logits.device)
         z = z.masked_fill(classes == target[part].unsqueeze(1), -math.inf)
@@ -80,15 +86,15 @@ def _masses(
     source_tau: float | Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The masses q, 0 for masked classes, and the logits v of a teacher minus ``source_top``."""
-    masked = z == -math.inf
-    v = None
     if plan.masses == TEMPERED:
         return torch.exp(u / plan.tau), None
-    if plan.masses == BEYOND_MARGIN:
-        q = (-u > plan.margin).to(u.dtype)
-    elif source is None or source_top is None:
-        q = torch.ones_like(u)
-    elif plan.masses == FROM_TEACHER:
+    if source is None or source_top is None:  # of each class the same, or 0
+        there = z != -math.inf
+        if plan.masses == BEYOND_MARGIN:
+            there &= u < -plan.margin
+        return there.to(u.dtype), None
+    v, masked = None, z == -math.inf
+    if plan.masses == FROM_TEACHER:
         v = _finite(source - source_top).masked_fill_(masked, 0.0)
         q = torch.exp(v / source_tau)
     else:
@@ -115,7 +121,7 @@ def _teacher_mixture(mixture: RowMixture, d: Tensor, part: slice) -> Tensor:
 
 def _mixture_of(mixture: RowMixture, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     """u and x of a block, as :mod:`labo.fast.formula` has them; finite."""
-    top, shift = (of_rows[part].to(z.dtype).unsqueeze(1) for of_rows in mixture[:2])
+    top, shift = (x[part].to(wide(z.dtype)).unsqueeze(1) for x in mixture[:2])
     u = _finite(z - top)
     return u, _finite(u + shift)
 
@@ -133,7 +139,12 @@ def _source_rows(
         return None if source is None else source.to(dtype)
     if plan.masses == FROM_TABLE:
         return source[target[part].clamp(0, len(source) - 1)].to(dtype)
-    return source[part].to(dtype)
+    return source[part].to(dtype) if source.is_cpu else source[part]
+
+
+def _uses_u(plan: Passes) -> bool:
+    """Whether more than exp(u) is computed from u, so that 0 * u has to be 0."""
+    return plan.masses != NO_MASSES or bool(plan.asked & (UE | UR))
 
 
 def sums(
@@ -145,7 +156,7 @@ def sums(
     source: Tensor | None = None,
 ) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
-    wider = exact(logits.device, logits.dtype)
+    dtype, wider = wide(logits.dtype), exact(logits.device, logits.dtype)
     all_sums = torch.zeros(len(logits), len(SUMS), dtype=wider, device=logits.device)
     if logits.shape[1] == 0:
         all_sums[:, 0] = -math.inf
@@ -154,8 +165,8 @@ def sums(
         for part in blocks(logits):
             z = _rows_of(logits, target, plan, part)
             if plan.asked & QMIX:
-                tops = (x[part].to(z.dtype).unsqueeze(1) for x in plan.mixture[::2])
-                t = _source_rows(source, plan, part, target, z.dtype)
+                tops = (x[part].to(dtype).unsqueeze(1) for x in plan.mixture[::2])
+                t = _source_rows(source, plan, part, target, dtype)
                 r, q, difference = _taught(plan, z, t, *tops)
                 x = _teacher_mixture(plan.mixture, difference, part)
                 zero, at = x.new_zeros(()), SUMS.index("rmix")
@@ -174,18 +185,18 @@ def sums(
         return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
     for part in blocks(logits):
         z = _rows_of(logits, target, plan, part)
-        tau, source_tau = _taus(plan, part, z.dtype)
-        top = z.amax(1, keepdim=True)
+        tau, source_tau = _taus(plan, part, dtype)
+        top = z.amax(1, keepdim=True).to(dtype)
         found = {"top": top.squeeze(1)}
         top = top.masked_fill(top == -math.inf, 0.0)
         found["u_y"] = _u_of_target(logits[part], target[part], top, plan)
-        u = _finite(z - top)
-        e = u.exp()
+        u = z - top
+        e = _finite(u).exp() if _uses_u(plan) else u.exp_()
         found["e"] = row_sum(e)
         if plan.asked & TOP:
             found["top_at"] = z.argmax(1)
         if plan.asked & COUNT:
-            found["count"] = row_sum((z != -math.inf).to(z.dtype))
+            found["count"] = row_sum((z != -math.inf).to(dtype))
         if plan.asked & UE:
             found["ue"] = row_sum(u * e)
         if plan.asked & R:
@@ -194,9 +205,9 @@ def sums(
             if plan.asked & UR:
                 found["ur"] = _product_sum(u, r)
         if plan.masses != NO_MASSES:
-            t, t_top = _source_rows(source, plan, part, target, z.dtype), torch.zeros_like(top)
+            t, t_top = _source_rows(source, plan, part, target, dtype), torch.zeros_like(top)
             if t is not None and plan.masses == FROM_TEACHER:
-                t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True)
+                t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True).to(dtype)
                 found["source_top"] = t_top.squeeze(1)
                 t_top = t_top.masked_fill(t_top == -math.inf, 0.0)
             q, v = _masses(plan, z, u, t, t_top, source_tau)
@@ -234,7 +245,7 @@ def _mass_sums(
 
 
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
-    """See :data:`labo.fast.spread.Moments`."""
+    """See :mod:`labo.fast.formula`."""
     wider = exact(logits.device, logits.dtype)
     found = torch.zeros(2, len(logits), dtype=wider, device=logits.device)
     for part in blocks(logits):
@@ -264,22 +275,22 @@ def gradient(
     out: Tensor,
 ) -> Tensor:
     """The gradient of every row, written to ``out``; see :mod:`labo.fast.formula`."""
-    classes = logits.shape[1]
-    if classes == 0:
+    dtype = wide(logits.dtype)
+    if logits.shape[1] == 0:
         return out
     for part in blocks(logits):
         z, y = _rows_of(logits, target, plan, part), target[part].unsqueeze(1)
         c = dict(
-            zip(COEFFICIENTS, coefficients[part].to(z.dtype).unsqueeze(2).unbind(1), strict=True)
+            zip(COEFFICIENTS, coefficients[part].to(dtype).unsqueeze(2).unbind(1), strict=True)
         )
-        tau, source_tau = _taus(plan, part, z.dtype)
-        u = _finite(z - c["top"])
-        g = u.exp()
+        tau, source_tau = _taus(plan, part, dtype)
+        u = z - c["top"]
+        g = _finite(u).exp() if _uses_u(plan) or plan.mixture is not None else u.exp_()
         g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & UE else c["from_e"])
         if plan.asked & R:
             g.addcmul_(_over_tau(z, c["top"], tau).exp_(), c["from_r"])
         if plan.asked & (RD | QMIX):
-            t = _source_rows(source, plan, part, target, z.dtype)
+            t = _source_rows(source, plan, part, target, dtype)
             r, q, d = _taught(plan, z, t, c["top"], c["source_top"])
             if plan.asked & RD:
                 g.addcmul_(r * c["from_rd"], d.masked_fill(r == 0, 0.0))
@@ -294,7 +305,7 @@ def gradient(
         if plan.asked & UR:
             g += (c["from_one"] + c["from_u"] * u).masked_fill_(z == -math.inf, 0.0)
         if plan.masses != NO_MASSES:
-            t = _source_rows(source, plan, part, target, z.dtype)
+            t = _source_rows(source, plan, part, target, dtype)
             q, _ = _masses(plan, z, u, t, c["source_top"], source_tau)
             of_q = c["from_q"]
             if plan.asked & WQU and weight is not None:
@@ -305,7 +316,8 @@ def gradient(
             top_at = coefficients[part, COEFFICIENTS.index("top_at")].long().unsqueeze(1)
             _put(g, top_at, c["at_top"])
         _put(g, y, c["at_target"])
-        out[part] = g.masked_fill_(y == ignore_index, 0.0)
+        out[part] = g
+        out[part].masked_fill_(y == ignore_index, 0.0)
     return out
 
 

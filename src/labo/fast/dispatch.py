@@ -174,7 +174,7 @@ def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tu
 
     Not by the number of rows: the bits of a row depend on that row alone.
     """
-    if classes <= loss.few_classes:
+    if classes <= loss.few_classes():
         return "reference", logits
     copied = logits.is_cpu and logits.dtype == torch.float16 and classes <= _COPIED_CLASSES
     if backend == "blocked" and copied and native.unavailable() is None:
@@ -196,15 +196,6 @@ class FastRows(NamedTuple):
     backend: str
     source: Tensor | None = None
     stored: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor | None:
-        weight: Tensor | None = self.loss.weight
-        return weight
-
-    @property
-    def ignore_index(self) -> int:
-        return int(self.loss.ignore_index)
 
     @classmethod
     def unpack(cls, tensors: Sequence[Tensor], backend: str, text: str) -> FastRows:
@@ -243,13 +234,11 @@ class FastRows(NamedTuple):
             if not isinstance(factor, Tensor):
                 factor = values.new_full((), factor).expand_as(values)
             return values, self.gradient(logits, target, sums, factor, out)
-        multiplier = kernel.multiplier
-        if multiplier != 1 and factor is not None:
-            factor = factor * multiplier
-        shared: dict[str, Any] = {"weight": self.weight, "ignore_index": self.ignore_index}
-        shared |= {"factor": factor, "out": out, "statistics": statistics}
-        values, grad = native.rows(logits, target, kernel, **shared)
-        return values if multiplier == 1 else values * multiplier, grad
+        if factor is not None:
+            factor = kernel.scaled(factor)
+        given = (self.loss.weight, self.loss.ignore_index, factor, out, statistics)
+        values, grad = native.rows(logits, target, kernel, *given)
+        return kernel.scaled(values), grad
 
     def _formula(
         self, logits: Tensor, target: Tensor, out: Tensor | None, some_ignored: bool | None = None
@@ -273,9 +262,9 @@ class FastRows(NamedTuple):
         if self.in_one_pass(logits):
             return self.rows(logits, target)[0], self.sums_like(logits)
         if kernel is not None:
-            fixed = (kernel, self.weight, self.ignore_index)
+            fixed = (kernel, self.loss.weight, self.loss.ignore_index)
             values, statistics = _triton_module().row_statistics(logits, target, *fixed)
-            return values if kernel.multiplier == 1 else values * kernel.multiplier, statistics
+            return kernel.scaled(values), statistics
         rows = self._formula(logits, target, None)
         values, _ = rows.rows(logits, None)
         return values, torch.cat(rows.found, 1)
@@ -286,7 +275,7 @@ class FastRows(NamedTuple):
             return logits.new_empty(logits.shape[0], 0)
         if self._kernel() is not None:
             return logits.new_empty(logits.shape[0], native.STATISTICS, dtype=torch.float32)
-        plan = formula.plan_of(self.loss, self.weight is not None)
+        plan = formula.plan_of(self.loss, self.loss.weight is not None)
         width = len(SUMS) * (2 if plan.asked & EMIX else 1)
         return logits.new_empty(logits.shape[0], width, dtype=exact(logits.device, logits.dtype))
 
@@ -304,9 +293,10 @@ class FastRows(NamedTuple):
         if self.in_one_pass(logits):
             _, grad = self.rows(logits, target, factor, out)
         elif kernel is not None:
-            factor = factor if kernel.multiplier == 1 else factor * kernel.multiplier
-            fixed = (kernel, self.weight, self.ignore_index, out)
-            grad = _triton_module().row_gradient(logits, target, sums, factor, *fixed)
+            fixed = (kernel, self.loss.weight, self.loss.ignore_index, out)
+            grad = _triton_module().row_gradient(
+                logits, target, sums, kernel.scaled(factor), *fixed
+            )
         else:
             rows = self._formula(logits, target, out)
             rows.known = list(sums.split(len(SUMS), 1))
@@ -326,7 +316,7 @@ class FastRows(NamedTuple):
     def measures(self, logits: Tensor) -> bool:
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
         if self._kernel() is None:
-            return formula.plan_of(self.loss, self.weight is not None).measures
+            return formula.plan_of(self.loss, self.loss.weight is not None).measures
         return self.in_one_pass(logits)
 
     def _module(self, logits: Tensor) -> ModuleType:
@@ -389,7 +379,7 @@ def denominator(
 
 # A factor that comes with the backward pass, such as that of a GradScaler, must be in the gradient
 # before it is rounded to float16, whose range is small. A gradient of these types is therefore
-# computed in the backward pass.
+# computed in the backward pass. The kernels that compute it in one pass take none of them.
 LATE_GRADIENT = (torch.float16,)
 
 
@@ -445,7 +435,7 @@ class _KernelValues(torch.autograd.Function):
     ) -> Tensor:
         values, sums = rows.values_and_sums(logits, target)
         ctx.rows, ctx.out, ctx.spent = rows, out, False
-        ctx.save_for_backward(logits, target, rows.weight, sums)
+        ctx.save_for_backward(logits, target, rows.loss.weight, sums)
         return values
 
     @staticmethod
@@ -479,22 +469,21 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
         flat: (N, K), the logits as rows.
         labels: (N,) int64, not yet checked.
     """
-    loss, classes = rows.loss, flat.shape[1]
+    loss, in_one_pass = rows.loss, rows.in_one_pass(flat)
     reduction, inplace = loss.reduction, loss.inplace
-    total = denominator(logits.dtype, labels, classes, loss.ignore_index, loss.weight)
+    total = denominator(logits.dtype, labels, flat.shape[1], loss.ignore_index, loss.weight)
     divisor = total if reduction == "mean" else 1.0
     with_grad = logits.requires_grad and torch.is_grad_enabled()
-    late = logits.dtype in LATE_GRADIENT or not rows.in_one_pass(flat)
     if inplace:
         _check_inplace(logits)
     if torch.compiler.is_compiling():
-        values, _ = rows_op(flat, labels, with_grad and not late, *rows.pack())
+        values, _ = rows_op(flat, labels, with_grad and in_one_pass, *rows.pack())
         return values if reduction == "none" else row_sum(values) / divisor
     if inplace and with_grad:
         # The kernels write behind autograd's back. This counts as a change of the logits, so that
         # the backward pass of an operation that saved them raises.
         logits.detach()[:0].zero_()
-    if rows.in_one_pass(flat):
+    if in_one_pass:
         call = _Call(labels, rows, divisor, reduction, inplace)
         if with_grad:
             result: Tensor = _GradientWithValue.apply(flat, call)

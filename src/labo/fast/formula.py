@@ -44,7 +44,8 @@ The functions of a backend are
 - ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
   float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
   class has no entry. Ignored rows are 0.
-- ``moments(logits, centered)``, only on the CPU: :data:`labo.fast.spread.Moments`.
+- ``moments(logits, centered)``, only on the CPU: the mean of each row, or 0, and the sum of its
+  squared distances from that; (N,) float64. The sum is not finite where classes are masked.
 """
 
 from __future__ import annotations
@@ -113,13 +114,16 @@ _MOST_PLANS = 1000
 _ASKED = {
     **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
     **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
+    **{"rd": RD, "rmix": QMIX, "qmix": QMIX, "qs": QMIX},
 }
 
 
 @lru_cache
-def _columns(asked: int) -> tuple[tuple[str, int], ...]:
-    """The names and places of the sums that these bits ask for."""
+def _columns(asked: int, masses: int) -> tuple[tuple[str, int], ...]:
+    """The names and places of the sums that a plan asks for."""
     there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
+    if masses == NO_MASSES:
+        there -= {"q", "source_top"}
     return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
 
 
@@ -280,7 +284,7 @@ class FormulaRows:
             names = MIXED_TEACHER if plan.asked & QMIX else MIXED
             sums |= {name: again[name] for name in names}
         u_y = sums.get("sums_u_y", sums["u_y"])
-        sums |= masses_of(plan, y, u_y, self.source, sums["source_top"])
+        sums |= masses_of(plan, y, u_y, self.source, sums.get("source_top", u_y))
         self.w_y = 1.0 if self.weight is None else self.weight.index_select(0, y).to(wider)
         self.plan, self.sums = plan, sums | temperatures(plan, sums["e"])
         return self.w_y
@@ -327,7 +331,8 @@ class FormulaRows:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if out is not logits and out.data_ptr() != logits.data_ptr():
             out.copy_(logits)
-        return add_entries(out, stored, torch.full(stored.shape, -math.inf, device=out.device))
+        masked = torch.full(stored.shape, -math.inf, dtype=out.dtype, device=out.device)
+        return add_entries(out, stored, masked)
 
 
 def entries_of(logits: Tensor, index: Tensor) -> Tensor:
@@ -360,9 +365,9 @@ def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
     """The sums that were asked for, by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
     columns = sums.T.contiguous()
-    named = {name: columns[i] for name, i in _columns(plan.asked)}
+    named = {name: columns[i] for name, i in _columns(plan.asked, plan.masses)}
     if plan.asked & OTHERS:  # without other classes any finite maximum serves
-        for name in ("top", "source_top"):
+        for name in named.keys() & {"top", "source_top"}:
             named[name] = named[name].masked_fill(named[name] == -math.inf, 0.0)
     return named
 
@@ -443,7 +448,7 @@ def coefficients_of(
         return slopes.get(name, zero)
 
     tau = plan.tau if plan.row_tau is None else plan.row_tau.tau
-    c = {"top": top, "source_top": sums["source_top"]}
+    c = {"top": top, "source_top": sums.get("source_top", zero)}
     c["from_e"] = of("e") + slopes["ue"] if "ue" in slopes else of("e")
     c["from_ue"], c["from_wq"], c["from_emix"] = of("ue"), of("wqu"), of("emix")
     c["from_r"] = slopes["r"] / tau if "r" in slopes else zero

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+Factor = TypeVar("Factor", float, Tensor, float | Tensor)
 
 CROSS_ENTROPY, LABEL_SMOOTHING, LABO, LABO_ADAPTIVE = range(4)
 
@@ -19,3 +23,7 @@ class Kernel(NamedTuple):
     tau: float = 1.0
     rho: float = 0.0
     multiplier: float = 1.0
+
+    def scaled(self, x: Factor) -> Factor:
+        """x times the multiplier."""
+        return x if self.multiplier == 1 else x * self.multiplier

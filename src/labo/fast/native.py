@@ -231,8 +231,7 @@ def total(values: Tensor, divisor: float) -> Tensor:
     For a hundred rows, the sum and division of PyTorch would take as long as the rows themselves.
     """
     count = values.shape[0]
-    address = _pointer("values", values, torch.float32, count)
-    quotient = _open().sum(address, count) / divisor
+    quotient = _open().sum(_pointer("values", values, torch.float32, count), count) / divisor
     if abs(quotient) > _LARGEST:  # infinite in float32, where torch.full raises
         return torch.tensor(quotient, dtype=torch.float32)
     return torch.full((), quotient, dtype=torch.float32)
@@ -242,7 +241,6 @@ def rows(
     logits: Tensor,
     target: Tensor,
     kernel: Kernel,
-    *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     factor: float | Tensor | None = None,
@@ -360,7 +358,7 @@ def gradient(
 
 
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
-    """See :data:`labo.fast.spread.Moments`."""
+    """See :mod:`labo.fast.formula`."""
     logits = _contiguous(_readable(logits.detach()))
     both = torch.empty(len(logits), 2, dtype=torch.float64)
     batch = _batch(logits, torch.empty(len(logits), dtype=torch.int64), 0)

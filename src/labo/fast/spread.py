@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,11 +16,6 @@ from ..rows import exact, row_sum, wide
 # worth its launches.
 _BLOCK = 1 << 19
 _BLOCK_ELSEWHERE = 1 << 24
-
-
-# (logits, centered) -> the mean of each row, or 0, and the sum of its squared distances from that;
-# (N,) float64. The sum is not finite where classes are masked.
-Moments = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
 
 
 class Spread(NamedTuple):
@@ -48,8 +43,8 @@ def spread(
         logits: (N, K).
         centered: whether it is the standard deviation. Only the n classes that are not masked
             count.
-        backend: on the CPU with :data:`Moments`; Triton with ``masked_moments``, which counts
-            the classes that are not masked too.
+        backend: on the CPU with ``moments``, see :mod:`labo.fast.formula`; Triton with
+            ``masked_moments``, which counts the classes that are not masked too.
         student: (N, K), the logits of the student, whose masked classes do not count either.
         own: the spread of these.
     """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
+from ..rows import wide
 from .quantized import QuantizedWeight, as_weight, by_blocks
 
 
@@ -108,16 +109,13 @@ class LowRankWeight:
         """m / ||W + s B A||, (V,) at least float32; None for LoRA."""
         if self.magnitude is None:
             return None
-        return self.magnitude.to(_wide(self.magnitude)) / self._norms()
+        return self.magnitude.to(wide(self.magnitude.dtype)) / self._norms()
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        b, dtype = self.b, _wide(self.b if isinstance(self.base, QuantizedWeight) else self.base)
+        b = self.b
+        dtype = wide((b if isinstance(self.base, QuantizedWeight) else self.base).dtype)
         a, norms = self.a.to(dtype), []
         for part, rows in by_blocks(self.base).blocks(dtype):
             norms.append(torch.addmm(rows, b[part].to(dtype), a, alpha=self.scale).norm(dim=1))
         return torch.cat(norms)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._checks import is_dtensor
+from ..rows import wide
 
 # Bytes of the dequantized classes that are in memory at a time.
 _BLOCK_BYTES = 32 << 20
@@ -82,7 +83,7 @@ class QuantizedWeight:
 
     def times(self, grad: Tensor, out: Tensor) -> Tensor:
         """grad W, (N, D), written to ``out``; half types are summed in float32."""
-        total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        total = torch.zeros_like(out, dtype=wide(out.dtype))
         for part, block in self.blocks(grad.dtype):
             if total.dtype == grad.dtype:
                 total.addmm_(grad[:, part], block)

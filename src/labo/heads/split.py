@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._torch import disable_compile, fsdp_states
-from ..fast.columns import COEFFICIENTS, MIXED, SUMS
+from ..fast.columns import COEFFICIENTS, MIXED, MIXED_TEACHER, SUMS
 from ..fast.dispatch import backend_of
 from ..fast.formula import (
     add_entries,
@@ -42,7 +42,9 @@ from ..sums import (
     NO_MASSES,
     OTHERS,
     QD,
+    QMIX,
     QU,
+    RD,
     TEMPERED,
     TOP,
     UE,
@@ -68,7 +70,7 @@ _IGNORED = torch.iinfo(torch.int64).min
 UNKNOWN = torch.iinfo(torch.int64).max
 
 # The sums that are known to add up, see _shifted.
-_KNOWN = COUNT | UE | R | QU | QD | WQU | TOP | OTHERS | EMIX
+_KNOWN = COUNT | UE | R | QU | QD | WQU | TOP | OTHERS | EMIX | RD | QMIX
 
 
 def check_formula(loss: Loss) -> None:
@@ -122,11 +124,6 @@ class Columns(NamedTuple):
     classes: int | Tensor  # the columns of all processes
     most: int | Tensor  # the most columns of a process
 
-    @property
-    def widest(self) -> int:
-        """The most columns of a process; a device may be waited for."""
-        return int(self.most)
-
     def of_classes(self, whole: Tensor | None, width: int) -> Tensor | None:
         """What there is for each class, for the ``width`` columns of this process."""
         if whole is None or isinstance(self.start, int):
@@ -173,7 +170,7 @@ class SumGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Half types are summed in float32, as between chunks.
-        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+        total = grad.to(wide(grad.dtype), copy=True).contiguous()
         all_reduce(total, ctx.group)
         return total.to(grad.dtype), None
 
@@ -249,7 +246,7 @@ class SplitRows:
             statistics = self.statistics(logits, target, teacher, out, with_gradient)
             if self.kept is not None:
                 self.kept[number] = statistics
-        values = statistics.values.to(torch.promote_types(logits.dtype, torch.float32))
+        values = statistics.values.to(wide(logits.dtype))
         if factor is None:
             return values, None
         return values, self.gradient(logits, statistics, teacher, factor, out)
@@ -330,11 +327,13 @@ class SplitRows:
         )
         found = dict(zip(found, summed.unbind(1), strict=True))
         found |= {"top": maximum, "source_top": source_top}
-        if plan.asked & EMIX:
+        if plan.asked & (EMIX | QMIX):
             plan = plan.mixed(found, maximum)
             again = backend_of(logits).sums(logits, column, plan, *fixed)
-            mixed = reduced(again[:, SUMS.index(MIXED[0]) :], group)
-            found |= dict(zip(MIXED, mixed.unbind(1), strict=True))
+            names = MIXED_TEACHER if plan.asked & QMIX else MIXED
+            at = SUMS.index(names[0])
+            mixed = reduced(again[:, at : at + len(names)], group)
+            found |= dict(zip(names, mixed.unbind(1), strict=True))
         limits, z_y = torch.finfo(wide(logits.dtype)), single[0].squeeze(1)
         u_y = found["u_y"] = u_of(z_y, maximum, limits)
         if plan.stored:
@@ -432,7 +431,8 @@ def _shifted(
     if plan.asked & UE:
         found["ue"] = ue
     if plan.asked & R:
-        found["r"] = (d / plan.tau).exp() * sums["r"]
+        shrink_r = (d / plan.tau).exp()
+        found["r"] = shrink_r * sums["r"]
     if plan.masses == NO_MASSES:
         return found
     # By how much the log of a mass changes; those of neither kind depend on no maximum.
@@ -447,6 +447,9 @@ def _shifted(
         found["qu"] = shrink * (sums["qu"] + d * q)
     if plan.asked & QD:
         found["qd"] = shrink * (sums["qd"] + (log_q - d / plan.tau) * q)
+    if plan.asked & RD:
+        rd = shrink_r * (sums["rd"] + (log_q - d / plan.tau) * sums["r"])
+        found["rd"] = rd.masked_fill(shrink_r == 0, 0.0)  # also of an infinite sum
     if plan.asked & WQU:
         found["wq"] = shrink * sums["wq"]
         found["wqu"] = shrink * (sums["wqu"] + d * sums["wq"])
@@ -529,7 +532,7 @@ def row_loss(
     value = value.reshape(target.shape) if loss.reduction == "none" else value.sum()
     if loss.reduction == "mean":
         value = value / weighted_total(None, labels, loss.ignore_index, loss.weight)
-    return value.to(torch.promote_types(logits.dtype, torch.float32))
+    return value.to(wide(logits.dtype))
 
 
 def check_columns(shape: torch.Size, target: Tensor, dim: int) -> None:

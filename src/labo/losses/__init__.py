@@ -7,7 +7,7 @@
 - :mod:`labo.losses.teachers`: distillation and self-distillation.
 - :mod:`labo.losses.tables`: tables of classes, and a learned confidence.
 
-``LOSSES`` lists them by short name. Losses with state need two calls from the training loop:
+``LOSSES`` has them by name. Losses with state need two calls from the training loop:
 ``step()`` after each optimizer step (:class:`Warmup`, :class:`ConNetLoss`) and ``end_epoch()``
 after each epoch (:class:`OnlineLabelSmoothingLoss`, :class:`PSKDLoss`,
 :class:`DecoupledDistillationLoss`, :class:`MaxSuppressionLoss`). Their state is in
@@ -72,7 +72,7 @@ def _lists() -> dict[str, Any]:
     return {
         "ALL": losses,
         "LOSSES": Registry(
-            "loss", {cls.name: cls for cls in losses if cls.name is not None}, {"base": "ce"}
+            "loss", {cls.name: cls for cls in losses if cls.name is not None}, {"ce": "base"}
         ),
         "__all__": sorted({"LOSSES", *classes} - {*FUNCTION_ONLY}),
     }

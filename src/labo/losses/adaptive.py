@@ -56,7 +56,8 @@ class GEMLoss(Loss):
 
     where w is 1 (``h="linear"``) or :math:`\mathrm{sigmoid}(0.01 (z_j - z_y))`, held constant too
     (``h="logsigmoid"``). With the first, the gradient is q - onehot(y). The value may be negative:
-    it is no likelihood, so compare models by their NLL.
+    it is no likelihood, so compare models by their NLL. The second has the plain formula alone: its
+    weights depend on the target and on each logit, so that it is no formula of sums over a row.
 
     Example:
         >>> loss = GEMLoss(beta=0.7)
@@ -100,7 +101,8 @@ class ZipfSmoothingLoss(Loss):
 
     over the classes other than y, where :math:`p_{others}` is p renormalised over them. The rank of
     a class is that of its logit among all classes (1 is the largest; equal logits share the
-    smallest rank), held constant.
+    smallest rank), held constant. Ranks need the row in order, not sums over it: there is the plain
+    formula alone.
 
     Example:
         >>> loss = ZipfSmoothingLoss(lam=1.0, power=1.0)
@@ -120,12 +122,12 @@ class ZipfSmoothingLoss(Loss):
     )
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        log_p, z = rows.log_probabilities(), rows.shifted.detach()
+        log_p, z = rows.log_probabilities(), rows.shifted.detach().contiguous()
         absent = rows.is_label() | (z == -math.inf)
         alone = absent.all(-1)
         absent = absent & ~alone.unsqueeze(-1)
         ordered = z.sort(-1).values
-        rank = z.shape[-1] - torch.searchsorted(ordered, z.contiguous(), right=True) + 1
+        rank = z.shape[-1] - torch.searchsorted(ordered, z, right=True) + 1
         mass = rank.to(z.dtype).pow(-self.power).masked_fill(absent, 0.0)
         pi = mass / row_sum(mass).unsqueeze(-1)
         others = torch.log_softmax(shifted(rows.logits.masked_fill(absent, -math.inf)), -1)
@@ -144,7 +146,8 @@ class ACLSLoss(Loss):
         \frac{\lambda_2}{K-1} \sum_{j \notin M} \max(0, \max z - z_j - m)^2\Bigr)
 
     M are the classes with the largest logit, which is held constant in the second sum. The first
-    sum depends on a shift of all logits: this loss does not see the softmax alone.
+    sum depends on a shift of all logits: this loss does not see the softmax alone. It has the plain
+    formula alone: no other loss sums squares beyond a margin, and the backends do not.
 
     Example:
         >>> loss = ACLSLoss(margin=1.0)
@@ -232,7 +235,7 @@ class PriorSmoothingLoss(AdaptiveSmoothingLoss):
         Generation.
     """
 
-    name, function_name = "alspast", "prior_smoothing_loss"
+    name, function_name = "als-past", "prior_smoothing_loss"
     teacher_argument = "prior_logits"
     teacher_optional = True
     optional_inputs = ("prior_logits",)

@@ -211,7 +211,7 @@ class TFRegLoss(Loss):
         Yuan et al. 2020, Revisiting Knowledge Distillation via Label Smoothing Regularization.
     """
 
-    name, function_name, linear = "tfreg", "tf_reg_loss", False
+    name, function_name, linear = "tf-reg", "tf_reg_loss", False
 
     alpha: float = hyper(default=0.1, within=UNIT, doc="weight of the teacher, in [0, 1]")
     tau: float = hyper(

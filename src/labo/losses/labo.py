@@ -164,8 +164,7 @@ class HeldLABOLoss(LABOLoss):
         Optimization; their limitations name the number of outer steps.
     """
 
-    name = None  # type: ignore[assignment]  # not in LOSSES
-    function_name = "held_labo_loss"
+    name, function_name = "held-labo", "held_labo_loss"
     without = ("alpha_grad",)
     teacher_argument = "held_logits"
     teacher_optional = True

@@ -173,7 +173,7 @@ class KRLSLoss(Loss):
         Ding et al. 2021, Knowledge Refinery: Learning from Decoupled Label.
     """
 
-    name, function_name, linear, rowwise = "krls", "kr_ls_loss", False, False
+    name, function_name, linear, rowwise = "kr-ls", "kr_ls_loss", False, False
     inputs = ("table",)
 
     num_classes: int = hyper(kw_only=False, module_only=True, doc="K")

@@ -17,8 +17,7 @@ from ..stored import completed, divergence, log_or_0, renormalized
 from ..sums import DEVIATION, FROM_TEACHER, TEMPERED, UNIFORM, RowSums
 from .divergences import DIVERGENCES, check_mixture, of_classes, of_sums
 from .labo import labo_objective, objective
-from .schedule import progress
-from .weights import CrossEntropyLoss
+from .weights import CrossEntropyLoss, progress
 
 
 def _standardized_kl(row: RowSums, tau: float) -> Tensor:
@@ -190,7 +189,7 @@ class DecoupledDistillationLoss(Loss):
         log_q = log_or_none(taught.q)
         teacher = over_tau(taught.v_y, row.source_tau) - log_q  # the logit of the target
         student = over_tau(row.u_y, row.tau) - log_r
-        of_target = _binary_kl_term(teacher, student) + _binary_kl_term(-teacher, -student)
+        of_target = _binary_kl(teacher, student)
         alone = taught.q == 0  # the teacher has no other class
         mean_d = taught.qd / taught.q.masked_fill(alone, 1.0)
         of_others = (mean_d - log_q + log_r).masked_fill(alone, 0.0)
@@ -208,10 +207,11 @@ class DecoupledDistillationLoss(Loss):
         self.epoch += 1
 
 
-def _binary_kl_term(a: Tensor, b: Tensor) -> Tensor:
-    """p log(p / s), p = sigmoid(a), s = sigmoid(b), with 0 log 0 = 0."""
-    log_p, log_s = (torch.nn.functional.logsigmoid(x) for x in (a, b))
-    return log_p.exp() * (log_p - log_s).masked_fill(log_p == -math.inf, 0.0)
+def _binary_kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL((p, 1 - p) || (s, 1 - s)), p = sigmoid(a), s = sigmoid(b), with 0 log 0 = 0."""
+    both = (torch.nn.functional.logsigmoid(torch.stack([x, -x])) for x in (a, b))
+    log_p, log_s = both
+    return (log_p.exp() * (log_p - log_s).masked_fill(log_p == -math.inf, 0.0)).sum(0)
 
 
 # What the stored probabilities leave to the other classes, at least, where 0 would be infinite:
@@ -259,10 +259,9 @@ class TopKDistillationLoss(Loss):
         tensor(0.2630)
     """
 
-    function_name = "topk_distillation_loss"
+    name, function_name = "topk-kd", "topk_distillation_loss"
     teacher_argument = "indices"
     teacher_is_stored = True
-    few_classes = 128
     inputs = ("indices", "log_probabilities")
 
     alpha: float = hyper(default=0.5, within=UNIT, doc="weight of the teacher, in [0, 1]")
@@ -287,6 +286,9 @@ class TopKDistillationLoss(Loss):
         if self.tail in ("bucket", "uniform", "labo"):
             soft = soft + mass * (log_or_0(mass) + self._tail(row))
         return times(1 - self.alpha, row.nll()) + row.weigh(self.alpha * soft)
+
+    def few_classes(self) -> int:
+        return 128
 
     def _with_one_class(self, row: RowSums, log_t: Tensor, log_p: Tensor, mass: Tensor) -> Tensor:
         """The divergence with the other classes as one class."""
@@ -360,7 +362,7 @@ class CSKDLoss(Loss):
         Yun et al. 2020, Regularizing Class-wise Predictions via Self-knowledge Distillation.
     """
 
-    name, function_name = "cskd", "cs_kd_loss"
+    name, function_name = "cs-kd", "cs_kd_loss"
     teacher_argument = "peer_logits"
     optional_inputs = ("peer_logits",)
 
@@ -392,7 +394,7 @@ class PSKDLoss(Loss):
         Kim et al. 2021, Self-Knowledge Distillation with Progressive Refinement of Targets.
     """
 
-    name, function_name = "pskd", "ps_kd_loss"
+    name, function_name = "ps-kd", "ps_kd_loss"
     teacher_argument = "past_logits"
     teacher_optional = True
     optional_inputs = ("past_logits",)
@@ -445,7 +447,7 @@ class BetaSmoothingLoss(Loss):
         Zhang and Sabuncu 2020, Self-Distillation as Instance-Specific Label Smoothing.
     """
 
-    name, function_name, linear = "betals", "beta_smoothing_loss", False
+    name, function_name, linear = "beta-ls", "beta_smoothing_loss", False
     smooths, rowwise = True, False
     teacher_argument = "ema_logits"
     optional_inputs = ("ema_logits",)
@@ -502,7 +504,7 @@ class RDropLoss(Loss):
         Wu et al. 2021, R-Drop: Regularized Dropout for Neural Networks.
     """
 
-    name, function_name = "rdrop", "r_drop_loss"
+    name, function_name = "r-drop", "r_drop_loss"
     rowwise = False  # linear_loss holds a second prediction constant
     teacher_argument = "other_logits"
     optional_inputs = ("other_logits",)

@@ -12,9 +12,17 @@ from .. import _checks, smoothing
 from ..fast.kernel import CROSS_ENTROPY, Kernel
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper, state
-from ..rows import Rows, entropy, over_tau, row_sum, times, zero_log
+from ..rows import Rows, entropy, exact, over_tau, row_sum, times, zero_log
 from ..sums import BEYOND_MARGIN, NORM, UNIFORM, RowSums
-from .schedule import progress
+
+
+def progress(epoch: Tensor, epochs: int) -> Tensor:
+    """min((epoch + 1) / epochs, 1), for an epoch counted from 0.
+
+    A tensor, so that torch.compile does not compile again for each epoch; in float64, so that it
+    does not limit the precision of the loss.
+    """
+    return (epoch + 1).clamp(max=epochs).to(exact(epoch.device)) / epochs
 
 
 class CrossEntropyLoss(Loss):
@@ -31,7 +39,7 @@ class CrossEntropyLoss(Loss):
         tensor(0.4493)
     """
 
-    name, function_name = "ce", "cross_entropy_loss"
+    name, function_name = "base", "cross_entropy_loss"
 
     def value(self, row: RowSums) -> Tensor:
         return row.nll()
@@ -381,6 +389,9 @@ class EAFTLoss(Loss):
         elif self.normalizer is not None:
             h = h / self.normalizer
         return times(h**self.gamma, row.nll())
+
+    def few_classes(self) -> int:
+        return 0 if self.top_k is None else 128  # the largest logits take most of the time
 
 
 class GeneralizedEntropyLoss(Loss):

@@ -7,7 +7,7 @@ from typing import Any
 
 import safetensors.torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ...losses import OnlineLabelSmoothingLoss, Warmup
 from ..settings import check_settings, settings_of
@@ -49,14 +49,10 @@ class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
         self.epochs = 0
         self._initial: dict[str, Tensor] | None = None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_arguments(args)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_arguments(args)
         gathers = any(isinstance(part, OnlineLabelSmoothingLoss) for part in self.loss.modules())
         if gathers and args.world_size > 1 and args.save_strategy not in ("no", "epoch"):
@@ -75,9 +71,7 @@ class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
             self.loss.load_state_dict(self._initial)
             self.epochs = 0
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not take_used(self.loss):
             raise ValueError(
                 f"{type(self.loss).__name__} was not computed in step {state.global_step}: the "
@@ -89,16 +83,12 @@ class RegularizationCallback(TrainerCallback):  # type: ignore[misc]
                 part.step()
         self._save(state)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if float(state.epoch).is_integer():  # the Trainer also ends an epoch that it interrupts
             self._end_epoch()
             self._save(state)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         FOLLOWED.discard(self.loss)
 
     def _end_epoch(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ... import TeacherHead, linear_loss
 from .callback import RegularizationCallback
-from .losses import active, check_loss, check_rowwise, mark_used
+from .losses import Summed, active, check_loss, check_rowwise, mark_used
 
 _FUNCTION = "_chunked_divergence_loss"
 
@@ -47,7 +47,7 @@ def attach(trainer: Any, loss: nn.Module, options: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return own(student, inputs, num_items_in_batch)
         mark_used(loss)
-        both = _BothHeads(active(loss), inputs["completion_ids"])
+        both = _BothHeads(Summed(active(loss)), inputs["completion_ids"])
         with mock.patch.object(module, _FUNCTION, both):
             return own(student, inputs, num_items_in_batch)
 
@@ -94,7 +94,7 @@ class _BothHeads:
             hidden,
             _whole(student_lm_head_weight),
             target,
-            self.loss.having(reduction="sum"),
+            self.loss,
             linear_bias=bias,
             softcap=student_final_logit_softcapping,
             teacher_logits=teacher,

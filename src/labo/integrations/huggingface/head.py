@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..._checks import is_dtensor
+from ...calibration.folding import enlarged, evaluating
 from ...linear import LinearLossOptions, TeacherHead
 from ...losses import CrossEntropyLoss
 from ...metrics import LossMetrics
@@ -40,7 +42,6 @@ from .models import (
     find_head,
     four_tokens,
     gathers_again,
-    is_dtensor,
     is_sharded,
     output_layer,
     set_counted,
@@ -571,9 +572,6 @@ def _remove_tap(head: Any) -> None:
 
 # ------------------------------------------------------------------ the comparison
 
-# The largest logit in the comparison: large enough to show a soft cap.
-_LARGE = 60.0
-
 
 @torch.no_grad()
 def check_equal(model: Any, head: Any, shift: bool) -> None:
@@ -591,28 +589,20 @@ def check_equal(model: Any, head: Any, shift: bool) -> None:
     seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        logits = nn.functional.linear(args[0], layer.weight)
-        seen.append(args[0] * (_LARGE / logits.abs().max().clamp(min=1e-3)))
+        seen.append(enlarged(args[0], layer.weight))
         return (seen[-1],)
 
-    handle = head.register_forward_pre_hook(enlarge)
-    modes = [(module, module.training) for module in head.modules()]
-    head.eval()  # the dropout of an adapter would not be the same twice
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    ours = None
+    with evaluating(head):  # the dropout of an adapter would not be the same twice
+        hook, devices = head.register_forward_pre_hook(enlarge), [device]
+        with hook, torch.random.fork_rng(devices if device.type == "cuda" else []):
             outputs = model(**inputs)
-        handle.remove()
         own: Tensor = outputs.loss
         target = shifted(tokens) if shift else tokens
-        ours = None
         if len(seen) == 1 and seen[0].shape[:-1] == tokens.shape:
-            ours = layer.loss(seen[0], target, CrossEntropyLoss())
+            ours, _ = layer.loss_and_metrics(seen[0], target, CrossEntropyLoss())
             added = added_loss(model, outputs)
             ours = ours if added is None else ours + added.to(ours)
-    finally:
-        handle.remove()
-        for module, mode in modes:
-            module.training = mode
     tolerance = 1e-3 if layer.weight.dtype in (torch.float32, torch.float64) else 3e-2
     if ours is None or not torch.isclose(ours.to(own), own, rtol=tolerance, atol=0.0):
         value = "unknown" if ours is None else f"{ours.item():.6g}"

@@ -19,19 +19,14 @@ class Collected:
     """Sums of metrics since they were last taken, of training and of evaluation."""
 
     def __init__(self) -> None:
-        self.training: LossMetrics | None = None
-        self.evaluation: LossMetrics | None = None
+        self._sums: dict[bool, LossMetrics] = {}  # by whether they are of training
 
     def add(self, found: LossMetrics, *, training: bool) -> None:
-        name = "training" if training else "evaluation"
-        before = getattr(self, name)
-        setattr(self, name, found if before is None else before.plus(found))
+        before = self._sums.get(training)
+        self._sums[training] = found if before is None else before.plus(found)
 
     def take(self, training: bool) -> LossMetrics | None:
-        name = "training" if training else "evaluation"
-        found: LossMetrics | None = getattr(self, name)
-        setattr(self, name, None)
-        return found
+        return self._sums.pop(training, None)
 
 
 def log_metrics(trainer: Trainer, collected: Collected) -> None:

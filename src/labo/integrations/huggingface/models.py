@@ -15,6 +15,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..._checks import is_dtensor
+from ...calibration.folding import evaluating
 from ...heads.low_rank import LowRankWeight
 from ...linear import LinearLossOptions, TeacherHead, linear_loss
 from ...metrics import LossMetrics
@@ -27,14 +29,6 @@ def unwrapped(model: nn.Module) -> Any:
     """The model inside PEFT's wrapper, or the model itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
-
-
-def is_dtensor(tensor: Any) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 # ------------------------------------------------------------------ labels
@@ -117,10 +111,9 @@ def _own_loss_shifts(model: Any) -> bool | None:
     inputs = four_tokens(model)
     if inputs is None or any(is_dtensor(p) or p.numel() == 0 for p in model.parameters()):
         return None
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        outputs = model(**inputs)
+        with evaluating(model):
+            outputs = model(**inputs)
         logits, own = outputs.logits.float(), outputs.loss.float()
         added = added_loss(model, outputs, logits)
         own = own if added is None else own - added.to(own)
@@ -129,9 +122,6 @@ def _own_loss_shifts(model: Any) -> bool | None:
         same = nn.functional.cross_entropy(logits[0], labels[0])
     except Exception:  # it takes more than tokens, or returns something else
         return None
-    finally:
-        for module, mode in modes:
-            module.training = mode
     off = [float((value.to(own) - own).abs() / own.abs()) for value in (same, next_one)]
     # half precision may be off by a per cent; logits that are all equal do not tell
     if not min(off) < 0.03 or min(off) > 0.1 * max(off):
@@ -406,17 +396,6 @@ class OutputLayer:
         found = (self.weight, self.adapter.a, self.adapter.b, self.adapter.magnitude)
         return tuple(x for x in found if x is not None)
 
-    def loss(
-        self,
-        hidden: Tensor,
-        target: Tensor,
-        loss: nn.Module,
-        options: LinearLossOptions | None = None,
-        **extras: Any,
-    ) -> Tensor:
-        """The mean of ``loss`` over the targets, without the logits."""
-        return self.loss_and_metrics(hidden, target, loss, options, measure=False, **extras)[0]
-
     def loss_and_metrics(
         self,
         hidden: Tensor,
@@ -424,10 +403,10 @@ class OutputLayer:
         loss: nn.Module,
         options: LinearLossOptions | None = None,
         *,
-        measure: Literal[False, True, "rows"],
+        measure: Literal[False, True, "rows"] = False,
         **extras: Any,
     ) -> tuple[Tensor, LossMetrics | None]:
-        """The mean of ``loss``, and if asked for the metrics, as sums or per row.
+        """The mean of ``loss`` without the logits, and if asked for the metrics, summed or per row.
 
         ``extras`` are ``token_weight``, ``z_loss`` and ``teacher_logits`` of ``linear_loss``.
         """

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-_IGNORED = -100
-_COLUMNS = ("teacher_indices", "teacher_log_probabilities")
+from .losses import IGNORED, Columns
 
 
 class StoredTeacherDataset(Dataset[dict[str, Any]]):
@@ -54,12 +53,12 @@ class StoredTeacherDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = np.asarray(self.split.tokens(index), dtype=np.int64)
         labels = np.asarray(self.split.labels(index), dtype=np.int64)
-        learned = np.flatnonzero(labels[1:] != _IGNORED) + 1
+        learned = np.flatnonzero(labels[1:] != IGNORED) + 1
         shape = (len(tokens), self.teacher.top_k)
         indices, log_p = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.float32)
         indices[learned], log_p[learned] = self.teacher.sample(index)
         columns: tuple[Any, ...] = (tokens, labels, indices, log_p)
-        names = ("input_ids", "labels", *_COLUMNS)
+        names = ("input_ids", "labels", *Columns._fields[1:])
         cut = slice(self.max_length)
         return {name: x[cut].tolist() for name, x in zip(names, columns, strict=True)}
 
@@ -75,7 +74,7 @@ class StoredTeacherCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        fillers: dict[str, float] = {"input_ids": self.pad_token_id, "labels": _IGNORED}
+        fillers: dict[str, float] = {"input_ids": self.pad_token_id, "labels": IGNORED}
         fillers |= {"teacher_indices": -1, "teacher_log_probabilities": 0.0}
         batch = {
             name: torch.nn.utils.rnn.pad_sequence(
