@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import LabError, RequestError
+from .errors import RequestError
 from .recipes import recipe_of
 from .run import checksums
 from .run.directory import KEPT, RunDirectory, kept_name, write_model
 from .run.distributed import make_accelerator, owned
 from .run.files import (
     Document,
+    explained,
     read_json,
     read_tensors,
     seal_fits,
@@ -48,17 +49,11 @@ class _Kept(Document):
 
 @dataclass(frozen=True)
 class Averaged:
-    """An average.
+    """An average."""
 
-    Attributes:
-        folder: the model folder.
-        steps: of the models in it.
-        scores: split -> metric -> value.
-    """
-
-    folder: Path
-    steps: tuple[int, ...]
-    scores: dict[str, dict[str, float]]
+    folder: Path  # the model folder
+    steps: tuple[int, ...]  # of the models in it
+    scores: dict[str, dict[str, float]]  # split -> metric -> value
 
 
 def average_models(
@@ -69,17 +64,9 @@ def average_models(
     out: str | Path | None = None,
     splits: Iterable[str] = ("valid",),
 ) -> Averaged:
-    """Write the average of the best or the last models of a run, and score it.
+    """Write the average of the best or the last models of a run to a folder, and score it.
 
-    Args:
-        path: the run directory.
-        best: average so many of the best models, by the score that selects the model.
-        last: average so many of the last models instead. Default: all that are kept.
-        out: the model folder to write. Default: ``RUN/average``.
-        splits: the splits to score it on.
-
-    Raises:
-        RequestError: so many models are not kept, or one is damaged.
+    By default all that are kept are averaged. The best are so by the score that selects the model.
     """
     run = RunDirectory(path)
     recipe = recipe_of(run)
@@ -87,7 +74,7 @@ def average_models(
     run.check_data(task.fingerprint)
     folder = run.path / "average" if out is None else Path(out)
     accelerator = make_accelerator(recipe.train.precision)
-    with owned(run, accelerator), ProgressBars():
+    with owned(run), ProgressBars():
         models = _chosen(run, best, last, task.higher_is_better[recipe.train.select])
         weights = average_weights([_read(run, model) for model in models])
         if accelerator.is_main_process:
@@ -100,17 +87,11 @@ def average_models(
 
 
 def _claim(folder: Path, recipe: str) -> None:
-    """Mark a folder as an average of a run of this recipe, before anything else is in it.
-
-    Raises:
-        RequestError: it holds something else.
-    """
+    """Mark a folder as an average of a run of this recipe, before anything else is in it."""
     mark = folder / _MARK
-    try:
+    with explained("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
         found = {*folder.iterdir()} - {temporary(mark)}  # which a killed start leaves
-    except OSError as error:
-        raise LabError(f"cannot write {folder}: {error.strerror}") from error
     if not found:
         write_json(mark, {"recipe": recipe})
     elif mark not in found or read_json(mark, _Mark).recipe != recipe:
@@ -134,9 +115,9 @@ def _chosen(
     wanted = best or last or len(kept)
     if wanted > len(kept):
         raise RequestError(f"{run.path} kept {len(kept)} models, not {wanted}")
-    chosen = kept if best is None else ranked(kept, higher_is_better)
-    chosen = chosen[:wanted] if best is not None else chosen[len(kept) - wanted :]
-    return sorted(chosen, key=lambda model: model.step)
+    if best is None:
+        return kept[len(kept) - wanted :]
+    return sorted(ranked(kept, higher_is_better)[:wanted], key=lambda model: model.step)
 
 
 def _read(run: RunDirectory, model: KeptModel) -> dict[str, Tensor]:

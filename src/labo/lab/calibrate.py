@@ -46,7 +46,7 @@ def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
     accelerator = make_accelerator(recipe.train.precision)
     task = find_task(recipe.task)(recipe)
     run.check_data(task.fingerprint)
-    with owned(run, accelerator):
+    with owned(run):
         if accelerator.is_main_process:
             repair_best(run, recipe, task, task.build_model, notice)
         accelerator.wait_for_everyone()
@@ -104,10 +104,9 @@ def stored_or_fitted(
 ) -> float | None:
     """What the logits of the selected model are divided by when it is evaluated.
 
-    Returns:
-        The temperature of ``labo calibrate``, 1 if it is folded into the model. Without one the
-        temperature that fits the validation split, if the records must hold what it makes of them;
-        else, or if none is best, None.
+    The temperature of ``labo calibrate``, 1 if it is folded into the model. Without one the
+    temperature that fits the validation split, if the records must hold what it makes of them;
+    else, or if none is best, None.
     """
     stored = read_calibration(run.best)
     if stored is not None:
@@ -126,11 +125,7 @@ def _fit(task: Task, model: nn.Module, accelerator: Accelerator) -> TemperatureF
 
 
 class _Replayed:
-    """Batches that are computed once and kept if they are small, and computed each time if not.
-
-    Args:
-        compute: returns a new iterator over the batches.
-    """
+    """Batches that are computed once and kept if they are small, and computed each time if not."""
 
     _KEPT = 1 << 26  # numbers: 256 MB of float32
 

@@ -100,8 +100,7 @@ def _kind(field: FieldInfo) -> Any:
 def validated(model: type[_S], values: Mapping[str, Any]) -> _S:
     """The model with these values; None leaves one as it is.
 
-    Raises:
-        RequestError: one line for each wrong value, with the name of its option.
+    The RequestError has a line for each wrong value, with the name of its option.
     """
     try:
         return model.model_validate({k: v for k, v in values.items() if v is not None})

@@ -74,9 +74,6 @@ def open_compressed(path: Path) -> BinaryIO:
     """Open a file that may be compressed, whatever its name says.
 
     Some browsers unpack a file and keep its ending, so the format is told by the first bytes.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
     """
     file: BinaryIO = open_regular(path)
     head = file.read(8)
@@ -88,12 +85,7 @@ def open_compressed(path: Path) -> BinaryIO:
 
 
 def read_compressed(path: Path) -> bytes:
-    """The content of a file that may be compressed.
-
-    Raises:
-        DataError: it is truncated or damaged.
-        OSError: it cannot be opened.
-    """
+    """The content of a file that may be compressed; a DataError if it is damaged."""
     with open_compressed(path) as file:
         try:
             return file.read()

@@ -277,9 +277,8 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None and _values_in(node) > _MAX_VALUES:
-            raise yaml.MarkedYAMLError(
-                problem=f"with its aliases written out it has more than {_MAX_VALUES} values",
-                problem_mark=node.start_mark,
+            raise _wrong(
+                f"with its aliases written out it has more than {_MAX_VALUES} values", node
             )
         return node
 
@@ -290,13 +289,9 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise yaml.MarkedYAMLError(
-                    problem="a key must be a plain value", problem_mark=key_node.start_mark
-                )
+                raise _wrong("a key must be a plain value", key_node)
             if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark
-                )
+                raise _wrong(f"key {key!r} is given twice", key_node)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -305,9 +300,11 @@ class _Loader(yaml.SafeLoader):
             value: int = super().construct_yaml_int(node)
             if -(2**63) <= value < 2**63:
                 return value
-        raise yaml.MarkedYAMLError(
-            problem="an integer of more than 64 bits", problem_mark=node.start_mark
-        )
+        raise _wrong("an integer of more than 64 bits", node)
+
+
+def _wrong(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
@@ -333,21 +330,17 @@ def dump_yaml(document: Mapping[str, Any]) -> str:
 def _values_in(root: yaml.Node) -> float:
     """How many values a document has with its aliases written out; infinite if it holds itself."""
     sizes: dict[int, float] = {}
-    waiting = [root]
-    while waiting:
-        node = waiting[-1]
-        if isinstance(node, yaml.MappingNode):
-            inside = [part for pair in node.value for part in pair]
-        else:
-            inside = node.value if isinstance(node, yaml.SequenceNode) else []
-        if id(node) not in sizes:  # on the way down; what is met again before its end holds itself
-            sizes[id(node)] = math.inf
-            waiting += [part for part in inside if id(part) not in sizes]
-        else:
-            waiting.pop()
-            if sizes[id(node)] == math.inf:
-                sizes[id(node)] = 1 + sum(sizes[id(part)] for part in inside)
-    return sizes[id(root)]
+
+    def size(node: yaml.Node) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # what is met again before its end holds itself
+            inside = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                inside = [part for pair in inside for part in pair]
+            sizes[id(node)] = 1 + sum(map(size, inside))
+        return sizes[id(node)]
+
+    return size(root)
 
 
 def parse_yaml(text: str, where: str) -> Any:

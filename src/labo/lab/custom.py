@@ -89,31 +89,19 @@ def _must_be_trusted(key: str, reference: str, arguments: Mapping[str, Any] | No
 
 
 def find_function(key: str, reference: str) -> Callable[..., Any]:
-    """The function that a recipe names.
-
-    Args:
-        key: the recipe key, for messages.
-        reference: ``package.module:function``.
-
-    Raises:
-        RequestError: the user did not name it, the module cannot be imported, has no such name, or
-            it is no function.
-    """
+    """The function that a recipe names under a key, as ``package.module:function``."""
     _must_be_trusted(key, reference)
     module_name, _, path = reference.partition(":")
     if os.getcwd() not in sys.path:  # the labo command does not look there, python -m labo does
         sys.path.append(os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise RequestError(
-                f"{key}: {reference}: there is no module {error.name}, neither installed nor in "
-                f"{os.getcwd()}"
-            ) from error
-        raise RequestError(f"{key}: {reference}: importing it failed: {_line(error)}") from error
     except Exception as error:  # the module is not ours
-        raise RequestError(f"{key}: {reference}: importing it failed: {_line(error)}") from error
+        reason = f"importing it failed: {_line(error)}"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            reason = f"there is no module {missing}, neither installed nor in {os.getcwd()}"
+        raise RequestError(f"{key}: {reference}: {reason}") from error
     for name in path.split("."):
         if not hasattr(found, name):
             where = getattr(found, "__name__", module_name)
@@ -128,16 +116,9 @@ def find_function(key: str, reference: str) -> Callable[..., Any]:
 def call_function(
     key: str, reference: str, given: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Any:
-    """Call the function that a recipe names.
+    """Call the function that a recipe names under a key, with what the task has given for it.
 
-    Args:
-        key: the recipe key, for messages.
-        reference: ``package.module:function``.
-        given: what the task gives it, by name.
-        arguments: further keyword arguments, from the recipe.
-
-    Raises:
-        RequestError: it is not there, does not take these arguments, or fails.
+    ``arguments`` are further ones, from the recipe.
     """
     _must_be_trusted(key, reference, arguments)
     function = find_function(key, reference)
@@ -163,9 +144,8 @@ def call_function(
 def function_version(key: str, reference: str) -> str:
     """What changes when the code of a function does.
 
-    Returns:
-        The version of the installed package that the module belongs to; else the first 12 digits of
-        the SHA-256 of its source file; else "unknown".
+    The version of the installed package that it is from, or 12 digits of the SHA-256 of its source
+    file, or "unknown".
     """
     function = inspect.unwrap(find_function(key, reference))
     module = sys.modules.get(getattr(function, "__module__", None) or "")

@@ -54,7 +54,7 @@ def evaluate_run(
     if not accept_data:
         run.check_data(task.fingerprint)
     scores = {}
-    with owned(run, accelerator), ProgressBars(silent=not accelerator.is_main_process):
+    with owned(run), ProgressBars(silent=not accelerator.is_main_process):
         if accelerator.is_main_process:
             if accept_data:
                 run.accept_data(task.fingerprint)
@@ -64,7 +64,7 @@ def evaluate_run(
         given = dict(options or {})
         if (temperature := stored_or_fitted(run, task, model, accelerator)) is not None:
             given["temperature"] = temperature
-        # After a fold the scores of all splits are of another model: they are computed again.
+        # After a fold the scores of all splits are of another model.
         for split in dict.fromkeys([*splits, *run.stale_splits()]):
             evaluation = task.evaluate(model, split, accelerator, **given)
             scores[split] = evaluation.metrics

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, create_model
 from torch import Tensor, nn
 
 from .. import fields, losses, smoothing
-from .._names import plain_name, unknown_name
+from .._names import Registry, UnknownNameError
 from ..loss import Loss
 from .config import RecipeError, Section, explain
 from .errors import RequestError
@@ -55,23 +55,17 @@ _SUPPLIED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A label regularization method.
+    """A label regularization method."""
 
-    Attributes:
-        loss: the class of the loss, or a function that builds it (see :func:`with_fields`).
-        teacher: builds the teacher.
-        needs: what the task must provide, see :attr:`labo.lab.tasks.Task.provides`.
-        from_scratch: what a user should know who trains a model with many classes from scratch.
-        about: one line on what it does, if that of the loss does not say it.
-        paper: the authors and the year of its paper, if they are not those of the loss.
-    """
-
+    # The class of the loss, or a function that builds it (see :func:`with_fields`)
     loss: Callable[..., nn.Module]
-    teacher: Callable[..., Teacher] = Teacher
+    teacher: Callable[..., Teacher] = Teacher  # builds the teacher
+    # What the task must provide, see :attr:`labo.lab.tasks.Task.provides`
     needs: frozenset[str] = frozenset()
+    # What a user should know who trains a model with many classes from scratch
     from_scratch: str | None = None
-    about: str = ""
-    paper: str = ""
+    about: str = ""  # one line on what it does, if that of the loss does not say it
+    paper: str = ""  # the authors and the year of its paper, if they are not those of the loss
 
     @property
     def fields(self) -> dict[str, fields.Field]:
@@ -101,27 +95,12 @@ class Method:
     def build(
         self, hyper: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> tuple[nn.Module, Teacher]:
-        """The loss, with reduction "sum", and the teacher.
-
-        Raises:
-            RequestError: the hyper-parameters do not go together.
-        """
-        known = {**hyper, "reduction": "sum"}
-        known |= {name: _Later(supply, facts) for name, supply in _SUPPLIED.items()}
+        """The loss, with reduction "sum", and the teacher."""
         try:
-            loss = _call(self.loss, known, facts)
+            loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
         except ValueError as error:
             raise RequestError(f"method: {error}") from error
-        teacher = _call(self.teacher, hyper, facts)
-        return loss, teacher
-
-
-@dataclass
-class _Later:
-    """What the run supplies, computed if a loss takes it."""
-
-    supply: Callable[[Mapping[str, Any]], Any]
-    facts: Mapping[str, Any]
+        return loss, _call(self.teacher, hyper, facts)
 
 
 def updates_per_batch(hyper: Mapping[str, Any]) -> int:
@@ -194,8 +173,9 @@ def _call(builder: Callable[..., Any], hyper: Mapping[str, Any], facts: Mapping[
     given: dict[str, Any] = {}
     for name, parameter in signature.items():
         if name in hyper:
-            value = hyper[name]
-            given[name] = value.supply(value.facts) if isinstance(value, _Later) else value
+            given[name] = hyper[name]
+        elif name in _SUPPLIED:
+            given[name] = _SUPPLIED[name](facts)
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             given[name] = facts[name]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values()):
@@ -213,6 +193,25 @@ def with_fields(loss: type[Loss], *names: str) -> Callable[[Any], Any]:
     return give
 
 
+_WarmupSteps = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. "
+        "With several outer steps these are batches, not updates.",
+    ),
+]
+_WarmupAlpha = Annotated[
+    float, Field(ge=0, le=1, description="alpha of label smoothing during the warm-up.")
+]
+
+
+def _after_smoothing(loss: Loss, steps: int, alpha: float) -> losses.Warmup:
+    """A loss after a warm-up with label smoothing."""
+    before = losses.LabelSmoothingLoss(alpha=alpha, reduction=loss.reduction)
+    return losses.Warmup(before, loss, steps)
+
+
 @with_fields(losses.HeldLABOLoss, "tau", "confidence", "alpha", "rho")
 def warmed_up_labo(
     num_classes: int = 1,
@@ -225,18 +224,8 @@ def warmed_up_labo(
             "paper's."
         ),
     ] = False,
-    warmup_steps: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. "
-            "With several outer steps these are batches, not updates.",
-        ),
-    ] = 0,
-    warmup_alpha: Annotated[
-        float,
-        Field(ge=0, le=1, description="alpha of label smoothing during the warm-up."),
-    ] = 0.1,
+    warmup_steps: _WarmupSteps = 0,
+    warmup_alpha: _WarmupAlpha = 0.1,
     reduction: str = "mean",
     **hyper: Any,
 ) -> losses.Warmup:
@@ -249,7 +238,6 @@ def warmed_up_labo(
         p, strength = hyper.pop("confidence"), {key: hyper[key] for key in ("alpha", "rho")}
         hyper["tau"] = smoothing.tau_for_confidence(p, num_classes, **strength)
     hyper.pop("confidence", None)
-    before = losses.LabelSmoothingLoss(alpha=warmup_alpha, reduction=reduction)
     multiplier = 1.0
     if rescale:
         kept = smoothing.stationary_label_weight(num_classes, **hyper)
@@ -257,14 +245,24 @@ def warmed_up_labo(
             raise ValueError("rescale needs tau above 1 and alpha below 1: no label is kept")
         multiplier = 1 / kept
     after = losses.HeldLABOLoss(**hyper, multiplier=multiplier, reduction=reduction)
-    return losses.Warmup(before, after, warmup_steps)
+    return _after_smoothing(after, warmup_steps, warmup_alpha)
 
 
-# The names of losses that have another one here.
-_NAMES = {
-    **{"ce": "base", "tfreg": "tf-reg", "cskd": "cs-kd", "betals": "beta-ls", "krls": "kr-ls"},
-    **{"pskd": "ps-kd", "rdrop": "r-drop", "alspast": "als-past"},
-}
+def _warmed_up(loss: type[Loss], *names: str) -> Callable[..., losses.Warmup]:
+    """Builds a loss with these fields after a warm-up with label smoothing."""
+
+    @with_fields(loss, *names)
+    def build(
+        *,
+        warmup_steps: _WarmupSteps = 0,
+        warmup_alpha: _WarmupAlpha = 0.1,
+        reduction: str = "mean",
+        **hyper: Any,
+    ) -> losses.Warmup:
+        return _after_smoothing(loss(**hyper, reduction=reduction), warmup_steps, warmup_alpha)
+
+    return build
+
 
 _SPECIAL: dict[str, Method] = {
     "dft": Method(
@@ -298,22 +296,37 @@ _SPECIAL: dict[str, Method] = {
     "ols": Method(losses.OnlineLabelSmoothingLoss, needs=frozenset({"class_table"})),
     "mls": Method(losses.MaskedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
     "wls": Method(losses.WeightedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
-    "als-past": Method(losses.PriorSmoothingLoss, past_self),
+    "als": Method(
+        _warmed_up(losses.AdaptiveSmoothingLoss, "rho"),
+        about="Label smoothing with the alpha of LABO, after a warm-up with ls",
+        paper="Lee et al. 2022",
+    ),
+    "als-past": Method(
+        _warmed_up(losses.PriorSmoothingLoss, "rho"),
+        past_self,
+        about="Smoothing towards an earlier prediction with the alpha of LABO, after a warm-up "
+        "with ls",
+        paper="Lee et al. 2022",
+    ),
     "connet": Method(losses.ConNetLoss, InnerStates, needs=frozenset({"inner_states"})),
     "r-drop": Method(losses.RDropLoss, SecondPass),
     "labo": Method(warmed_up_labo, held_label),
 }
 # A loss without a teacher or a need is a method as it is.
-_PLAIN = {_NAMES.get(name, name): Method(loss) for name, loss in losses.LOSSES.items()}
-METHODS: dict[str, Method] = {**_PLAIN, **_SPECIAL}
+_PLAIN = {
+    name: Method(loss)
+    for name, loss in losses.LOSSES.items()
+    if name in _SPECIAL or loss.teacher_argument is None
+}
+METHODS = Registry("method", {**_PLAIN, **_SPECIAL}, {"ce": "base"})
 
 
-def method_name(name: object) -> str:
+def method_name(spelling: object) -> str:
     """The name in ``METHODS`` for a spelling such as cs-kd, cskd or CS_KD."""
-    names = {plain_name(known): known for known in METHODS} | {"ce": "base"}
-    if plain_name(name) not in names:
-        raise RecipeError([f"method: {unknown_name('method', name, METHODS)}"])
-    return names[plain_name(name)]
+    try:
+        return METHODS.name_of(spelling)
+    except UnknownNameError as error:
+        raise RecipeError([f"method: {error}"]) from None
 
 
 def resolve(section: object, task: str) -> dict[str, Any]:

@@ -34,14 +34,7 @@ def build_optimizer(optim: Optim, model: nn.Module, loss: nn.Module) -> torch.op
 
 
 def learning_rate(optim: Optim, step: int, epoch: int, total: int) -> float:
-    """The learning rate of the next step.
-
-    Args:
-        optim: the section of the recipe.
-        step: optimizer steps done so far.
-        epoch: epochs done so far.
-        total: steps of the whole run.
-    """
+    """The learning rate after so many steps and epochs of a run with ``total`` steps."""
     if step < optim.warmup_steps:
         return optim.warmup_from + (optim.lr - optim.warmup_from) * step / optim.warmup_steps
     if optim.schedule == "step":

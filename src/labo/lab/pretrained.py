@@ -95,9 +95,6 @@ def load_folder(
         folder: the folder.
         classes: of a classifier, whose output layer is new if it is missing or has other classes.
         whole: whether every weight in the folder must be part of the model.
-
-    Raises:
-        RequestError: it holds no such model, or only a part of one.
     """
     from transformers.utils import logging
 
@@ -157,13 +154,7 @@ _SIZES = re.compile(r"(_size|_dim|_labels|_classes|_heads?|d_model|d_ff|n_embd|n
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], weights: Iterable[Path]) -> None:
-    """Refuse a config with sizes that its weights cannot have, before a model is built from it.
-
-    Args:
-        path: the file of the config, for messages.
-        config: its content.
-        weights: the safetensors files.
-    """
+    """Refuse a config with sizes that its weights cannot have, before a model is built from it."""
     sizes = [size for file in weights for size in _tensor_sizes(file)]
     # A config may count what the weights do not have. Small numbers do no harm.
     most_layers, most = max(1000, len(sizes)), max(1_000_000, sum(sizes))
@@ -249,15 +240,7 @@ def folder_digest(folder: str | Path) -> str:
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Keep parameters as they are.
-
-    Args:
-        model: the model.
-        names: of modules or parameters, such as ``vit.embeddings``; * stands for anything.
-
-    Raises:
-        RequestError: a name fits nothing, or nothing is left to train.
-    """
+    """Keep parameters as they are: by the names of modules or parameters; * stands for anything."""
     parameters = dict(model.named_parameters())
     for name in names:
         found = [key for key in parameters if fnmatch(key, name) or fnmatch(key, f"{name}.*")]
@@ -277,14 +260,7 @@ def _stem(name: str) -> str:
 def add_lora(model: nn.Module, options: Lora, heads: Sequence[str], *, train_heads: bool) -> None:
     """Add low-rank adapters to the layers of a model, in place, and freeze the rest.
 
-    Args:
-        model: a model of transformers.
-        options: rank and so on.
-        heads: the names of the output layers, which get no adapters.
-        train_heads: whether these are trained, as new ones must be.
-
-    Raises:
-        RequestError: PEFT is not installed, no layer has such a name, or PEFT cannot adapt it.
+    The output layers get none. ``train_heads`` is whether these are trained, as new ones must be.
     """
     try:
         from peft import inject_adapter_in_model
@@ -331,14 +307,8 @@ def adapter_files(
 ) -> dict[str, str | bytes]:
     """The adapters of a model as PEFT saves them, by file name, if they are to be saved apart.
 
-    ``PeftModel.from_pretrained(base_model, folder)`` loads them.
-
-    Args:
-        model: the model of transformers, with adapters.
-        weights: a ``state_dict()`` of it, or of an average of such.
-        options: of the adapters; None if there are none.
-        base: the folder that the model started from.
-        trained_heads: output layers that were trained whole, which are saved with the adapters.
+    ``PeftModel.from_pretrained(base_model, folder)`` loads them. ``base`` is the folder that the
+    model started from. Output layers that were trained whole are saved with the adapters.
     """
     adapted = sorted(_adapted(model))
     if options is None or options.save == "merged" or not adapted:
@@ -376,12 +346,7 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights without adapters: each is added to the layer that it belongs to.
-
-    Args:
-        model: the model, with adapters or without.
-        weights: a ``state_dict()`` of it, or of an average of such.
-    """
+    """Weights without adapters: each is added to the layer that it belongs to."""
     adapted = _adapted(model)
     if not adapted:
         return dict(weights)

@@ -22,15 +22,8 @@ def repair_best(
 ) -> None:
     """Write ``best`` again from a checkpoint if it is missing or damaged.
 
-    Args:
-        run: the run.
-        recipe: its recipe.
-        task: its task.
-        build: makes a model of the task, for its structure.
-        report: called with a sentence if ``best`` had to be written again.
-
-    Raises:
-        DamagedError: it is damaged, and no checkpoint has the selected weights.
+    ``build`` makes a model of the task, for its structure. ``report`` is called with a sentence if
+    ``best`` had to be written again. It is a DamagedError if no checkpoint has its weights.
     """
     try:
         run.verify_best()

@@ -11,6 +11,7 @@ import io
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +22,29 @@ NOTHING = "-"  # a cell without a number
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table.
+    """A number of a table."""
 
-    Attributes:
-        value: the number; None if there is none.
-        spread: its standard deviation.
-        paper: the paper's number in this cell.
-        interval: its confidence interval.
-    """
-
-    value: float | None = None
-    spread: float | None = None
-    paper: Cell | None = None
-    interval: tuple[float, float] | None = None
+    value: float | None = None  # the number; None if there is none
+    spread: float | None = None  # its standard deviation
+    paper: Cell | None = None  # the paper's number in this cell
+    interval: tuple[float, float] | None = None  # its confidence interval
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, and how its numbers are shown.
+    """A column of a table, and how its numbers are shown."""
 
-    Attributes:
-        key: its name in CSV and JSON.
-        heading: its name in Markdown and LaTeX.
-        group: a heading above those of all neighbouring columns of the same group.
-        digits: decimal places in Markdown and LaTeX.
-        scale: the factor of the numbers in Markdown and LaTeX; 100 for percent.
-        suffix: printed after each number.
-        signed: whether positive numbers have a plus sign.
-        printed: whether the column is in Markdown and LaTeX. CSV and JSON have all columns.
-        better: 1 if a larger number is better, -1 if a smaller one is, 0 if neither. The report
-            marks the best number.
-    """
-
-    key: str
-    heading: str
-    group: str = ""
-    digits: int = 2
-    scale: float = 1.0
-    suffix: str = ""
-    signed: bool = False
+    key: str  # its name in CSV and JSON
+    heading: str  # its name in Markdown and LaTeX
+    group: str = ""  # a heading above those of all neighbouring columns of the same group
+    digits: int = 2  # decimal places in Markdown and LaTeX
+    scale: float = 1.0  # the factor of the numbers in Markdown and LaTeX; 100 for percent
+    suffix: str = ""  # printed after each number
+    signed: bool = False  # whether positive numbers have a plus sign
+    # Whether the column is in Markdown and LaTeX. CSV and JSON have all columns
     printed: bool = True
+    # 1 if a larger number is better, -1 if a smaller one is, 0 if neither. The report marks the
+    # best number
     better: int = 0
 
     def shown(self, number: float) -> str:
@@ -81,6 +65,9 @@ class Row:
     label: str
     cells: Mapping[str, Cell]
     ruled: bool = False  # whether there is a rule above it
+
+    def cell(self, key: str) -> Cell:
+        return self.cells.get(key, Cell())
 
 
 @dataclass(frozen=True)
@@ -110,9 +97,7 @@ def best_rows(column: Column, rows: Sequence[Row]) -> set[int]:
         >>> best_rows(Column("s", "S", digits=2, better=1), rows)
         {0, 1}
     """
-    values = {
-        i: row.cells.get(column.key, Cell()).value for i, row in enumerate(rows) if not row.ruled
-    }
+    values = {i: row.cell(column.key).value for i, row in enumerate(rows) if not row.ruled}
     known = {i: value for i, value in values.items() if value is not None}
     if not column.better or len(known) < 2:
         return set()
@@ -128,11 +113,7 @@ def filled(columns: Iterable[Column], rows: Sequence[Row]) -> list[Column]:
         >>> [column.key for column in filled([Column("a", "A"), Column("b", "B")], rows)]
         ['a']
     """
-    return [
-        column
-        for column in columns
-        if any(row.cells.get(column.key, Cell()).value is not None for row in rows)
-    ]
+    return [c for c in columns if any(row.cell(c.key).value is not None for row in rows)]
 
 
 def shown_cell(column: Column, cell: Cell) -> str:
@@ -157,18 +138,10 @@ def shown_cell(column: Column, cell: Cell) -> str:
 
 def to_markdown(table: Table) -> str:
     """A Markdown table with the caption above and the notes below, columns aligned."""
-    head = [table.corner, *map(_full_heading, table.printed)]
-    body = [[row.label, *_texts(table, row, shown_cell)] for row in table.rows]
-    lines = [[text.replace("|", "\\|") for text in line] for line in (head, *body)]
+    lines = [[text.replace("|", "\\|") for text in line] for line in _grid(table)]
     # A column is at least two characters wide: a dash and the colon that aligns it.
     widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [
-        [
-            text.ljust(w) if i == 0 else text.rjust(w)
-            for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    ]
+    padded = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     text = "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))
     notes = "".join(f"\n- {note}" for note in table.notes)
@@ -180,12 +153,10 @@ def to_terminal(table: Table, width: int) -> str:
 
     Columns that do not fit beside each other continue in a further block, with the labels again.
     """
-    columns = table.printed
-    head = [table.corner, *map(_full_heading, columns)]
-    body = [[row.label, *_texts(table, row, shown_cell)] for row in table.rows]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    grid = _grid(table)
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     blocks: list[list[int]] = [[]]
-    for index in range(1, len(head)):
+    for index in range(1, len(widths)):
         used = widths[0] + sum(2 + widths[i] for i in blocks[-1])
         if blocks[-1] and used + 2 + widths[index] > width:
             blocks.append([])
@@ -194,7 +165,7 @@ def to_terminal(table: Table, width: int) -> str:
     for block in blocks:
         lines = (
             "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in block)])
-            for line in (head, *body)
+            for line in grid
         )
         parts += ["\n".join(lines)]
     notes = [
@@ -216,7 +187,8 @@ def to_latex(table: Table) -> str:
     ]
     if any(column.group for column in columns):
         cells, rules, at = [""], [], 2
-        for group, span in _groups(columns):
+        for group, members in groupby(columns, lambda column: column.group):
+            span = len(list(members))
             cells.append(rf"\multicolumn{{{span}}}{{c}}{{{_escaped(group)}}}")
             if group:
                 rules.append(rf"\cmidrule(lr){{{at}-{at + span - 1}}}")
@@ -233,9 +205,15 @@ def to_latex(table: Table) -> str:
     return "\n".join([*lines, r"\end{table}"]) + "\n"
 
 
+def _grid(table: Table) -> list[list[str]]:
+    """The headings and the rows as text, each with its label first."""
+    head = [table.corner, *map(_full_heading, table.printed)]
+    return [head, *([row.label, *_texts(table, row, shown_cell)] for row in table.rows)]
+
+
 def _texts(table: Table, row: Row, shown: Callable[[Column, Cell], str]) -> Iterator[str]:
     for column in table.printed:
-        cell = row.cells.get(column.key, Cell())
+        cell = row.cell(column.key)
         text = shown(column, cell)
         yield f"{text} [{shown(column, cell.paper)}]" if cell.paper is not None else text
 
@@ -250,17 +228,6 @@ def _tex(column: Column, cell: Cell) -> str:
 
 def _full_heading(column: Column) -> str:
     return f"{column.group} {column.heading}".strip()
-
-
-def _groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """The groups from left to right, with the number of columns of each."""
-    spans: list[tuple[str, int]] = []
-    for column in columns:
-        if spans and spans[-1][0] == column.group:
-            spans[-1] = (column.group, spans[-1][1] + 1)
-        else:
-            spans.append((column.group, 1))
-    return spans
 
 
 _TEX = {
@@ -314,24 +281,18 @@ _PARTS: dict[str, Callable[[Cell], float | None]] = {
 
 
 def _part(row: Row, key: str, part: str) -> float | None:
-    return _PARTS[part](row.cells.get(key, Cell()))
+    return _PARTS[part](row.cell(key))
 
 
 def to_json(table: Table) -> dict[str, Any]:
     """The table as a document: a list of rows, each with its cells by column."""
+    keys = [column.key for column in table.columns]
     return {
         "caption": table.caption,
         "notes": list(table.notes),
-        "columns": [
-            {"key": column.key, "heading": _full_heading(column)} for column in table.columns
-        ],
+        "columns": [{"key": c.key, "heading": _full_heading(c)} for c in table.columns],
         "rows": [
-            {
-                table.corner: row.label,
-                "cells": {
-                    column.key: _cell(row.cells.get(column.key, Cell())) for column in table.columns
-                },
-            }
+            {table.corner: row.label, "cells": {key: _cell(row.cell(key)) for key in keys}}
             for row in table.rows
         ],
     }

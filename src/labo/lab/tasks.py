@@ -292,11 +292,7 @@ def find_task(name: str) -> type[Task]:
 
 
 def load_model(run: RunDirectory) -> nn.Module:
-    """The selected model of a run, on the CPU.
-
-    Raises:
-        RequestError: there is none, or a file of it is damaged.
-    """
+    """The selected model of a run, on the CPU; a RequestError if it is missing or damaged."""
     run.verify_best()
     facts = run.facts()
     try:
@@ -306,14 +302,9 @@ def load_model(run: RunDirectory) -> nn.Module:
 
 
 def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
-    """The model folder of a run, and the facts in it.
+    """The folder of a model for this task, and the facts in it.
 
-    Args:
-        run: a run directory, or a model folder itself.
-        task: the task that it must be a model for.
-
-    Raises:
-        RequestError: there is none, or it is for another task.
+    ``run`` is a run directory, or the model folder itself.
     """
     folder = _model_folder(Path(run))
     verify_folder(folder)
@@ -325,11 +316,7 @@ def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
 
 
 def task_of_model(run: str | Path) -> str:
-    """The task of the model of a run.
-
-    Raises:
-        RequestError: there is none, or it is no model of labo.
-    """
+    """The task of the model of a run."""
     found, _ = _task_and_facts(_model_folder(Path(run)))
     if found is None:
         raise RequestError(f"{run} holds no model of labo")

@@ -34,15 +34,10 @@ from .tasks import Batch, Task, load_model
 
 
 class Teacher:
-    """No teacher, and the base class of all teachers.
+    """No teacher, and the base class of all teachers."""
 
-    Attributes:
-        notes: what the user should know before the run begins.
-        fingerprint: names exactly what the teacher was read from; empty if nothing was read.
-    """
-
-    notes: Sequence[str] = ()
-    fingerprint = ""
+    notes: Sequence[str] = ()  # what the user should know before the run begins
+    fingerprint = ""  # names exactly what the teacher was read from; empty if nothing was read
 
     def run(self, task: Task, model: nn.Module, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
         """The outputs of the model for ``batch``, and further ones that have a gradient too."""
@@ -160,7 +155,28 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
-class EMA(Teacher):
+class OwnModel(Teacher):
+    """The base class of teachers with a model of their own that changes with the steps."""
+
+    task: Task
+    accelerator: Accelerator
+    model: nn.Module
+    steps = 0
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        with self.accelerator.autocast():
+            return self.task.outputs(self.model, batch)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**self.model.state_dict(), "teacher.steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.steps = int(state.pop("teacher.steps"))
+        self.model.load_state_dict(state)
+
+
+class EMA(OwnModel):
     """An averaged model that ranks the samples, and the random draws (Beta-LS).
 
     As in the authors' code the average starts from its own initialization, is a plain mean of the
@@ -183,19 +199,16 @@ class EMA(Teacher):
         ] = 0.999,
     ) -> None:
         self.task, self.source, self.accelerator = task, model, accelerator
-        self.a, self.decay = a, decay
-        self.seed = seed
+        self.a, self.decay, self.seed = a, decay, seed
         torch.manual_seed(mix(seed, "averaged model"))
         average = task.build_model()
         if is_synchronized(model):
             average = synchronize_batchnorm(average, accelerator.device)
-        self.average = parallel.place(average.requires_grad_(False)).train()
-        self.steps = 0
+        self.model = parallel.place(average.requires_grad_(False)).train()
 
     @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        with self.accelerator.autocast():
-            average_logits = self.task.outputs(self.average, batch)
+        average_logits = self.predict(batch)
         u = uniforms(self.seed, batch.epoch, batch.index, 1, stream="beta").squeeze(-1)
         draws = u.to(outputs.device) ** (1 / self.a)
         counts = batch.target >= 0
@@ -224,16 +237,9 @@ class EMA(Teacher):
         self.steps += 1
         decay = min(1 - 1 / (self.steps + 1), self.decay)
         # The state of a model has its own shares of split parameters, also after it was run.
-        average, source = self.average.state_dict(), self.source.state_dict()
+        average, source = self.model.state_dict(), self.source.state_dict()
         for name, _ in self.source.named_parameters():
             average[name].lerp_(source[name], 1 - decay)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {**self.average.state_dict(), "teacher.steps": torch.tensor(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.steps = int(state.pop("teacher.steps"))
-        self.average.load_state_dict(state)
 
 
 class PastPredictions(Teacher):
@@ -277,7 +283,7 @@ class PastPredictions(Teacher):
         self.seen.copy_(state["seen"])
 
 
-class PastWeights(Teacher):
+class PastWeights(OwnModel):
     """The model at the end of the previous epoch (PS-KD with many targets per sample).
 
     A table of predictions would have samples x length x vocabulary entries, so the weights are
@@ -288,28 +294,16 @@ class PastWeights(Teacher):
         self, task: Task, model: nn.Module, accelerator: Accelerator, parallel: DataParallel
     ) -> None:
         self.task, self.source, self.accelerator = task, model, accelerator
-        self.past = parallel.place(copy.deepcopy(model).requires_grad_(False)).eval()
-        self.steps = 0
+        self.model = parallel.place(copy.deepcopy(model).requires_grad_(False)).eval()
 
-    @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any, ...]:
-        if self.steps < self.task.steps_per_epoch:
-            return ()
-        with self.accelerator.autocast():
-            return (self.task.outputs(self.past, batch),)
+        return () if self.steps < self.task.steps_per_epoch else (self.predict(batch),)
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
         if self.steps % self.task.steps_per_epoch == 0:
-            self.past.load_state_dict(self.source.state_dict())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {**self.past.state_dict(), "teacher.steps": torch.tensor(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.steps = int(state.pop("teacher.steps"))
-        self.past.load_state_dict(state)
+            self.model.load_state_dict(self.source.state_dict())
 
 
 class InnerStates(Teacher):
@@ -342,15 +336,13 @@ class EpochStart(PastWeights):
     In the first epoch it is the model before any training.
     """
 
-    @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
-        with self.accelerator.autocast():
-            return (self.task.outputs(self.past, batch),)
+        return (self.predict(batch),)
 
     def step(self) -> None:
         super().step()
         if self.steps % self.task.steps_per_epoch == 0:
-            for buffer in self.past.buffers():  # running statistics: those of the first process
+            for buffer in self.model.buffers():  # running statistics: those of the first process
                 broadcast(buffer)
 
 
@@ -360,11 +352,6 @@ class HeldOutputs(Teacher):
     Logits are kept as they are. Hidden states are kept with a copy of the output layer, which the
     updates change. The state has the rows of all processes in the order of the samples, so that a
     run can be continued in the middle of an outer loop.
-
-    Args:
-        task: the task.
-        accelerator: the processes.
-        updates: updates on each batch.
     """
 
     def __init__(self, task: Task, accelerator: Accelerator, updates: int) -> None:
@@ -427,17 +414,12 @@ class HeldOutputs(Teacher):
 
 @dataclass(frozen=True)
 class _Held:
-    """Outputs that are held: rows, and what turns them into logits.
+    """Outputs that are held: rows, and what turns them into logits."""
 
-    Attributes:
-        rows: (n, D) logits or hidden states.
-        layer: for hidden states the rest of the outputs, such as weight and bias; empty for logits.
-        counts: whether the micro-batch has targets. If not, this process only keeps step.
-    """
-
-    rows: Tensor
+    rows: Tensor  # (n, D) logits or hidden states
+    # For hidden states the rest of the outputs, such as weight and bias; empty for logits
     layer: tuple[Any, ...]
-    counts: bool
+    counts: bool  # whether the micro-batch has targets. If not, this process only keeps step
 
     @classmethod
     def of(cls, batch: Batch, outputs: Any, layer: tuple[Any, ...] | None) -> _Held:

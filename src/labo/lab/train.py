@@ -43,7 +43,7 @@ from .methods import METHODS, updates_per_batch
 from .optim import build_optimizer, learning_rate
 from .repair import repair_best
 from .run.checkpoint import Checkpoints
-from .run.directory import RunDirectory
+from .run.directory import TEACHER, RunDirectory
 from .run.distributed import (
     device_name,
     gather_rows,
@@ -96,7 +96,7 @@ def train(
         return run.results()
     trainer = Trainer(recipe, run, accept_data=accept_data)
     try:
-        with owned(run, trainer.accelerator):
+        with owned(run):
             run.check(recipe)  # again: another process may have been at work until now
             return run.results() if run.finished else trainer.train(test)
     except Exception as error:
@@ -114,6 +114,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, run: RunDirectory, *, accept_data: bool = False) -> None:
         self.recipe, self.run, self.accept_data = recipe, run, accept_data
         accelerator = self.accelerator = _accelerator(recipe, run)
+        self.several = accelerator.num_processes > 1  # processes
         self.parallel = spread(recipe.train.parallel, accelerator)
         self.task = task = find_task(recipe.task)(recipe)
         if not accept_data:
@@ -124,7 +125,7 @@ class Trainer:
 
         torch.manual_seed(mix(recipe.seed, "model"))
         model = task.build_model()
-        if recipe.train.sync_batchnorm and accelerator.num_processes > 1:
+        if recipe.train.sync_batchnorm and self.several:
             model = synchronize_batchnorm(model, accelerator.device)
         facts = {
             "num_classes": task.num_classes,
@@ -137,7 +138,7 @@ class Trainer:
         }
         loss, self.teacher = METHODS[recipe.method["name"]].build(recipe.method, facts)
         if not accept_data:
-            run.check_teacher(self.teacher.fingerprint)
+            run.check_data(self.teacher.fingerprint, TEACHER)
         self.parallel.place(model)
         # In steps the model is called as `prepared`, which may wrap it for several processes.
         self.prepared, optimizer = self.parallel.prepare(
@@ -168,7 +169,7 @@ class Trainer:
                 return self.finish(test)
             except KeyboardInterrupt:
                 # Saved if the state is whole and every process is here to take part.
-                together = self.stopping or self.accelerator.num_processes == 1
+                together = self.stopping or not self.several
                 unsaved = self.state.counters.step > self.checkpoints.newest_step
                 if together and self.between_steps and unsaved:
                     self.save()
@@ -208,12 +209,11 @@ class Trainer:
 
     def upcoming(self) -> Iterator[tuple[list[Batch], Tensor]]:
         """The batches to come. Several processes must agree before any of them may stop."""
-        several = self.accelerator.num_processes > 1
         counters, patience = self.state.counters, self.recipe.train.patience
         planned = self.schedule.batches(self.task, counters, self.accelerator)
         planned = ahead(planned) if self.recipe.train.workers else planned
         while True:
-            with self.interruptions.deferred() if several else nullcontext():
+            with self.interruptions.deferred() if self.several else nullcontext():
                 batch = next(planned, None)
                 if batch is not None and patience is not None and counters.stale >= patience:
                     self.display.say(f"no better model in {patience} evaluations: done")
@@ -223,12 +223,7 @@ class Trainer:
             yield batch
 
     def update(self, batches: list[Batch], samples: Tensor) -> None:
-        """One optimizer step on a global batch.
-
-        Args:
-            batches: this process's micro-batches.
-            samples: (N,) the samples of all processes.
-        """
+        """One optimizer step: this process's micro-batches, and (N,) the samples of all."""
         accelerator, state, optim = self.accelerator, self.state, self.recipe.optim
         step, epoch = state.counters.step, state.counters.epoch
         torch.manual_seed(mix(self.recipe.seed, "step", step, accelerator.process_index))
@@ -257,18 +252,14 @@ class Trainer:
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Forward and backward passes of this process's micro-batches.
 
-        Args:
-            batches: the micro-batches.
-            count: the targets of all processes.
-
-        Returns:
-            Their part of the loss, and their samples with a sum over the outputs of each.
+        ``count`` is the number of targets of all processes. Returned are the part of these batches
+        in the loss, and their samples with a sum over the outputs of each.
         """
         accelerator, task = self.accelerator, self.task
         total = torch.zeros((), device=accelerator.device)
         seen = []
         for number, batch in enumerate(batches, 1):
-            ignored = accelerator.num_processes > 1 and _is_ignored(batch)
+            ignored = self.several and _is_ignored(batch)
             batch = batch.to(accelerator.device)
             last = number == len(batches)
             with (
@@ -312,8 +303,7 @@ class Trainer:
 
     def stop_if_asked(self) -> None:
         """End the run if a signal came during the step."""
-        several = self.accelerator.num_processes > 1
-        if self.stopping or (self.interruptions.requested and not several):
+        if self.stopping or (self.interruptions.requested and not self.several):
             raise KeyboardInterrupt
 
     # ------------------------------------------------------------------ between the steps
@@ -387,7 +377,7 @@ class Trainer:
         recipe, task, schedule = self.recipe, self.task, self.schedule
         trained = sum(p.numel() for p in self.state.model.parameters() if p.requires_grad)
         device = f"{self.accelerator.device.type}: {device_name(self.accelerator.device)}"
-        if self.accelerator.num_processes > 1:
+        if self.several:
             device += f", {self.accelerator.num_processes} processes"
             device += " with a share of the model each" if recipe.train.parallel == "fsdp" else ""
         precision = {"no": "float32"}.get(recipe.train.precision, recipe.train.precision)
@@ -407,9 +397,8 @@ class Trainer:
 
     def own_notes(self) -> Iterator[str]:
         """What the user should know of model and loss before the run begins."""
-        model, loss, train = self.state.model, self.state.loss, self.recipe.train
-        several = self.accelerator.num_processes > 1
-        if several and has_batchnorm(model) and not train.sync_batchnorm:
+        loss, train = self.state.loss, self.recipe.train
+        if self.several and has_batchnorm(self.state.model) and not train.sync_batchnorm:
             yield (
                 "each process computes batch norm over its own share of a batch, so that the loss "
                 "depends on the number of processes; train.sync_batchnorm=true computes it over all"

@@ -1,6 +1,6 @@
 """From the records of runs to small JSON documents, and the comparison of runs.
 
-``selective``, ``intervals``, ``significance``, ``labels`` and ``training`` have pure functions on
+``selective``, ``significance``, ``labels`` and ``training`` have pure functions on
 numpy arrays; the measures of calibration are those of :mod:`labo.calibration`. ``reading`` reads
 run directories. ``task`` is the protocol of what a task adds. ``groups`` compares runs, and ``run``
 makes the documents. torch is imported where something is computed with it, not before.

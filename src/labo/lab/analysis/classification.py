@@ -23,15 +23,10 @@ from .views import verdict, view
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The records of a split as arrays.
+    """The records of a split as arrays."""
 
-    Attributes:
-        labels: (N,) class indices.
-        probabilities: (N, K), each row sums to 1.
-    """
-
-    labels: Integers
-    probabilities: Floats
+    labels: Integers  # (N,) class indices
+    probabilities: Floats  # (N, K), each row sums to 1
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -44,8 +39,7 @@ class Predictions:
     @property
     def right(self) -> Booleans:
         """(N,) whether the most probable class is the label."""
-        right: Booleans = self.probabilities.argmax(-1) == self.labels
-        return right
+        return self.probabilities.argmax(-1) == self.labels
 
     def fingerprint(self) -> str:
         """Equal for two runs that predicted the same examples: a hash of the labels."""
@@ -161,8 +155,7 @@ def _tempered(log_p: Floats, temperature: float) -> Floats:
     """(N, K) the log-probabilities of softmax(z / T), from those at T = 1."""
     import torch
 
-    scaled: Floats = torch.log_softmax(torch.from_numpy(log_p) / temperature, -1).numpy()
-    return scaled
+    return torch.log_softmax(torch.from_numpy(log_p) / temperature, -1).numpy()
 
 
 def _temperature(valid: Predictions, notes: list[str]) -> float | None:

@@ -16,14 +16,8 @@ _MARK = ".labo"
 def runs_in(paths: Iterable[str | Path], left_out: dict[Path, str]) -> list[Path]:
     """Run directories, with a folder that has runs in it replaced by those that are scored.
 
-    Of a grid these are the runs of the selected points.
-
-    Args:
-        paths: run directories, and folders with runs.
-        left_out: gets the other runs in such folders, and why they are left out.
-
-    Raises:
-        RequestError: such a folder has no scored run.
+    Of a grid these are the runs of the selected points. ``left_out`` gets the other runs in such
+    folders, and why they are left out.
     """
     found: list[Path] = []
     for path in map(Path, paths):

@@ -16,16 +16,7 @@ from .reading import Run, find_teacher
 
 
 def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
-    """One row per run that has a ``method.teacher``.
-
-    Args:
-        runs: any runs.
-        split: of the scores.
-
-    Returns:
-        Rows of method, teacher_method (None if the teacher is not found), task, student_score and
-        teacher_score.
-    """
+    """One row per run that has a teacher, as :mod:`labo.lab.analysis.run` describes it."""
     runs = list(runs)
     rows = []
     for run in runs:
@@ -46,11 +37,8 @@ def students(runs: Iterable[Run], split: str = "test") -> list[dict[str, Any]]:
 
 
 def student_table(rows: Iterable[Mapping[str, Any]], score: Column) -> Table:
-    """The rows of :func:`students` that have a score, by method and method of the teacher.
-
-    Args:
-        rows: of one task.
-        score: its headline.
+    """The rows of :func:`students` of a task that have a score, by method and method of the
+    teacher.
 
     Example:
         >>> row = {"method": "kd", "teacher_method": "ls", "student_score": 0.97}
@@ -64,22 +52,16 @@ def student_table(rows: Iterable[Mapping[str, Any]], score: Column) -> Table:
         if row["student_score"] is not None:
             label = f"{row['method']} from {row['teacher_method'] or 'unknown'}"
             found.setdefault(label, []).append(row)
-    sides = {side: f"{side}_score" for side in ("teacher", "student")}
-    columns = [
-        Column("runs", "runs", digits=0),
-        *(replace(score, key=side, heading=f"{side} {score.heading}") for side in sides),
+    scores = [
+        replace(score, key=f"{side}_score", heading=f"{side} {score.heading}")
+        for side in ("teacher", "student")
     ]
-    body = [
-        Row(
-            label,
-            {
-                "runs": Cell(len(taught)),
-                **{
-                    side: mean_cell(row[key] for row in taught if row[key] is not None)
-                    for side, key in sides.items()
-                },
-            },
-        )
-        for label, taught in found.items()
-    ]
+    body = []
+    for label, taught in found.items():
+        cells = {"runs": Cell(len(taught))}
+        for column in scores:
+            values = (row[column.key] for row in taught)
+            cells[column.key] = mean_cell(value for value in values if value is not None)
+        body.append(Row(label, cells))
+    columns = [Column("runs", "runs", digits=0), *scores]
     return Table("students by the method of their teacher", columns, body, corner="student")

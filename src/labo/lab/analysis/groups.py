@@ -23,7 +23,7 @@ from typing import Any
 from ..config import differing_keys
 from ..errors import RequestError
 from ..tables import Cell, Column
-from .reading import Floats, Run, find_teacher, read_conditions
+from .reading import Floats, Run, find_teacher, noted, read_conditions
 from .significance import mean_std, paired_bootstrap, paired_difference
 from .task import Records, TaskAnalysis, find_analysis
 
@@ -71,13 +71,11 @@ class Member:
 
     def split(self, name: str) -> Mapping[str, Any] | None:
         """The analysis of a split; None if it has no records or was not analysed."""
-        found: Mapping[str, Any] | None = (self.analysis or {}).get("splits", {}).get(name)
-        return found
+        return (self.analysis or {}).get("splits", {}).get(name)
 
     def metric(self, split: str, name: str) -> float | None:
         """A metric of ``results.json``."""
-        found: float | None = self.results.get(split, {}).get(name)
-        return found
+        return self.results.get(split, {}).get(name)
 
     def score(self, split: str) -> float | None:
         """The headline metric: that of ``results.json``, or else that of the records."""
@@ -138,19 +136,15 @@ def _at(document: Any, key: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """The runs of a group that differ in their seed alone.
+    """The runs of a group that differ in their seed alone."""
 
-    Attributes:
-        label: the name of the method, with the keys in which variants of that name differ; marked
-            if the method itself was never used.
-        recipe: what the runs share: the recipe without the seed and the location of the data;
-            ``method.teacher`` is the method of the teacher.
-        members: by seed, in ascending order.
-    """
-
+    # the name of the method, with the keys in which variants of that name differ; marked if the
+    # method itself was never used
     label: str
+    # what the runs share: the recipe without the seed and the location of the data;
+    # ``method.teacher`` is the method of the teacher
     recipe: Mapping[str, Any]
-    members: Mapping[int, Member]
+    members: Mapping[int, Member]  # by seed, in ascending order
 
     @property
     def name(self) -> str:
@@ -238,34 +232,21 @@ def _short(key: str) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much a variant differs from a reference in the headline metric of a split.
+    """How much a variant differs from a reference in the headline metric of a split."""
 
-    Attributes:
-        variant: its label.
-        reference: the label of the reference.
-        name: the method of the reference.
-        seeds: those that both have.
-        values: the difference for each seed.
-        mean: their mean.
-        interval: 95 % Student interval of the mean over seeds; None for one seed.
-        p: of the exact sign-flip test over seeds; None for one seed.
-        smallest_p: the smallest p that so many seeds can give.
-        bootstrap: for each seed {"seed", "difference", "p"} of the bootstrap over examples; None if
-            the task has none.
-        p_bootstrap: of the bootstrap over examples of the mean difference.
-    """
-
-    variant: str
-    reference: str
-    name: str
-    seeds: list[int]
-    values: list[float]
-    mean: float
-    interval: list[float] | None
-    p: float | None
-    smallest_p: float | None
+    variant: str  # its label
+    reference: str  # the label of the reference
+    name: str  # the method of the reference
+    seeds: list[int]  # those that both have
+    values: list[float]  # the difference for each seed
+    mean: float  # their mean
+    interval: list[float] | None  # 95 % Student interval of the mean over seeds; None for one seed
+    p: float | None  # of the exact sign-flip test over seeds; None for one seed
+    smallest_p: float | None  # the smallest p that so many seeds can give
+    # for each seed {"seed", "difference", "p"} of the bootstrap over examples; None if the task has
+    # none
     bootstrap: list[dict[str, float]] | None = None
-    p_bootstrap: float | None = None
+    p_bootstrap: float | None = None  # of the bootstrap over examples of the mean difference
 
     @property
     def cell(self) -> Cell:
@@ -284,19 +265,12 @@ def paired_numbers(
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The runs of one task on the same data with the same model.
-
-    Attributes:
-        task: their task.
-        split: the split that is compared.
-        variants: in the order in which their runs were given.
-        repeated: notes about runs that were left out.
-    """
+    """The runs of one task on the same data with the same model."""
 
     task: str
-    split: str
-    variants: Sequence[Variant]
-    repeated: Sequence[str] = ()
+    split: str  # the split that is compared
+    variants: Sequence[Variant]  # in the order in which their runs were given
+    repeated: Sequence[str] = ()  # notes about runs that were left out
 
     @cached_property
     def kind(self) -> TaskAnalysis:
@@ -305,7 +279,7 @@ class Group:
 
     @property
     def members(self) -> list[Member]:
-        return [member for variant in self.variants for member in variant.members.values()]
+        return [member for variant in self.variants for member in variant.runs]
 
     def first(self, name: str) -> Variant | None:
         """The first variant of a method."""
@@ -315,11 +289,8 @@ class Group:
     def references(self) -> list[Variant]:
         """What every variant is compared with: base and ls, or else the first variant."""
         scored = [variant for variant in self.variants if variant.scores(self.split)]
-        found = [
-            next((variant for variant in scored if variant.name == name), None)
-            for name in REFERENCES
-        ]
-        return [variant for variant in found if variant is not None] or scored[:1]
+        firsts = {variant.name: variant for variant in reversed(scored)}
+        return [firsts[name] for name in REFERENCES if name in firsts] or scored[:1]
 
     @property
     def differences(self) -> list[Difference]:
@@ -333,17 +304,13 @@ class Group:
 
     def difference_cells(self, variant: Variant) -> dict[str, Cell]:
         """The cells of the differences of a variant, by :meth:`difference_columns`."""
-        found = (self.difference(variant, reference) for reference in self.references)
-        return {
-            f"{key}_{difference.name}": cell
-            for difference in found
-            if difference is not None
-            for key, cell in {
-                "delta": difference.cell,
-                "p": Cell(difference.p),
-                "p_bootstrap": Cell(difference.p_bootstrap),
-            }.items()
-        }
+        cells = {}
+        for difference in self.differences:
+            if difference.variant == variant.label:
+                cells[f"delta_{difference.name}"] = difference.cell
+                cells[f"p_{difference.name}"] = Cell(difference.p)
+                cells[f"p_bootstrap_{difference.name}"] = Cell(difference.p_bootstrap)
+        return cells
 
     def difference_columns(self) -> list[Column]:
         """Three columns for each reference: the difference, and its p-values."""
@@ -368,8 +335,8 @@ class Group:
     def _told(self) -> Iterator[str]:
         """The notes of the runs themselves, each with the method whose runs have it."""
         for variant in self.variants:
-            found = (member.results.get("notes") or () for member in variant.members.values())
-            for note in dict.fromkeys(note for notes in found for note in notes):
+            notes = (note for member in variant.runs for note in member.results.get("notes") or ())
+            for note in dict.fromkeys(notes):
                 yield f"{variant.label}: {note}"
 
     def step_times(self, variant: Variant) -> list[float]:
@@ -394,8 +361,8 @@ class Group:
         for member in self.members if self.first(REFERENCES[0]) is not None else ():
             seconds, steps = member.results.get("seconds"), member.results.get("steps")
             if seconds is not None and steps is not None:
-                conditions = _conditions(member.run, notes)
-                if conditions is not None:
+                with noted(notes, "times are not compared: "):
+                    conditions = read_conditions(member.run.path)
                     here = member.results.get("devices", [])
                     paces[member] = _Pace(seconds / steps, conditions, here)
         devices = {" and ".join(pace.devices) or "unknown" for pace in paces.values()}
@@ -443,15 +410,8 @@ class Group:
         bootstrap = drawn and [
             {"seed": seed, **draw} for seed, draw in zip(seeds, drawn, strict=True)
         ]
-        return Difference(
-            variant.label,
-            reference.label,
-            reference.name,
-            seeds,
-            **found,
-            bootstrap=bootstrap,
-            p_bootstrap=p,
-        )
+        labels = variant.label, reference.label, reference.name
+        return Difference(*labels, seeds, **found, bootstrap=bootstrap, p_bootstrap=p)
 
     def _bootstrap(
         self, ours: Sequence[Member], theirs: Sequence[Member], notes: list[str]
@@ -487,27 +447,16 @@ class _Pace:
         return one_place and (self.conditions, self.devices) == (other.conditions, other.devices)
 
 
-def _conditions(run: Run, notes: list[str]) -> list[dict[str, Any]] | None:
-    try:
-        return read_conditions(run.path)
-    except RequestError as error:
-        notes.append(f"times are not compared: {error}")
-        return None
-
-
 # ------------------------------------------------------------------ grouping
 
 
 def group_runs(members: Sequence[Member], split: str | None = None) -> list[Group]:
-    """Sort runs into groups and variants.
+    """Sort runs into groups and variants. Teachers are looked for among them.
 
     The data are those that the signature in ``results.json`` names by their content. A run without
     a signature has the data of a run with an equal data section. Runs whose records are of
-    different examples are in different groups.
-
-    Args:
-        members: the runs. Teachers are looked for among them.
-        split: what is compared; if not given, test where a run has been tested, else valid.
+    different examples are in different groups. Without a ``split`` test is compared where a run has
+    been tested, else valid.
     """
     names = {m.data: m.signature["data"] for m in members if "data" in m.signature}
     found: dict[tuple[str, str, str], list[Member]] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from .reading import Floats
 
-DISTRIBUTIONS = ("prediction", "one_hot", "ls", "optimal", "labo")
+DISTRIBUTIONS = ("prediction", "one_hot", "ls", "labo")
 
 # The explorer of the report has numbers for these positions of its sliders.
 STEP = 0.05
@@ -33,18 +33,9 @@ def smoothed_labels(
     rho: float = 0.5,
     alpha: float | None = None,
 ) -> dict[str, Any]:
-    """The labels of one sample.
+    """The prediction and the labels of one sample, each (K,), and LABO's alpha.
 
-    Args:
-        logits: (K,); a class with logit -inf is masked and gets no mass.
-        target: the true class.
-        alpha_ls: strength of label smoothing.
-        tau: temperature of LABO.
-        rho: strength of LABO's adaptive alpha.
-        alpha: a fixed alpha of LABO instead.
-
-    Returns:
-        prediction, one_hot, ls, optimal (P*) and labo, each (K,); and LABO's alpha.
+    A class with logit -inf is masked and gets no mass. ``alpha`` is a fixed alpha of LABO.
 
     Example:
         >>> labels = smoothed_labels(np.array([2.0, 1.0, 0.1, -1.0]), 0)
@@ -63,26 +54,17 @@ def smoothed_labels(
         "prediction": smoothing.tempered(z, 1.0),
         "one_hot": smoothing.smoothed_target(label, smoothing.uniform(z), 0.0),
         "ls": label_of(LabelSmoothingLoss(alpha=alpha_ls), z, label),
-        "optimal": smoothing.tempered(z, tau),
         "labo": label_of(ours, z, label),
     }
     return {**{name: mass.numpy() for name, mass in labels.items()}, "alpha": float(strength)}
 
 
 def slider_labels(logits: Floats, index: Sequence[int]) -> dict[str, Any]:
-    """What the sliders of the report's explorer need of one sample.
+    """What the sliders of the report's explorer need of one sample; ``index``: the classes shown.
 
     A label is linear in alpha, and adaptive alpha is linear in rho, so that a page can interpolate
-    between the ends.
-
-    Args:
-        logits: (K,).
-        index: the classes that are shown.
-
-    Returns:
-        classes: how many are not masked; entropy of the prediction in nats; alpha: at rho = 0 and
-        at rho = 1; uniform: the mass of label smoothing of each class that is shown; optimal: P* of
-        these classes for each of ``TAUS``.
+    between the ends: alpha is given at rho = 0 and at rho = 1. uniform is the mass of label
+    smoothing, optimal P* for each of ``TAUS``, and classes the number of those that are not masked.
 
     Example:
         >>> sliders = slider_labels(np.array([2.0, 1.0, 0.1, -1.0]), [0, 1])
@@ -112,12 +94,8 @@ def slider_labels(logits: Floats, index: Sequence[int]) -> dict[str, Any]:
 def stationary_table(num_classes: int) -> dict[str, list[list[float]]]:
     """The confidence that LABO leads a fitted sample to, for the report's explorer.
 
-    Args:
-        num_classes: K.
-
-    Returns:
-        adaptive: for each of ``TAUS`` the confidence at each rho of ``STRENGTHS``; fixed: the same
-        at each alpha of ``STRENGTHS``.
+    For each of ``TAUS`` it has a row of the confidences at each rho (adaptive) or alpha (fixed) of
+    ``STRENGTHS``.
     """
     from ...smoothing import stationary_confidence
 
@@ -139,19 +117,10 @@ def stationary_table(num_classes: int) -> dict[str, list[list[float]]]:
 def shown_labels(
     logits: Floats, target: int, classes: Sequence[str], *, top: int = 10, **hyper: Any
 ) -> dict[str, Any]:
-    """:func:`smoothed_labels` over the most probable classes and the target.
+    """:func:`smoothed_labels` over the ``top`` most probable classes and the target.
 
-    Args:
-        logits: (K,).
-        target: the true class.
-        classes: (K,) names.
-        top: the number of most probable classes.
-        **hyper: for :func:`smoothed_labels`.
-
-    Returns:
-        classes and index of those shown, by descending probability; target, the index of the target
-        among them; each distribution over them; rest, the mass of each on all other classes; and
-        sliders, of :func:`slider_labels`.
+    The classes are in descending order of probability, ``target`` is the place of the target among
+    them, and ``rest`` the mass on all other classes.
 
     Example:
         >>> labels = shown_labels(np.array([2.0, 1.0, 0.0, 3.0]), 2, ["a", "b", "c", "d"], top=2)
@@ -165,7 +134,6 @@ def shown_labels(
     return {
         "alpha": labels["alpha"],
         "classes": [classes[i] for i in index],
-        "index": index.tolist(),
         "target": int(np.flatnonzero(index == target)[0]),
         **{name: labels[name][index].tolist() for name in DISTRIBUTIONS},
         "rest": {name: max(0.0, float(1 - labels[name][index].sum())) for name in DISTRIBUTIONS},
@@ -175,10 +143,6 @@ def shown_labels(
 
 def label_settings(method: Mapping[str, Any], num_classes: int | None = None) -> dict[str, Any]:
     """The hyper-parameters of the labels of a run: its own where its method has them.
-
-    Args:
-        method: a recipe's method, with its name.
-        num_classes: for a method whose tau follows from its confidence.
 
     Example:
         >>> label_settings({"name": "labo", "tau": 1.15, "alpha": "adaptive", "rho": 0.5})

@@ -20,13 +20,7 @@ def as_text(
     comparison: Mapping[str, Any],
     left_out: Sequence[str] = (),
 ) -> str:
-    """Verdicts, tables and notes.
-
-    Args:
-        documents: of :func:`labo.lab.analysis.run.analyze_run`.
-        comparison: of :func:`labo.lab.analysis.run.analyze_runs`, of the same runs.
-        left_out: notes about runs without a document.
-    """
+    """Verdicts, tables and notes of the documents of runs and of their comparison."""
     verdicts = "".join(
         f"{document['name']}: {found['verdict']}\n"
         for document in documents
@@ -37,7 +31,8 @@ def as_text(
         kind = find_analysis(group["task"])
         tables.append(_methods(group, comparison["split"]))
         if group["differences"]:
-            tables.append(_differences(group))
+            found = {f"{d['method']} - {d['reference']}": d for d in group["differences"]}
+            tables.append(_difference_table("differences", kind.headline, found))
         tables += kind.group_tables(group)
     for task in dict.fromkeys(row["task"] for row in comparison["distillation"]):
         rows = [row for row in comparison["distillation"] if row["task"] == task]
@@ -78,33 +73,16 @@ def _methods(group: Mapping[str, Any], split: str) -> Table:
 # ------------------------------------------------------------------ differences
 
 
-def _differences(group: Mapping[str, Any]) -> Table:
-    headline = find_analysis(group["task"]).headline
-    rows = [
-        _difference_row(f"{found['method']} - {found['reference']}", found)
-        for found in group["differences"]
-    ]
-    return _difference_table("differences", headline, rows)
-
-
 def difference_table(caption: str, groups: Mapping[str, Group]) -> Table | None:
-    """The differences of several groups with one headline metric.
-
-    Args:
-        caption: what is compared.
-        groups: each with the name that its rows begin with.
-
-    Returns:
-        A row for every method and reference, or None if nothing can be compared.
-    """
-    rows = [
-        _difference_row(f"{name}: {found.variant} - {found.reference}", vars(found))
+    """The differences of groups with one headline metric; their names begin the rows."""
+    found = {
+        f"{name}: {difference.variant} - {difference.reference}": vars(difference)
         for name, group in groups.items()
-        for found in group.differences
-    ]
-    if not rows:
+        for difference in group.differences
+    }
+    if not found:
         return None
-    return _difference_table(caption, next(iter(groups.values())).kind.headline, rows)
+    return _difference_table(caption, next(iter(groups.values())).kind.headline, found)
 
 
 def difference_notes(differences: Iterable[Difference]) -> list[str]:
@@ -120,17 +98,20 @@ def difference_notes(differences: Iterable[Difference]) -> list[str]:
     return notes
 
 
-def _difference_row(label: str, found: Mapping[str, Any]) -> Row:
-    interval = None if found["interval"] is None else (found["interval"][0], found["interval"][1])
-    cells = {
-        "seeds": Cell(len(found["seeds"])),
-        "mean": Cell(found["mean"], interval=interval),
-        **{key: Cell(found[key]) for key in ("p", "smallest_p", "p_bootstrap")},
-    }
-    return Row(label, cells)
-
-
-def _difference_table(caption: str, headline: Column, rows: Sequence[Row]) -> Table:
+def _difference_table(
+    caption: str, headline: Column, differences: Mapping[str, Mapping[str, Any]]
+) -> Table:
+    rows = [
+        Row(
+            label,
+            {
+                "seeds": Cell(len(found["seeds"])),
+                "mean": Cell(found["mean"], interval=found["interval"]),
+                **{key: Cell(found[key]) for key in ("p", "smallest_p", "p_bootstrap")},
+            },
+        )
+        for label, found in differences.items()
+    ]
     columns = [
         Column("seeds", "seeds", digits=0),
         replace(headline, key="mean", heading=f"Δ {headline.heading}", signed=True, better=0),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,15 @@ Booleans = NDArray[np.bool_]
 
 SPLITS = ("valid", "test")
 _NAMED_LINES = 5  # line numbers that a message about a file lists
+
+
+@contextmanager
+def noted(notes: list[str], prefix: str = "") -> Iterator[None]:
+    """Make a note of a RequestError, and go on."""
+    try:
+        yield
+    except RequestError as error:
+        notes.append(f"{prefix}{error}")
 
 
 @dataclass(frozen=True)
@@ -59,25 +68,16 @@ class State:
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run directory. What could not be read is empty.
-
-    Attributes:
-        path: the directory.
-        state: how far the run is, or why it cannot be used.
-        recipe: the content of ``recipe.yaml``.
-        metrics: the lines of ``metrics.jsonl``.
-        results: the content of ``results.json``; None if the run is not finished.
-        model: the content of ``best/config.json``.
-        problems: sentences about parts of files that were left out.
-    """
+    """The content of a run directory. What could not be read is empty."""
 
     path: Path
-    state: State
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[Mapping[str, Any]] = ()
+    state: State  # how far the run is, or why it cannot be used
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # the content of ``recipe.yaml``
+    metrics: Sequence[Mapping[str, Any]] = ()  # the lines of ``metrics.jsonl``
+    # the content of ``results.json``; None if the run is not finished
     results: Mapping[str, Any] | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
-    problems: Sequence[str] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)  # the content of ``best/config.json``
+    problems: Sequence[str] = ()  # sentences about parts of files that were left out
 
     @property
     def name(self) -> str:
@@ -166,23 +166,18 @@ class _Conditions(_Content):
 def _object(value: Any, model: type[BaseModel], path: Path, prefix: str = "") -> dict[str, Any]:
     """A JSON object as it is; refused if a key that labo reads is wrong."""
     atomic.checked(value, model, path, prefix)
-    found: dict[str, Any] = value
-    return found
+    return value
 
 
 # ------------------------------------------------------------------ the run
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run directory.
+    """Read a run directory, which has a ``recipe.yaml``.
 
-    Args:
-        path: the directory; it must have a ``recipe.yaml``.
-
-    Returns:
-        The run. ``state.kind`` is "broken" if ``recipe.yaml``, ``results.json``, ``records`` or
-        ``best/config.json`` cannot be used, or do not have their checksums. Wrong lines of
-        ``metrics.jsonl`` are left out and named in ``problems``.
+    ``state.kind`` is "broken" if ``recipe.yaml``, ``results.json``, ``records`` or
+    ``best/config.json`` cannot be used, or do not have their checksums. Wrong lines of
+    ``metrics.jsonl`` are left out and named in ``problems``.
     """
     path = Path(path)
     if not (path / "recipe.yaml").is_file():
@@ -251,10 +246,8 @@ def _read_object(path: Path, model: type[BaseModel]) -> dict[str, Any] | None:
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl``; none if there is no such file.
 
-    Args:
-        path: the file.
-        problems: gets a sentence if lines are wrong. They are left out; all others are read. A last
-            line without an end is left out silently: the run was stopped while it was written.
+    ``problems`` gets a sentence if lines are wrong. They are left out; all others are read. A last
+    line without an end is left out silently: the run was stopped while it was written.
     """
     if not path.is_file():
         return []
@@ -304,16 +297,9 @@ def _metrics_line(text: bytes) -> dict[str, Any] | str:
 
 
 def read_conditions(path: Path) -> list[dict[str, Any]]:
-    """The conditions a run was trained under, from its ``conditions.json``.
+    """The conditions of each kind of launch of a run, from its ``conditions.json``.
 
     An older version of ``labo compare`` wrote such a file beside the run directories.
-
-    Args:
-        path: the run directory.
-
-    Returns:
-        One entry per kind of launch (machine, torch version, number of jobs, threads); empty if
-        nothing was noted.
     """
     found: list[dict[str, Any]] = []
     for folder, key in ((path.parent, path.name), (path, "launches")):
@@ -346,8 +332,7 @@ def floored_log(probabilities: Floats) -> Floats:
         array([   0. , -103.3])
     """
     smallest = float(np.finfo(np.float32).smallest_subnormal)
-    logs: Floats = np.log(np.maximum(probabilities, smallest))
-    return logs
+    return np.log(np.maximum(probabilities, smallest))
 
 
 class RecordLine:
@@ -373,12 +358,10 @@ class RecordLine:
         return value
 
     def text(self, key: str) -> str:
-        value: str = self.take(key, str, "text")
-        return value
+        return self.take(key, str, "text")
 
     def integer(self, key: str) -> int:
-        value: int = self.take(key, int, "whole number")
-        return value
+        return self.take(key, int, "whole number")
 
     def number(self, key: str) -> float:
         value = float(self.take(key, (int, float), "number"))

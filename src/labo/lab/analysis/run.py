@@ -79,7 +79,7 @@ from ..run import files as atomic
 from .distillation import students
 from .groups import Group, Member, Variant, group_runs
 from .labels import label_settings, shown_labels, stationary_table
-from .reading import Run, digests, read_examples, read_run, sound_run
+from .reading import Run, digests, noted, read_examples, read_run, sound_run
 from .significance import mean_std
 from .task import declared_options, find_analysis, read_options
 from .training import alpha_curve, training_curves
@@ -156,32 +156,20 @@ def write_analysis(
 def write_analyses(
     paths: Iterable[str | Path], **options: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """:func:`write_analysis` of several runs; one that cannot be analysed is left out.
-
-    Args:
-        paths: run directories.
-        **options: each is for the runs whose task has it.
-
-    Returns:
-        The documents, and a note for each run that was left out.
+    """:func:`write_analysis` of several runs with the options of their tasks; notes about the
+    others.
 
     Raises:
         RequestError: no run can be analysed.
     """
+    documents: list[dict[str, Any]] = []
     problems: list[str] = []
-    made = [_written(path, options, problems) for path in dict.fromkeys(map(Path, paths))]
-    documents = [document for document in made if document is not None]
+    for path in dict.fromkeys(map(Path, paths)):
+        with noted(problems):
+            documents.append(write_analysis(path, **_chosen(options, sound_run(path).task)))
     if not documents:
         raise RequestError("\n".join(problems))
     return documents, [f"left out: {problem}" for problem in problems]
-
-
-def _written(path: Path, options: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    try:
-        return write_analysis(path, **_chosen(options, sound_run(path).task))
-    except RequestError as error:
-        problems.append(str(error))
-        return None
 
 
 def _chosen(options: Mapping[str, Any], task: str) -> dict[str, Any]:
@@ -201,11 +189,7 @@ def read_settings(paths: Iterable[str | Path], texts: Iterable[str]) -> dict[str
 
 
 def load_analysis(path: str | Path) -> dict[str, Any]:
-    """``RUN/analysis.json`` if it fits the files of the run and is unchanged; else a new analysis.
-
-    Args:
-        path: the run directory.
-    """
+    """``RUN/analysis.json`` if it is unchanged and fits the files of the run; else a new one."""
     run = sound_run(path)
     try:
         document: dict[str, Any] = json.loads((run.path / FILE).read_text(encoding="utf-8"))
@@ -237,20 +221,24 @@ def analyze_runs(
         The second document that the module describes. A run that cannot be read, or that has no
         records of the split, is in no group, and a note says so.
     """
+    members: list[Member] = []
     problems: list[str] = []
     unique = {Path(path).resolve(): Path(path) for path in reversed(list(paths))}
-    found = [_member(path, split, problems) for path in reversed(unique.values())]
-    runs = [member.run for member in found if member is not None]
-    if not runs:
+    for path in reversed(unique.values()):
+        with noted(problems):
+            run = sound_run(path)
+            find_analysis(run.task)
+            members.append(Member(run, load_analysis(path) if split in run.splits() else None))
+    if not members:
         raise RequestError("\n".join(problems))
+    runs = [member.run for member in members]
     notes = [f"left out: {problem}" for problem in problems]
     notes += [
         f"{run.name} is not compared: it has no records of the {split} split"
         for run in runs
         if split not in run.splits()
     ]
-    members = [member for member in found if member is not None and member.split(split)]
-    groups = group_runs(members, split)
+    groups = group_runs([member for member in members if member.split(split)], split)
     documents = [_group(group, options) for group in groups]
     notes += [note for group in groups for note in group.notes]
     document: dict[str, Any] = plain(
@@ -263,17 +251,6 @@ def analyze_runs(
         }
     )
     return document
-
-
-def _member(path: Path, split: str, problems: list[str]) -> Member | None:
-    """A run, with its analysis if it has records of the split."""
-    try:
-        run = sound_run(path)
-        find_analysis(run.task)
-        return Member(run, load_analysis(path) if split in run.splits() else None)
-    except RequestError as error:
-        problems.append(str(error))
-        return None
 
 
 def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,9 +268,8 @@ def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _method(group: Group, variant: Variant) -> dict[str, Any]:
     columns: dict[str, list[float]] = {}
-    for member in variant.members.values():
-        split = member.split(group.split)
-        measured = {} if split is None else group.kind.measure(split)
+    for member in variant.runs:
+        measured = group.kind.measure(member.split(group.split) or {})
         measured |= {group.kind.headline.key: member.score(group.split)}
         for name, value in measured.items():
             if value is not None:
@@ -305,7 +281,7 @@ def _method(group: Group, variant: Variant) -> dict[str, Any]:
     return {
         "method": variant.label,
         "name": variant.name,
-        "runs": [member.name for member in variant.members.values()],
+        "runs": [member.name for member in variant.runs],
         "seeds": list(variant.members),
         "measures": measures,
     }

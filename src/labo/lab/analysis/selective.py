@@ -22,14 +22,9 @@ CURVE_POINTS = 101
 
 
 def risk_coverage(confidence: Floats, right: Booleans) -> tuple[Floats, Floats]:
-    """The risk-coverage curve.
+    """The coverages (N,) from 1/N to 1, and the risk at each; confidence and right are (N,).
 
-    Args:
-        confidence: (N,) any score that is larger where the model is more confident.
-        right: (N,).
-
-    Returns:
-        coverage (N,) from 1/N to 1, and the risk (N,) at each.
+    Any score will do that is larger where the model is more confident.
 
     Example:
         >>> risk_coverage(np.array([0.9, 0.5]), np.array([True, False]))
@@ -43,10 +38,6 @@ def risk_coverage(confidence: Floats, right: Booleans) -> tuple[Floats, Floats]:
 
 def aurc(confidence: Floats, right: Booleans) -> float:
     r"""Area under the risk-coverage curve, :math:`\frac1N \sum_n \mathrm{risk}(n)`.
-
-    Args:
-        confidence: (N,).
-        right: (N,).
 
     Example:
         >>> aurc(np.array([0.9, 0.5]), np.array([True, False]))
@@ -103,14 +94,8 @@ def normalised_logit(log_p: Floats, p: int) -> Floats:
 
     .. math:: \max_k \frac{z_k - \bar z}{\lVert z - \bar z \rVert_p}
 
-    Log-probabilities are logits minus a constant, so the centred logits are exact.
-
-    Args:
-        log_p: (N, K).
-        p: of the norm.
-
-    Returns:
-        (N,) a score to rank by, not a probability; 0 where all classes are equally probable.
+    From log-probabilities (N, K), which are logits minus a constant, to scores (N,) to rank by; 0
+    where all classes are equally probable.
 
     Example:
         >>> normalised_logit(np.log([[0.5, 0.25, 0.25], [0.98, 0.01, 0.01]]), p=2).round(4)
@@ -120,19 +105,13 @@ def normalised_logit(log_p: Floats, p: int) -> Floats:
     largest = np.abs(centred).max(-1)
     scaled = centred / np.where(largest > 0, largest, 1)[:, None]  # no overflow at any p
     norm = (np.abs(scaled) ** p).sum(-1) ** (1 / p)
-    score: Floats = scaled.max(-1) / np.where(norm > 0, norm, 1)
-    return score
+    return scaled.max(-1) / np.where(norm > 0, norm, 1)
 
 
 def choose_norm(log_p: Floats, right: Booleans) -> int | None:
-    """The p from 1 to 10 that ranks best on the validation split.
+    """The p from 1 to 10 that ranks best on the validation split, log_p (N, K) and right (N,).
 
-    Args:
-        log_p: (N, K).
-        right: (N,).
-
-    Returns:
-        p, or None if the largest probability itself ranks at least as well.
+    None if the largest probability itself ranks at least as well.
 
     Example:
         >>> choose_norm(np.log([[0.6, 0.4], [0.9, 0.1]]), np.array([True, True]))

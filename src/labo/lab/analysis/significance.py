@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,6 @@ def t_cdf(t: float, freedom: int) -> float:
 
     With :math:`\theta = \arctan(t / \sqrt\nu)` it is a finite sum (Abramowitz and Stegun 26.7.3 and
     26.7.4).
-
-    Args:
-        t: the argument.
-        freedom: degrees of freedom, 1 or more.
 
     Example:
         >>> round(t_cdf(2.776445, 4), 6)
@@ -86,16 +83,10 @@ def t_quantile(p: float, freedom: int) -> float:
     return (low + high) / 2
 
 
-def t_interval(differences: Sequence[float], level: float = 0.95) -> list[float] | None:
-    r"""Student's confidence interval of the mean, :math:`\bar d \pm t_{n-1}\, s / \sqrt n`.
+def t_interval(differences: Sequence[float]) -> list[float] | None:
+    r"""Student's 95 % interval of the mean, :math:`\bar d \pm t_{n-1}\, s / \sqrt n`: [low, high].
 
-    Args:
-        differences: one per seed.
-        level: the confidence level.
-
-    Returns:
-        [low, high], or None if no standard deviation can be estimated: there is a single difference
-        or all are equal.
+    None if there is a single difference or all are equal: no deviation can be estimated.
 
     Example:
         >>> [round(bound, 3) for bound in t_interval([0.2, 0.4, 0.6])]
@@ -105,24 +96,37 @@ def t_interval(differences: Sequence[float], level: float = 0.95) -> list[float]
     if std is None or std <= 1e-12 * np.abs(differences).max(initial=0):
         return None
     n = len(differences)
-    reach = t_quantile((1 + level) / 2, n - 1) * std / math.sqrt(n)
+    reach = t_quantile(0.975, n - 1) * std / math.sqrt(n)
     return [mean - reach, mean + reach]
 
 
-def sign_flip_test(differences: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Exact paired permutation test over seeds.
+def wilson(share: float, count: float) -> tuple[float, float]:
+    r"""Wilson's 95 % interval of a share p of n independent trials; n may be a mean over runs.
+
+    .. math:: \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4n^2}}{1 + z^2 / n}
+
+    Unlike :math:`p \pm z \sqrt{p (1 - p) / n}` it stays within [0, 1] and has a width at p = 0 and
+    p = 1 (Brown, Cai and DasGupta 2001).
+
+    Example:
+        >>> [round(end, 3) for end in wilson(0.9, 10)]
+        [0.596, 0.982]
+    """
+    z = NormalDist().inv_cdf(0.975)
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    reach /= 1 + z * z / count
+    return max(centre - reach, 0.0), min(centre + reach, 1.0)
+
+
+def sign_flip_test(differences: Sequence[float]) -> tuple[float, float]:
+    """Exact paired permutation test over seeds: the two-sided p-value, and the smallest possible.
 
     If two methods are equally good, the difference of a pair is as likely to be d as -d. The
     p-value is the share of all 2^n combinations of signs whose mean is at least as far from 0. For
-    more than 16 pairs 100,000 combinations are drawn at random.
-
-    Args:
-        differences: one per pair.
-        seed: of the random combinations.
-
-    Returns:
-        The two-sided p-value, and the smallest p-value that n pairs can give, 2 / 2^n. With five
-        seeds that is 0.0625: no difference over five seeds is significant at 5 % by this test.
+    more than 16 pairs 100,000 combinations are drawn at random. The smallest p-value that n pairs
+    can give is 2 / 2^n. With five seeds that is 0.0625: no difference over five seeds is
+    significant at 5 % by this test.
 
     Example:
         >>> sign_flip_test([0.3, 0.1, 0.2, 0.4, 0.2, 0.1])
@@ -134,7 +138,7 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> tuple[float, 
     if exact:
         signs = 1 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
     else:
-        signs = np.random.default_rng(seed).choice([-1.0, 1.0], (FLIPS, n))
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (FLIPS, n))
     slack = 1e-12 * np.abs(values).sum()  # rounding of sums in different orders
     as_far = np.abs(signs @ values) >= abs(values.sum()) - slack
     p = as_far.mean() if exact else (as_far.sum() + 1) / (FLIPS + 1)
@@ -144,13 +148,7 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> tuple[float, 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """The mean difference of two methods over the same seeds, with its interval and its test.
 
-    Args:
-        ours: a score per seed.
-        theirs: the scores of the other method for the same seeds.
-
-    Returns:
-        values, mean, interval (:func:`t_interval`), p and smallest_p (:func:`sign_flip_test`). The
-        last three are None for a single seed.
+    For a single seed there is neither interval nor test.
 
     Example:
         >>> found = paired_difference([0.5, 0.75], [0.25, 0.25])
@@ -195,12 +193,8 @@ def paired_bootstrap(
     the same on draw b, the p-value is the share of draws with :math:`|d_b| - \overline{|d|} >
     |d_0|`, counted as (c + 1) / (B + 1). For one seed it is the p-value of sacrebleu.
 
-    Args:
-        ours: for each seed (1 + B,) scores: on all examples, then on each draw.
-        theirs: the same of the other method, for the same seeds.
-
-    Returns:
-        The p-value, and for each seed by itself {"difference", "p"}.
+    For each seed the scores of both methods are (1 + B,): on all examples, then on each draw. The
+    second result is difference and p-value of each seed by itself.
 
     Example:
         >>> scores = np.array([30.0, 29.0, 31.0])

@@ -30,16 +30,11 @@ class Records(Protocol):
 
 @dataclass(frozen=True)
 class TaskOption:
-    """An option of ``labo evaluate`` or ``labo analyze`` that only this task has.
+    """An option of ``labo evaluate`` or ``labo analyze`` that only this task has."""
 
-    Attributes:
-        name: as in ``NAME=VALUE``.
-        help: what it sets, with an example of a value.
-        parse: turns the text of the value into the value; raises ValueError if it cannot.
-    """
-
-    name: str
-    help: str
+    name: str  # as in ``NAME=VALUE``
+    help: str  # what it sets, with an example of a value
+    # turns the text of the value into the value; raises ValueError if it cannot
     parse: Callable[[str], Any]
 
 
@@ -133,21 +128,11 @@ class TaskAnalysis(ABC):
 def find_analysis(task: str) -> TaskAnalysis:
     """The analysis of a task of ``TASKS``."""
     module = importlib.import_module(f"{task_package(task)}.analysis")
-    found: TaskAnalysis = module.ANALYSIS
-    return found
+    return module.ANALYSIS
 
 
 def read_options(command: str, texts: Iterable[str], tasks: Iterable[str]) -> dict[str, Any]:
-    """Options of the form ``NAME=VALUE`` that tasks declare for a command.
-
-    Args:
-        command: "evaluate" or "analyze".
-        texts: what was given.
-        tasks: the tasks of the runs; an option is known if one of them has it.
-
-    Returns:
-        name -> value.
-    """
+    """The values of options ``NAME=VALUE`` that one of the tasks declares for a command."""
     tasks = list(dict.fromkeys(tasks))
     declared = {option.name: option for task in tasks for option in declared_options(command, task)}
     values = {}
@@ -168,5 +153,4 @@ def read_options(command: str, texts: Iterable[str], tasks: Iterable[str]) -> di
 
 def declared_options(command: str, task: str) -> Sequence[TaskOption]:
     """The options a task declares for a command."""
-    options: Sequence[TaskOption] = getattr(find_analysis(task), f"{command}_options")
-    return options
+    return getattr(find_analysis(task), f"{command}_options")

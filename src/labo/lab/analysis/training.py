@@ -11,14 +11,9 @@ POINTS = 500  # at most, of a curve
 
 
 def training_curves(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The logged steps and the evaluations as columns.
+    """The logged steps and the evaluations of ``metrics.jsonl`` as columns.
 
-    Args:
-        metrics: the lines of ``metrics.jsonl``.
-
-    Returns:
-        loss: step and loss, at most ``POINTS`` of each, evenly spaced; valid: step and every
-        metric, None where a line lacks it.
+    The loss has at most ``POINTS`` steps, evenly spaced; a metric is None where a line lacks it.
 
     Example:
         >>> lines = [{"step": 1, "loss": 2.0}, {"step": 1, "valid": {"nll": 1.5}}]
@@ -43,12 +38,7 @@ def alpha_curve(
 ) -> list[float | None]:
     """LABO's mean alpha over training: the one a run used, or that LABO would have used.
 
-    alpha is linear in the entropy, so its mean follows from the mean entropy.
-
-    Args:
-        entropy: mean entropy of each evaluation, in nats.
-        num_classes: K.
-        method: a recipe's method, with its name.
+    alpha is linear in the entropy, so its mean follows from the mean entropy, in nats.
 
     Example:
         >>> alpha_curve([0.0], 10, {"name": "labo", "alpha": 0.3})

@@ -10,12 +10,15 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .intervals import underconfidence_interval
+import numpy as np
+
 from .reading import Booleans, Floats, Integers
 from .selective import selective_measures
 
 if TYPE_CHECKING:  # loaded when something is computed: reading runs needs no torch
     from torch import Tensor
+
+LEVEL = 0.95  # of the interval
 
 
 def view(
@@ -24,21 +27,13 @@ def view(
     units: Integers | None = None,
     nll: float | None = None,
 ) -> dict[str, Any]:
-    """Calibration and selective classification.
+    """A VIEW of N > 0 predictions: calibration and selective classification.
 
-    Args:
-        confidence: (N,) the probability of each prediction, N > 0.
-        right: (N,) whether it is right.
-        units: (N,) which samples the bootstrap draws together.
-        nll: the negative log-likelihood of the labels, where it is known.
-
-    Returns:
-        A VIEW: accuracy, confidence (its mean), underconfidence (accuracy - confidence) with its
-        95 % interval, nll, ece, confidence_on_right, confidence_on_errors, reliability (count, mean
-        confidence and accuracy of 15 bins), and selective: AURC, excess AURC and the curve.
+    confidence, (N,), is the probability of each prediction, and right, (N,), whether it is right.
+    ``units`` are those of :func:`underconfidence_interval`. The reliability diagram has the count,
+    the mean confidence and the accuracy of 15 bins.
 
     Example:
-        >>> import numpy as np
         >>> shown = view(np.array([0.5, 0.75]), np.array([True, True]))
         >>> shown["underconfidence"], shown["ece"], shown["confidence_on_errors"]
         (0.375, 0.375, None)
@@ -69,6 +64,32 @@ def view(
 
 def _or_none(means: Tensor) -> list[float | None]:
     return [None if math.isnan(mean) else mean for mean in means.tolist()]
+
+
+def underconfidence_interval(
+    confidence: Floats, right: Booleans, units: Integers | None = None, *, draws: int = 1000
+) -> list[float]:
+    """The 95 % interval of accuracy - mean confidence, by the bootstrap: [low, high].
+
+    ``units``, (N,), says which samples are drawn together, numbered from 0; by default each alone.
+    Tokens are drawn by the sentence, because the errors within a sentence are correlated.
+
+    Example:
+        >>> underconfidence_interval(np.array([0.75, 0.75]), np.array([True, True]))
+        [0.25, 0.25]
+    """
+    units = np.arange(len(right)) if units is None else units
+    gaps, counts = np.bincount(units, right - confidence), np.bincount(units)
+    size = len(counts)
+    random = np.random.default_rng(0)
+    drawn = []
+    for _ in range(draws):
+        times = np.bincount(random.integers(0, size, size), minlength=size)
+        samples = times @ counts
+        if samples:  # none if only units without a sample were drawn
+            drawn.append(times @ gaps / samples)
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return [float(low), float(high)]
 
 
 def verdict(view: Mapping[str, Any]) -> str:

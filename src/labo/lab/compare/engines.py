@@ -21,50 +21,34 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
-
-from ..errors import LabError, RequestError
+from ..errors import LabError
 from ..run.distributed import core_count, visible_gpus
 from ..run.files import append
 from ..run.launched import JOBS
 from ..run.progress import notice
 
-ENGINES = ("local", "ray")
 POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10.0  # between an interruption and the end of what does not heed it
-_ANSWER_SECONDS = 5.0
 _RETRIES = 10  # of a task of Ray
 _RAY_MEMORY = 80 << 20  # bytes for objects, the least that Ray takes: tasks return a number
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command, and its place in the table that shows them all.
+    """A command, and its place in the table that shows them all."""
 
-    Attributes:
-        name: what it is called in messages.
-        row: where it is shown, together with ``column``.
-        arguments: of ``labo``.
-        log: the file that takes its output.
-        finished: whether its work is done; asked before it is started.
-        status: what to show of it while it works and afterwards.
-        after: the name of the job it needs; without that one it cannot start.
-        processes: how many ``torchrun`` starts; 1 is without it.
-    """
-
-    name: str
-    row: str
+    name: str  # what it is called in messages
+    row: str  # where it is shown, together with ``column``
     column: str
-    arguments: tuple[str, ...]
-    log: Path
-    finished: Callable[[], bool]
-    status: Callable[[], str]
-    after: str | None = None
-    processes: int = 1
+    arguments: tuple[str, ...]  # of ``labo``
+    log: Path  # the file that takes its output
+    finished: Callable[[], bool]  # whether its work is done; asked before it is started
+    status: Callable[[], str]  # what to show of it while it works and afterwards
+    after: str | None = None  # the name of the job it needs; without that one it cannot start
+    processes: int = 1  # how many ``torchrun`` starts; 1 is without it
 
     @property
     def launcher(self) -> tuple[str, ...]:
@@ -76,107 +60,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a job.
-
-    Attributes:
-        job: which one.
-        event: it was started; it ended; or it was given up, for the job it needs failed.
-        status: its exit status at the end; negative, the signal that killed it.
-        reason: why it failed, if that is not in its log.
-    """
+    """What became of a job."""
 
     job: Job
+    # It was started; it ended; or it was given up, for the job it needs failed
     event: Literal["started", "ended", "given up"]
-    status: int = 0
-    reason: str = ""
-
-
-class Engine(Protocol):
-    """What carries out jobs."""
-
-    def submit(self, job: Job, after: str | None) -> None:
-        """Take a job. It starts when there is room, and when the job ``after`` has succeeded."""
-
-    def poll(self) -> list[Report]:
-        """What has happened since the last call."""
-
-    def stop(self) -> None:
-        """End what is still running: as Ctrl-C would, then by force."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How jobs are carried out.
-
-    Attributes:
-        engine: one of ``ENGINES``.
-        address: of a Ray cluster, HOST:PORT, or "auto" for the one of this machine. By default Ray
-            is started on this machine.
-        jobs: how many at once; by default one per GPU, or one per core. Ray decides by itself.
-        processes: of each run.
-        threads: of each process; by default the cores are shared out, and 1 with Ray.
-    """
-
-    engine: str = "local"
-    address: str | None = None
-    jobs: int | None = None
-    processes: int = 1
-    threads: int | None = None
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            RequestError: an option is wrong, Ray is not installed, or nobody answers.
-        """
-        if self.engine not in ENGINES:
-            raise RequestError(f"--engine {self.engine}: there are {' and '.join(ENGINES)}")
-        if self.jobs is not None and self.jobs < 1:
-            raise RequestError(f"--jobs {self.jobs}: at least one job must run")
-        if self.processes < 1:
-            raise RequestError(f"--processes {self.processes}: a run has at least one process")
-        if self.threads is not None and self.threads < 1:
-            raise RequestError(f"--threads {self.threads}: a process has at least one thread")
-        if self.engine == "local":
-            if self.address is not None:
-                raise RequestError("--address is that of a Ray cluster: add --engine ray")
-            return
-        if self.jobs is not None:
-            raise RequestError(
-                "--jobs: Ray runs as many at once as its nodes have cores or GPUs for; --threads "
-                "and --processes say how many a run takes"
-            )
-        if find_spec("ray") is None:
-            raise RequestError("--engine ray needs Ray: pip install 'torch-labo[ray]'")
-        if self.address not in (None, "auto"):
-            _check_answer(self.address)
-
-    def open(self, work: int, folder: Path) -> Engine:
-        """The engine for so many jobs, in a folder of runs."""
-        if self.engine == "ray":
-            return RayEngine(self.address, self.threads or 1, self.processes, folder)
-        return LocalEngine(*self.share(work))
-
-    def share(self, work: int) -> tuple[int, int]:
-        """How many jobs run at once on this machine, and with how many threads per process."""
-        cores = core_count()
-        gpus = len(visible_gpus()) or (1 if torch.accelerator.is_available() else 0)
-        room = max((gpus or cores) // self.processes, 1)
-        at_once = max(min(self.jobs or room, work), 1)
-        return at_once, self.threads or max(cores // (at_once * self.processes), 1)
-
-
-def _check_answer(address: str) -> None:
-    """Refuse an address that is none, or where nobody answers."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        raise RequestError(f"--address {address}: write HOST:PORT, as in node0:6379, or auto")
-    try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise RequestError(
-            f"--address {address}: nobody answers ({error}); `ray start --head` starts a cluster"
-        ) from error
+    status: int = 0  # its exit status at the end; negative, the signal that killed it
+    reason: str = ""  # why it failed, if that is not in its log
 
 
 def _threads(number: int) -> dict[str, str]:
@@ -222,9 +112,11 @@ class LocalEngine:
         self.ended: dict[str, bool] = {}  # name -> whether it succeeded
 
     def submit(self, job: Job, after: str | None) -> None:
+        """Take a job. It starts when there is room, and when the job ``after`` has succeeded."""
         self.waiting.append((job, after))
 
     def poll(self) -> list[Report]:
+        """What has happened since the last call."""
         reports = []
         for slot, (job, process) in list(self.running.items()):
             if process.poll() is not None:
@@ -255,6 +147,7 @@ class LocalEngine:
         self.running[slot] = job, _start(command, str(job.log), environment)
 
     def stop(self) -> None:
+        """End what is still running: as Ctrl-C would, then by force."""
         _end([process for _, process in self.running.values()])
 
 
@@ -271,13 +164,8 @@ def _execute(
 ) -> int | str | None:
     """The task: execute a command in a folder, as soon as the needed one has returned its status.
 
-    It is sent by value: a worker need not import labo.
-
-    Returns:
-        The exit status, or why it cannot be executed; None if the needed one failed.
-
-    Raises:
-        ChildProcessError: the process was killed.
+    It is sent by value: a worker need not import labo. It returns the exit status, or why the
+    command cannot be executed; None if the needed one failed. A killed process is an error.
     """
     import ray
 
@@ -398,3 +286,6 @@ class RayEngine:
         finally:
             self.ray.shutdown()
             self.stack.close()
+
+
+Engine = LocalEngine | RayEngine

@@ -14,14 +14,16 @@ from typing import Any
 
 from ..analysis.collection import check_folder, claim_folder
 from ..analysis.reading import newest_metrics
+from ..command_options import validated
 from ..errors import RequestError
 from ..run.directory import RunDirectory
 from ..run.lock import held
 from ..tables import Table, write_table
 from ..tasks import find_task
-from .engines import Job, Setup
+from .engines import Job
 from .launch import Failure, Launch, in_order
 from .plan import Comparison, PlannedRun, plan
+from .setup import Setup
 from .table import tabulate
 
 
@@ -49,8 +51,8 @@ def compare(
         jobs: how many runs at once; by default one per GPU, or one per core.
         setup: the engine, instead of ``jobs``.
         accept_data: continue although the data of some runs have changed.
-        **request: ``overrides``, ``grid``, ``select_seeds``, ``extend`` and ``teacher``, as for
-            :func:`labo.lab.compare.plan.plan`.
+        **request: ``overrides``, ``grid``, ``select_seeds``, ``extend``, ``teacher`` and
+            ``first_seed``, as for :func:`labo.lab.compare.plan.plan`.
 
     Returns:
         The table, and the runs that failed, which it lacks.
@@ -59,7 +61,9 @@ def compare(
         RequestError: the request is wrong, or ``out`` holds something else.
     """
     comparison = plan(recipe, methods, seeds, out, **request)
-    return run_comparison(comparison, setup or Setup(jobs=jobs), accept_data=accept_data)
+    return run_comparison(
+        comparison, setup or validated(Setup, {"jobs": jobs}), accept_data=accept_data
+    )
 
 
 def run_comparison(
@@ -81,17 +85,8 @@ def carry_out(
 ) -> list[Failure]:
     """Train what is missing, select, train what the selection asks for, and score what is selected.
 
-    Args:
-        comparisons: their folders are in ``root``. The runs that the selection asks for are added.
-        root: the folder to own while at work.
-        setup: the engine; by default this machine.
-        accept_data: continue although the data of some runs have changed.
-
-    Returns:
-        The runs that failed; the others are done.
-
-    Raises:
-        RequestError: ``root`` holds something else or is in use, or data have changed.
+    The folders of the comparisons are in ``root``, which is owned meanwhile. The runs that the
+    selection asks for are added to them. Returned are the runs that failed; the others are done.
     """
     setup = setup or Setup()
     setup.check()

@@ -17,17 +17,11 @@ from ..methods import METHODS, hyper_parameters, method_name
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A row of the table: a method, perhaps with hyper-parameters of its own.
+    """A row of the table: a method, perhaps with settings of its own."""
 
-    Attributes:
-        label: as it was asked for, ``labo`` or ``labo:tau=1.05``.
-        method: its name in ``METHODS``.
-        settings: hyper-parameter -> value, as text.
-    """
-
-    label: str
-    method: str
-    settings: Mapping[str, str]
+    label: str  # as it was asked for, ``labo``, ``labo:tau=1.05`` or ``labo:optim.lr=0.2``
+    method: str  # its name in ``METHODS``
+    settings: Mapping[str, str]  # a hyper-parameter, or a key of the recipe -> value, as text
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,7 @@ class GridAxis:
     method: str | None
 
     def applies_to(self, variant: MethodSpec) -> bool:
-        if self.method is None:
-            return True
-        return variant.method == self.method and self.key not in variant.settings
+        return self.method in (None, variant.method) and self.key not in variant.settings
 
     @cached_property
     def numbers(self) -> list[float]:
@@ -86,13 +78,16 @@ Place = tuple[tuple[GridAxis, str], ...]  # a point of a grid
 
 
 def read_methods(names: Sequence[str]) -> list[MethodSpec]:
-    """The rows of a table; each ``NAME[:HYPER=VALUE]...``."""
+    """The rows of a table; each ``NAME[:KEY=VALUE]...``. A key with a dot is one of the recipe."""
     variants = []
     for text in names:
         name, *settings = text.split(":")
         pairs = [setting.partition("=") for setting in settings]
         if not all(key and equals and value for key, equals, value in pairs):
             raise RequestError(f"--methods {text}: write NAME:HYPER=VALUE, as in labo:tau=1.15")
+        for key, _, _ in pairs:
+            if key.partition(".")[0] in ("method", "seed"):
+                raise RequestError(f"--methods {text}: {key} is not a setting of a row")
         method = method_name(name)
         label = ":".join([method, *settings])
         variants.append(MethodSpec(label, method, {key: value for key, _, value in pairs}))

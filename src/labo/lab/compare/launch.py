@@ -19,7 +19,8 @@ from rich.table import Table
 from ..errors import printable
 from ..run.interrupt import terminated_as_interrupted
 from . import engines
-from .engines import Engine, Job, Report, Setup
+from .engines import Engine, Job, Report
+from .setup import Setup
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,12 @@ class Failure:
 
 
 class Launch:
-    """Jobs on one engine, which is opened for the first of them and stopped at the end.
-
-    Args:
-        setup: the engine and its options.
-        work: how many jobs there will be about.
-        folder: of the runs.
-
-    Attributes:
-        failures: job -> its failure. It is not started again.
-    """
+    """About ``work`` jobs on one engine, which is opened for the first and stopped at the end."""
 
     def __init__(self, setup: Setup, work: int, folder: Path) -> None:
         self.setup, self.work, self.folder = setup, work, folder
         self.engine: Engine | None = None
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, Failure] = {}  # by job, which is not started again
         self.jobs: Sequence[Job] = ()
         self.finished: set[str] = set()
         self.running: dict[str, Job] = {}
@@ -175,7 +167,6 @@ def in_order(jobs: Sequence[Job]) -> list[Job]:
 
 def last_line(log: Path) -> str:
     """The last words in a log."""
-    lines = [
-        line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line
-    ]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line]
     return lines[-1].removeprefix("labo: ") if lines else ""

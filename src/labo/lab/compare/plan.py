@@ -30,25 +30,15 @@ BASE = "base"  # what students learn from, and what times are relative to
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a comparison.
-
-    Attributes:
-        variant: its row.
-        place: its place in the grid of its row.
-        seed: its seed.
-        path: its run directory.
-        recipe: what it trains.
-        arguments: the recipe's name and the overrides that make ``recipe`` of it.
-        teacher: the run of this comparison that must be finished before.
-    """
+    """A run of a comparison."""
 
     variant: MethodSpec
-    place: Place
+    place: Place  # its place in the grid of its row
     seed: int
     path: Path
-    recipe: Recipe
-    arguments: tuple[str, ...]
-    teacher: Path | None = None
+    recipe: Recipe  # what it trains
+    arguments: tuple[str, ...]  # the recipe's name and the overrides that make ``recipe`` of it
+    teacher: Path | None = None  # the run of this comparison that must be finished before
 
     @property
     def point(self) -> str:
@@ -85,16 +75,11 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Choice:
-    """The runs that stand for a row.
+    """The runs that stand for a row."""
 
-    Attributes:
-        point: the selected place in the grid; empty without a grid.
-        runs: the finished runs of that place, by seed.
-        scores: place -> the validation scores of its finished runs; empty if it has none.
-    """
-
-    point: str
-    runs: tuple[PlannedRun, ...]
+    point: str  # the selected place in the grid; empty without a grid
+    runs: tuple[PlannedRun, ...]  # the finished runs of that place, by seed
+    # Place -> the validation scores of its finished runs; empty if it has none
     scores: Mapping[str, Sequence[float]]
 
     @property
@@ -111,16 +96,10 @@ class Comparison:
     """The runs of a table, seed by seed, so that methods take turns and their times compare.
 
     What was asked for is explained by :func:`plan`.
-
-    Attributes:
-        plain: the recipe with the overrides.
-        runs: those known so far; :meth:`grow` adds to them.
-        axes: row -> its grid, with the values that were added.
-        limits: row -> why its grid could not be extended.
     """
 
     recipe: str
-    plain: Recipe
+    plain: Recipe  # the recipe with the overrides
     overrides: tuple[str, ...]
     variants: Sequence[MethodSpec]
     grid: Sequence[GridAxis]
@@ -129,20 +108,28 @@ class Comparison:
     select_seeds: int
     extend: bool = False
     teacher: PlannedRun | str | None = None
+    first_seed: int = 0
+    # Those known so far; :meth:`grow` adds to them
     runs: list[PlannedRun] = field(default_factory=list)
+    # Row -> its grid, with the values that were added
     axes: dict[str, list[GridAxis]] = field(default_factory=dict)
+    # Row -> why its grid could not be extended
     limits: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for variant in self.variants:
             self.axes[variant.label] = [axis for axis in self.grid if axis.applies_to(variant)]
-        for seed, variant in itertools.product(range(self.select_seeds), self.variants):
+        for seed, variant in itertools.product(self._seeds[: self.select_seeds], self.variants):
             for place in self._places(variant):
                 self._add(variant, place, seed)
 
     @property
     def name(self) -> str:
         return Path(self.recipe).stem
+
+    @property
+    def _seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     def _places(self, variant: MethodSpec) -> list[Place]:
         axes = self.axes[variant.label]
@@ -184,10 +171,10 @@ class Comparison:
             choice = self._choice(variant)
             if not choice.runs:
                 continue
-            place, seeds = choice.runs[0].place, range(self.select_seeds, self.seeds)
+            place, seeds = choice.runs[0].place, self._seeds[self.select_seeds :]
             places = [place]
             if self.extend and self._extend(variant, place):
-                places, seeds = self._places(variant), range(self.select_seeds)
+                places, seeds = self._places(variant), self._seeds[: self.select_seeds]
             wanted += [(seed, variant, place) for seed in seeds for place in places]
         wanted.sort(key=lambda run: run[0])
         return sum(self._add(variant, place, seed) for seed, variant, place in wanted) > 0
@@ -203,7 +190,7 @@ class Comparison:
                 continue
             beyond = (*selected[:index], (axis, value), *selected[index + 1 :])
             try:
-                self._run(variant, beyond, 0)
+                self._run(variant, beyond, self.first_seed)
                 axes[index] = axis.extended(value)
             except RequestError as error:  # such as a share above 1
                 self.limits[variant.label] = str(error)
@@ -225,7 +212,7 @@ class Comparison:
                 found = scores.setdefault(run.point, [])
                 if (score := run.score()) is not None:
                     runs.setdefault(run.point, []).append(run)
-                    if run.seed < self.select_seeds:
+                    if run.seed in self._seeds[: self.select_seeds]:
                         found.append(score)
         if not any(scores.values()):
             return Choice("", (), {})
@@ -254,14 +241,15 @@ def plan(
     select_seeds: int | None = None,
     extend: bool = False,
     teacher: PlannedRun | str | None = None,
+    first_seed: int = 0,
 ) -> Comparison:
     """Check a request as a whole and list its runs; nothing is started.
 
     Args:
         recipe: a recipe file or name.
-        methods: the rows: names of ``METHODS``, each perhaps with hyper-parameters
-            (``labo:tau=1.05:rho=1``).
-        seeds: how many seeds, from 0.
+        methods: the rows: names of ``METHODS``, each perhaps with hyper-parameters and keys of the
+            recipe (``labo:tau=1.05:optim.lr=0.2``).
+        seeds: how many seeds, from ``first_seed``.
         out: the folder of the run directories.
         overrides: ``key=value`` settings for all runs.
         grid: hyper-parameters to select: ``tau=1.15,1.25`` for the one method that has it,
@@ -271,12 +259,15 @@ def plan(
         extend: whether a grid grows until the selected value is not at its edge.
         teacher: a run that all methods with a teacher learn from, finished or planned; by default
             each learns from the base run of the same seed.
+        first_seed: the smallest seed.
 
     Raises:
         RequestError: something in the request is wrong, or does not fit what is in ``out``.
     """
     if seeds < 1:
         raise RequestError(f"--seeds {seeds}: at least one seed is needed")
+    if first_seed < 0:
+        raise RequestError(f"--first-seed {first_seed}: a seed is 0 or more")
     overrides = tuple(overrides)
     for text in overrides:
         key, _, value = text.partition("=")
@@ -299,9 +290,18 @@ def plan(
             raise RequestError(f"--extend: {axis.key} needs two values or more, all numbers")
     if isinstance(teacher, str):
         RunDirectory(teacher).facts()  # whether it is one
-    selecting = select_seeds or seeds
     return Comparison(
-        recipe, plain, overrides, variants, axes, Path(out), seeds, selecting, extend, teacher
+        recipe,
+        plain,
+        overrides,
+        variants,
+        axes,
+        Path(out),
+        seeds,
+        select_seeds or seeds,
+        extend,
+        teacher,
+        first_seed,
     )
 
 
@@ -322,7 +322,9 @@ def _settings(variant: MethodSpec, place: Place, plain: Recipe) -> list[str]:
     """
     own_choice = variant.method == plain.method["name"]
     chosen = [f"method{'.name' if own_choice else ''}={variant.method}"]
-    own = [f"method.{key}={value}" for key, value in variant.settings.items()]
+    own = [
+        f"{'' if '.' in key else 'method.'}{key}={value}" for key, value in variant.settings.items()
+    ]
     tried = [f"{'method.' if axis.method else ''}{axis.key}={value}" for axis, value in place]
     return chosen + own + tried
 

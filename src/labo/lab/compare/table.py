@@ -19,18 +19,13 @@ SPLIT = "test"
 
 @dataclass(frozen=True, eq=False)
 class ComparedRow:
-    """A row of the table: a requested method and the finished runs it is about.
+    """A row of the table: a requested method and the finished runs it is about."""
 
-    Attributes:
-        choice: the runs that were selected.
-        variant: what :func:`labo.lab.analysis.groups.group_runs` makes of them; None if no run is
-            finished, or if all of them repeat runs of another row.
-        group: the group of the variant.
-    """
-
-    choice: Choice
+    choice: Choice  # the runs that were selected
+    # What :func:`labo.lab.analysis.groups.group_runs` makes of them; None if no run is finished, or
+    # if all of them repeat runs of another row
     variant: Variant | None
-    group: Group | None
+    group: Group | None  # the group of the variant
 
     def scored(self) -> dict[int, Member]:
         """The runs with scores on the test split, by seed."""

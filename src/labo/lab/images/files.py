@@ -47,15 +47,10 @@ def _read_archive(archive: Path, names: Collection[str]) -> dict[str, bytes]:
 
 
 def read_files(root: Path, names: Collection[str]) -> dict[str, bytes]:
-    """Those of the named files that are in a folder or an archive.
+    """Those of the named files that are in a folder or an archive, decompressed, by name.
 
-    Args:
-        root: a folder, where a file may also end in .gz or .xz; or a tar archive, where the
-            folders inside do not matter. It need not exist.
-        names: plain file names.
-
-    Returns:
-        Their decompressed contents by name.
+    In a folder a file may also end in .gz or .xz; in a tar archive the folders inside do not
+    matter. ``root`` need not exist.
     """
     if root.is_dir():
         return _read_folder(root, names)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import RequestError
 from ..pretrained import load_config, load_folder, merged, published
+from .vit import named_config
 
 __all__ = ["FolderClassifier", "head_note", "load_classifier", "normalization"]
 
@@ -56,8 +57,7 @@ class FolderClassifier(nn.Module):
                 f"{type(self.network).__name__} has the output layers {', '.join(self.heads)}: "
                 "a temperature cannot be folded in"
             )
-        found: nn.Module = getattr(self.network, self.heads[0])
-        return found
+        return getattr(self.network, self.heads[0])
 
     def plain_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a plain model folder holds of a ``state_dict()``."""
@@ -70,21 +70,11 @@ class FolderClassifier(nn.Module):
 
     def plain_config(self, classes: Sequence[str]) -> dict[str, Any]:
         """The config with which plain transformers loads the model."""
-        config: dict[str, Any] = self.network.config.to_dict()
-        return config | {
-            "architectures": [type(self.network).__name__],
-            "id2label": {str(number): label for number, label in enumerate(classes)},
-            "label2id": {label: number for number, label in enumerate(classes)},
-        }
+        return named_config(self.network.config, type(self.network).__name__, classes)
 
 
 def load_classifier(folder: str | Path, num_classes: int | None = None) -> FolderClassifier:
-    """A classifier from a folder; one for another number of classes gets a new output layer.
-
-    Args:
-        folder: the folder.
-        num_classes: of the data; None for those of the folder.
-    """
+    """A classifier from a folder; one for another number of classes gets a new output layer."""
     from transformers import AutoModelForImageClassification
 
     return FolderClassifier(

@@ -7,6 +7,7 @@ import os
 import stat
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -122,30 +123,15 @@ def load_folders(root: Path) -> ImageSource:
     """
     if importlib.util.find_spec("PIL") is None:
         raise DataError("decoding image files needs Pillow: pip install pillow")
-    classes = _class_folders(root / "train")
-    if (
-        not classes
-        and (plain := _class_folders(root))
-        and all(_images_in(root / name) for name in plain)
-    ):
-        return ImageSource(
-            train=_split(root, plain),
-            test=None,
-            classes=tuple(plain),
-            mean=IMAGENET_MEAN,
-            std=IMAGENET_STD,
-        )
+    source = partial(ImageSource, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    classes, plain = _class_folders(root / "train"), _class_folders(root)
+    if not classes and plain and all(_images_in(root / name) for name in plain):
+        return source(train=_split(root, plain), test=None, classes=tuple(plain))
     if not classes:
         raise DataError(f"{root / 'train'}: no class folders; images belong in train/<class>/")
     train = _split(root / "train", classes)
     held = [_split(root / part, classes) for part in ("val", "test") if _class_folders(root / part)]
     if not held:
         raise DataError(f"{root}: neither val/<class>/ nor test/<class>/ beside train/")
-    return ImageSource(
-        train=train,
-        test=held[-1],
-        classes=tuple(classes),
-        valid=held[0] if len(held) == 2 else None,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-    )
+    valid = held[0] if len(held) == 2 else None
+    return source(train=train, test=held[-1], classes=tuple(classes), valid=valid)

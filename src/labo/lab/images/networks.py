@@ -20,19 +20,6 @@ from torch import Tensor, nn
 
 from ..._names import Registry
 
-__all__ = [
-    "CONVNETS",
-    "cifar_fast",
-    "cifar_mobilenet_v2",
-    "cifar_resnet18",
-    "cifar_resnext29",
-    "cifar_tiny",
-    "fashion_mlp",
-    "resnet50",
-    "resnet152",
-    "small_convnet",
-]
-
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
     """A convolution without bias, for use before batch norm. Stride 1 keeps the size."""

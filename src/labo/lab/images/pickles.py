@@ -138,14 +138,9 @@ def _text(key: object) -> object:
 
 
 def read_pickle(data: bytes, path: Path) -> dict[object, Any]:
-    """The dict in a pickle of plain values and numpy arrays.
+    """The dict in a pickle of plain values and numpy arrays, with its keys as text.
 
-    Args:
-        data: the pickle.
-        path: where it comes from, for messages.
-
-    Returns:
-        The dict with its keys as text; arrays are :class:`ByteArray`, text of Python 2 is bytes.
+    Arrays are :class:`ByteArray`, text of Python 2 is bytes.
 
     Raises:
         DataError: it is no such pickle, or it asks for anything else, which is not executed.

@@ -158,11 +158,7 @@ class Predictor:
 
 
 def find_files(names: Iterable[str | Path]) -> Iterator[Path]:
-    """The files of these names; of a folder all images in it and in its folders, sorted.
-
-    Raises:
-        RequestError: there is no image in a folder.
-    """
+    """The files of these names; of a folder all images in it and in its folders, sorted."""
     for path in map(Path, names):
         if not path.is_dir():
             yield path
@@ -174,14 +170,7 @@ def find_files(names: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def read_list(name: str) -> list[str]:
-    """The names in a list of files, one per line; empty lines are left out.
-
-    Args:
-        name: the list; - is stdin.
-
-    Raises:
-        RequestError: it cannot be read.
-    """
+    """The names in a list of files (- is stdin), one per line; empty lines are left out."""
     content = sys.stdin.buffer.read() if name == "-" else read_bytes(Path(name))
     return [line for line in os.fsdecode(content).splitlines() if line.strip()]
 

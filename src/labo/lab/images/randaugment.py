@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .augment import check_draws, choice
+from ..errors import RequestError
+from .augment import choice
 
 LARGEST = 30.0
 """The largest magnitude."""
@@ -43,26 +44,15 @@ Operation = Callable[[Tensor, float], Tensor]
 
 
 def rand_augment(images: Tensor, u: Tensor, magnitude: float = 9.0) -> Tensor:
-    """N random operations on each image.
+    """N random operations on each image, (B, 1 or 3, H, W) uint8, of ``magnitude`` 0 to 30.
 
-    Args:
-        images: (B, C, H, W) uint8, of one or three channels.
-        u: (B, 2 N) in [0, 1): for each operation which one it is, and its sign.
-        magnitude: M, from 0 to 30.
-
-    Returns:
-        (B, C, H, W) uint8.
+    u, (B, 2 N) in [0, 1), has for each operation which one it is, and its sign.
     """
-    if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise ValueError(
-            "images must be uint8 of shape (N, 1, H, W) or (N, 3, H, W), "
-            f"got {images.dtype} of shape {tuple(images.shape)}"
+    if images.shape[1] not in (1, 3):
+        raise RequestError(
+            f"data.randaugment: it is for images of 1 or 3 channels, not of {images.shape[1]}"
         )
-    if not 0 <= magnitude <= LARGEST:
-        raise ValueError(f"magnitude must lie in [0, {LARGEST:g}], got {magnitude!r}")
-    check_draws(images, u, (len(images), u.shape[-1] // 2 * 2))
-    u = u.to(images.device)
-    for draws in u.split(2, dim=-1):
+    for draws in u.to(images.device).split(2, dim=-1):
         which, negative = choice(draws[:, 0], len(OPERATIONS)), draws[:, 1] < 0.5
         result = images.clone()
         for number, operation in enumerate(OPERATIONS.values()):
@@ -88,20 +78,8 @@ def _affine(images: Tensor, a: float, b: float, c: float, d: float, e: float, f:
     return found * inside
 
 
-def _shear_x(images: Tensor, strength: float) -> Tensor:
-    return _affine(images, 1, 0.3 * strength, 0, 0, 1, 0)
-
-
-def _shear_y(images: Tensor, strength: float) -> Tensor:
-    return _affine(images, 1, 0, 0, 0.3 * strength, 1, 0)
-
-
-def _translate_x(images: Tensor, strength: float) -> Tensor:
-    return _affine(images, 1, 0, int(150 / 331 * strength * images.shape[-1]), 0, 1, 0)
-
-
-def _translate_y(images: Tensor, strength: float) -> Tensor:
-    return _affine(images, 1, 0, 0, 0, 1, int(150 / 331 * strength * images.shape[-2]))
+def _shift(length: int, strength: float) -> int:
+    return int(150 / 331 * strength * length)
 
 
 def _rotate(images: Tensor, strength: float) -> Tensor:
@@ -131,14 +109,6 @@ def _gray(images: Tensor) -> Tensor:
     return gray.unsqueeze(1).to(torch.uint8)
 
 
-def _brightness(images: Tensor, strength: float) -> Tensor:
-    return _blend(torch.zeros_like(images[:, :, :1, :1]), images, strength)
-
-
-def _color(images: Tensor, strength: float) -> Tensor:
-    return _blend(_gray(images), images, strength)
-
-
 def _contrast(images: Tensor, strength: float) -> Tensor:
     gray = _gray(images).long()
     size = gray[0].numel()
@@ -161,15 +131,6 @@ def _sharpness(images: Tensor, strength: float) -> Tensor:
 # ------------------------------------------------------------------ levels
 
 
-def _posterize(images: Tensor, strength: float) -> Tensor:
-    dropped = round(4 * abs(strength))
-    return images & (0xFF << dropped & 0xFF)
-
-
-def _solarize(images: Tensor, strength: float) -> Tensor:
-    return torch.where(images >= 255 * (1 - abs(strength)), 255 - images, images)
-
-
 def _autocontrast(images: Tensor, strength: float) -> Tensor:
     low, high = images.amin((-2, -1), keepdim=True), images.amax((-2, -1), keepdim=True)
     scale = 255 / (high.double() - low.double())
@@ -188,23 +149,19 @@ def _equalize(images: Tensor, strength: float) -> Tensor:
     return result.to(torch.uint8).view_as(images)
 
 
-def _identity(images: Tensor, strength: float) -> Tensor:
-    return images
-
-
 OPERATIONS: dict[str, Operation] = {
-    "identity": _identity,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
+    "identity": lambda images, s: images,
+    "shear_x": lambda images, s: _affine(images, 1, 0.3 * s, 0, 0, 1, 0),
+    "shear_y": lambda images, s: _affine(images, 1, 0, 0, 0.3 * s, 1, 0),
+    "translate_x": lambda images, s: _affine(images, 1, 0, _shift(images.shape[-1], s), 0, 1, 0),
+    "translate_y": lambda images, s: _affine(images, 1, 0, 0, 0, 1, _shift(images.shape[-2], s)),
     "rotate": _rotate,
-    "brightness": _brightness,
-    "color": _color,
+    "brightness": lambda images, s: _blend(torch.zeros_like(images[:, :, :1, :1]), images, s),
+    "color": lambda images, s: _blend(_gray(images), images, s),
     "contrast": _contrast,
     "sharpness": _sharpness,
-    "posterize": _posterize,
-    "solarize": _solarize,
+    "posterize": lambda images, s: images & (0xFF << round(4 * abs(s)) & 0xFF),
+    "solarize": lambda images, s: torch.where(images >= 255 * (1 - abs(s)), 255 - images, images),
     "autocontrast": _autocontrast,
     "equalize": _equalize,
 }

@@ -11,11 +11,7 @@ from ...calibration import ReliabilityBins
 def classification_scores(log_p: Tensor, labels: Tensor) -> dict[str, float]:
     """Accuracy (a fraction), NLL, ECE, mean entropy (in nats) and mean confidence.
 
-    The confidence is the largest probability of a prediction.
-
-    Args:
-        log_p: (N, K) log-probabilities.
-        labels: (N,) class indices.
+    The confidence is the largest probability of a prediction; log_p is (N, K), and labels (N,).
     """
     log_p = log_p.double()
     p = log_p.exp()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,9 @@ from ..run.distributed import once
 from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
-from .folders import FolderImages, load_folders
+from .folders import load_folders
 from .idx import load_idx
-from .splits import ImageFiles, ImageSource, ImageSplit, check_source
-
-__all__ = [
-    "BUILT_IN",
-    "HASHED_BYTES",
-    "ON_DISK",
-    "FolderImages",
-    "ImageDataset",
-    "ImageSplit",
-    "load_images",
-]
+from .splits import ImageSource, ImageSplit, check_source
 
 HASHED_BYTES = 8 << 30  # the most bytes of image files that are hashed for a fingerprint
 
@@ -85,28 +75,18 @@ def load_images(
 ) -> ImageDataset:
     """An image data set with its training split divided into training and validation.
 
-    Args:
-        name: "digits" (built in), or what is at ``root``: "cifar10", "cifar100", "mnist",
-            "fashion-mnist", "folder"; or ``package.module:function``, which is called with ``root``
-            and ``arguments`` and returns an :class:`ImageSource`.
-        root: the folder that holds the files, or a CIFAR archive.
-        holdout: the share of the training split that becomes the validation split, in [0, 1). Class
-            folders that come with a validation split keep theirs. Class folders without any splits
-            are divided class by class: this share for validation, and as much for testing. "auto"
-            holds out about 200 images, but at least a tenth and at most a quarter of them.
-        holdout_seed: which samples these are.
-        train_size: train on so many images only, drawn at random (by ``holdout_seed``) from those
-            that are left after the hold-out; None for all.
-        arguments: keyword arguments of a function of your own.
+    ``name`` is one of ``BUILT_IN`` and ``ON_DISK``, or ``package.module:function``, which is called
+    with ``root`` and ``arguments`` and returns an :class:`ImageSource`.
 
-    Returns:
-        The data; images in memory, except those in folders.
+    ``holdout`` is the share of the training split that becomes the validation split, in [0, 1).
+    Class folders that come with a validation split keep theirs. Class folders without any splits
+    are divided class by class: this share for validation, and as much for testing. "auto" holds out
+    about 200 images, but at least a tenth and at most a quarter of them. ``holdout_seed`` says
+    which samples these are, and which ``train_size`` images of those that are left are trained on.
 
     Raises:
         DataError: the data is missing, damaged or something else than ``name``.
     """
-    if holdout != "auto" and not 0 <= holdout < 1:
-        raise ValueError(f'holdout must lie in [0, 1) or be "auto", got {holdout!r}')
     try:
         # A million files are listed by one process only.
         load = partial(_load_source, name, root, arguments or {})
@@ -129,16 +109,8 @@ def load_images(
             )
         order = permutation(holdout_seed, 0, len(train), stream="train_size")
         train = train.select(order[:train_size].sort().values)
-    return ImageDataset(
-        train,
-        valid,
-        test,
-        source.classes,
-        source.mean,
-        source.std,
-        fingerprint,
-        covers_content,
-    )
+    facts = source.classes, source.mean, source.std
+    return ImageDataset(train, valid, test, *facts, fingerprint, covers_content)
 
 
 def _load_source(
@@ -214,16 +186,10 @@ def _fingerprint(source: ImageSource) -> tuple[str, bool]:
             digest.update(repr(tuple(split.images.shape)).encode())
             digest.update(split.images.contiguous().numpy().data)
         else:
-            for line in _listing(split.images, covers_content):
-                digest.update(line.encode("utf-8", "surrogateescape"))
+            images = split.images
+            sizes_of = dict(zip(images.names, images.sizes(), strict=True))
+            found = images.digests() if covers_content else sizes_of
+            for name in images.names:
+                digest.update(f"{name} {found[name]}\n".encode("utf-8", "surrogateescape"))
         digest.update(split.labels.numpy().data)
     return digest.hexdigest(), covers_content
-
-
-def _listing(images: ImageFiles, covers_content: bool) -> Iterator[str]:
-    if covers_content:
-        found = images.digests()
-        yield from (f"{name} {found[name]}\n" for name in images.names)
-    else:
-        sizes = images.sizes()
-        yield from (f"{name} {size}\n" for name, size in zip(images.names, sizes, strict=True))

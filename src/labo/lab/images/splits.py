@@ -12,17 +12,6 @@ from torch import Tensor
 
 from ..errors import DataError
 
-__all__ = [
-    "IMAGENET_MEAN",
-    "IMAGENET_STD",
-    "ImageFiles",
-    "ImageSource",
-    "ImageSplit",
-    "channel_statistics",
-    "check_labels",
-    "check_source",
-]
-
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -50,15 +39,11 @@ class ImageFiles(Protocol):
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """Images and their labels.
+    """Images and their labels."""
 
-    Attributes:
-        images: (N, C, H, W) uint8 in memory, or files that are decoded one by one.
-        labels: (N,) int64.
-    """
-
+    # (N, C, H, W) uint8 in memory, or files that are decoded one by one
     images: Tensor | ImageFiles
-    labels: Tensor
+    labels: Tensor  # (N,) int64
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -134,14 +119,10 @@ class ImageSource:
 
 
 def check_source(source: object, where: str) -> ImageSource:
-    """What a function of the user returned, if it is a data set.
-
-    Args:
-        source: it.
-        where: the function, for messages.
+    """What a function of the user returned, if it is a data set whose parts fit together.
 
     Raises:
-        DataError: it is none, or images, labels, classes and channels do not fit together.
+        DataError: it is not; the message begins with ``where``.
     """
     if not isinstance(source, ImageSource):
         kind = type(source).__name__
@@ -193,14 +174,7 @@ def _described(value: object) -> str:
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel's pixels, taken as numbers in [0, 1].
-
-    Args:
-        images: (N, C, H, W) uint8.
-
-    Returns:
-        C means and C deviations.
-    """
+    """Means and deviations of the pixels of each channel, taken as numbers in [0, 1]."""
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in images.unbind(1):

@@ -45,8 +45,8 @@ from .folders import FolderImages
 from .networks import CONVNETS
 from .randaugment import LARGEST, rand_augment
 from .scores import classification_scores
-from .sources import BUILT_IN, HASHED_BYTES, ON_DISK, ImageSplit, load_images
-from .splits import ImageFiles
+from .sources import BUILT_IN, HASHED_BYTES, ON_DISK, load_images
+from .splits import ImageFiles, ImageSplit
 from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 from .windows import (
     RESIZED_CROP_DRAWS,
@@ -295,13 +295,10 @@ class Pixels:
     """Images as bytes, and what is left to do with them on the device that computes.
 
     Bytes take a quarter of the memory of normalized images on their way to the device.
-
-    Attributes:
-        images: (N, C, H, W) uint8.
-        finish: from these images, on the device, to what the model is given.
     """
 
-    images: Tensor
+    images: Tensor  # (N, C, H, W) uint8
+    # from these images, on the device, to what the model is given
     finish: Callable[[Tensor], Tensor]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
@@ -430,11 +427,7 @@ class ImageTask(Task):
         return function_version("model.name", self.recipe.model.name)
 
     def _check_outputs(self, model: nn.Module) -> None:
-        """Try a model of the user on two images, before the training.
-
-        Raises:
-            RequestError: it fails, or what it returns are no logits.
-        """
+        """Try a model of the user on two images, before the training."""
         name = self.recipe.model.name
         images = self._plain_views(self.data.train, torch.arange(min(2, self.size))).to("cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -447,17 +440,15 @@ class ImageTask(Task):
                     f"{type(error).__name__}: {reason}"
                 ) from error
         model.train()
-        wanted = (len(images), self.num_classes)
-        if not isinstance(found, Tensor):
-            raise RequestError(
-                f"model.name: {name} must return logits of shape {wanted} for {len(images)} "
-                f"images, but returns a {type(found).__name__}"
-            )
-        if tuple(found.shape) != wanted or not found.is_floating_point():
-            raise RequestError(
-                f"model.name: {name} must return logits of shape {wanted} for {len(images)} "
-                f"images, but returns {found.dtype} of shape {tuple(found.shape)}"
-            )
+        wanted, returned = (len(images), self.num_classes), f"a {type(found).__name__}"
+        if isinstance(found, Tensor):
+            if tuple(found.shape) == wanted and found.is_floating_point():
+                return
+            returned = f"{found.dtype} of shape {tuple(found.shape)}"
+        raise RequestError(
+            f"model.name: {name} must return logits of shape {wanted} for {len(images)} images, "
+            f"but returns {returned}"
+        )
 
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
@@ -750,8 +741,7 @@ def _fresh_model(facts: Mapping[str, Any], key: str = "model.name") -> nn.Module
         return own
     if name in TRANSFORMERS:
         return VisionTransformer(name, *sizes, **facts["options"])
-    model: nn.Module = CONVNETS[name](*sizes)
-    return model
+    return CONVNETS[name](*sizes)
 
 
 def _activation_bytes(model: nn.Module, channels: int, view: View) -> int:

@@ -7,7 +7,7 @@ average over the patches, by learned weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from ..._names import Registry
 from ..errors import RequestError
-
-__all__ = ["TRANSFORMERS", "Pooling", "VisionTransformer", "plain_config"]
 
 Pooling = Literal["class", "mean", "sequence"]
 
@@ -57,18 +55,8 @@ class VisionTransformer(nn.Module):
     """Images (N, channels, H, W) to logits (N, num_classes).
 
     With pooling "class" the parameters have the names of ``ViTForImageClassification`` or
-    ``DeiTForImageClassification``.
-
-    Args:
-        name: a name of ``TRANSFORMERS``; what is None below is as it says.
-        num_classes, channels: of the data.
-        image_size: of the model, in pixels; images of another size are resized.
-        patch: width of a patch.
-        width, layers, heads, ffn: the dimensions.
-        dropout: on embeddings and sublayers.
-        drop_path: of the last layer; it grows from 0 at the first one.
-        pooling: what the classifier sees: the state of the class token, the mean over the patches,
-            or an average over them by learned weights ("sequence").
+    ``DeiTForImageClassification``. What is None is as the preset of ``name`` says. Images of
+    another size than ``image_size`` are resized. The other arguments are keys of the recipe.
 
     Raises:
         RequestError: the patch does not divide the image, or the heads the width.
@@ -142,8 +130,7 @@ class VisionTransformer(nn.Module):
         size = (self.image_size, self.image_size)
         if images.shape[-2:] != size:
             images = F.interpolate(images, size, mode="bilinear", antialias=True)
-        logits: Tensor = self.classifier(self._pooled(self.body(images).last_hidden_state))
-        return logits
+        return self.classifier(self._pooled(self.body(images).last_hidden_state))
 
     def _pooled(self, states: Tensor) -> Tensor:
         if self.pooling == "class":
@@ -162,11 +149,15 @@ def plain_config(model: VisionTransformer, classes: list[str]) -> Mapping[str, A
     """
     if model.pooling != "class":
         return None
-    config: dict[str, Any] = model.body.config.to_dict()
     name = "DeiTForImageClassification" if model.kind == "deit" else "ViTForImageClassification"
-    names = {str(number): label for number, label in enumerate(classes)}
-    return config | {
-        "architectures": [name],
-        "id2label": names,
+    return named_config(model.body.config, name, classes)
+
+
+def named_config(config: Any, architecture: str, classes: Sequence[str]) -> dict[str, Any]:
+    """A config of transformers as a dict, with the names of the architecture and the classes."""
+    found: dict[str, Any] = config.to_dict()
+    return found | {
+        "architectures": [architecture],
+        "id2label": {str(number): label for number, label in enumerate(classes)},
         "label2id": {label: number for number, label in enumerate(classes)},
     }

@@ -24,20 +24,6 @@ from torch import Tensor
 from ..errors import DataError
 from ..run.files import open_regular
 
-__all__ = [
-    "RESIZED_CROP_DRAWS",
-    "View",
-    "Window",
-    "center_window",
-    "cover_window",
-    "image_size",
-    "random_box",
-    "random_window",
-    "read_image",
-    "resized",
-    "stacked",
-]
-
 _CROP_TRIES = 10
 RESIZED_CROP_DRAWS = 2 * _CROP_TRIES + 2
 """Random numbers that :func:`random_window` takes: a shape per try, and a position."""
@@ -88,18 +74,9 @@ def random_window(
     """The augmentation of ImageNet: a random crop of random shape, resized to a square.
 
     As in torchvision there are ten tries for a crop that fits, then the largest center crop with an
-    allowed ratio.
-
-    Args:
-        height: of the image.
-        width: of the image.
-        u: (RESIZED_CROP_DRAWS,) in [0, 1).
-        size: width and height of the result.
-        scale: smallest and largest share of the area of the image.
-        ratio: smallest and largest width / height.
+    allowed ratio. u, (RESIZED_CROP_DRAWS,), is in [0, 1); ``scale`` is the share of the area, and
+    ``ratio`` width / height.
     """
-    if tuple(u.shape) != (RESIZED_CROP_DRAWS,):
-        raise ValueError(f"u must have shape ({RESIZED_CROP_DRAWS},), got {tuple(u.shape)}")
     box = random_box(height, width, u.tolist(), scale, ratio)
     if box is None:
         w = min(width, round(height * ratio[1]))
@@ -109,16 +86,7 @@ def random_window(
 
 
 def center_window(height: int, width: int, resize: int = 256, size: int = 224) -> Window:
-    """The evaluation transform of ImageNet: shorter side to ``resize``, then a center crop.
-
-    Args:
-        height: of the image.
-        width: of the image.
-        resize: length of the shorter side, at least ``size``.
-        size: width and height of the result.
-    """
-    if resize < size:
-        raise ValueError(f"resize must be at least size ({size}), got {resize}")
+    """The evaluation transform of ImageNet: shorter side to ``resize``, then a center crop."""
     shorter = min(height, width)
     whole = (resize * height // shorter, resize * width // shorter)
     return _center((height, width), whole, (size, size))
@@ -142,18 +110,13 @@ def _center(image: tuple[int, int], whole: tuple[int, int], size: tuple[int, int
 
 @dataclass(frozen=True)
 class View:
-    """Height and width of the images that a model is given, and how others are brought to them.
+    """Height and width of the images that a model is given, and how others are brought to them."""
 
-    Attributes:
-        height: in pixels.
-        width: in pixels.
-        resize: length to which the shorter side is resized before the center crop, for models of
-            image files. None for models of images of one size: such images are taken as they are,
-            others are resized to the smallest size that covers ``height`` x ``width`` and cropped.
-    """
-
-    height: int
-    width: int
+    height: int  # in pixels
+    width: int  # in pixels
+    # length to which the shorter side is resized before the center crop, for models of image files.
+    # None for models of images of one size: such images are taken as they are, others are resized
+    # to the smallest size that covers ``height`` x ``width`` and cropped.
     resize: int | None = None
 
     def __call__(self, height: int, width: int) -> Window:
@@ -169,11 +132,7 @@ class View:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file as Pillow opens it. What is wrong with it is a DataError.
-
-    Raises:
-        DataError: it cannot be read as an image, or has too many pixels.
-    """
+    """A file as Pillow opens it. What is wrong with it is a DataError."""
     from PIL import Image, UnidentifiedImageError
 
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
@@ -201,11 +160,6 @@ def image_size(path: Path) -> tuple[int, int]:
 
 def read_image(path: Path, choose: Chooser | None = None, channels: int = 3) -> Tensor:
     """An image file, or a window of it: (channels, H, W) uint8, grey (1 channel) or RGB (3).
-
-    Args:
-        path: a JPEG or PNG file.
-        choose: which window is taken; None for the whole image as it is.
-        channels: 1 or 3.
 
     Raises:
         DataError: it cannot be read as an image.

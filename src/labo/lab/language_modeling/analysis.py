@@ -18,8 +18,7 @@ from ..analysis.reading import Floats, Run, record_lines
 from ..analysis.significance import example_draws
 from ..errors import RequestError
 from ..tables import Column
-from ..text.analysis import TokenAnalysis, digest
-from ..text.predictions import Forced, forced_view, read_forced
+from ..text.analysis import Forced, TokenAnalysis, digest, forced_view, read_forced
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,6 @@ class ScoredDocument:
     """One record.
 
     Attributes:
-        name: of the document.
         tokens: how many were predicted; 0 if it is longer than a block and not used.
         bytes: UTF-8 bytes of the predicted text.
         nll: of its tokens in nats, summed.

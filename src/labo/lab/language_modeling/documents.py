@@ -10,8 +10,9 @@ or ``messages``, a list of ``{"role": ..., "content": ...}``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +20,6 @@ from ..errors import DataError
 from ..text.lines import read_lines
 from ..text.options import Unit
 from ..text.records import is_table, read_rows, table_files
-
-__all__ = ["Kind", "Part", "RawDocument", "find_inputs", "input_files", "read_documents"]
 
 Kind = Literal["text", "prompt", "chat"]
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
@@ -39,29 +38,29 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RawDocument:
-    """A document.
-
-    Attributes:
-        name: where it is from: "manual.txt", or "manual.jsonl:17".
-        kind: what it is.
-        parts: its text, in order.
-    """
+    """A document: where it is from ("manual.txt", or "manual.jsonl:17"), and its text in order."""
 
     name: str
     kind: Kind
     parts: tuple[Part, ...]
 
+    @classmethod
+    def of_text(cls, name: str, text: str) -> RawDocument:
+        """A text, all of which is learned."""
+        return cls(name, "text", (Part(text, True),))
+
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.parts)
 
+    @property
+    def learned_bytes(self) -> int:
+        """UTF-8 bytes of what is learned."""
+        return sum(len(part.text.encode()) for part in self.parts if part.learned)
+
 
 def find_inputs(names: Sequence[str]) -> list[Path]:
-    """Files and tables, folders replaced by what is in them.
-
-    Raises:
-        DataError: one is missing, or a folder has nothing to read in it.
-    """
+    """Files and tables, folders replaced by what is in them."""
     found: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
@@ -87,24 +86,16 @@ def input_files(path: Path) -> list[Path]:
 
 
 def read_documents(path: Path, unit: Unit, column: str, render: Render) -> Iterator[RawDocument]:
-    """The documents of an input.
+    """The documents of an input: rows of a table, or whole files, paragraphs or lines.
 
-    Args:
-        path: one of :func:`find_inputs`.
-        unit: what a document of a text file is: the whole file, a paragraph (up to a blank line),
-            or a line.
-        column: of a table, the name of the column with text.
-        render: the text of a chat.
-
-    Raises:
-        DataError: it cannot be read, or a row has none of the columns.
+    ``column`` is the name of the column with text, ``render`` writes the text of a chat.
     """
     if is_table(path):
         for where, row in read_rows(path):
             yield _from_row(where, row, column, render)
         return
     for name, text in _TEXT_UNITS[unit](path):
-        yield RawDocument(name, "text", (Part(text, True),))
+        yield RawDocument.of_text(name, text)
 
 
 # ------------------------------------------------------------------ text files
@@ -115,17 +106,12 @@ def _whole_file(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
-    held: list[str] = []
-    first = 1
-    for number, line in enumerate(read_lines(path), 1):
-        if line.strip():
-            first = first if held else number
-            held.append(line)
-        elif held:
-            yield f"{path.name}:{first}", "\n".join(_limited(path, held))
-            held = []
-    if held:
-        yield f"{path.name}:{first}", "\n".join(_limited(path, held))
+    numbered = enumerate(read_lines(path), 1)
+    for has_text, rows in groupby(numbered, key=lambda row: bool(row[1].strip())):
+        if has_text:
+            first, line = next(rows)
+            rest = (line for _, line in rows)
+            yield f"{path.name}:{first}", "\n".join(_limited(path, chain([line], rest)))
 
 
 def _single_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -136,7 +122,7 @@ def _single_lines(path: Path) -> Iterator[tuple[str, str]]:
 _TEXT_UNITS = {"file": _whole_file, "paragraph": _paragraphs, "line": _single_lines}
 
 
-def _limited(path: Path, lines: Iterator[str] | list[str]) -> Iterator[str]:
+def _limited(path: Path, lines: Iterable[str]) -> Iterator[str]:
     size = 0
     for line in lines:
         size += len(line) + 1
@@ -159,7 +145,7 @@ def _from_row(where: str, row: Mapping[str, Any], column: str, render: Render) -
         prompt, completion = _string(where, row, "prompt"), _string(where, row, "completion")
         return RawDocument(name, "prompt", (Part(prompt, False), Part(completion, True)))
     if column in row:
-        return RawDocument(name, "text", (Part(_string(where, row, column), True),))
+        return RawDocument.of_text(name, _string(where, row, column))
     raise DataError(
         f"{where}: no column {column!r}, nor prompt and completion, nor messages; "
         f"it has {', '.join(map(str, row)) or 'none'}"

@@ -20,16 +20,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ..command_options import validated
 from ..errors import RequestError
-from ..run.calibration import divisor_of
 from ..run.seeds import uniforms
-from ..tasks import find_model
 from ..text.batching import grouped, longest_first
-from ..text.folder import load_tokenizer
 from ..text.score import json_line
 from ..text.stdio import Answer, Notice, answer_lines
-from .model import load_causal
+from .model import SavedModel
 from .options import Sampling
-from .prepared import TASK
 
 __all__ = ["Continuation", "Generator", "Sampling", "generate_stream"]
 
@@ -71,15 +67,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 def draw_tokens(log_p: Tensor, u: Tensor, options: Sampling) -> Tensor:
-    """Draw a token for each row by the inverse of its cumulative distribution.
-
-    Args:
-        log_p: (N, V) log-probabilities.
-        u: (N, 1) random numbers in [0, 1).
-        options: temperature and top_p.
-
-    Returns:
-        (N,).
+    """(N,) tokens drawn from log-probabilities (N, V) by the inverse of their cumulative sums.
 
     Example:
         >>> p = torch.tensor([[0.5, 0.3, 0.2]])
@@ -99,7 +87,7 @@ def draw_tokens(log_p: Tensor, u: Tensor, options: Sampling) -> Tensor:
     return order.gather(-1, torch.minimum(place, last)).squeeze(-1)
 
 
-class Generator:
+class Generator(SavedModel):
     """A trained language model, ready to go on from prompts.
 
     Args:
@@ -115,22 +103,16 @@ class Generator:
     def __init__(
         self, run: str | Path, *, notice: Notice = warnings.warn, **options: float | None
     ) -> None:
-        folder, facts = find_model(run, TASK)
         self.options = validated(Sampling, options)
+        super().__init__(run)
         self.notice = notice
-        self.kind, self.begin, self.end = facts["kind"], facts["begin"], facts["end"]
-        self.divisor = divisor_of(folder)
-        self.tokenizer = load_tokenizer(folder)
-        self.model = load_causal(folder).eval()
-        self.positions = int(self.model.config.max_position_embeddings)
+        self.kind, self.begin, self.end = (self.facts[name] for name in ("kind", "begin", "end"))
         self.max_tokens = self.options.max_tokens or min(100, self.positions // 2)
         if self.max_tokens >= self.positions:
             raise RequestError(
                 f"max_tokens: {self.max_tokens} is too many for a model of {self.positions} "
                 "positions"
             )
-        if torch.accelerator.is_available():
-            self.model.to(torch.accelerator.current_accelerator())
 
     def generate(
         self,
@@ -183,12 +165,12 @@ class Generator:
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[list[int]], lines: Tensor) -> list[Continuation]:
-        device, width = self.model.device, max(map(len, prompts))
+        device, width = self.model.causal.device, max(map(len, prompts))
         ids = torch.tensor([[self.end] * (width - len(p)) + p for p in prompts], device=device)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
         chooser = _Chooser(self.options, lines, width, self.divisor)
-        sequences = self.model.generate(
+        sequences = self.model.causal.generate(
             ids,
             attention_mask=mask,
             logits_processor=LogitsProcessorList([chooser]),
@@ -223,17 +205,11 @@ def generate_stream(
     scores: bool = False,
     **options: float | None,
 ) -> None:
-    """Continue prompts line by line, from bytes to bytes.
+    """``labo generate``: lines in, lines out, as :func:`labo.lab.text.stdio.answer_lines` does it.
 
-    Line breaks in a continuation become spaces. Bytes that are not UTF-8 are read as U+FFFD and
-    prompts longer than the model are cut, with a notice on stderr.
-
-    Args:
-        run: a run directory or a model folder.
-        source: where to read.
-        target: where to write.
-        scores: write JSON, with the text as it is and the probability of each token.
-        options: fields of :class:`Sampling`; None leaves one as it is.
+    Line breaks in a continuation become spaces. Prompts longer than the model are cut, with a
+    notice on stderr. ``scores`` writes JSON, with the text as it is and the probability of each
+    token.
     """
 
     def start(notice: Notice) -> Answer:

@@ -17,12 +17,10 @@ from pathlib import Path
 from ..errors import DataError
 from ..run.seeds import mix
 from ..text.folder import FORMAT, cached_folder
-from .documents import Part, RawDocument
+from .documents import RawDocument
 from .options import Tokenization
 from .prepare import prepare_documents
 from .prepared import PreparedDocuments
-
-__all__ = ["manual_data", "manual_sections"]
 
 _EDITION = 1  # of the sections; another one makes other caches
 _SHORTEST = 200  # characters of a section
@@ -32,11 +30,7 @@ _HELD_OUT = 10  # one section in so many is for validation, and as many for the 
 
 
 def manual_sections() -> list[RawDocument]:
-    """The sections of the manual, in alphabetical order of their topics.
-
-    Raises:
-        DataError: this Python comes without its manual.
-    """
+    """The sections of the manual, in alphabetical order of their topics."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -53,9 +47,7 @@ def manual_sections() -> list[RawDocument]:
                     fresh.append(paragraph.strip("\n"))
             text = "\n\n".join(fresh)
             if len(text) >= _SHORTEST:
-                sections.append(
-                    RawDocument(f"{name}, section {number}", "text", (Part(text, True),))
-                )
+                sections.append(RawDocument.of_text(f"{name}, section {number}", text))
     return sections
 
 
@@ -66,14 +58,7 @@ def _sections(text: str) -> Iterator[str]:
 
 
 def manual_data(*, vocabulary: int = 2000, seed: int = 0) -> PreparedDocuments:
-    """The manual, prepared; kept in a cache folder from the second time on.
-
-    The folder is $LABO_CACHE, or labo in the user's cache folder.
-
-    Args:
-        vocabulary: types of the learned vocabulary.
-        seed: which sections are held out.
-    """
+    """The manual, prepared; kept in $LABO_CACHE or the user's cache folder for the next time."""
     made_by = [platform.python_version(), version("tokenizers")]
 
     def prepare(folder: Path) -> None:

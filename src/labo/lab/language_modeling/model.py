@@ -15,21 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ..._names import Registry
 from ...calibration import fold_temperature
+from ...calibration.folding import evaluating
 from ..errors import RequestError
 from ..pretrained import load_folder
+from ..run.calibration import divisor_of
+from ..tasks import find_model
 from ..text.dropout import FastDropout
+from ..text.folder import load_tokenizer
 from ..text.head import Head, mean_of_layers
 from ..text.model import TokenModel
-
-__all__ = [
-    "PRESETS",
-    "LanguageModel",
-    "causal_config",
-    "check_head",
-    "check_packing",
-    "fresh_model",
-    "load_causal",
-]
+from .prepared import TASK
 
 # The type of model, and what its config has. Sizes count the embeddings of 50,257 types.
 PRESETS = Registry(
@@ -76,17 +71,8 @@ def causal_config(
 ) -> PretrainedConfig:
     """The config of a model to train from scratch.
 
-    Args:
-        preset: a name of ``PRESETS``.
-        vocabulary: types of the tokenizer.
-        positions: the longest block.
-        dropout: everywhere the model has one.
-        begin, end, pad: ids of special tokens.
-        dimensions: width, layers, heads, ffn that differ from the preset.
-        settings: further keys of the transformers config.
-
-    Raises:
-        RequestError: the config has no such key, or refuses a value.
+    ``dimensions`` (width, layers, heads, ffn) differ from the preset; ``settings`` are further keys
+    of the transformers config.
     """
     values = {**PRESETS[preset], **(dimensions or {}), "positions": positions}
     kind = str(values.pop("model_type"))
@@ -128,14 +114,11 @@ class LanguageModel(TokenModel):
     causal: PreTrainedModel
 
     def forward(self, ids: Tensor, positions: Tensor, inner_layers: int = 0) -> Head:
-        """Hidden states for the token after each token.
+        """Hidden states for the token after each token (N, T).
 
-        Args:
-            ids: (N, T) token ids.
-            positions: (N, T), of each token in its document. Where they do not go on by one
-                another document begins, and attention does not look back beyond it.
-            inner_layers: also return the mean of the outputs of so many layers, from the first one
-                on.
+        Where positions, those of tokens in their documents, do not go on by one another document
+        begins, and attention does not look back beyond it. ``inner_layers`` asks for the mean of
+        the outputs of so many layers, from the first one on.
         """
         body = getattr(self.causal, self.causal.base_model_prefix)
         asked = {"output_hidden_states": True} if inner_layers else {}
@@ -148,13 +131,10 @@ class LanguageModel(TokenModel):
         return Head(found.last_hidden_state, layer.weight, bias, softcap, inner)
 
     def fold_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature for good.
+        """Divide the logits by a temperature for good; refused if that is not exact.
 
         An output layer that is tied to the embeddings gets a weight of its own first, since the
         embeddings must stay as they are. The saved model is larger by that weight.
-
-        Raises:
-            RequestError: the logits of this model cannot be divided exactly.
         """
         layer = self.causal.get_output_embeddings()
         if self.causal.all_tied_weights_keys:
@@ -178,6 +158,19 @@ def load_causal(folder: str | Path) -> PreTrainedModel:
     return load_folder(AutoModelForCausalLM, folder)
 
 
+class SavedModel:
+    """The language model of a run, or of its model folder, ready to be used."""
+
+    def __init__(self, run: str | Path) -> None:
+        folder, self.facts = find_model(run, TASK)
+        self.divisor = divisor_of(folder)  # of the logits, see ``labo calibrate``
+        self.tokenizer = load_tokenizer(folder)
+        self.model = LanguageModel(load_causal(folder)).eval()
+        self.positions = int(self.model.causal.config.max_position_embeddings)
+        if torch.accelerator.is_available():
+            self.model.to(torch.accelerator.current_accelerator())
+
+
 # ------------------------------------------------------------------ what a model must be like
 
 
@@ -187,17 +180,14 @@ def check_head(model: LanguageModel) -> None:
 
     Some models scale or shift their logits afterwards. Their loss would be another one.
     """
-    ids, positions = _probe(model, 8)
-    training = model.training
-    model.eval()
-    head = model(ids, positions)
-    expected = model.causal(input_ids=ids, use_cache=False).logits
-    model.train(training)
+    ids, positions = _probe(model)
+    with evaluating(model):
+        head = model(ids, positions)
+        expected = model.causal(input_ids=ids, use_cache=False).logits
     if not torch.allclose(head.logits(head.states), expected, rtol=1e-3, atol=1e-3):
-        kind = model.causal.config.model_type
         raise RequestError(
-            f"a model of type {kind} changes its logits after its output layer: it cannot be "
-            "trained here"
+            f"a model of type {model.causal.config.model_type} changes its logits after its output "
+            "layer: it cannot be trained here"
         )
 
 
@@ -208,21 +198,18 @@ def check_packing(model: LanguageModel) -> None:
     Attention is kept within documents by their positions. A model without attention, or one that
     ignores positions, would carry on from one document to the next.
     """
-    ids, positions = _probe(model, 8)
-    training = model.training
-    model.eval()
-    alone = model(ids[:, 3:], positions[:, :5]).states
-    packed = model(ids, torch.cat([positions[:, :3], positions[:, :5]], 1)).states[:, 3:]
-    model.train(training)
+    ids, positions = _probe(model)
+    with evaluating(model):
+        alone = model(ids[:, 3:], positions[:, :5]).states
+        packed = model(ids, torch.cat([positions[:, :3], positions[:, :5]], 1)).states[:, 3:]
     if not torch.allclose(alone, packed, rtol=1e-3, atol=1e-3):
-        kind = model.causal.config.model_type
         raise RequestError(
-            f"a model of type {kind} does not keep the documents of a block apart: set "
-            "data.packing=false"
+            f"a model of type {model.causal.config.model_type} does not keep the documents of a "
+            "block apart: set data.packing=false"
         )
 
 
-def _probe(model: LanguageModel, length: int) -> tuple[Tensor, Tensor]:
+def _probe(model: LanguageModel) -> tuple[Tensor, Tensor]:
     """Ids and positions to try a model with."""
-    ids = model.probe_ids(length)
-    return ids, torch.arange(length, device=ids.device).unsqueeze(0)
+    ids = model.probe_ids(8)
+    return ids, torch.arange(8, device=ids.device).unsqueeze(0)

@@ -8,8 +8,6 @@ from ..config import Names, Section
 from ..text.folder import check_splits
 from ..text.options import Units
 
-__all__ = ["DEFAULT_VOCABULARY", "DocumentOptions", "GenerateOptions", "Sampling", "Tokenization"]
-
 DEFAULT_VOCABULARY = 10_000
 
 

@@ -8,15 +8,23 @@ blocks, longest first, each into the fullest block that has room for it (best fi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from ..run.seeds import permutation
+from ..text.arrow import IGNORED
+from ..text.batching import padded_rows
+from ..text.head import Head
+from .model import LanguageModel
 
-__all__ = ["Packing", "best_fit", "cut", "pack"]
+_TOKENS_AT_ONCE = 4096
+_R = TypeVar("_R")
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,6 +53,10 @@ class Packing:
         """The pieces of a block."""
         return range(int(self.starts[block]), int(self.starts[block + 1]))
 
+    def piece(self, number: int) -> tuple[int, int, int]:
+        """The document, first input token and pairs of a piece."""
+        return int(self.document[number]), int(self.first[number]), int(self.length[number])
+
     def sums(self, values: npt.NDArray[Any]) -> Ints:
         """(B,) the sum over the pieces of each block of values (P,)."""
         total = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
@@ -52,15 +64,10 @@ class Packing:
 
 
 def cut(lengths: Ints, block: int, *, whole: bool) -> tuple[Ints, Ints, Ints]:
-    """The pieces of documents.
+    """The document, first input token and pairs of each piece of documents of so many tokens.
 
-    Args:
-        lengths: (N,) tokens of each document.
-        block: the most pairs of a piece.
-        whole: leave out the documents that are longer, instead of cutting them.
-
-    Returns:
-        For each piece its document, the index of its first input token, and its pairs.
+    A piece has ``block`` pairs at most. Longer documents are cut, or left out if pieces are
+    ``whole``.
 
     Example:
         >>> cut(np.array([6, 3]), 4, whole=False)  # 5 pairs and 2 pairs
@@ -77,15 +84,9 @@ def cut(lengths: Ints, block: int, *, whole: bool) -> tuple[Ints, Ints, Ints]:
 
 
 def best_fit(lengths: Ints, block: int, seed: int) -> tuple[Ints, Ints]:
-    """Which pieces share a block.
+    """(P,) the pieces, block by block; and (B + 1,) where each block begins among them.
 
-    Args:
-        lengths: (P,) of the pieces, none above ``block``.
-        block: the most of a block.
-        seed: decides among pieces of one length.
-
-    Returns:
-        (P,) the pieces, block by block; and (B + 1,) where each block begins among them.
+    The seed decides among pieces of one length, none of which is above ``block``.
 
     Example:
         >>> order, starts = best_fit(np.array([5, 3, 2, 6]), 8, seed=0)
@@ -119,18 +120,47 @@ def best_fit(lengths: Ints, block: int, seed: int) -> tuple[Ints, Ints]:
 
 
 def pack(lengths: Ints, block: int, seed: int, *, whole: bool, share: bool) -> Packing:
-    """Cut documents and pack the pieces.
-
-    Args:
-        lengths: (N,) tokens of each document.
-        block: the most pairs of a block.
-        seed: decides which pieces are together.
-        whole: leave out the documents that are longer than a block, instead of cutting them.
-        share: whether several pieces may share a block.
-    """
+    """Cut documents and pack the pieces; ``share``: several of them may be in a block."""
     document, first, length = cut(lengths, block, whole=whole)
     if share:
         order, starts = best_fit(length, block, seed)
     else:
         order, starts = np.arange(len(length)), np.arange(len(length) + 1)
     return Packing(document[order], first[order], length[order], starts)
+
+
+@torch.inference_mode()
+def by_pieces(
+    model: LanguageModel,
+    lengths: Ints,
+    block: int,
+    read: Callable[[int, int, int], tuple[npt.ArrayLike, npt.ArrayLike]],
+    result: Callable[[Head, Tensor], Sequence[_R]],
+) -> list[list[_R]]:
+    """The results of the pieces of each document, in their order.
+
+    Args:
+        model: the model.
+        lengths: (N,) tokens of each document.
+        block: the most tokens that the model sees at once.
+        read: the ids of a piece of a document (its number, first token and length), and the labels
+            of the tokens that follow them.
+        result: of each row of a batch, from states (n, T, D) with the output layer and the labels
+            (n, T).
+    """
+    columns: Any = (column.tolist() for column in cut(lengths, block, whole=False))
+    pieces = sorted(zip(*columns, strict=True), key=lambda piece: int(piece[2]))
+    at_once = max(1, _TOKENS_AT_ONCE // block)
+    device = next(model.parameters()).device
+    pad = getattr(model.causal.config, "pad_token_id", None)
+    found: list[dict[int, _R]] = [{} for _ in lengths]
+    for start in range(0, len(pieces), at_once):
+        part = pieces[start : start + at_once]
+        ids, labels = zip(*(read(*piece) for piece in part), strict=True)
+        inputs = padded_rows(ids, 0 if pad != 0 else 1).to(device)
+        target = padded_rows(labels, IGNORED).to(device)
+        positions = torch.arange(inputs.shape[1], device=device).expand(len(part), -1)
+        rows = result(model(inputs, positions), target)
+        for (document, first, _), row in zip(part, rows, strict=True):
+            found[document][first] = row
+    return [[parts[first] for first in sorted(parts)] for parts in found]

@@ -24,20 +24,21 @@ from rich.table import Table
 from ..errors import DataError
 from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
-from ..text.arrow import ArrowFile, read_batches
+from ..text.arrow import IGNORED, ArrowFile, read_batches
 from ..text.folder import (
     SPLITS,
     Preparation,
+    building,
     check_apart,
     check_free,
-    preparing,
     print_ready,
     seal,
 )
 from ..text.pretrained_tokenizer import pretrained_tokenizer
+from ..text.records import is_table
 from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
 from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
-from .prepared import IGNORED, MAKER, TASK, PreparedDocuments, schema
+from .prepared import MAKER, TASK, PreparedDocuments, schema
 from .tokenizers import (
     begin_token,
     chat_renderer,
@@ -47,8 +48,6 @@ from .tokenizers import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-__all__ = ["prepare", "prepare_documents", "summarize"]
 
 _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 22
@@ -62,20 +61,7 @@ _SPILL = pa.schema(
 
 
 def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -> PreparedDocuments:
-    """Prepare files of documents.
-
-    Args:
-        options: which files, and what becomes of them.
-        out: the folder to make.
-        force: replace the prepared data that is there.
-
-    Returns:
-        What is now in ``out``.
-
-    Raises:
-        DataError: the files are missing or damaged, or nothing of them is left.
-        RequestError: ``out`` exists or is an input, or the tokenizer cannot be used.
-    """
+    """Prepare files of documents; ``force`` replaces the prepared data that is in ``out``."""
     given = [*options.train, *options.valid, *options.test]
     check_apart(out, [*given, *filter(None, [options.tokenizer])])
     check_free(Path(out), MAKER, force)
@@ -89,6 +75,7 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
         for path in inputs[split]:
             yield from read_documents(path, options.documents, options.column, render)
 
+    whole_files = options.documents == "file" and not any(map(is_table, inputs["train"]))
     files = dict.fromkeys(
         file for paths in inputs.values() for path in paths for file in input_files(path)
     )
@@ -98,6 +85,7 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
         options,
         tokenizer=tokenizer,
         inputs=[{"file": file.name, "sha256": sha256(file)} for file in files],
+        few="a file is one document: --documents line makes one of each line" * whole_files,
         force=force,
     )
 
@@ -109,25 +97,19 @@ def prepare_documents(
     *,
     tokenizer: PreTrainedTokenizerFast | None = None,
     inputs: Sequence[Mapping[str, str]] = (),
+    few: str = "",
     force: bool = False,
 ) -> PreparedDocuments:
     """Prepare documents that come from anywhere.
 
-    Args:
-        out: the folder to make.
-        splits: the documents of "train" and, unless they are held out, of "valid" and "test".
-        options: what becomes of them.
-        tokenizer: if not given, one is learned.
-        inputs: what the manifest says of where they come from.
-        force: replace the prepared data that is there.
-
-    Returns:
-        What is now in ``out``.
+    ``splits`` has those of "train" and, unless they are held out, of "valid" and "test". Without a
+    tokenizer one is learned. ``inputs`` is what the manifest says of where they come from, ``few``
+    what to do if there are too few to hold out.
     """
     out = check_free(Path(out), MAKER, force)
-    with preparing(out, MAKER, force) as (folder, bars):
+    with building(out, MAKER, force) as folder, ProgressBars() as bars:
         work = _Preparation(folder, bars, options)
-        work.split(splits)
+        work.split(splits, few)
         work.write_splits(tokenizer or work.learn_tokenizer(), learned=tokenizer is None)
         work.write_manifest(inputs)
     return PreparedDocuments(out)
@@ -150,7 +132,7 @@ class _Preparation(Preparation):
 
     # -------------------------------------------------------------- pass 1: documents
 
-    def split(self, splits: Mapping[str, Iterable[RawDocument]]) -> None:
+    def split(self, splits: Mapping[str, Iterable[RawDocument]], few: str) -> None:
         """Write the documents of each split to a file of their own."""
         with ExitStack() as stack:
             files = {
@@ -169,7 +151,8 @@ class _Preparation(Preparation):
                     advance(len(chunk))
         for split in SPLITS:
             self.sizes[split] = files[split].rows
-            self.refuse_empty(split, self.sizes[split], {"empty": self.empty[split]})
+            hint = "" if split in splits else few
+            self.refuse_empty(split, self.sizes[split], {"empty": self.empty[split]}, hint)
 
     def _check_kind(self, document: RawDocument) -> None:
         self.kind = self.kind or document.kind
@@ -250,7 +233,7 @@ class _Preparation(Preparation):
         ):
             for chunk in _chunks(self._documents(split)):
                 encoded = list(encode(tokenizer, chunk))
-                sizes = [_learned_bytes(document) for document in chunk]
+                sizes = [document.learned_bytes for document in chunk]
                 ids = [ids for ids, _ in encoded]
                 columns: list[object] = [ids, sizes, [document.name for document in chunk]]
                 if self.kind != "text":
@@ -304,10 +287,6 @@ def _is_nth(number: int, n: int) -> bool:
 
 def _digest(document: RawDocument) -> bytes:
     return hashlib.blake2b(document.text.encode(), digest_size=16).digest()
-
-
-def _learned_bytes(document: RawDocument) -> int:
-    return sum(len(part.text.encode()) for part in document.parts if part.learned)
 
 
 def _columns(documents: Sequence[RawDocument]) -> list[list[object]]:

@@ -23,8 +23,6 @@ from ..text.folder import FolderManifest, Maker, PreparedFolder, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["IGNORED", "MAKER", "TASK", "DocumentSplit", "PreparedDocuments", "schema"]
-
 TASK = "language_modeling"
 MAKER = Maker("labo prepare-text", TASK)
 
@@ -43,12 +41,7 @@ def schema(kind: str, split: str) -> pa.Schema:
 
 
 class DocumentSplit:
-    """Documents in token ids, mapped into memory.
-
-    Attributes:
-        lengths: (N,) tokens of each document.
-        bytes: (N,) UTF-8 bytes of the learned text of each document.
-    """
+    """Documents in token ids, mapped into memory: (N,) tokens of each, and UTF-8 bytes to learn."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -60,11 +53,7 @@ class DocumentSplit:
             raise DataError("a document has more labels than tokens, or fewer")
 
     def check(self, vocabulary: int) -> None:
-        """Refuse ids without a type, and documents without a token.
-
-        Raises:
-            DataError: there is such an id or document.
-        """
+        """Refuse ids without a type, and documents without a token."""
         if len(self) and self.lengths.min() < 1:
             raise DataError("a document has no token")
         if len(self) and self.bytes.min() < 0:
@@ -114,10 +103,8 @@ class _TextManifest(FolderManifest):
 class PreparedDocuments(PreparedFolder[_TextManifest, DocumentSplit]):
     """Prepared documents, see :class:`labo.lab.text.folder.PreparedFolder`.
 
-    Attributes:
-        kind: "text", "prompt" or "chat".
-        begin: the token that begins a document, or None if documents of this kind have none.
-        end: the token that ends a document.
+    ``begin`` and ``end`` are the tokens around a document; ``begin`` is None for a kind without
+    one.
     """
 
     maker = MAKER

@@ -18,19 +18,15 @@ import numpy as np
 import torch
 
 from ..errors import RequestError
-from ..run.calibration import divisor_of
-from ..tasks import find_model
 from ..text.arrow import IGNORED
-from ..text.folder import load_tokenizer
 from ..text.forced import token_statistics
 from ..text.head import Head
 from ..text.options import ScoreOptions, Unit
 from ..text.score import TokenScore, json_line, write_records
 from ..text.stdio import Answer, Notice, answer_lines
-from .documents import Part, RawDocument, find_inputs, read_documents
-from .model import LanguageModel, load_causal
-from .pieces import by_pieces
-from .prepared import TASK
+from .documents import RawDocument, find_inputs, read_documents
+from .model import SavedModel
+from .packing import by_pieces
 from .tokenizers import chat_renderer, encode
 
 __all__ = ["Score", "Scorer", "score_command", "score_files", "score_stream"]
@@ -40,12 +36,7 @@ _DOCUMENTS_AT_ONCE = 200
 
 @dataclass(frozen=True)
 class Score(TokenScore):
-    """What a model gives the learned tokens of a document.
-
-    Attributes:
-        name: of the document.
-        bytes: UTF-8 bytes of the learned text.
-    """
+    """What a model gives the learned tokens of a document; UTF-8 bytes of its learned text."""
 
     name: str
     bytes: int
@@ -55,7 +46,7 @@ class Score(TokenScore):
         return {"bytes": self.bytes, "bits_per_byte": rate}
 
 
-class Scorer:
+class Scorer(SavedModel):
     """A trained language model that scores documents.
 
     Args:
@@ -63,17 +54,8 @@ class Scorer:
 
     Example::
 
-        Scorer("runs/lm-manual-labo-s0").score([RawDocument("", "text", (Part("A list", True),))])
+        Scorer("runs/lm-manual-labo-s0").score([RawDocument.of_text("", "A list")])
     """
-
-    def __init__(self, run: str | Path) -> None:
-        folder, _ = find_model(run, TASK)
-        self.temperature = divisor_of(folder)
-        self.tokenizer = load_tokenizer(folder)
-        self.model = LanguageModel(load_causal(folder)).eval()
-        self.positions = int(self.model.causal.config.max_position_embeddings)
-        if torch.accelerator.is_available():
-            self.model.to(torch.accelerator.current_accelerator())
 
     def score(self, documents: Sequence[RawDocument]) -> list[Score]:
         """The score of each document.
@@ -92,19 +74,19 @@ class Scorer:
         scores = []
         for document, (_, labels), parts in zip(documents, encoded, found, strict=True):
             log_p = [x for column in parts for x in column.tolist()]
-            size = sum(len(part.text.encode()) for part in document.parts if part.learned)
-            if not log_p or not size:
+            if not log_p or not document.learned_bytes:
                 raise RequestError(f"{document.name or 'a document'}: nothing to score in it")
             tokens = [label for label in labels[1:] if label != IGNORED]
             names = self.tokenizer.convert_ids_to_tokens(tokens)
-            scores.append(Score(tuple(names), tuple(log_p), document.name, size))
+            about = document.name, document.learned_bytes
+            scores.append(Score(tuple(names), tuple(log_p), *about))
         return scores
 
     def _log_probabilities(self, head: Head, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Those of the learned tokens of each row."""
         learned = target != IGNORED
-        found = token_statistics(head.at(learned), target[learned], self.temperature)
-        nll = found["nll"] if self.temperature == 1 else found["tempered_nll"]
+        found = token_statistics(head.at(learned), target[learned], self.divisor)
+        nll = found["nll"] if self.divisor == 1 else found["tempered_nll"]
         return (-nll).cpu().split(learned.sum(-1).tolist())
 
 
@@ -130,7 +112,7 @@ def score_stream(
 
         def answer(lines: Sequence[str], first: int, advance: object) -> Iterator[str]:
             named = {
-                f"line {number}": RawDocument(f"line {number}", "text", (Part(line, True),))
+                f"line {number}": RawDocument.of_text(f"line {number}", line)
                 for number, line in enumerate(lines, first)
             }
             scores = scorer.score([document for document in named.values() if document.text])

@@ -26,10 +26,11 @@ import torch
 
 from ..errors import DataError, RequestError
 from ..run.files import sha256
+from ..text.arrow import IGNORED
 from ..text.pretrained_tokenizer import vocabulary_digest
 from ..text.selection import ClassSelection
 from ..text.stored import Rows
-from .prepared import IGNORED, PreparedDocuments
+from .prepared import PreparedDocuments
 
 _ROUNDING = 1e-4  # by which probabilities may sum to more than 1
 
@@ -43,17 +44,9 @@ class Position(NamedTuple):
 
 
 class ServedPredictions:
-    """The predictions of a file for the training documents of a prepared folder.
+    """The predictions of a file of JSON lines for the training documents of a prepared folder.
 
     Has what :func:`labo.lab.text.teacher.store` needs of predictions.
-
-    Args:
-        file: lines of JSON.
-        data: made by ``labo prepare-text``.
-        selection: what is stored.
-
-    Raises:
-        RequestError: there is no such file, or draws are asked for.
     """
 
     block = 0  # the server decides what the model sees

@@ -32,6 +32,7 @@ from ..pretrained import StartingModel, first_line, folder_digest, load_config
 from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
+from ..text.arrow import IGNORED
 from ..text.batching import Inputs, batches_by_length
 from ..text.head import Head
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
@@ -47,7 +48,7 @@ from .model import (
     load_causal,
 )
 from .packing import Packing, pack
-from .prepared import IGNORED, DocumentSplit, PreparedDocuments
+from .prepared import DocumentSplit, PreparedDocuments
 from .teacher import stored_rows
 
 _EVALUATED_TOKENS = 4096  # of a batch
@@ -176,12 +177,7 @@ class DocumentRecipe(config.Recipe):
 
 @dataclass(frozen=True)
 class Blocks(Inputs):
-    """What the model reads.
-
-    Attributes:
-        ids: (N, T) token ids, padded on the right.
-        positions: (N, T) of each token in its document.
-    """
+    """Token ids (N, T), padded on the right, and the position of each in its document."""
 
     ids: Tensor
     positions: Tensor
@@ -283,13 +279,7 @@ class LanguageModelingTask(TokenTask):
     def _from_function(self, name: str, arguments: Mapping[str, Any]) -> LanguageModel:
         """A new model from the config that a function of the user returns."""
         key, block = "model.preset", self.recipe.data.block
-        given = {
-            "vocab_size": self.num_classes,
-            "positions": block,
-            "bos_token_id": self.data.begin,
-            "eos_token_id": self.data.end,
-            "pad_token_id": self.data.tokenizer.pad_token_id,
-        }
+        given = {"vocab_size": self.num_classes, "positions": block, **self._special_tokens}
         found = call_function(key, name, given, arguments)
         if not isinstance(found, PretrainedConfig):
             raise RequestError(
@@ -342,17 +332,17 @@ class LanguageModelingTask(TokenTask):
     def model_files(
         self, model: nn.Module, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
-        generation = {
+        generation = json.dumps(self._special_tokens, indent=2) + "\n"
+        return self.folder_files(model, weights, generation)
+
+    @property
+    def _special_tokens(self) -> dict[str, int | None]:
+        pad = self.data.tokenizer.pad_token_id
+        return {
             "bos_token_id": self.data.begin,
             "eos_token_id": self.data.end,
-            "pad_token_id": self.data.tokenizer.pad_token_id,
+            "pad_token_id": pad,
         }
-        return self.folder_files(model, weights, json.dumps(generation, indent=2) + "\n")
-
-    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
-        """Hidden states and output layer for the tokens of a batch that are to be learned."""
-        head: Head = model(batch.inputs.ids, batch.inputs.positions, **options)
-        return head.at(self.learned(batch))
 
     def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
         places = self._train.target_places(batch.index.tolist())
@@ -516,18 +506,9 @@ class _Packed:
         )
         targets = packing.length
         if documents.masked:
-            targets = np.array(
-                [
-                    (documents.labels(d, f + 1, n) != IGNORED).sum()
-                    for d, f, n in zip(
-                        packing.document.tolist(),
-                        packing.first.tolist(),
-                        packing.length.tolist(),
-                        strict=True,
-                    )
-                ],
-                dtype=np.int64,
-            )
+            every = map(packing.piece, range(len(packing.document)))
+            counts = [(documents.labels(d, f + 1, n) != IGNORED).sum() for d, f, n in every]
+            targets = np.array(counts, dtype=np.int64)
         left_out = int((documents.lengths - 1 > options.block).sum()) if whole else 0
         lengths, sums = packing.sums(packing.length), packing.sums(targets)
         return cls(documents, packing, lengths, targets, sums, left_out)
@@ -551,9 +532,7 @@ class _Packed:
         target = np.full((len(blocks), width), IGNORED, dtype=np.int64)
         for row, block in enumerate(blocks):
             column, length = 0, 0
-            for piece in self.packing.pieces(block):
-                document = int(self.packing.document[piece])
-                first, length = int(self.packing.first[piece]), int(self.packing.length[piece])
+            for document, first, length in map(self.packing.piece, self.packing.pieces(block)):
                 here = slice(column, column + length)
                 ids[row, here] = self.documents.tokens(document, first, length)
                 target[row, here] = self.documents.labels(document, first + 1, length)
@@ -567,9 +546,7 @@ class _Packed:
         """(n, 2) of the targets of blocks: the document, and the index of the token in it."""
         places = [np.empty((0, 2), dtype=np.int64)]
         for block in blocks:
-            for piece in self.packing.pieces(block):
-                document = int(self.packing.document[piece])
-                first, length = int(self.packing.first[piece]), int(self.packing.length[piece])
+            for document, first, length in map(self.packing.piece, self.packing.pieces(block)):
                 labels = self.documents.labels(document, first + 1, length)
                 index = first + 1 + np.flatnonzero(labels != IGNORED)
                 places.append(np.stack([np.full_like(index, document), index], 1))

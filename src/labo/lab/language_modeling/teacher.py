@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
+from ..text.arrow import IGNORED
 from ..text.head import Head
 from ..text.pretrained_tokenizer import (
     pretrained_tokenizer,
@@ -22,10 +23,8 @@ from ..text.selection import ClassSelection
 from ..text.stored import Rows, StoredTeacher
 from ..text.teacher import TrainingPredictions
 from .model import LanguageModel, check_head, load_causal
-from .pieces import by_pieces
-from .prepared import IGNORED, MAKER, DocumentSplit, PreparedDocuments
-
-__all__ = ["PREDICTIONS", "DocumentPredictions", "stored_rows"]
+from .packing import by_pieces
+from .prepared import MAKER, DocumentSplit, PreparedDocuments
 
 
 class DocumentPredictions(TrainingPredictions):
@@ -87,10 +86,7 @@ def stored_rows(
 ) -> tuple[Tensor, Tensor]:
     """The stored predictions of targets: indices and log-probabilities, each (n, k).
 
-    Args:
-        stored: the predictions.
-        split: the training documents.
-        places: (n, 2), the document of each target, and the index of the token in it.
+    ``places`` (n, 2) has the document of each target, and the index of the token in it.
     """
     shape = (len(places), stored.top_k)
     indices, log_p = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)

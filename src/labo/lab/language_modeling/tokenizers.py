@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from ..text.arrow import IGNORED
 from ..text.subwords import (
     SPECIAL_TOKENS,
     Merges,
@@ -14,17 +15,9 @@ from ..text.subwords import (
     make_tokenizer,
 )
 from .documents import RawDocument, Render
-from .prepared import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-__all__ = [
-    "begin_token",
-    "chat_renderer",
-    "encode",
-    "learn_tokenizer",
-]
 
 # What a chat looks like to a learned tokenizer, which has no template of its own.
 CHAT_TEMPLATE = (

@@ -92,7 +92,7 @@ def _render(content: Mapping[str, Any]) -> str:
     environment.filters |= {
         "embedded": _embedded,
         "shown": _shown,
-        "swatch": _swatch,
+        "swatch": lambda style: Markup(swatch(style)),
         "unbroken": _unbroken,
     }
     scripts = [_read(name) for name in _SCRIPTS]
@@ -130,10 +130,7 @@ def _content(
 
 
 def _named_figures(content: Mapping[str, Any]) -> Iterator[tuple[str, figures.Figure]]:
-    """The figures of a page, each with the name of its files; that of its data if there are more.
-
-    Example: ``learning``, or ``cldr-de-en-learning`` and ``digits-learning``.
-    """
+    """The figures of a page with the names of their files, such as ``cldr-de-en-learning``."""
     for figure in (content["summary"], content["label"]):
         if figure is not None:
             yield figure.name, figure
@@ -142,9 +139,9 @@ def _named_figures(content: Mapping[str, Any]) -> Iterator[tuple[str, figures.Fi
         section = group["section"]
         of_task = section.figures if section is not None else ()
         title = re.sub(r"\W+", "-", group["title"]).strip("-").lower()
+        prefix = f"{title}-" if len(groups) > 1 else ""
         for figure in (*group["training"], *group["confidence"], *of_task):
-            name = figure.name.removeprefix(f"g{number}-")
-            yield f"{title}-{name}" if len(groups) > 1 else name, figure
+            yield prefix + figure.name.removeprefix(f"g{number}-"), figure
 
 
 def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
@@ -172,8 +169,7 @@ def _sections(contexts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sections that tasks add, each with its groups."""
     found: dict[str, dict[str, Any]] = {}
     for context in contexts:
-        section = context["section"]
-        if section is not None:
+        if section := context["section"]:
             entry = {"name": section.name, "title": section.title, "groups": []}
             found.setdefault(section.name, entry)["groups"].append(context)
     return list(found.values())
@@ -248,10 +244,6 @@ def _embedded(value: Any) -> Markup:
 def _unbroken(text: str) -> str:
     """A sentence whose lines do not break between a number and its unit."""
     return re.sub(r"(?<=\d) (?=%|points|BLEU)|(?<=p) (?=[=<])|(?<=[=<]) (?=\d)", "\u00a0", text)
-
-
-def _swatch(style: palette.Style) -> Markup:
-    return Markup(swatch(style))
 
 
 def _shown(cell: Cell, column: Column, signed: bool) -> str:

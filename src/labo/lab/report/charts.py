@@ -72,25 +72,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
+    """A chart."""
 
-    Attributes:
-        name: the ids in it begin with it; unique on a page.
-        title: what is shown.
-        description: what one sees, for screen readers.
-        height: in units; all charts are ``WIDTH`` wide.
-        draw: draws it.
-        data: what is drawn, a row per mark.
-        cut: whether a row is far outside of the scale.
-    """
-
-    name: str
-    title: str
-    description: str
-    height: float
+    name: str  # the ids in it begin with it; unique on a page
+    title: str  # what is shown
+    description: str  # what one sees, for screen readers
+    height: float  # in units; all charts are ``WIDTH`` wide
     draw: Callable[[Panel], None]
-    data: Sequence[Datum]
-    cut: bool = False
+    data: Sequence[Datum]  # what is drawn, a row per mark
+    cut: bool = False  # whether a row is far outside of the scale
 
     @property
     def svg(self) -> str:
@@ -123,16 +113,10 @@ def sheet(
     *,
     columns: int | None = None,
 ) -> dict[str, bytes]:
-    """Charts side by side, in the light colours.
+    """Charts side by side, in the light colours: suffix -> content of an SVG, a PDF and a CSV file.
 
-    Args:
-        panels: at least one.
-        legend: style and name of every method that is drawn.
-        columns: charts in a row; by default all are in one.
-
-    Returns:
-        Suffix -> content of a file: ``.svg``, ``.pdf``, and the data as ``.csv``. Equal charts have
-        equal files.
+    ``legend`` has style and name of every method that is drawn. By default all charts are in one
+    row. Equal charts have equal files.
     """
     columns = min(columns or len(panels), len(panels))
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
@@ -206,9 +190,8 @@ def swatch(style: Style) -> str:
 def _for_page(drawing: Drawing, name: str) -> str:
     """The elements of a drawing: small, with CSS variables as colours and the font of the page.
 
-    Args:
-        drawing: artists of a method have the gid ``KIND:LABEL``: a CSS class, and its series.
-        name: makes the ids of the shapes of markers, which must be unique on the page.
+    Artists of a method have the gid ``KIND:LABEL``: a CSS class, and its series. ``name`` makes the
+    ids of the shapes of markers, which must be unique on the page.
     """
     drawing.patch.set_visible(False)
     svg = _saved(drawing, "svg", name, {"Date": None}).decode()
@@ -242,27 +225,19 @@ def _tag(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points.
+    """A line through points."""
 
-    Attributes:
-        points: at least one, in the order of x.
-        style: of its method.
-        series: the label of its method. Pointing at one mark brings forward all marks of a series.
-        label: at the end of the line; empty for none.
-        after: whether it is a second line of the same method: dashed, with rings as marks.
-        marks: the area of the mark at each point, 0 to 1. If empty, a few points have a mark.
-        band: (low, high) at each point, shaded; empty for none.
-        filled: the area below the line is shaded, and no point has a mark.
-    """
-
-    points: Sequence[Point]
-    style: Style
+    points: Sequence[Point]  # at least one, in the order of x
+    style: Style  # of its method
+    # the label of its method. Pointing at one mark brings forward all marks of a series.
     series: str
-    label: str = ""
+    label: str = ""  # at the end of the line; empty for none
+    # whether it is a second line of the same method: dashed, with rings as marks
     after: bool = False
+    # the area of the mark at each point, 0 to 1. If empty, a few points have a mark.
     marks: Sequence[float] = ()
-    band: Sequence[Point] = ()
-    filled: bool = False
+    band: Sequence[Point] = ()  # (low, high) at each point, shaded; empty for none
+    filled: bool = False  # the area below the line is shaded, and no point has a mark
 
 
 @dataclass(frozen=True)
@@ -294,15 +269,9 @@ def line_chart(
 ) -> Chart:
     """Lines over a grid, with labels at their ends.
 
-    Args:
-        x: horizontal axis.
-        y: vertical axis.
-        lines: at least one.
-        diagonal: draw x = y.
-        level: draw this value of y.
-        settled: cut off the beginning of a line, up to a fifth of the width, where it is outside of
-            the range of the rest; not if the lines have few points.
-        starts: values of x with a vertical line, and what begins there.
+    ``diagonal`` draws x = y, and ``level`` this value of y. ``settled`` cuts off the beginning of a
+    line, up to a fifth of the width, where it is outside of the range of the rest; not if the lines
+    have few points. ``starts`` are values of x with a vertical line, and what begins there.
     """
     shown = _settled(lines) if settled else lines
     longest = max(len(line.label) for line in lines)
@@ -440,27 +409,16 @@ def _spread(axes: Axes, lines: Sequence[Line]) -> list[tuple[float, Line]]:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """A row of a bar chart or of a dot chart.
+    """A row of a bar chart or of a dot chart."""
 
-    Attributes:
-        label: at the left.
-        value: where the mark is.
-        style: of its method.
-        text: at the right: the number as it is shown.
-        ring: where a second mark is, if there is one.
-        dots: small marks, one per seed.
-        interval: the ends of a horizontal line.
-        strong: whether label and text are bold.
-    """
-
-    label: str
-    value: float
-    style: Style
-    text: str
-    ring: float | None = None
-    dots: Sequence[float] = ()
-    interval: Point | None = None
-    strong: bool = False
+    label: str  # at the left
+    value: float  # where the mark is
+    style: Style  # of its method
+    text: str  # at the right: the number as it is shown
+    ring: float | None = None  # where a second mark is, if there is one
+    dots: Sequence[float] = ()  # small marks, one per seed
+    interval: Point | None = None  # the ends of a horizontal line
+    strong: bool = False  # whether label and text are bold
 
 
 def bar_chart(name: str, title: str, description: str, rows: Sequence[ChartRow]) -> Chart:
@@ -486,12 +444,9 @@ def dot_chart(
     *,
     level: float | None = None,
 ) -> Chart:
-    """Marks on a horizontal scale, one row per method. An arrow is a row far outside of the scale.
+    """Marks on a horizontal scale, one row per method; ``level`` draws this value of x.
 
-    Args:
-        x: the scale.
-        rows: at least one.
-        level: draw this value of x.
+    An arrow is a row far outside of the scale.
     """
     near = _without_outliers(rows)
 
@@ -581,10 +536,9 @@ def _row_data(row: ChartRow) -> Iterator[Datum]:
 
 
 def _without_outliers(rows: Sequence[ChartRow]) -> list[ChartRow]:
-    """The rows whose value is not far away from those of most others.
+    """The rows whose value is at most six times the distance of the quartiles outside of them.
 
-    Far is more than six times the distance between the quartiles outside of them. With fewer than
-    five rows nothing is far.
+    With fewer than five rows nothing is far.
     """
     if len(rows) < 5:
         return list(rows)

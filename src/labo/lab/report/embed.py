@@ -15,10 +15,8 @@ _EXAMPLES = 60
 
 
 def explorer_data(groups: Sequence[ReportGroup]) -> dict[str, Any] | None:
-    """The samples of every run with ``records/examples.json``; None if there are none.
-
-    Args:
-        groups: all groups of the report. The samples of LABO come first.
+    """The samples of every run with ``records/examples.json``, those of LABO first; None without
+    any.
     """
     samples: list[dict[str, Any]] = []
     stationary: dict[str, Any] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 from ..analysis.groups import Member
-from ..analysis.intervals import wilson
+from ..analysis.significance import wilson
 from ..run import files as atomic
 from ..tables import Column
 from .charts import Axis, Chart, ChartRow, Line, bar_chart, dot_chart, line_chart, sheet
@@ -28,22 +28,14 @@ Points = Iterable[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Figure:
-    """Charts with one caption.
+    """Charts with one caption."""
 
-    Attributes:
-        name: its id on the page.
-        title: what it shows.
-        panels: the charts.
-        caption: how to read it.
-        signature: what its numbers are computed from.
-        legend: style and label of every method that is drawn, if the panels have no labels.
-    """
-
-    name: str
-    title: str
-    panels: Sequence[Chart]
-    caption: str
-    signature: str
+    name: str  # its id on the page
+    title: str  # what it shows
+    panels: Sequence[Chart]  # the charts
+    caption: str  # how to read it
+    signature: str  # what its numbers are computed from
+    # style and label of every method that is drawn, if the panels have no labels
     legend: Sequence[tuple[Style, str]] = ()
 
     def write(self, stem: Path, suffixes: Sequence[str] = (".pdf", ".svg", ".csv")) -> None:
@@ -55,19 +47,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Reliability:
-    """A figure of reliability diagrams.
+    """A figure of reliability diagrams."""
 
-    Attributes:
-        name: the end of its id.
-        title: what it shows.
-        views: one or two views of an analysis; the second is drawn dashed, with hollow marks.
-        caption: what the views are.
-    """
-
-    name: str
-    title: str
+    name: str  # the end of its id
+    title: str  # what it shows
+    # one or two views of an analysis; the second is drawn dashed, with hollow marks
     views: Sequence[str]
-    caption: str
+    caption: str  # what the views are
 
 
 class Panels:
@@ -160,13 +146,7 @@ def _documents(member: Member) -> Mapping[str, Any]:
 
 
 def training_figures(group: ReportGroup, name: str, scores: Sequence[Column]) -> list[Figure]:
-    """Learning curves; and confidence, entropy and alpha over training.
-
-    Args:
-        group: the runs.
-        name: the ids begin with it.
-        scores: metrics of the validation split; the first that is logged is shown.
-    """
+    """Learning curves, with the first score that is logged; and confidence over training."""
     return [
         *_learning(group, f"{name}-learning", scores),
         *_confidence_over_training(group, f"{name}-confidence-over-training"),
@@ -178,7 +158,7 @@ def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterat
     step = Axis("step", low=0)
     losses = Axis("loss of each method, nats")
     shown: dict[str, Any] = {"settled": True, "starts": _starts(group)}
-    panels.lines("Training loss", step, losses, _training("loss"), **shown)
+    panels.lines("Training loss", step, losses, _losses, **shown)
     logged = {metric for member in group.members for metric in _curves(member)["valid"]}
     for score in [score for score in scores if score.key in logged][:1]:
         points = _valid(score.key, score.scale)
@@ -228,16 +208,12 @@ def _starts(group: ReportGroup) -> list[tuple[float, str]]:
 
 
 def _curves(member: Member) -> Mapping[str, Any]:
-    curves: Mapping[str, Any] = _documents(member)["training"]
-    return curves
+    return _documents(member)["training"]
 
 
-def _training(key: str) -> Callable[[Member], Points]:
-    def points(member: Member) -> Points:
-        curve = _curves(member)["loss"]
-        return pairs(curve["step"], curve[key])
-
-    return points
+def _losses(member: Member) -> Points:
+    curve = _curves(member)["loss"]
+    return pairs(curve["step"], curve["loss"])
 
 
 def _valid(metric: str, scale: float = 1) -> Callable[[Member], Points]:
@@ -259,27 +235,15 @@ def _alphas(member: Member) -> Points:
 def view(member: Member, group: ReportGroup, name: str) -> Mapping[str, Any] | None:
     """A VIEW of the analysis of a run; None if it has no such view."""
     split = member.split(group.split)
-    found: Mapping[str, Any] | None = split["views"].get(name) if split else None
-    return found
+    return split["views"].get(name) if split else None
 
 
 def confidence_figures(
     group: ReportGroup, name: str, reliability: Sequence[Reliability], way: str
 ) -> list[Figure]:
-    """Reliability diagrams, confidence on errors, and risk over coverage.
-
-    Args:
-        group: the runs.
-        name: the ids begin with it.
-        reliability: the diagrams.
-        way: the view of the figure about errors.
-    """
-    diagrams = [
-        figure
-        for spec in reliability
-        for figure in _reliability(group, f"{name}-{spec.name}", spec)
-    ]
-    return [*diagrams, *_errors(group, f"{name}-errors", way)]
+    """Reliability diagrams; and confidence on errors and risk over coverage of the view ``way``."""
+    diagrams = (_reliability(group, f"{name}-{spec.name}", spec) for spec in reliability)
+    return [*chain.from_iterable(diagrams), *_errors(group, f"{name}-errors", way)]
 
 
 def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[Figure]:
@@ -385,7 +349,7 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
     def curve(member: Member) -> Points:
         shown = view(member, group, way)
         found = shown["selective"]["curve"] if shown else {"coverage": [], "risk": []}
-        return pairs(found["coverage"], [None if r is None else 100 * r for r in found["risk"]])
+        return pairs(found["coverage"], found["risk"], 100)
 
     panels.lines(
         "Risk and coverage",
@@ -412,13 +376,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def label_figure(
     member: Member, name: str, class_names: Callable[[Sequence[str]], list[str]]
 ) -> Figure | None:
-    """Figure 1c of the paper: three labels of one sample; None without ``examples.json``.
-
-    Args:
-        member: a run with its analysis.
-        name: the id of the figure.
-        class_names: how the names of classes are shown.
-    """
+    """Figure 1c of the paper: three labels of one sample; None without ``examples.json``."""
     samples = _documents(member).get("labels")
     if not samples:
         return None
@@ -450,10 +408,6 @@ def label_figure(
 
 def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:
     """A run with samples to draw labels of; one of LABO if there is one."""
-    found = [
-        (variant.name != "labo", member)
-        for variant in variants
-        for member in variant.runs
-        if _documents(member).get("labels")
-    ]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    ours_first = sorted(variants, key=lambda variant: variant.name != "labo")
+    members = (member for variant in ours_first for member in variant.runs)
+    return next((member for member in members if _documents(member).get("labels")), None)

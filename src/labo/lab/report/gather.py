@@ -19,21 +19,13 @@ from .palette import OWN, Style, styles
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """One of the directories a report was asked for.
-
-    Attributes:
-        path: the directory.
-        name: what it is called in the report.
-        state: finished, unfinished or broken.
-        run: its content, if it is a run.
-        member: the run with its analysis, if it can be reported.
-    """
+    """One of the directories a report was asked for."""
 
     path: Path
-    name: str
-    state: State
-    run: Run | None = None
-    member: Member | None = None
+    name: str  # what it is called in the report
+    state: State  # finished, unfinished or broken
+    run: Run | None = None  # its content, if it is a run
+    member: Member | None = None  # the run with its analysis, if it can be reported
 
     @property
     def readable(self) -> bool:

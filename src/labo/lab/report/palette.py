@@ -42,30 +42,18 @@ MARKERS: tuple[Any, ...] = ("o", "s", "^", "D", "v", "X", "P", "<", _BAR, "d", "
 
 @dataclass(frozen=True)
 class Style:
-    """How the marks of a method look.
+    """How the marks of a method look."""
 
-    Attributes:
-        colour: a name of ``COLOURS``, ``m0`` to ``m7``; on the page also a CSS class.
-        dash: an index of ``DASHES``.
-        marker: an index of ``MARKERS``, which are those of matplotlib.
-    """
-
-    colour: str
-    dash: int = 0
-    marker: int = 0
+    colour: str  # a name of ``COLOURS``, ``m0`` to ``m7``; on the page also a CSS class
+    dash: int = 0  # an index of ``DASHES``
+    marker: int = 0  # an index of ``MARKERS``, which are those of matplotlib
 
 
 _OWN_STYLES = {"base": Style("m0", 2, 1), "ls": Style("m1", 1, 2), "labo": Style("m2", 0, 0)}
 
 
 def styles(names: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Style]:
-    """A style for every variant of a page.
-
-    Args:
-        names: (method, number) of each variant; the variants of a method are numbered from 0.
-
-    Returns:
-        Variant -> style. The variants of a method share its colour.
+    """A style for every variant, (method, its number from 0); those of a method share its colour.
 
     Example:
         >>> styles([("labo", 0), ("labo", 1)])["labo", 1]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..analysis.groups import Member, mean_cell
 from ..tables import Cell, Column, Row, Table, filled
-from .figures import view
 from .gather import ReportGroup
 
 Value = Callable[[Member], float | None]
@@ -19,11 +19,8 @@ def mean_table(
 ) -> Table | None:
     """A row per variant of means over seeds; columns and rows without numbers are left out.
 
-    Args:
-        caption: what is shown.
-        group: the runs.
-        columns: how the number of a run is found, for each column.
-        key: the column that a row must have a number in; any if not given.
+    ``columns`` says how the number of a run is found. A row must have a number in the column
+    ``key``, or in any.
     """
     rows = [
         Row(v.label, {column.key: v.cell(value) for column, value in columns.items()})
@@ -42,15 +39,14 @@ def results_table(group: ReportGroup) -> Table | None:
         return None
     headline, scores = group.kind.headline, group.kind.scores
     rows = []
-    for drawn in finished:
-        variant = drawn
+    for variant in finished:
         cells = {headline.key: variant.cell(lambda member: member.score(split))}
         cells |= {c.key: variant.cell(_metric(split, c.key)) for c in scores}
         cells |= group.difference_cells(variant)
         cells["time"] = Cell(mean_cell(group.step_times(variant)).value)
         memory = variant.cell(lambda member: member.results.get("peak_memory"))
         cells["memory"] = Cell(memory.value)
-        rows.append(Row(drawn.label, cells))
+        rows.append(Row(variant.label, cells))
     costs = [
         Column("time", "time", suffix="×"),
         Column("memory", "peak memory, MB", digits=0, scale=1e-6),
@@ -66,14 +62,11 @@ def _metric(split: str, name: str) -> Value:
 # ------------------------------------------------------------------ confidence
 
 
-def view_value(group: ReportGroup, way: str, key: str) -> Value:
-    """A number of a VIEW of a run."""
-
-    def value(member: Member) -> float | None:
-        shown = view(member, group, way)
-        return shown[key] if shown else None
-
-    return value
+def _number(document: Any, keys: Sequence[str]) -> float | None:
+    """What is at these keys of nested documents; None where one of them is missing."""
+    for key in keys:
+        document = (document or {}).get(key)
+    return document
 
 
 def confidence_table(
@@ -81,36 +74,31 @@ def confidence_table(
 ) -> Table | None:
     """Accuracy, confidence, calibration and ranking of each method; None without records.
 
-    Args:
-        group: the runs.
-        views: the view of the predictions, and that with a temperature.
-        further: more columns: the view and the key of each.
+    ``views`` are those of the predictions and of the predictions with a temperature. ``further``
+    has more columns, each with its view and key.
     """
     first, second = views
 
-    def normalised(member: Member) -> float | None:
-        return ((member.split(group.split) or {}).get("logit_norm") or {}).get("aurc")
+    def found(*keys: str) -> Value:
+        return lambda member: _number(member.split(group.split), keys)
 
-    def aurc(member: Member) -> float | None:
-        shown = view(member, group, first)
-        return shown["selective"]["aurc"] if shown else None
+    def percent(key: str, heading: str, **options: Any) -> Column:
+        return Column(key, f"{heading} %", scale=100, **options)
 
     columns: dict[Column, Value] = {
-        Column("accuracy", "accuracy %", scale=100, better=1): view_value(group, first, "accuracy"),
-        Column("confidence", "confidence %", scale=100): view_value(group, first, "confidence"),
-        Column("gap", "accuracy − confidence", scale=100, signed=True): view_value(
-            group, first, "underconfidence"
+        percent("accuracy", "accuracy", better=1): found("views", first, "accuracy"),
+        percent("confidence", "confidence"): found("views", first, "confidence"),
+        Column("gap", "accuracy − confidence", scale=100, signed=True): found(
+            "views", first, "underconfidence"
         ),
-        Column("ece", "ECE %", scale=100, better=-1): view_value(group, first, "ece"),
-        Column("temperature", "temperature"): lambda member: (member.split(group.split) or {}).get(
-            "temperature"
+        percent("ece", "ECE", better=-1): found("views", first, "ece"),
+        Column("temperature", "temperature"): found("temperature"),
+        percent("ece_after", "ECE after temperature", better=-1): found("views", second, "ece"),
+        percent("aurc", "AURC", better=-1): found("views", first, "selective", "aurc"),
+        percent("aurc_normalised", "AURC, normalised logits", better=-1): found(
+            "logit_norm", "aurc"
         ),
-        Column("ece_after", "ECE after temperature %", scale=100, better=-1): view_value(
-            group, second, "ece"
-        ),
-        Column("aurc", "AURC %", scale=100, better=-1): aurc,
-        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1): normalised,
-        **{column: view_value(group, way, key) for column, way, key in further},
+        **{column: found("views", way, key) for column, way, key in further},
     }
     caption = f"Confidence on the {group.split} split of {group.title}"
     return mean_table(caption, group, columns, "confidence")

@@ -18,32 +18,19 @@ LEVEL = 0.05  # a difference with a larger p-value is not called one
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for one group.
+    """The answer for one group."""
 
-    Attributes:
-        title: the data.
-        best: the labels of the best methods; several if their numbers are equal.
-        text: what is said of them.
-        others: (label, sentence) of every other method that differs from a reference, and of LABO.
-        costs: time and calibration of the best method; empty if nothing is known.
-        cautions: sentences about what limits the statement.
-    """
-
-    title: str
-    best: Sequence[str]
-    text: str
+    title: str  # the data
+    best: Sequence[str]  # the labels of the best methods; several if their numbers are equal
+    text: str  # what is said of them
+    # (label, sentence) of every other method that differs from a reference, and of LABO
     others: Sequence[tuple[str, str]] = ()
-    costs: str = ""
-    cautions: Sequence[str] = ()
+    costs: str = ""  # time and calibration of the best method; empty if nothing is known
+    cautions: Sequence[str] = ()  # sentences about what limits the statement
 
 
 def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
-    """The best method of a group, its differences to the references, what it costs, and the others.
-
-    Args:
-        group: the runs.
-        confidence: of :func:`labo.lab.report.results.confidence_table`.
-    """
+    """The best method of a group, its differences to the references, its costs, and the others."""
     scored = _scored(group)
     headline = _headline(group)
     if not scored:
@@ -269,10 +256,7 @@ def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart
 
 
 def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart | None:
-    """The difference of every method to the last reference, ls if it is there.
-
-    With ``titled`` the title begins with the name of the data.
-    """
+    """The difference of every method to the last reference, ls if it is there."""
     headline = _headline(group)
     reference = group.references[-1]
     rows = []

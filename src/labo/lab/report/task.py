@@ -23,19 +23,12 @@ TEMPERED = "Hollow marks: after one temperature, fitted on the validation split.
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A section of the page that only this task has.
+    """A section of the page that only this task has."""
 
-    Attributes:
-        name: its id on the page. Groups of one name share a section.
-        title: its heading.
-        tables: shown first.
-        figures: shown below.
-    """
-
-    name: str
-    title: str
-    tables: Sequence[Table]
-    figures: Sequence[Figure]
+    name: str  # its id on the page. Groups of one name share a section.
+    title: str  # its heading
+    tables: Sequence[Table]  # shown first
+    figures: Sequence[Figure]  # shown below
 
 
 class TaskReport:
@@ -92,5 +85,4 @@ def find_report(task: str) -> TaskReport:
     module = f"{task_package(task)}.report"
     if find_spec(module) is None:
         return TaskReport()
-    report: TaskReport = importlib.import_module(module).REPORT
-    return report
+    return importlib.import_module(module).REPORT

@@ -6,23 +6,26 @@
 - ``paper``: the paper's data, models and schedules.
 
 An *experiment* is a recipe on a data set. An *exhibit* is a table or figure, made of the runs of
-experiments. All exhibits of a scale share the runs in one folder.
+experiments. All exhibits of a scale share the runs in one folder. An exhibit of one experiment can
+also be made of finished runs of any data (:func:`of_runs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..analysis.groups import Group
+from ..analysis.collection import check_folder, claim_folder, runs_in
+from ..analysis.groups import Group, Member, group_runs
 from ..analysis.printing import difference_table
+from ..analysis.reading import sound_run
 from ..compare import plan as compare
-from ..compare.engines import Setup
 from ..compare.execute import carry_out
 from ..compare.launch import Failure
 from ..compare.plan import Comparison, PlannedRun
-from ..compare.table import ComparedRow, compared_rows
+from ..compare.setup import Setup
+from ..compare.table import NO_RUNS, SPLIT, ComparedRow, compared_rows
 from ..errors import RequestError
 from ..tables import Table, write_table
 from . import estimates, paper
@@ -33,36 +36,22 @@ SCALES = ("demo", "small", "paper")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe on a data set of the paper, and what replaces it in the demo.
+    """A recipe on a data set of the paper, and what replaces it in the demo."""
 
-    Attributes:
-        recipe: at the scale of the paper.
-        data: the folder below ``--data``.
-        needs: what must be in that folder.
-        folder_key: the recipe key that names the folder.
-        hours: estimated GPU hours of a run at the scale of the paper.
-        settings: overrides of the recipe.
-        small_settings: further overrides at the scale ``small``.
-        stand_in: the recipe of the demo.
-        stand_in_settings: its overrides. They name the folder of the runs: experiments with one
-            stand-in share them.
-        demo_settings: further overrides in the demo.
-        labo_warmup: scale -> warm-up steps of LABO, where the paper's are more than the schedule.
-        teacher: the network that distillation learns from.
-    """
-
-    recipe: str
-    data: str
-    needs: str
-    folder_key: str
-    hours: Callable[[PlannedRun], float]
-    settings: tuple[str, ...] = ()
-    small_settings: tuple[str, ...] = ()
-    stand_in: str = "digits"
+    recipe: str  # at the scale of the paper
+    data: str  # the folder below ``--data``
+    needs: str  # what must be in that folder
+    folder_key: str  # the recipe key that names the folder
+    hours: Callable[[PlannedRun], float]  # estimated GPU hours of a run at the scale of the paper
+    settings: tuple[str, ...] = ()  # overrides of the recipe
+    small_settings: tuple[str, ...] = ()  # further overrides at the scale ``small``
+    stand_in: str = "digits"  # the recipe of the demo
+    # Its overrides. They name the folder of the runs: experiments with one stand-in share them
     stand_in_settings: tuple[str, ...] = ()
-    demo_settings: tuple[str, ...] = ()
+    demo_settings: tuple[str, ...] = ()  # further overrides in the demo
+    # Scale -> warm-up steps of LABO, where the paper's are more than the schedule
     labo_warmup: Mapping[str, int] = field(default_factory=dict)
-    teacher: str | None = None
+    teacher: str | None = None  # the network that distillation learns from
 
     @property
     def stand_in_name(self) -> str:
@@ -159,27 +148,18 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of an exhibit at a scale.
+    """The runs of an exhibit at a scale."""
 
-    Attributes:
-        exhibit: what is reproduced.
-        scale: one of ``SCALES``.
-        out: the folder of all runs.
-        comparisons: experiment -> its runs; in the demo several may share one.
-        teachers: data -> the run that distillation learns from, if it is not a base run.
-        folders: data -> the folder they are expected in.
-        missing: the data that were not found, in words.
-        overrides: the settings given on the command line.
-    """
-
-    exhibit: Exhibit
-    scale: str
-    out: Path
+    exhibit: Exhibit  # what is reproduced
+    scale: str  # one of ``SCALES``
+    out: Path  # the folder of all runs
+    # Experiment -> its runs; in the demo several may share one
     comparisons: Mapping[str, Comparison]
+    # Data -> the run that distillation learns from, if it is not a base run
     teachers: Mapping[str, Comparison]
-    folders: Mapping[str, Path]
-    missing: Sequence[str]
-    overrides: Sequence[str]
+    folders: Mapping[str, Path]  # data -> the folder they are expected in
+    missing: Sequence[str]  # the data that were not found, in words
+    overrides: Sequence[str]  # the settings given on the command line
 
     def all(self) -> list[Comparison]:
         """Every comparison once, teachers first."""
@@ -198,19 +178,12 @@ def plan(
 ) -> Plan:
     """Check a request and list its runs; nothing is started.
 
-    Args:
-        name: one of ``EXHIBITS``.
-        scale: one of ``SCALES``.
-        data: folders that hold the data by their names, or ``NAME=FOLDER``.
-        overrides: ``key=value`` settings for all runs.
-        seeds: how many; by default as many as the paper has, fewer at the other scales.
-        out: the folder of the runs; ``runs/reproduce-SCALE`` by default.
+    ``data`` are folders that hold the data by their names, or ``NAME=FOLDER``. There are as many
+    seeds as in the paper by default, fewer at the other scales.
     """
-    if name not in EXHIBITS:
-        raise RequestError(f"no exhibit {name!r} (known: {', '.join(EXHIBITS)})")
+    exhibit, out = _exhibit(name), Path(out or f"runs/reproduce-{scale}")
     if scale not in SCALES:
         raise RequestError(f"--scale {scale}: there are {', '.join(SCALES)}")
-    exhibit, out = EXHIBITS[name], Path(out or f"runs/reproduce-{scale}")
     if seeds is None:
         seeds = {"demo": exhibit.demo_seeds, "small": 1, "paper": exhibit.seeds}[scale]
     overrides, folders = tuple(overrides), _find_data(exhibit, data)
@@ -241,6 +214,12 @@ def plan(
         )
     missing = () if scale == "demo" else _missing(exhibit, folders)
     return Plan(exhibit, scale, out, comparisons, teachers, folders, missing, overrides)
+
+
+def _exhibit(name: str) -> Exhibit:
+    if name not in EXHIBITS:
+        raise RequestError(f"no exhibit {name!r} (known: {', '.join(EXHIBITS)})")
+    return EXHIBITS[name]
 
 
 def _missing(exhibit: Exhibit, folders: Mapping[str, Path]) -> tuple[str, ...]:
@@ -354,30 +333,68 @@ def reproduce(
 ) -> tuple[list[Table], list[Failure]]:
     """Train the missing runs, and write the tables, and the figure if the exhibit is one.
 
-    Args:
-        name: of the files: ``NAME.md`` and so on, and ``NAME-differences.md`` and so on.
-        plan: what to do.
-        setup: the engine; by default this machine.
-
-    Returns:
-        The exhibit as a table, and the table of differences between methods, if there are any; and
-        the runs that failed and are not in them.
+    Returned are the exhibit (``NAME.md`` and so on) and the differences between methods, if there
+    are any (``NAME-differences.md``), and the runs that failed, which are not in them.
     """
     failures = carry_out(plan.all(), plan.out, setup)
     compared = {c.out: compared_rows(c) for c in plan.comparisons.values()}
     found = Found({key: _by_method(c, compared[c.out][0]) for key, c in plan.comparisons.items()})
     by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []
     groups = {folder.name: groups for folder, (_, groups) in compared.items()}
-    notes = [note for several in groups.values() for group in several for note in group.notes]
-    table = make_table(plan.exhibit, found, [*_scale_notes(plan), *by_hand, *notes])
-    tables = {name: table}
+    return _written(name, found, groups, [*_scale_notes(plan), *by_hand], plan.out), failures
+
+
+def of_runs(name: str, paths: Iterable[str | Path], out: str | Path | None = None) -> list[Table]:
+    """Make an exhibit of finished runs, and write it as :func:`reproduce` does; nothing is trained.
+
+    It is one of a single experiment, whose runs these, scored on the test split, take the place of.
+    """
+    exhibit, out = _exhibit(name), Path(out or "runs/reproduce")
+    if len(exhibit.experiments) > 1:
+        single = [known for known, other in EXHIBITS.items() if len(other.experiments) == 1]
+        raise RequestError(f"--runs: {name} has several columns of runs; try {', '.join(single)}")
+    left_out: dict[Path, str] = {}
+    members = [Member(sound_run(path)) for path in runs_in(paths, left_out)]
+    group, *others = group_runs(members, SPLIT)
+    if others:
+        raise RequestError("--runs: the runs differ in data or model; give those of one study")
+    rows = {}
+    for method in exhibit.methods:
+        variants = [variant for variant in group.variants if variant.name == method]
+        if len(variants) != 1 or not variants[0].scores(SPLIT):
+            found = ", ".join(variant.label for variant in variants) or "none"
+            raise RequestError(
+                f"--runs: {name} needs scored runs of {method} with one setting; found: {found}"
+            )
+        rows[method] = replace(NO_RUNS, variant=variants[0], group=group)
+    (experiment,) = exhibit.experiments
+    notes = [
+        f"ours: {member.name} ({member.signature.get('data', 'unknown data')})"
+        for row in rows.values()
+        for member in row.scored().values()
+    ]
+    notes += [f"the paper's: {experiment}"]
+    notes += [f"{path} is left out: {reason}" for path, reason in left_out.items()]
+    check_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    claim_folder(out)
+    return _written(name, Found({experiment: rows}), {"runs": [group]}, notes, out)
+
+
+def _written(
+    name: str, found: Found, groups: Mapping[str, Sequence[Group]], notes: list[str], out: Path
+) -> list[Table]:
+    """The tables and the figure of an exhibit, also as files."""
+    exhibit = EXHIBITS[name]
+    notes += [note for several in groups.values() for group in several for note in group.notes]
+    tables = {name: make_table(exhibit, found, notes)}
     if (differences := _differences(groups)) is not None:
         tables[f"{name}-differences"] = differences
     for stem, content in tables.items():
-        write_table(content, plan.out / stem)
-    if plan.exhibit.draw is not None:
-        plan.exhibit.draw(found, plan.out / name)
-    return list(tables.values()), failures
+        write_table(content, out / stem)
+    if exhibit.draw is not None:
+        exhibit.draw(found, out / name)
+    return list(tables.values())
 
 
 def _differences(groups: Mapping[str, Sequence[Group]]) -> Table | None:

@@ -50,14 +50,7 @@ def forward_operations(model: str, classes: int, size: int) -> int:
 def image_hours(
     model: str, data: str, epochs: int, method: str = "base", teacher: str | None = None
 ) -> float:
-    """GPU hours of an image classifier.
-
-    Args:
-        model: the network.
-        data: a name of ``IMAGE_SIZE``.
-        epochs: of training.
-        method: the method it is trained with.
-        teacher: the network it learns from, if there is one.
+    """GPU hours of an image classifier on data of ``IMAGE_SIZE``.
 
     Example:
         >>> round(image_hours("resnet50", "imagenet", epochs=90))
@@ -76,13 +69,7 @@ def _speed(model: str) -> float:
 
 
 def text_hours(preset: str, data: str, sentences: int, epochs: int) -> float:
-    """GPU hours of a translation model.
-
-    Args:
-        preset: the name of its dimensions.
-        data: a name of ``TOKENS``.
-        sentences: pairs to train on.
-        epochs: of training.
+    """GPU hours of a translation model on so many pairs of data of ``TOKENS``.
 
     Example:
         >>> round(text_hours("iwslt", "iwslt14", 160_239, epochs=150), 1)

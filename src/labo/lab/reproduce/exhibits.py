@@ -66,29 +66,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A table or figure of the paper.
+    """A table or figure of the paper."""
 
-    Attributes:
-        caption: what it shows.
-        methods: its rows, as in the paper.
-        experiments: what is trained; names of ``EXPERIMENTS``.
-        lay_out: makes the columns and rows.
-        seeds: at the scale of the paper.
-        demo_seeds: in the demo.
-        grid: the hyper-parameters that the paper searched, for ``compare.plan``.
-        notes: below the table.
-        draw: writes the figure to a path without suffix.
-    """
-
-    caption: str
-    methods: tuple[str, ...]
-    experiments: tuple[str, ...]
-    lay_out: Callable[[Found], tuple[list[Column], list[Row]]]
-    seeds: int
-    demo_seeds: int = 1
-    grid: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    draw: Callable[[Found, Path], None] | None = None
+    caption: str  # what it shows
+    methods: tuple[str, ...]  # its rows, as in the paper
+    experiments: tuple[str, ...]  # what is trained; names of ``EXPERIMENTS``
+    lay_out: Callable[[Found], tuple[list[Column], list[Row]]]  # makes the columns and rows
+    seeds: int  # at the scale of the paper
+    demo_seeds: int = 1  # in the demo
+    grid: tuple[str, ...] = ()  # the hyper-parameters that the paper searched, for ``compare.plan``
+    notes: tuple[str, ...] = ()  # below the table
+    draw: Callable[[Found, Path], None] | None = None  # writes the figure to a path without suffix
 
 
 def _beside(ours: Cell, value: float | None, spread: float | None = None) -> Cell:

@@ -20,31 +20,20 @@ FILE = "calibration.json"
 
 
 class Calibration(BaseModel):
-    """A fitted temperature, and what it was fitted on.
-
-    Attributes:
-        temperature: T, which divides the logits of the model as it was trained.
-        folded: whether the saved model is divided by it already.
-        split: what it was fitted on.
-        data: the fingerprint of that data.
-        targets: how many targets that has.
-        nll_before: mean negative log-likelihood there at T = 1, in nats.
-        nll_after: the same at T.
-        model: the SHA-256 of the model file it belongs to.
-        made_with: versions of labo, torch and Python.
-    """
+    """A fitted temperature, and what it was fitted on."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
+    # T, which divides the logits of the model as it was trained
     temperature: float = Field(gt=0, allow_inf_nan=False)
-    folded: bool
-    split: str
-    data: str
-    targets: int
-    nll_before: float
-    nll_after: float
-    model: str
-    made_with: dict[str, str | None]
+    folded: bool  # whether the saved model is divided by it already
+    split: str  # what it was fitted on
+    data: str  # the fingerprint of that data
+    targets: int  # how many targets that has
+    nll_before: float  # mean negative log-likelihood there at T = 1, in nats
+    nll_after: float  # the same at T
+    model: str  # the SHA-256 of the model file it belongs to
+    made_with: dict[str, str | None]  # versions of labo, torch and Python
 
     @property
     def divisor(self) -> float:
@@ -58,11 +47,7 @@ class Calibration(BaseModel):
 
 
 def read_calibration(folder: Path) -> Calibration | None:
-    """The calibration of the model in a folder; None if there is none.
-
-    Raises:
-        RequestError: the file is damaged, or belongs to another model.
-    """
+    """The calibration of the model in a folder; None if there is none."""
     path = folder / FILE
     if not path.is_file():
         return None

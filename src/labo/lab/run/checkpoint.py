@@ -14,6 +14,7 @@ number of processes can read them, and a checkpoint of one process can be split.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,27 +49,17 @@ class _Manifest(atomic.Document):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and verified.
-
-    Attributes:
-        path: its folder.
-        counters: of the run.
-        tensors: those that were not split over processes.
-    """
+    """A checkpoint that was read and verified."""
 
     path: Path
-    counters: Counters
-    tensors: Groups
+    counters: Counters  # of the run
+    tensors: Groups  # those that were not split over processes
 
     def groups(self, like: Like, only: str | None = None) -> Groups:
         """All tensors, or those of one group.
 
         A tensor is split if ``like`` gives a DTensor of its shape, else it is whole. Each process
-        reads only what it keeps of the shards.
-
-        Raises:
-            LabError: the shards cannot be read.
-            ValueError: a tensor has another shape than the one of ``like``.
+        reads only what it keeps of the shards. Another shape than that of ``like`` is a ValueError.
         """
         groups = {
             group: {name: _split(tensor, like(group, name)) for name, tensor in named.items()}
@@ -81,11 +72,7 @@ class Checkpoint:
         return groups
 
     def group(self, name: str) -> dict[str, Tensor]:
-        """The whole tensors of one group, by name.
-
-        Raises:
-            LabError: the shards cannot be read.
-        """
+        """The whole tensors of one group, by name."""
         try:
             return self.groups(lambda group, name: None, only=name).get(name, {})
         except (RuntimeError, ValueError) as error:
@@ -122,29 +109,21 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run.
-
-    Attributes:
-        folder: the run's ``checkpoints``.
-        recipe: the digest of the recipe that they belong to.
-        newest: the last one that was saved or restored.
-    """
+    """The checkpoints of a run, of the recipe with this digest."""
 
     def __init__(self, folder: Path, recipe: str) -> None:
         self.folder, self.recipe = folder, recipe
-        self.newest: Path | None = None
+        self.newest: Path | None = None  # the last one that was saved or restored
 
     @property
     def newest_step(self) -> int:
-        return 0 if self.newest is None else _step(self.newest) or 0
+        return 0 if self.newest is None else _step(self.newest)
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint; keep the newest two. All processes call it.
 
-        The first process writes it. Of DTensors every process writes its own share.
-
-        Raises:
-            LabError: it could not be written (a full disk); the older ones are unchanged.
+        The first process writes it. Of DTensors every process writes its own share. If it cannot be
+        written (a full disk), the older ones are unchanged.
         """
         step, accelerator = state.counters.step, state.accelerator
         final = self.folder / f"step-{step:08d}"
@@ -154,21 +133,20 @@ class Checkpoints:
         counters = saved.pop("counters")
         split, whole = _separated(saved)
         try:
-            if main:
-                self.tidy()
-                temporary.mkdir(parents=True)
-            shards = _write_shards(temporary / SHARDS, split, accelerator) if split else {}
-            if main:
-                self._write_rest(temporary, counters, whole, shards)
-                # Those that are as new as this one were found damaged when the run was resumed.
-                for path in self._paths():
-                    if (_step(path) or 0) >= step:
-                        atomic.remove_folder(path)
-                os.replace(temporary, final)
-                atomic.flush(self.folder)
-                self.tidy()
-        except OSError as error:
-            raise LabError(f"cannot save {final}: {error.strerror or error}") from error
+            with atomic.explained("save", final):
+                if main:
+                    self.tidy()
+                    temporary.mkdir(parents=True)
+                shards = _write_shards(temporary / SHARDS, split, accelerator) if split else {}
+                if main:
+                    self._write_rest(temporary, counters, whole, shards)
+                    # Those as new as this one were found damaged when the run was resumed.
+                    for path in self._paths():
+                        if _step(path) >= step:
+                            atomic.remove_folder(path)
+                    os.replace(temporary, final)
+                    atomic.flush(self.folder)
+                    self.tidy()
         finally:
             if main:
                 atomic.remove_folder(temporary)
@@ -193,14 +171,9 @@ class Checkpoints:
     def restore(self, state: RunState, report: Callable[[str], None]) -> bool:
         """Load the newest whole checkpoint; whether there is one. All processes call it.
 
-        The first process verifies checksums and tells the others which checkpoint it is.
-
-        Args:
-            state: what is loaded into.
-            report: called with a sentence for each checkpoint that cannot be used.
-
-        Raises:
-            LabError: there are checkpoints, and none can be used; or the newest is of other parts.
+        The first process verifies checksums and tells the others which checkpoint it is. ``report``
+        is called with a sentence for each checkpoint that cannot be used; if there are checkpoints
+        and none can be used, the run cannot go on.
         """
         checkpoint: Checkpoint | None = None
         chosen: list[Path | None] = [None]
@@ -264,13 +237,12 @@ class Checkpoints:
     def _paths(self) -> list[Path]:
         """The checkpoints of the folder, oldest first."""
         folders = [path for path in self.folder.glob("step-*") if path.is_dir()]
-        steps = [path for path in folders if _step(path) is not None]
+        steps = [path for path in folders if re.fullmatch("step-[0-9]+", path.name)]
         return sorted(steps, key=lambda path: (_step(path), path.name))
 
 
-def _step(path: Path) -> int | None:
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isascii() and number.isdecimal() else None
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 # ------------------------------------------------------------------ shards

@@ -24,7 +24,7 @@ from .files import Document, create, read_json, sha256, write_bytes, write_json
 MANIFEST = "manifest.json"
 FORCE = "LABO_VERIFY"
 
-_Stamp = tuple[int, int, int, int]  # size, inode, time of modification, time of change
+_Known = tuple[int, int, int, int, str]  # size, inode, times of modification and change, sha256
 _SETTLED = 2_000_000_000  # ns; a file changed this recently may change again without a new time
 
 
@@ -44,21 +44,16 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 class Manifest(Document):
-    """The checksums of a folder. While a file is replaced, its old and its new one are listed.
+    """The checksums of a folder. While a file is replaced, its old and its new one are listed."""
 
-    Attributes:
-        sha256: file -> its checksums.
-        model: the checksum of the model that the files are about, for records.
-    """
-
-    sha256: dict[FileName, list[str]]
-    model: str | None = None
+    sha256: dict[FileName, list[str]]  # file -> its checksums
+    model: str | None = None  # the checksum of the model that the files are about, for records
 
 
 class _Remembered(Document):
-    """What is known of the files of a folder: name -> [size, inode, mtime, ctime, sha256]."""
+    """What is known of the files of a folder, by their names."""
 
-    files: dict[str, tuple[int, int, int, int, str]]
+    files: dict[str, _Known]
 
 
 def cache_folder() -> Path:
@@ -72,22 +67,18 @@ def cache_folder() -> Path:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of data files, by their names relative to ``folder``; remembered.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-    """
+    """The SHA-256 of data files, by their names relative to ``folder``; remembered."""
     memory = _memory_of(folder)
     known = {} if os.environ.get(FORCE) else _recall(memory)
     found: dict[str, str] = {}
     learned = False
     for name in names:
-        before = _stamp(os.stat(folder / name))
+        before = _stamp(folder / name)
         if name in known and known[name][:4] == before:
             found[name] = known[name][4]
             continue
         found[name] = sha256(folder / name)
-        if _stamp(os.stat(folder / name)) == before and time.time_ns() - before[3] > _SETTLED:
+        if _stamp(folder / name) == before and time.time_ns() - before[3] > _SETTLED:
             known[name] = (*before, found[name])
             learned = True
     if learned:
@@ -95,7 +86,8 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _stamp(status: os.stat_result) -> _Stamp:
+def _stamp(path: Path) -> tuple[int, int, int, int]:
+    status = os.stat(path)
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -104,16 +96,14 @@ def _memory_of(folder: Path) -> Path:
     return cache_folder() / "digests" / f"{key[:32]}.json"
 
 
-def _recall(memory: Path) -> dict[str, tuple[int, int, int, int, str]]:
+def _recall(memory: Path) -> dict[str, _Known]:
     try:
         return dict(read_json(memory, _Remembered).files)
     except RequestError:
         return {}  # nothing yet, or damaged: everything is hashed again
 
 
-def _remember(
-    memory: Path, folder: Path, known: Mapping[str, tuple[int, int, int, int, str]]
-) -> None:
+def _remember(memory: Path, folder: Path, known: Mapping[str, _Known]) -> None:
     document = {"folder": str(folder), "files": known}
     unfinished = memory.with_name(f".{memory.name}.{os.getpid()}.tmp")
     try:
@@ -131,15 +121,9 @@ def _remember(
 def verify(
     folder: Path, expected: Mapping[str, str | Iterable[str]], *, remember: bool = False
 ) -> None:
-    """Compare the files of a folder with their checksums.
+    """Compare files of a folder with their checksums; of several for a file one must fit.
 
-    Args:
-        folder: the folder.
-        expected: name relative to the folder -> checksum, or several of which one must fit.
-        remember: use and update the remembered digests; for data.
-
-    Raises:
-        DamagedError: a file is missing, or its checksum is another one.
+    ``remember`` uses and updates the remembered digests; it is for data.
     """
     try:
         if remember:
@@ -157,15 +141,7 @@ def verify(
 
 
 def verify_folder(folder: Path, *, remember: bool = False) -> bool:
-    """Compare a folder with its ``manifest.json``; whether it has one.
-
-    Args:
-        folder: the folder.
-        remember: use and update the remembered digests.
-
-    Raises:
-        DamagedError: the manifest is damaged, or a file does not fit it.
-    """
+    """Compare a folder with its ``manifest.json`` as :func:`verify` does; whether it has one."""
     if not (folder / MANIFEST).exists():
         return False
     try:
@@ -194,11 +170,7 @@ def manifest_of(folder: Path) -> Manifest:
 def write_listed(folder: Path, name: str, content: bytes, model: str | None = None) -> None:
     """Write a file of a folder, and its checksum into the manifest.
 
-    Args:
-        folder: the folder.
-        name: of the file.
-        content: of the file.
-        model: what the file is about. Files about another model are removed.
+    ``model`` is what the file is about. Files about another model are removed.
     """
     manifest = manifest_of(folder)
     known = manifest.sha256 if manifest.model == model else {}

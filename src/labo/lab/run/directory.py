@@ -39,7 +39,7 @@ from ..config import (
     read_document,
     read_provenance,
 )
-from ..errors import LabError, RequestError
+from ..errors import RequestError
 from . import checksums
 from . import files as atomic
 from .lock import LOCK
@@ -49,6 +49,10 @@ if TYPE_CHECKING:  # the report reads runs too, and needs no tensors
 
 DATA = "data"  # the key of the provenance that names the data
 TEACHER = "teacher"  # and the one that names what a teacher was read from
+_CHANGED = {  # words for the message about another one
+    DATA: ("data or code", "have", "them", "train, evaluate or compare"),
+    TEACHER: ("teacher", "has", "it", "train or compare"),
+}
 MODEL = "model.safetensors"
 
 KEPT = "models.json"  # in ``kept``: the step and the scores of each model
@@ -118,20 +122,15 @@ class RunDirectory:
     def start(self, recipe: Recipe, data: str | None = None, teacher: str = "") -> None:
         """Make the directory and write the recipe; a run that is there already stays.
 
-        Args:
-            recipe: of the run.
-            data: the fingerprint of the data.
-            teacher: that of the teacher, if it is read from files.
+        ``data`` and ``teacher`` are the fingerprints of what is read from files.
         """
-        try:
+        with atomic.explained("make", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if not self.recipe_file.exists():
                 read = {DATA: data} | ({TEACHER: teacher} if teacher else {})
                 self._write_recipe(recipe.as_document(), {**made_with(), **read})
             self.checkpoints.mkdir(exist_ok=True)
             self.best.mkdir(exist_ok=True)
-        except OSError as error:
-            raise LabError(f"cannot make {self.path}: {error.strerror}") from error
 
     def _write_recipe(self, document: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         text = dump_yaml({**document, PROVENANCE: dict(provenance)})
@@ -153,30 +152,17 @@ class RunDirectory:
         """The fingerprint of the data that the run was begun with; None if it does not say."""
         return self.begun_with().get(DATA)
 
-    def check_data(self, found: str) -> None:
-        """Refuse data that are not those of the run.
+    def check_data(self, found: str, key: str = DATA) -> None:
+        """Refuse data that are not those of the run, or another ``TEACHER``.
 
-        Args:
-            found: the fingerprint of the data as they are now.
-
-        Raises:
-            RequestError: the run was begun with others.
+        ``found`` is the fingerprint of what is there now.
         """
-        begun = self.data if self.recipe_file.is_file() else None
+        begun = self.begun_with().get(key) if self.recipe_file.is_file() else None
         if begun is not None and begun.split("+")[-1] != found:
+            what, have, it, commands = _CHANGED[key]
             raise RequestError(
-                f"the data or code of {self.path} have changed: {begun} when it was begun, {found} "
-                "now; restore them, choose another --out, or pass --accept-data to labo train, "
-                "evaluate or compare"
-            )
-
-    def check_teacher(self, found: str) -> None:
-        """Refuse a teacher that is not that of the run; as :meth:`check_data`."""
-        begun = self.begun_with().get(TEACHER) if self.recipe_file.is_file() else None
-        if begun is not None and begun.split("+")[-1] != found:
-            raise RequestError(
-                f"the teacher of {self.path} has changed: {begun} when it was begun, {found} now; "
-                "restore it, choose another --out, or pass --accept-data to labo train or compare"
+                f"the {what} of {self.path} {have} changed: {begun} when it was begun, {found} "
+                f"now; restore {it}, choose another --out, or pass --accept-data to labo {commands}"
             )
 
     def accept_data(self, found: str, teacher: str = "") -> None:
@@ -227,9 +213,7 @@ class RunDirectory:
     def complete(self, scores: Mapping[str, Mapping[str, float]], temperature: float = 1.0) -> None:
         """Add to the results the scores of splits they lack; what they have of this model stays.
 
-        Args:
-            scores: split -> metric -> value.
-            temperature: what is folded into the model, or 1.
+        ``temperature`` is what is folded into the model, or 1.
         """
         results = self.results()
         if self.stale_splits():
@@ -250,11 +234,8 @@ class RunDirectory:
     def signature(self, recipe: Recipe, *, data: str, steps: int, processes: Sequence[int]) -> str:
         """What the scores depend on, in one line. Two equal experiments have equal signatures.
 
-        Args:
-            recipe: of the run.
-            data: the fingerprint of the data, if the run does not say.
-            steps: optimizer steps done.
-            processes: how many there were, and how many after each change of their number.
+        ``data`` is for runs that do not name their data. ``processes`` is how many there were at
+        the start and after each change of their number.
         """
         begun = self.begun_with()
         method = dict(recipe.method)
@@ -285,7 +266,7 @@ class RunDirectory:
     def results(self) -> dict[str, Any]:
         """The content of ``results.json``, without its checksum."""
         self.must_have(self.results_file)
-        atomic.read_json(self.results_file, Results)
+        atomic.read_json(self.results_file, Results)  # which would make floats of some integers
         found: dict[str, Any] = json.loads(atomic.read_bytes(self.results_file))
         self.verify_results(found)
         found.pop(atomic.CHECKSUM, None)
@@ -306,11 +287,7 @@ class RunDirectory:
             )
 
     def verify_records(self) -> None:
-        """Compare ``records`` with their checksums, and their model with that of the results.
-
-        Raises:
-            RequestError: a file was changed or is not listed, or they are of different models.
-        """
+        """Compare ``records`` with their checksums, and their model with that of the results."""
         if not checksums.verify_folder(self.records, remember=True):
             return
         manifest = checksums.manifest_of(self.records)
@@ -340,11 +317,7 @@ class RunDirectory:
         raise RequestError(f"{self.path} is no run with {path.relative_to(self.path)}")
 
     def verify_best(self) -> None:
-        """Compare ``best`` with its checksums.
-
-        Raises:
-            DamagedError: a file is missing or damaged.
-        """
+        """Compare ``best`` with its checksums; a ``DamagedError`` says what does not fit."""
         for name in ("config.json", MODEL):
             if not (self.best / name).is_file():
                 raise checksums.DamagedError(f"{self.path} is no run with best/{name}")
@@ -363,10 +336,8 @@ class RunDirectory:
 
     def keep_model(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Put the weights of a step into ``kept``, with a checksum."""
-        try:
+        with atomic.explained("write", self.kept):
             self.kept.mkdir(exist_ok=True)
-        except OSError as error:
-            raise LabError(f"cannot write {self.kept}: {error.strerror or error}") from error
         path = self.kept / kept_name(step)
         atomic.write_tensors(path, weights)
         known = checksums.manifest_of(self.kept).sha256
@@ -386,26 +357,19 @@ class RunDirectory:
 
     def write_records(self, name: str, lines: Iterable[str]) -> None:
         """Write a file of ``records``. Those of another model are removed."""
-        try:
+        with atomic.explained("make", self.records):
             self.records.mkdir(exist_ok=True)
-        except OSError as error:
-            raise LabError(f"cannot make {self.records}: {error.strerror}") from error
         checksums.write_listed(self.records, name, "".join(lines).encode(), self.model)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        try:
-            with atomic.append(self.metrics_file) as file:
-                file.write((json.dumps(line) + "\n").encode())
-        except OSError as error:
-            raise LabError(f"cannot write {self.metrics_file}: {error.strerror}") from error
+        with atomic.explained("write", self.metrics_file), atomic.append(self.metrics_file) as file:
+            file.write((json.dumps(line) + "\n").encode())
 
     def forget_after(self, step: int, report: Callable[[str], None]) -> None:
-        """Drop the metrics that a resumed run will write again, and lines that cannot be read.
+        """Drop the metrics after a step, which a resumed run writes again, and damaged lines.
 
-        Args:
-            step: the last step that is kept.
-            report: called with a sentence for each line that cannot be read. The last line is
-                dropped without one: it was being written when the run was killed.
+        ``report`` is called with a sentence for each line that cannot be read, but the last, which
+        was being written when the run was killed.
         """
         if not self.metrics_file.exists():
             return
@@ -435,16 +399,10 @@ def write_model(
     """Write a model folder, or put another model into one.
 
     While files are replaced the manifest lists both their checksums, so that the folder is whole
-    whenever the process is killed.
-
-    Args:
-        folder: the folder.
-        weights: written as ``model.safetensors``.
-        files: further files by name.
-        further: files that name the checksum of the weights, as a function of it.
+    whenever the process is killed. ``further`` makes files that name the checksum of the weights.
     """
     model = folder / MODEL
-    try:
+    with atomic.explained("write", model, atomic.temporary(model)):
         folder.mkdir(exist_ok=True)
         atomic.write_temporary_tensors(model, weights)
         checksum = atomic.sha256(atomic.temporary(model))
@@ -463,9 +421,6 @@ def write_model(
         atomic.put_in_place(model)
         checksums.write_manifest(folder, {name: [value] for name, value in new.items()})
         checksums.remove_listed(folder, old.keys() - new.keys())
-    except OSError as error:
-        atomic.temporary(model).unlink(missing_ok=True)
-        raise LabError(f"cannot write {model}: {error.strerror or error}") from error
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -90,23 +89,11 @@ def note_conditions(run: RunDirectory, processes: int) -> None:
 
 
 @contextmanager
-def owned(run: RunDirectory, accelerator: Accelerator) -> Iterator[None]:
-    """Own a run directory. Its processes are one owner: the first one holds the lock.
-
-    Raises:
-        RequestError: on every process, if another one owns it.
-    """
-    refusal: list[LabError | None] = [None]
+def owned(run: RunDirectory) -> Iterator[None]:
+    """Own a run directory. The processes of a run are one owner: the first one holds the lock."""
     with ExitStack() as stack:
-        if accelerator.is_main_process:
-            try:
-                run.refuse_links()
-                stack.enter_context(held(run.path, patience()))
-            except LabError as error:
-                refusal[0] = error
-        broadcast_object_list(refusal)
-        if refusal[0] is not None:
-            raise refusal[0]
+        once(run.refuse_links)
+        once(lambda: stack.enter_context(held(run.path, patience())))
         yield
 
 

@@ -9,7 +9,8 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -44,22 +45,14 @@ def sha256(path: Path) -> str:
 
 
 def open_regular(path: Path) -> Any:
-    """Open a file for reading as bytes. A pipe or a device would block or never end.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Open a file for reading as bytes. A pipe or a device, which may never end, is an OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(None, "not a regular file", str(path))
     return open(path, "rb")
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        RequestError: it is missing or cannot be read.
-    """
+    """The content of a regular file; a RequestError if it is missing or cannot be read."""
     try:
         with open_regular(path) as file:
             content: bytes = file.read()
@@ -71,11 +64,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path, model: type[D]) -> D:
-    """A JSON file as an instance of ``model``.
-
-    Raises:
-        RequestError: the file is missing, is not JSON, or a value in it is wrong: which, and how.
-    """
+    """A JSON file as an instance of ``model``; a RequestError says what is wrong, and where."""
     content = read_bytes(path)
     try:
         return model.model_validate_json(content)
@@ -107,17 +96,13 @@ CHECKSUM = "checksum"  # the key of a JSON object that guards the others
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object with a checksum of its own content."""
     plain = {name: value for name, value in document.items() if name != CHECKSUM}
-    return {**plain, CHECKSUM: _checksum(plain)}
+    text = json.dumps(plain, sort_keys=True).encode("utf-8", "surrogatepass")
+    return {**plain, CHECKSUM: "sha256:" + hashlib.sha256(text).hexdigest()}
 
 
 def seal_fits(document: Mapping[str, Any]) -> bool:
     """Whether an object of :func:`sealed` is as it was written; True if it has no checksum."""
     return CHECKSUM not in document or sealed(document)[CHECKSUM] == document[CHECKSUM]
-
-
-def _checksum(document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True)
-    return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -137,12 +122,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def refuse_foreign(path: Path, mark: bytes, option: str = "--out") -> None:
-    """Refuse to replace a file that labo did not write.
+    """Refuse to replace a file that labo did not write: without ``mark`` in its first 4096 bytes.
 
-    Args:
-        path: the file to be written.
-        mark: what the first 4096 bytes of such a file contain if labo wrote it.
-        option: where another path can be chosen.
+    ``option`` is where another path can be chosen.
     """
     if not path.exists():
         return
@@ -171,11 +153,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def append(path: Path) -> BinaryIO:
-    """A file open for adding to its end; made if it is missing.
-
-    Raises:
-        OSError: it cannot be opened, or is a symbolic link.
-    """
+    """A file open for adding to its end; made if it is missing. A symbolic link is an OSError."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
@@ -191,18 +169,26 @@ def put_in_place(path: Path) -> None:
     flush(path.parent)
 
 
+@contextmanager
+def explained(verb: str, path: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Within, an OSError becomes "cannot VERB PATH: ...", and what is unfinished is removed."""
+    try:
+        yield
+    except OSError as error:
+        if unfinished is not None:
+            unfinished.unlink(missing_ok=True)
+        raise LabError(f"cannot {verb} {path}: {error.strerror or error}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    try:
+    with explained("write", path, temporary(path)):
         with create(temporary(path)) as file:
             file.write(content)
         put_in_place(path)
-    except OSError as error:
-        temporary(path).unlink(missing_ok=True)
-        raise LabError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -211,12 +197,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file. Tensors that share memory (tied weights) are each written."""
-    try:
+    with explained("write", path, temporary(path)):
         write_temporary_tensors(path, tensors)
         put_in_place(path)
-    except OSError as error:
-        temporary(path).unlink(missing_ok=True)
-        raise LabError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_temporary_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

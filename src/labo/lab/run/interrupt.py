@@ -46,9 +46,6 @@ def terminated_as_interrupted() -> Iterator[None]:
 class Interruptions:
     """Ctrl-C and SIGTERM while a loop is at work.
 
-    Attributes:
-        requested: whether a signal came and was put off.
-
     Example:
         >>> interruptions = Interruptions()
         >>> with interruptions.handled():
@@ -59,7 +56,7 @@ class Interruptions:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = False  # whether a signal came and was put off
         self._deferring = False
 
     @contextmanager

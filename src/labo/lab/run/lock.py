@@ -27,7 +27,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..errors import LabError, RequestError
-from .files import Document
+from .files import Document, explained
 
 LOCK = ".lock"
 
@@ -72,32 +72,21 @@ class Owner(Document):
 
 @contextmanager
 def held(folder: Path, patience: float = 0.0) -> Iterator[None]:
-    """Own a folder, which is made if it is missing.
+    """Own a folder, which is made if it is missing; wait so many seconds for another owner to end.
 
-    Args:
-        folder: what to own.
-        patience: for how many seconds to wait for another owner to end.
-
-    Raises:
-        RequestError: another process owns it: which one, and since when.
+    The RequestError says which process owns it, and since when.
     """
-    try:
+    with explained("make", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LabError(f"cannot make {folder}: {error.strerror}") from error
     with locked(folder / LOCK, folder, patience):
         yield
 
 
 @contextmanager
 def locked(path: Path, what: Path, patience: float = 0.0, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file.
+    """Hold a lock file that guards ``what``; made if it is missing.
 
-    Args:
-        path: the file; made if it is missing.
-        what: what it guards, for the message.
-        patience: for how many seconds to wait for another owner to end.
-        wait: wait as long as it takes. The file is removed at the end.
+    With ``wait`` it waits for another owner as long as it takes, and removes the file at the end.
     """
     deadline = math.inf if wait else time.monotonic() + patience
     while (descriptor := _lock(path, what, deadline)) is None:
@@ -117,10 +106,8 @@ def locked(path: Path, what: Path, patience: float = 0.0, *, wait: bool = False)
 
 def _lock(path: Path, what: Path, deadline: float) -> int | None:
     """The descriptor of the locked file; None to try again, as there is time until ``deadline``."""
-    try:
+    with explained("write", path):
         descriptor = os.open(path, _OPEN, 0o666)
-    except OSError as error:
-        raise LabError(f"cannot write {path}: {error.strerror}") from error
     refusal = None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

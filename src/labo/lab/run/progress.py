@@ -6,12 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from ..errors import printable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Advance = Callable[[int], None]  # adds to the work done
 
@@ -55,7 +59,7 @@ class _Bars:
             transient=transient,
         )
 
-    def __enter__(self) -> _Bars:
+    def __enter__(self) -> Self:
         self.progress.start()
         _shown.append(self)
         return self
@@ -96,10 +100,6 @@ class Display(_Bars):
         self.valid = ""
         self.samples, self.began = 0, time.perf_counter()
 
-    def __enter__(self) -> Display:
-        super().__enter__()
-        return self
-
     def advance(self, step: int, samples: int = 0) -> None:
         """Show that so many steps are done; the last of them had so many samples."""
         self.samples += samples
@@ -129,7 +129,3 @@ class ProgressBars(_Bars):
 
     def __init__(self, *, silent: bool = False) -> None:
         super().__init__(Console(stderr=True, quiet=silent, highlight=False), transient=True)
-
-    def __enter__(self) -> ProgressBars:
-        super().__enter__()
-        return self

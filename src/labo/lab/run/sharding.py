@@ -30,13 +30,9 @@ _PLUGINS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEG
 
 
 class DataParallel:
-    """Every process has the whole model.
+    """Every process has the whole model."""
 
-    Attributes:
-        notes: what the user should know before the run begins.
-    """
-
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # what the user should know before the run begins
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -97,9 +93,6 @@ class FullySharded(DataParallel):
 
         Its parameters become DTensors. They are moved to the device block by block, so the whole
         model is in the memory of the CPU only.
-
-        Raises:
-            RequestError: a parameter is a single number without dimensions.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -136,16 +129,9 @@ class FullySharded(DataParallel):
 
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         # Parameters of the loss are not split. The two kinds cannot be mixed in one operation.
-        parts = [
-            [parameter for parameter in trained if is_dtensor(parameter) == split]
-            for split in (True, False)
-        ]
-        norms = [
-            _full(get_total_norm([p.grad for p in part if p.grad is not None]))
-            for part in parts
-            if part
-        ]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        parts = [[p for p in trained if is_dtensor(p) == split] for split in (True, False)]
+        gradients = [[p.grad for p in part if p.grad is not None] for part in parts if part]
+        norm = torch.linalg.vector_norm(torch.stack([_full(get_total_norm(g)) for g in gradients]))
         for part in parts:
             clip_grads_with_norm_(part, most, norm)
         return norm
@@ -161,11 +147,7 @@ class FullySharded(DataParallel):
 
 
 def spread(parallel: str, accelerator: Accelerator) -> DataParallel:
-    """How the model of a run is spread over its processes, for a value of ``train.parallel``.
-
-    Raises:
-        RequestError: the launcher set up something else.
-    """
+    """How the model of a run is spread over its processes, for a value of ``train.parallel``."""
     if accelerator.distributed_type in _PLUGINS:
         raise RequestError(
             f"accelerate was told to use {accelerator.distributed_type.value}, which labo does not "

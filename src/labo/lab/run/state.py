@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -48,25 +48,11 @@ class Counters(BaseModel):
     scaler: dict[str, Any] | None = None  # of fp16
 
 
-class Stateful(Protocol):
-    """A teacher, or a module."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
 class RunState:
     """All that a run saves.
 
-    Attributes:
-        model: the model itself, not what wraps it for several processes.
-        optimizer: its optimizer, which may also have the parameters of the loss.
-        loss: the loss. Its state can differ between processes (OLS).
-        teacher: the teacher.
-        average: the mean of the last evaluated weights; empty if there is none yet.
-        ema: the moving average of the weights; empty if there is none.
-        counters: the numbers.
+    ``model`` is the model itself, not what wraps it for several processes. The optimizer may also
+    have the parameters of the loss, and the state of the loss can differ between processes (OLS).
     """
 
     def __init__(
@@ -74,13 +60,13 @@ class RunState:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: nn.Module,
-        teacher: Stateful,
+        teacher: Any,  # with state_dict and load_state_dict
         accelerator: Accelerator,
     ) -> None:
         self.model, self.optimizer, self.loss, self.teacher = model, optimizer, loss, teacher
         self.accelerator = accelerator
-        self.average: dict[str, Tensor] = {}
-        self.ema: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}  # of the last evaluated weights, if it is wanted
+        self.ema: dict[str, Tensor] = {}  # the moving average of the weights, if it is wanted
         self.counters = Counters(processes=accelerator.num_processes)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -134,18 +120,16 @@ class RunState:
             for prefix, module in self.loss.named_modules()
             for name in getattr(module, "per_process", ())
         }
-        return {
-            name: (row.sum(0) if mine == 0 else torch.zeros_like(row[0]))
-            if name in added_up
-            else row[0]
-            for name, row in rows.items()
-        }
+        share = {name: row[0] for name, row in rows.items()}
+        for name in added_up & share.keys():
+            share[name] = rows[name].sum(0) if mine == 0 else torch.zeros_like(share[name])
+        return share
 
     def like(self) -> Like:
         """For a saved tensor one that is split over the processes as it is to be."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         weights = self.model.state_dict()
-        known = {"model": weights, "average": weights, "ema": weights}
+        known = dict.fromkeys(("model", "average", "ema"), weights)
         known["teacher"] = self.teacher.state_dict()
 
         def like(group: str, name: str) -> Tensor | None:

@@ -19,10 +19,7 @@ _TENSORBOARD = "tensorboard"
 def installed_trackers(names: Sequence[str]) -> list[str]:
     """These trackers. TensorBoard, which is the default, is left out if it is not installed.
 
-    :func:`missing_tensorboard` is the line that says so.
-
-    Raises:
-        RequestError: another one is not installed.
+    :func:`missing_tensorboard` is the line that says so. Any other one must be installed.
     """
     from accelerate.tracking import get_available_trackers
 
@@ -45,13 +42,7 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, path: Path, step: i
     """Begin to log.
 
     The project is called labo and the run as its folder. The recipe is its configuration, except
-    for TensorBoard, which has no use for it.
-
-    Args:
-        accelerator: made with the trackers.
-        recipe: of the run.
-        path: the run directory.
-        step: the last one that counts; what TensorBoard has of later steps is dropped.
+    for TensorBoard, which has no use for it. What TensorBoard has of later steps is dropped.
     """
     name = path.resolve().name
     options: dict[str, dict[str, Any]] = {

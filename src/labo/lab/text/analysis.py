@@ -1,4 +1,8 @@
-"""What the analyses of tasks on text share: the calibration of reference tokens."""
+"""Predictions of reference tokens, each given the true ones before it: records, views, analyses.
+
+``labo evaluate`` writes them as the section ``forced`` of a record, see
+:func:`labo.lab.text.forced.forced_record`. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,86 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..analysis.reading import Run
-from ..analysis.task import TaskAnalysis
-from ..analysis.views import verdict
-from .predictions import tempered_view
+import numpy as np
 
-__all__ = ["TokenAnalysis", "digest"]
+from ..analysis.reading import Booleans, Floats, RecordLine, Run, floored_log
+from ..analysis.task import TaskAnalysis
+from ..analysis.views import verdict, view
+
+
+@dataclass(frozen=True, eq=False)
+class Tempered:
+    """The same tokens after one temperature, fitted on the validation split; all (tokens,)."""
+
+    temperature: float
+    probabilities: Floats
+    confidence: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Forced:
+    """Predictions of the tokens of a reference, each given the tokens before it; all (tokens,)."""
+
+    tokens: list[str]
+    probabilities: Floats  # of the reference token
+    confidence: Floats  # of the most probable token
+    right: Booleans  # whether they are the same
+    tempered: Tempered | None
+
+
+def read_forced(line: RecordLine) -> Forced:
+    """The section ``forced`` of a record, checked."""
+    tokens = line.texts("tokens")
+    tempered = None
+    if line.content.get("tempered") is not None:
+        section = line.section("tempered")
+        tempered = Tempered(
+            section.number("temperature"),
+            section.numbers("probabilities", len(tokens), high=1),
+            section.numbers("confidence", len(tokens), high=1),
+        )
+    return Forced(
+        tokens=tokens,
+        right=line.booleans("right", len(tokens)),
+        probabilities=line.numbers("probabilities", len(tokens), high=1),
+        confidence=line.numbers("confidence", len(tokens), high=1),
+        tempered=tempered,
+    )
+
+
+def forced_view(forced: Sequence[Forced]) -> dict[str, Any] | None:
+    """A VIEW of the reference tokens of all records; None without any."""
+    if not any(one.tokens for one in forced):
+        return None
+    return _token_view(forced, forced)
+
+
+def tempered_view(
+    forced: Sequence[Forced], notes: list[str]
+) -> tuple[float | None, dict[str, Any] | None]:
+    """The temperature that the evaluation used, and a VIEW of the tokens with it."""
+    tempered = [one.tempered for one in forced if one.tempered]
+    if len(tempered) < len(forced):
+        notes.append(
+            "the records have no temperature: labo evaluate writes one if one from 1/8 to 8 fits"
+        )
+        return None, None
+    return tempered[0].temperature, _token_view(forced, tempered)
+
+
+def _token_view(forced: Sequence[Forced], predicted: Sequence[Forced | Tempered]) -> dict[str, Any]:
+    """A VIEW of predictions of reference tokens."""
+    units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
+    confidence = np.concatenate([one.confidence for one in predicted])
+    right = np.concatenate([one.right for one in forced])
+    return view(confidence, right, units, _nll(predicted))
+
+
+def _nll(predicted: Sequence[Forced | Tempered]) -> float:
+    return float(-floored_log(np.concatenate([one.probabilities for one in predicted])).mean())
 
 
 def digest(content: Sequence[object]) -> str:

@@ -67,11 +67,7 @@ def read_batches(path: Path, size: int) -> Iterator[pa.RecordBatch]:
 
 
 def read_table(path: Path, columns: pa.Schema) -> pa.Table:
-    """A prepared split, mapped into memory.
-
-    Raises:
-        DataError: it is missing or damaged, has other columns, or has empty cells.
-    """
+    """A prepared split, mapped into memory; refused if it is damaged or has other columns."""
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             table = stream.read_all()
@@ -106,16 +102,7 @@ class Lists:
         return self.chunks[chunk][start + first : start + stop]
 
     def check(self, what: str, types: int, *, ignored: int | None = None) -> None:
-        """Refuse values that are no token id.
-
-        Args:
-            what: the name of the values.
-            types: ids must be less.
-            ignored: a further value that is allowed.
-
-        Raises:
-            DataError: there is such a value.
-        """
+        """Refuse values outside [0, types), other than ``ignored``; ``what`` names them."""
         for values in self.chunks:
             wrong = (values < 0) | (values >= types)
             if ignored is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors that a model reads."""
+    """Tensors that a model reads, in the order of its arguments; None if it needs one not."""
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {
-            name: None if value is None else value.to(device, non_blocking=non_blocking)
-            for name, value in values.items()
+            name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self.tensors().items()
         }
         return replace(self, **moved)
 
@@ -40,9 +42,6 @@ def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> l
         fits: (N,) whether a sequence is used at all; at least one must be.
         limit: sequences x longest sequence of a batch, at most.
         seed: decides which sequences of one length are together.
-
-    Returns:
-        The indices of the sequences of each batch, shortest sequences first.
     """
     # At random first, so that sequences of one length are not in the order of the corpus.
     order = permutation(seed, 0, len(lengths), stream="batches")
@@ -52,12 +51,9 @@ def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> l
 
 
 def grouped(order: Iterable[int], lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Sequences in this order, as many to a batch as fit with their padding.
+    """Sequences sorted by their lengths, as many to a batch as fit into ``limit`` with padding.
 
-    Args:
-        order: indices of sequences, sorted by their lengths, up or down.
-        lengths: of each sequence, in tokens.
-        limit: sequences x longest sequence of a batch, at most; a longer sequence is alone.
+    A sequence that is longer than the limit is alone.
 
     Example:
         >>> list(grouped([1, 3, 2, 0], [3, 9, 4, 8], 18))
@@ -90,14 +86,7 @@ def padded_rows(rows: Sequence[npt.ArrayLike], filler: int) -> Tensor:
 
 
 def token_draws(seed: int, batch: Batch, rows: Tensor, stream: str) -> Tensor:
-    """Random numbers in [0, 1) for tokens: functions of the sample, its epoch and the position.
-
-    Args:
-        seed: of the run.
-        batch: the samples.
-        rows: (N, T) bool, the tokens.
-        stream: what the numbers are for.
-    """
+    """Numbers in [0, 1) for tokens (N, T): functions of the sample, its epoch and the position."""
     draws = uniforms(seed, batch.epoch, batch.index, rows.shape[1], stream=stream)
     return draws.to(rows.device)[rows]
 
@@ -110,8 +99,3 @@ def text_digest(text: str) -> str:
 def rounded(values: Sequence[float]) -> list[float]:
     """Values with six significant digits, for records."""
     return [float(f"{value:.6g}") for value in values]
-
-
-def in_order(numbered: Sequence[tuple[int, Any]]) -> list[Any]:
-    """The items of (number, item) pairs in the order of their numbers."""
-    return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]

@@ -22,19 +22,12 @@ from .token_text import SPACE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["BpeDropout"]
-
 
 class BpeDropout:
-    """Segments encoded sentences anew.
+    """Segments encoded sentences anew; each merge is left out with probability ``p``.
 
-    Args:
-        tokenizer: one of :func:`labo.lab.text.subwords.make_tokenizer`, or of a SentencePiece model
-            of the type bpe.
-        p: the probability that a merge is left out.
-
-    Raises:
-        RequestError: the tokenizer is no byte-pair encoding.
+    The tokenizer is of :func:`labo.lab.text.subwords.make_tokenizer`, or of a SentencePiece model
+    of the type bpe.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, p: float) -> None:
@@ -63,12 +56,7 @@ class BpeDropout:
         self._pieces = lru_cache(maxsize=1 << 15)(self._split_bytes)
 
     def __call__(self, ids: Sequence[int], draws: Random) -> list[int]:
-        """The ids of a sentence in another segmentation. Special tokens and tags stay.
-
-        Args:
-            ids: as the tokenizer gives them.
-            draws: where random numbers come from; the same draws give the same segmentation.
-        """
+        """The ids of a sentence in another segmentation. Special tokens and tags stay."""
         found: list[int] = []
         plain: list[int] = []
         for index in [*ids, None]:

@@ -63,13 +63,7 @@ class Maker(NamedTuple):
 
 
 class FolderManifest(Document):
-    """What ``prepared.json`` has for every kind of text.
-
-    Attributes:
-        format: ``FORMAT``.
-        checksum: that of the manifest itself.
-        sha256: file -> its digest.
-    """
+    """What ``prepared.json`` has for every kind of text: digests of itself and of each file."""
 
     format: int
     checksum: str
@@ -108,14 +102,7 @@ def check_apart(out: str | Path, inputs: Iterable[str | Path]) -> None:
 
 
 def check_splits(options: Any) -> None:
-    """Refuse options that give a split no data, or two kinds of them.
-
-    Args:
-        options: with ``train``, ``valid``, ``test``, ``holdout`` and ``holdout_test``.
-
-    Raises:
-        ValueError: names the options of the command.
-    """
+    """Refuse options of a command that give a split no data, or two kinds of them."""
     if not options.train:
         raise ValueError("--train: no training data")
     sources = (
@@ -167,32 +154,31 @@ def building(out: Path, maker: Maker, force: bool) -> Iterator[Path]:
     A process that wants to build the same folder waits here. What a killed process left is removed.
     """
     folder, old = out.with_name(f".{out.name}.preparing"), replaced(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with locked(out.with_name(f".{out.name}.lock"), out, wait=True):
-        if old.is_dir() and not out.exists():
-            os.replace(old, out)  # a replacement that was killed between two renames
-        check_free(out, maker, force)
-        for leftover in (folder, old):
-            remove_folder(leftover)
-        folder.mkdir()
-        try:
-            yield folder
-            replace_folder(folder, out)
-        finally:
-            remove_folder(folder)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with locked(out.with_name(f".{out.name}.lock"), out, wait=True):
+            _finish_replacement(out)
+            check_free(out, maker, force)
+            for leftover in (folder, old):
+                remove_folder(leftover)
+            folder.mkdir()
+            try:
+                yield folder
+                replace_folder(folder, out)
+            finally:
+                remove_folder(folder)
+    except OSError as error:
+        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
+
+
+def _finish_replacement(folder: Path) -> None:
+    """Put the old folder back if a replacement was killed between two renames."""
+    if not folder.exists() and replaced(folder).is_dir():
+        os.replace(replaced(folder), folder)
 
 
 class Preparation:
-    """The passes over one corpus, and what they counted.
-
-    Args:
-        folder: where they write.
-        bars: their progress.
-
-    Attributes:
-        read: samples that were read, by split.
-        sizes: samples that were written, by split.
-    """
+    """The passes over one corpus, and the samples that they read and wrote, by split."""
 
     def __init__(self, folder: Path, bars: ProgressBars) -> None:
         self.folder, self.bars = folder, bars
@@ -203,11 +189,14 @@ class Preparation:
         """The file of the text of a split, from the first pass to the last."""
         return self.folder / f"{split}.text"
 
-    def refuse_empty(self, split: str, size: int, dropped: Mapping[str, int]) -> None:
-        """Refuse a split of no size, and say why samples were dropped."""
+    def refuse_empty(
+        self, split: str, size: int, dropped: Mapping[str, int], hint: str = ""
+    ) -> None:
+        """Refuse a split of no size, and say why samples were dropped, or what helps."""
         if not size:
             why = ", ".join(f"{n} {reason}" for reason, n in dropped.items() if n)
-            raise DataError(f"the {split} split is empty{f': dropped {why}' if why else ''}")
+            told = [f"the {split} split is empty", f"dropped {why}" if why else "", hint]
+            raise DataError(": ".join(filter(None, told)))
 
     def save_frequencies(self, counts: Mapping[str, npt.NDArray[np.int64]]) -> None:
         """Write how often each type of each vocabulary occurs in the training split."""
@@ -226,16 +215,6 @@ class Preparation:
             write_json(path, config)
 
 
-@contextmanager
-def preparing(out: Path, maker: Maker, force: bool) -> Iterator[tuple[Path, ProgressBars]]:
-    """An empty folder that becomes ``out`` if nothing fails, and progress bars."""
-    try:
-        with building(out, maker, force) as folder, ProgressBars() as bars:
-            yield folder, bars
-    except OSError as error:
-        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
-
-
 def print_ready(console: Console, folder: Path, recipe: str, *settings: str) -> None:
     """Say that a folder is there, and print the command that trains on it."""
     console.print(f"{printable(str(folder))} is ready; to train on it:", markup=False)
@@ -244,12 +223,9 @@ def print_ready(console: Console, folder: Path, recipe: str, *settings: str) -> 
 
 
 def cached_folder(name: str, key: object, prepare: Callable[[Path], object]) -> Path:
-    """A folder of prepared text in the user's cache, made if it is not there.
+    """A folder of prepared text in the user's cache, made by ``prepare`` if it is not there.
 
-    Args:
-        name: the beginning of its name.
-        key: all that its content depends on.
-        prepare: makes the folder.
+    ``key`` is all that its content depends on.
     """
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     folder = checksums.cache_folder() / f"{name}-{digest}"
@@ -266,10 +242,7 @@ def cached_folder(name: str, key: object, prepare: Callable[[Path], object]) -> 
 def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = ()) -> None:
     """Write the manifest, with the format, the digests of all files and the fingerprint.
 
-    Args:
-        folder: the folder.
-        manifest: what else the manifest says.
-        without: names of files that are not part of the content.
+    Files whose names are in ``without`` are not part of the content.
     """
     found = (path for path in folder.rglob("*") if path.name not in without)
     files = sorted(path for path in found if path.is_file())
@@ -284,22 +257,11 @@ def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = 
 
 
 def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[str]) -> _M:
-    """The manifest of a folder, all of whose files are verified.
-
-    Args:
-        folder: the folder.
-        model: what the manifest must hold.
-        maker: what makes such a folder.
-        needed: files that the manifest must list.
-
-    Raises:
-        DataError: it is no such folder, or an unfinished or damaged one.
-    """
+    """The manifest of a folder, which must list the ``needed`` files; all files are verified."""
     path = folder / MANIFEST
     command, task = maker
     again = f"run `{command}` again"
-    if not folder.exists() and replaced(folder).is_dir():
-        os.replace(replaced(folder), folder)  # a replacement that was killed between two renames
+    _finish_replacement(folder)
     if not path.is_file():
         raise DataError(f"{folder}: no prepared data here; `{command}` makes it")
     try:
@@ -335,17 +297,10 @@ class PreparedFolder(ABC, Generic[_M, _S]):
     What is read is kept, and all that a training uses is read by :meth:`hold`. A folder that is
     replaced meanwhile (``--force``) does not mix with it.
 
-    Args:
-        path: the folder.
-
     Attributes:
-        path: the folder.
         checked: the content of prepared.json.
         manifest: likewise, as plain values.
         fingerprint: 64 hex digits, the same for the same content.
-
-    Raises:
-        DataError: it is no such folder, or an unfinished or damaged one.
     """
 
     maker: ClassVar[Maker]
@@ -364,11 +319,7 @@ class PreparedFolder(ABC, Generic[_M, _S]):
         _must_list(self.path / MANIFEST, self.checked, files)
 
     def hold(self) -> None:
-        """Read or map every file.
-
-        Raises:
-            DataError: a file is damaged, or the folder was replaced meanwhile.
-        """
+        """Read or map every file; refuse a folder that was replaced meanwhile."""
         for split in SPLITS:
             self.split(split)
         _ = self.tokenizer_files, self._counts
@@ -427,12 +378,7 @@ class PreparedFolder(ABC, Generic[_M, _S]):
 
 
 def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of a folder.
-
-    Args:
-        folder: the folder.
-        size: how many types it must have; any number by default.
-    """
+    """The tokenizer of a folder, which must have ``size`` types if that is given."""
     from transformers import PreTrainedTokenizerFast
 
     try:

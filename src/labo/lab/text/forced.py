@@ -22,13 +22,10 @@ _LOGITS_AT_ONCE = 1 << 24  # numbers
 def token_statistics(
     head: Head, target: Tensor, temperature: float | None = None
 ) -> dict[str, Tensor]:
-    """For each token: NLL of the reference, entropy, top probability, and whether it is correct.
+    """Of each token: NLL of the reference, entropy, top probability, and whether it is correct.
 
-    Args:
-        head: states (N, D) and output layer.
-        target: (N,) the reference tokens.
-        temperature: if given, add ``tempered_nll`` and ``tempered_confidence``, those of
-            ``softmax(logits / temperature)``.
+    A temperature adds ``tempered_nll`` and ``tempered_confidence``, those of ``softmax(logits /
+    temperature)``.
     """
     columns: dict[str, list[Tensor]] = {}
     for logits, labels in blocks(head, target):
@@ -82,13 +79,7 @@ def calibration_errors(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]
 def forced_record(
     tokens: Sequence[str], row: Mapping[str, Tensor], temperature: float | None
 ) -> dict[str, Any]:
-    """The section ``forced`` of a record.
-
-    Args:
-        tokens: the reference tokens.
-        row: :func:`token_statistics` of them.
-        temperature: that of the tempered columns, if there are any.
-    """
+    """The section ``forced`` of a record, from :func:`token_statistics` of the reference tokens."""
     record: dict[str, Any] = {
         "tokens": tokens,
         "probabilities": rounded((-row["nll"]).exp().tolist()),

@@ -8,17 +8,11 @@ from pathlib import Path
 from ..compressed import DAMAGED, open_compressed
 from ..errors import DataError
 
-__all__ = ["read_lines"]
-
 _LONGEST_LINE = 1 << 24  # bytes
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, compressed or not, without their ends, one at a time.
-
-    Raises:
-        DataError: it cannot be read, is damaged, or a line is not UTF-8 or longer than 16 MiB.
-    """
+    """The lines of a UTF-8 file, compressed or not, without their ends, one at a time."""
     number = 0
     try:
         with open_compressed(path) as file:

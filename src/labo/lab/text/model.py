@@ -17,14 +17,9 @@ from transformers import PreTrainedModel
 
 from ..pretrained import merged, published
 
-__all__ = ["TokenModel"]
-
 
 class TokenModel(nn.Module):
     """A model of transformers without the multiplication by its output layer.
-
-    Args:
-        network: the model.
 
     Attributes:
         stem: the name of the model in a ``state_dict()`` of this module.
@@ -77,11 +72,7 @@ class TokenModel(nn.Module):
         return config | {"architectures": [type(network).__name__]}
 
     def fold_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature for good.
-
-        Raises:
-            RequestError: the logits of this model cannot be divided exactly.
-        """
+        """Divide the logits by a temperature for good; refused if that is not exact."""
         raise NotImplementedError
 
     def probe_ids(self, length: int) -> Tensor:

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from ..config import Section
 
-__all__ = ["Precision", "Sampling", "ScoreOptions", "TeacherOptions", "Unit", "Units"]
-
 Unit = Literal["file", "paragraph", "line"]
 Precision = Literal["float16", "float32"]
 Sampling = Literal["top", "random"]

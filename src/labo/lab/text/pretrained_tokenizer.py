@@ -12,19 +12,12 @@ from ..errors import RequestError
 from .batching import text_digest
 from .subwords import panics_refused
 
-__all__ = ["pretrained_tokenizer", "vocabulary_digest", "vocabulary_size"]
-
 
 def pretrained_tokenizer(folder: str | Path, *, fast: bool = True) -> Any:
     """The tokenizer of a folder.
 
-    Args:
-        folder: the folder.
-        fast: whether it must be one of the library ``tokenizers``. Those of Marian and M2M100 are
-            not; they need the package sentencepiece.
-
-    Raises:
-        RequestError: there is none, it is not a fast one, or it has no token that ends a text.
+    ``fast``: it must be one of the library ``tokenizers``. Those of Marian and M2M100 are not; they
+    need the package sentencepiece.
     """
     from transformers import AutoTokenizer
 

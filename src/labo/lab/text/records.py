@@ -18,8 +18,6 @@ import pyarrow as pa
 from ..errors import DataError
 from .lines import read_lines
 
-__all__ = ["is_table", "read_rows", "table_files"]
-
 _ROWS_AT_ONCE = 1000
 _LARGEST_CELL = 1 << 25  # characters of a CSV cell
 _STATE = "state.json"  # a folder saved by datasets has it
@@ -39,12 +37,7 @@ def is_table(path: Path) -> bool:
 
 
 def table_files(path: Path) -> list[Path]:
-    """The files of a table: the file itself, or those of a folder saved by ``datasets``.
-
-    Raises:
-        DataError: the folder holds several splits, its state file is damaged, or a file that it
-            names is missing.
-    """
+    """The files of a table: the file itself, or those of a folder saved by ``datasets``."""
     if not path.is_dir():
         return [path]
     if (path / _SPLITS).is_file():
@@ -68,12 +61,7 @@ def table_files(path: Path) -> list[Path]:
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """The rows of a table, each with where it stands ("file:line" or "file, row 3").
 
-    Args:
-        path: a file of a kind that :func:`is_table` knows, a .json file with an object on each
-            line, or a folder saved by ``datasets``.
-
-    Raises:
-        DataError: a file or a row cannot be read.
+    A table is a path that :func:`is_table` knows, or a .json file with an object on each line.
     """
     for file in table_files(path):
         name = file.name.lower()

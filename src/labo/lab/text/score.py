@@ -11,18 +11,10 @@ from typing import Any, BinaryIO
 from ..errors import printable_on
 from .batching import rounded
 
-__all__ = ["TokenScore", "json_line", "write_records"]
-
 
 @dataclass(frozen=True)
 class TokenScore:
-    """What a model gives a text.
-
-    Attributes:
-        tokens: those that have a probability.
-        log_probabilities: the natural logarithm of the probability of each; calibrated if the
-            model is, see ``labo calibrate``.
-    """
+    """What a model gives the tokens of a text: calibrated if the model is, natural logarithms."""
 
     tokens: tuple[str, ...]
     log_probabilities: tuple[float, ...]

@@ -16,13 +16,10 @@ from .options import Sampling
 class ClassSelection:
     """How k entries are taken from a prediction; what is left of k is padding, -1 and -inf.
 
-    Attributes:
-        top_k: the most entries.
-        top_p: of the most probable tokens, no more than reach this probability together.
-        sampling: "top", or "random": k draws from the prediction, each token with the share of the
-            draws that it got. The mean of these is the prediction, so that the gradient of a KL
-            divergence to them is unbiased; the k most probable tokens lean to their own.
-        seed: of the draws.
+    "top" takes the most probable tokens, no more than reach ``top_p`` together. "random" draws k
+    times from the prediction; each token has the share of the draws that it got. The mean of these
+    is the prediction, so that the gradient of a KL divergence to them is unbiased; the k most
+    probable tokens lean to their own.
     """
 
     top_k: int
@@ -31,10 +28,6 @@ class ClassSelection:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"--top-p {self.top_p:g}: choose a number above 0 and at most 1")
-        if self.sampling not in ("top", "random"):
-            raise RequestError(f"--sampling {self.sampling}: choose top or random")
         if self.sampling == "random" and self.top_p < 1:
             raise RequestError("--top-p goes with --sampling top")
 

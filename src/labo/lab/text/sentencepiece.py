@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["PieceModel", "make_piece_tokenizer", "read_sentencepiece"]
-
 _LARGEST = 1 << 28  # bytes of a file
 _NORMAL, _USER_DEFINED, _BYTE = 1, 4, 6
 _KINDS: dict[int, Literal["unigram", "bpe"]] = {1: "unigram", 2: "bpe"}
@@ -36,7 +34,6 @@ class PieceModel:
     """What is used of a model.
 
     Attributes:
-        kind: "unigram" or "bpe".
         pieces: text and score, without control tokens.
         normalization: the compiled table that text is normalized with; may be empty.
         prefix: whether a space is put before a text.
@@ -51,11 +48,7 @@ class PieceModel:
 
 
 def read_sentencepiece(path: Path) -> PieceModel:
-    """A model written by ``spm_train``, of the type unigram or bpe.
-
-    Raises:
-        DataError: it is no such file.
-    """
+    """A model written by ``spm_train``, of the type unigram or bpe."""
     if path.is_file() and path.stat().st_size > _LARGEST:
         raise DataError(f"{path}: too large for a SentencePiece model")
     content = read_bytes(path)
@@ -146,9 +139,6 @@ def make_piece_tokenizer(model: PieceModel, tags: Sequence[str]) -> PreTrainedTo
     """A tokenizer with the pieces of a model, that ends each text with </s>.
 
     Ids: the special tokens, the tags, the pieces.
-
-    Raises:
-        DataError: the model cannot be used.
     """
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 

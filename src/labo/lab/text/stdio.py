@@ -27,13 +27,9 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
     """Read lines, answer them, write; a reader that goes away ends it quietly.
 
     Lines end with a line feed, with or without a carriage return before it. Bytes that are not
-    UTF-8 are read as U+FFFD, with a notice on stderr. Lines from a pipe or a
-    terminal are answered as they come. A terminal gets control characters escaped.
-
-    Args:
-        source: where to read.
-        target: where to write.
-        start: called once with a function that shows a notice; returns what answers.
+    UTF-8 are read as U+FFFD, with a notice on stderr. Lines from a pipe or a terminal are answered
+    as they come. A terminal gets control characters escaped. ``start`` is called once with a
+    function that shows a notice, and returns what answers.
     """
     with Progress(
         TextColumn("{task.completed} lines"),

@@ -52,11 +52,9 @@ class StoredSettings(Document):
 
     Attributes:
         data: fingerprint of the prepared data.
-        vocabulary: digest of the vocabulary.
-        model: digest of the teacher's folder.
+        vocabulary, model: digests of the vocabulary and of the teacher's folder.
         top_k: classes that are stored for a target.
         block: the most tokens that the teacher saw at once.
-        precision: of the log-probabilities.
         selection: which classes are stored, see :class:`labo.lab.text.selection.ClassSelection`.
     """
 
@@ -95,13 +93,7 @@ class _Progress(Document):
 class StoredWriter:
     """A folder of stored predictions, written part by part.
 
-    Args:
-        out: the folder.
-        settings: what it is made from. A folder that was begun with others is begun again.
-        force: replace a finished folder.
-
-    Attributes:
-        samples: how many samples the complete parts have.
+    A folder that was begun with other settings is begun again; ``force`` replaces a finished one.
     """
 
     def __init__(self, out: Path, settings: StoredSettings, *, force: bool = False) -> None:
@@ -220,14 +212,7 @@ def _lists(rows: list[npt.NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
 
 
 class StoredTeacher:
-    """A folder that ``labo teacher`` made.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        DataError: it is no such folder, or an unfinished or damaged one.
-    """
+    """A folder that ``labo teacher`` made."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()

@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "SPECIAL_TOKENS",
-    "Merges",
-    "Size",
-    "encode",
-    "finish_tokenizer",
-    "learn_merges",
-    "make_tokenizer",
-    "panics_refused",
-    "read_codes",
-    "restrict",
-]
-
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # with fairseq's ids, 0 to 3
 MARK = "</w>"
 _LONGEST = 1024  # tokens; what tokenizers say of themselves, nothing is cut
@@ -66,13 +53,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Merges:
-    """A byte-pair encoding.
-
-    Attributes:
-        words: the kind: words, or bytes.
-        alphabet: the symbols that are not made by a merge.
-        merges: pairs of symbols, the first to be merged first.
-    """
+    """A byte-pair encoding of words or bytes: symbols that no merge makes, and merges in order."""
 
     words: bool
     alphabet: tuple[str, ...]
@@ -84,20 +65,12 @@ class Merges:
 
 
 def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Merges:
-    """Learn a byte-pair encoding; the same text gives the same.
+    """Learn a byte-pair encoding; the same text, which is read twice, gives the same.
 
     The memory it takes grows with the number of different words. It learns from the most frequent
     million of them, and from words of at most 1000 characters; longer ones are cut, or left out
-    where tokens are separated by spaces.
-
-    Args:
-        lines: the training text, which is read twice.
-        words: the kind: words, or bytes.
-        size: how far to merge; pairs that occur once are never merged.
-        reserved: how many types of the vocabulary are special tokens and tags.
-
-    Raises:
-        DataError: the alphabet alone is larger than the vocabulary.
+    where tokens are separated by spaces. Pairs that occur once are never merged. ``reserved`` types
+    of the vocabulary are special tokens and tags.
     """
     inventory = _take_inventory(lines())
     text = _without_endless_words(inventory.frequent(lines()), words)
@@ -209,12 +182,7 @@ def _take_inventory(lines: Iterable[str]) -> _Inventory:
 def read_codes(path: Path, lines: Lines) -> Merges:
     """Published merges, as subword-nmt writes them (format 0.2), plain or gzipped.
 
-    Args:
-        path: the file.
-        lines: the training text; its characters are part of the alphabet.
-
-    Raises:
-        DataError: it is no such file.
+    The characters of the training text are part of the alphabet.
     """
     rows = read_lines(path)
     if next(rows, "").split() != ["#version:", "0.2"]:
@@ -267,16 +235,11 @@ def make_tokenizer(
     frame: Literal["end", "begin"] = "end",
     split_special_tokens: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer that ends each text with </s>, or begins it with <s>.
+    """A tokenizer that ends each text with </s>, or begins it with <s> (``frame``).
 
-    Ids: the special tokens, the tags, the types. A tag at the head of a text is the tag.
-
-    Args:
-        merges: the byte-pair encoding.
-        tags: further tokens.
-        frame: what is put around a text: </s> at its end, or <s> at its beginning.
-        split_special_tokens: whether what looks like a special token in a text is split like any
-            other text. A chat template needs False.
+    Ids: the special tokens, the tags, the types. A tag at the head of a text is the tag. What looks
+    like a special token in a text is split like any other text; a chat template needs
+    ``split_special_tokens=False``.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -302,10 +265,7 @@ def finish_tokenizer(
     frame: Literal["end", "begin"] = "end",
     split_special_tokens: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """Add special tokens, tags and the frame to a tokenizer that has them in its vocabulary.
-
-    Arguments as for :func:`make_tokenizer`.
-    """
+    """Add special tokens, tags and the frame to a tokenizer that has them in its vocabulary."""
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -330,11 +290,7 @@ def finish_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> Iterator[list[int]]:
-    """The ids of each line, </s> last.
-
-    Raises:
-        DataError: the tokenizer was changed so that it cannot encode.
-    """
+    """The ids of each line, </s> last."""
     with panics_refused():
         encoded = tokenizer.backend_tokenizer.encode_batch_fast(list(lines))
     return (e.ids for e in encoded)
@@ -344,11 +300,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, lines: Sequence[str]) -> Iterator
 def panics_refused(folder: Path | None = None) -> Iterator[None]:
     """Within, a panic of the Rust library ``tokenizers`` becomes a DataError.
 
-    It panics on tokenizer files that are valid JSON but do not fit together.
-
-    Args:
-        folder: the tokenizer that is read within, if one is. One that would make much of a little
-            text is refused.
+    It panics on tokenizer files that are valid JSON but do not fit together. A folder whose
+    tokenizer would make much of a little text is refused.
     """
     if folder is not None and (folder / "tokenizer.json").is_file():
         _refuse_growth(folder / "tokenizer.json")

@@ -32,11 +32,8 @@ _EXPLORED = 5  # examples with all their logits
 class TokenTask(Task):
     """A task whose targets are tokens, and whose outputs are a :class:`Head` at those tokens.
 
-    The batches are fixed for a run; each epoch uses them in another order.
-
-    Attributes:
-        data: the prepared text.
-        samples: how many samples of the training split ``labo teacher`` stores predictions for.
+    The batches are fixed for a run; each epoch uses them in another order. ``samples`` is how many
+    samples of the training split ``labo teacher`` stores predictions for.
     """
 
     tempered_records: ClassVar = True
@@ -63,10 +60,7 @@ class TokenTask(Task):
     ) -> tuple[dict[str, Tensor], dict[str, str | bytes]]:
         """What a run saves of a model: tensors, and further files by name.
 
-        Args:
-            model: the model.
-            weights: a ``state_dict()`` of it, or an average of several.
-            generation: the content of ``generation_config.json``.
+        ``generation`` is the content of ``generation_config.json``.
         """
         assert isinstance(model, TokenModel)
         options = self.recipe.model
@@ -123,6 +117,11 @@ class TokenTask(Task):
     def global_batch(self, epoch: int, position: int) -> Tensor:
         return self._batches[self._order(epoch)[position]]
 
+    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
+        """Hidden states at the tokens of a batch that are to be learned, and the output layer."""
+        head: Head = model(*batch.inputs.tensors().values(), **options)
+        return head.at(self.learned(batch))
+
     def learned(self, batch: Batch) -> Tensor:
         """(N, T) bool: the targets that the outputs are for."""
         return batch.target != IGNORED
@@ -155,13 +154,8 @@ class TokenTask(Task):
     ) -> list[tuple[Any, dict[str, Tensor]]]:
         """Statistics of each target given the true prefix, of all processes, sorted by their keys.
 
-        Args:
-            parts: this process's batches: a key for each of its pieces, how many targets each
-                piece has, the batch, and the model's states at its targets.
-            temperature: as for :func:`labo.lab.text.forced.token_statistics`.
-
-        Returns:
-            The key of each piece, and the statistics of its targets.
+        ``parts`` are this process's batches: a key for each of its pieces, how many targets each
+        piece has, the batch, and the model's states at its targets.
         """
         found = []
         for keys, lengths, batch, head in parts:
@@ -185,11 +179,8 @@ class TokenTask(Task):
     ) -> dict[str, Any]:
         """Targets with the most probable second choice, one per sample, with all logits.
 
-        Args:
-            model: the model.
-            batch: samples to look among.
-            places: of each target the sample and the index of the token in it.
-            describe: the ids of a sample, its name, and what is shown before its text.
+        ``places`` has the sample of each target and the index of its token; ``describe`` gives the
+        ids of a sample, its name, and what is shown before its text.
         """
         model.eval()
         head = self.outputs(model, batch)

@@ -36,31 +36,21 @@ from .options import TeacherOptions
 from .selection import ClassSelection
 from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
-__all__ = ["TrainingPredictions", "store"]
-
 _PART_TARGETS = 1 << 17  # of a part, of which the last unfinished one is lost when interrupted
 
 
 class TrainingPredictions(ABC):
     """What a model predicts for the training samples of a prepared folder.
 
-    Args:
-        folder: a folder with the model and its tokenizer.
-        data: the prepared folder.
-        block: the most tokens that the model may see at once; None leaves it to the model.
+    ``block`` is the most tokens that the model may see at once; None leaves it to the model.
 
     Attributes:
         maker: what makes such prepared folders.
-        fingerprint: of the prepared data.
-        vocabulary: digest of the vocabulary of the targets.
+        fingerprint, vocabulary: of the prepared data, and of the vocabulary of the targets.
         types: the tokens that can be predicted; output layers may be padded with others.
-        block: the most tokens that the model sees at once.
         targets: (samples,), how many targets each sample has at most.
         model: in eval mode.
         selection: which tokens are stored; set before :meth:`samples`, as ``rng`` of its draws.
-
-    Raises:
-        RequestError: the model and the data do not fit.
     """
 
     maker: ClassVar[Maker]
@@ -86,13 +76,7 @@ class TrainingPredictions(ABC):
         raise RequestError(f"--from is for documents of `labo prepare-text`; {data} has none")
 
     def most_probable(self, head: Head, target: Tensor, top_k: int) -> list[Rows]:
-        """The most probable tokens at the targets of each row of a batch.
-
-        Args:
-            head: states (N, T, D) and output layer.
-            target: (N, T), IGNORED where there is no target.
-            top_k: tokens for each target.
-        """
+        """The most probable tokens at the targets (N, T) of each row; IGNORED is no target."""
         learned = target != IGNORED
         found = []
         for logits, _ in blocks(head.at(learned.to(head.states.device)), target[learned]):
@@ -117,8 +101,7 @@ def store(
 
     Args:
         model: a run, or a Hugging Face folder; None for ``served``.
-        data: a folder made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the
-            model.
+        data: made by ``labo prepare-text`` or ``labo prepare``, with the tokenizer of the model.
         out: the folder to write.
         served: a file with the answers of a server in place of the model, see
             :mod:`labo.lab.language_modeling.served`.
@@ -128,12 +111,9 @@ def store(
 
     Returns:
         What was written: targets, bytes, and seconds of this call.
-
-    Raises:
-        RequestError: the model and the data do not fit, or the folder exists or is an input.
     """
     chosen, data = validated(TeacherOptions, options), Path(data).expanduser()
-    top_k = chosen.top_k
+    top_k, model = chosen.top_k, Path(model or "").expanduser()
     selection = ClassSelection(top_k, chosen.top_p, chosen.sampling, chosen.seed)
     task, kind = _find_predictions(data)
     predictions: Any
@@ -144,10 +124,10 @@ def store(
         predictions = kind.served(served.expanduser(), data, selection)
         teacher, digest = served.name, predictions.digest()
     else:
-        folder = _model_folder(Path(model or "").expanduser(), task)
+        folder = _model_folder(model, task)
         check_apart(out, [data, folder])
         predictions = kind(folder, data, chosen.block)
-        teacher, digest = Path(model or "").name, folder_digest(str(folder))
+        teacher, digest = model.name, folder_digest(str(folder))
         if torch.accelerator.is_available():
             predictions.model.to(torch.accelerator.current_accelerator())
     if top_k > predictions.types:

@@ -16,17 +16,10 @@ from ..analysis.reading import Booleans
 
 
 def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Booleans:
-    """Which tokens of the hypothesis are matched in a minimum edit-distance alignment.
+    """(len(hypothesis),) the tokens that a minimum edit-distance alignment matches.
 
     Of several such alignments one with the most matches is chosen, of several of these always the
     same one.
-
-    Args:
-        hypothesis: tokens.
-        reference: tokens.
-
-    Returns:
-        (len(hypothesis),).
 
     Example:
         >>> matched_tokens("the black cat sat".split(), "the cat sat down".split()).tolist()

@@ -12,13 +12,11 @@ from ..analysis.reading import Floats, Integers, Run
 from ..analysis.task import TaskOption
 from ..analysis.views import view
 from ..tables import Cell, Column, Row, Table, filled
-from ..text.analysis import TokenAnalysis
-from ..text.predictions import forced_view
+from ..text.analysis import TokenAnalysis, forced_view
 from .alignment import matched_tokens
 from .bleu import bleu_metric, bootstrap_bleu
 from .confidence import chosen_probabilities
 from .frequency import PARTS, bleu_by_part, frequency_parts, rule
-from .lengths import length_bias
 from .records import Translations, read_translations
 
 
@@ -219,6 +217,21 @@ def _lengths(records: Translations, notes: list[str]) -> dict[str, Any] | None:
         return None
     by_beam = {beam: np.array([found[beam] for found in lengths if found]) for beam in beams}
     return length_bias(by_beam, np.array([s.reference_length for s in records.sentences]))
+
+
+def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[str, Any]:
+    """For every beam size the output length relative to the reference, summed over sentences.
+
+    A wider beam finds more probable outputs. With label smoothing these are shorter (Liang et al.
+    2022), which a comparison at one beam size does not show.
+    """
+    total = int(reference.sum())
+    return {
+        "beams": {
+            beam: {"ratio": float(lengths[beam].sum() / total) if total else None}
+            for beam in sorted(lengths, key=int)
+        }
+    }
 
 
 # ------------------------------------------------------------------ variants by part

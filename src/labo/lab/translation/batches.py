@@ -14,19 +14,14 @@ from ..text.arrow import IGNORED
 from ..text.batching import Inputs, grouped, padded_rows
 from .prepared import Side, TextSplit
 
-__all__ = ["Sentences", "by_tokens", "forced", "padded"]
-
 TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
 
 
 @dataclass(frozen=True)
 class Sentences(Inputs):
-    """The input of the model: padded sources and target prefixes.
+    """Padded sources (N, S) and target prefixes (N, T), which begin with the start tokens.
 
-    Attributes:
-        source: (N, S) token ids.
-        mask: (N, S), False where the source is padding; None if there is no padding.
-        prefix: (N, T), the start tokens followed by the target without its last token.
+    ``mask`` is False where the source is padding; None if there is no padding.
     """
 
     source: Tensor
@@ -37,14 +32,8 @@ class Sentences(Inputs):
 def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sentences, Tensor]:
     """The input of the model for padded sentence pairs, and what it is to predict.
 
-    Args:
-        source: (N, S) token ids.
-        target: (N, T) token ids.
-        start: (N, G), what the decoder is given before each target.
-        pad: the id that fills up rows.
-
-    Returns:
-        The input, and (N, G - 1 + T) labels; those of given tokens and of padding are IGNORED.
+    ``start`` (N, G) is given to the decoder before the targets (N, T). Labels are (N, G - 1 + T);
+    those of given tokens and of padding are IGNORED.
     """
     mask = source != pad
     given = torch.full_like(start[:, 1:], IGNORED)
@@ -60,11 +49,7 @@ def padded(split: TextSplit, side: Side, index: Tensor, pad: int) -> Tensor:
 
 
 def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """The indices of sentence pairs in batches of similar length, padded to ``TOKENS_AT_ONCE``.
-
-    Args:
-        longest: (N,), the tokens of the longer side of each pair.
-    """
+    """Indices of pairs of similar length in batches, by the tokens (N,) of their longer sides."""
     order = longest.argsort(kind="stable").tolist()
     for batch in grouped(order, longest.tolist(), TOKENS_AT_ONCE):
         yield np.array(batch)

@@ -25,15 +25,7 @@ _UNMATCHED = "<<unk>>"
 def scores(
     hypotheses: Sequence[str], references: Sequence[str], lowercase: bool
 ) -> dict[str, float]:
-    """BLEU and chrF of detokenized text, from 0 to 100.
-
-    Args:
-        hypotheses: the output of the model, one line each.
-        references: one line for each hypothesis.
-        lowercase: whether case is ignored, as is right for a model of lowercased text.
-
-    Returns:
-        ``bleu`` and ``chrf``.
+    """``bleu`` and ``chrf`` of detokenized text, from 0 to 100.
 
     Example:
         >>> found = scores(["the cat sat on the mat"], ["the cat sat on a mat"], lowercase=False)
@@ -65,9 +57,7 @@ def signatures(lowercase: bool) -> dict[str, str]:
 def tokenized_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
     """Corpus BLEU-4 of text whose tokens are split by spaces, without smoothing, from 0 to 100.
 
-    Args:
-        hypotheses: tokenized (and lowercased, if the model is), subwords joined.
-        references: likewise. An ``<unk>`` in a reference matches nothing.
+    An ``<unk>`` in a reference matches nothing.
 
     Example:
         >>> round(tokenized_bleu(["a b c d <unk> f"], ["a b c d <unk> f"]), 1)
@@ -85,9 +75,6 @@ def tokenized_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> floa
 def bleu_metric(signature: str | None = None) -> BLEU:
     """sacrebleu's BLEU with the tokenization and casing of a signature.
 
-    Args:
-        signature: such as "nrefs:1|case:lc|eff:no|tok:13a|smooth:exp|version:2.6.0".
-
     Example:
         >>> bleu_metric("nrefs:1|case:lc|eff:no|tok:intl|smooth:exp").lowercase
         True
@@ -104,14 +91,6 @@ def bootstrap_bleu(
     hypotheses: Sequence[str], references: Sequence[str], signature: str | None = None
 ) -> Floats:
     """(1 + B,) corpus BLEU of all sentences and of each draw of the bootstrap over sentences.
-
-    Args:
-        hypotheses: (N,).
-        references: (N,).
-        signature: as for :func:`bleu_metric`.
-
-    Returns:
-        Scores for :func:`labo.lab.analysis.significance.paired_bootstrap`.
 
     Example:
         >>> text = ["one two three four five", "six seven eight nine ten"]

@@ -20,15 +20,26 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+from babel import Locale
+from babel.dates import (
+    format_date,
+    format_interval,
+    format_skeleton,
+    format_time,
+    format_timedelta,
+    get_datetime_format,
+)
+from babel.lists import format_list
+from babel.numbers import format_currency
+from babel.units import UnknownUnitError, format_compound_unit, format_unit
+
 from ..errors import DataError
 from ..run.seeds import mix
-from ..text.folder import FORMAT, cached_folder
+from ..text.folder import FORMAT, SPLITS, cached_folder
 from .cleaning import RawPair
 from .options import Processing, parse_pairs
 from .prepare import prepare_pairs
 from .prepared import Pair, Prepared
-
-__all__ = ["LANGUAGES", "cldr_data", "draw_phrases"]
 
 LANGUAGES = ("de", "en", "fr")
 
@@ -80,8 +91,6 @@ class _Phrasebook:
     """Draws contents. Things without a name in one of the languages are left out."""
 
     def __init__(self, seed: int) -> None:
-        from babel import Locale
-
         locales = [Locale(language) for language in LANGUAGES]
 
         def ranked(kind: str, names: Iterable[Iterable[Any]]) -> _Zipf:
@@ -94,18 +103,14 @@ class _Phrasebook:
         self.currencies = ranked("currencies", (locale.currencies for locale in locales))
         self.units = ranked("units", map(_units, LANGUAGES))
         self.kinds: list[Callable[[random.Random], Content]] = [
-            self.date,
-            self.date,
+            *[self.date] * 2,
             self.moment,
-            self.interval,
-            self.interval,
+            *[self.interval] * 2,
             self.duration,
             self.relative_time,
-            self.amount,
-            self.amount,
+            *[self.amount] * 2,
             self.rate,
-            self.money,
-            self.money,
+            *[self.money] * 2,
             self.names_of_territories,
             self.names_of_languages,
             self.dialect,
@@ -116,8 +121,6 @@ class _Phrasebook:
         return generator.choice(self.kinds)(generator)
 
     def date(self, generator: random.Random) -> Content:
-        from babel.dates import format_date, format_skeleton
-
         day = _day(generator)
         form = generator.choice(("full", "full", "long", "yMMMEd", "MMMMd", "yMMMM", "yQQQQ"))
         if form in ("full", "long"):
@@ -126,8 +129,6 @@ class _Phrasebook:
         return lambda language: format_skeleton(form, moment, locale=language)
 
     def moment(self, generator: random.Random) -> Content:
-        from babel.dates import format_date, format_time, get_datetime_format
-
         day = _day(generator)
         time = datetime.time(generator.randrange(24), generator.randrange(0, 60, 5))
         forms: tuple[Literal["long", "full"], ...] = ("long", "full")
@@ -144,16 +145,12 @@ class _Phrasebook:
         return content
 
     def interval(self, generator: random.Random) -> Content:
-        from babel.dates import format_interval
-
         start = _day(generator)
         end = start + datetime.timedelta(days=generator.choice((1, 2, 3, 6, 13, 30, 61, 100, 200)))
         form = generator.choice(("yMMMd", "MMMd", "yMMMM", "yMMMEd", "MMMEd"))
         return lambda language: format_interval(start, end, form, locale=language)
 
     def duration(self, generator: random.Random) -> Content:
-        from babel.units import format_unit
-
         first = generator.randrange(len(_TIMES) - 1)
         parts = [
             (_number(generator), unit)
@@ -164,8 +161,6 @@ class _Phrasebook:
         )
 
     def relative_time(self, generator: random.Random) -> Content:
-        from babel.dates import format_timedelta
-
         unit = generator.choice(_TIMES)
         size = generator.choice((-1, 1)) * _number(generator) * _SECONDS[unit]
         delta = datetime.timedelta(seconds=size)
@@ -174,14 +169,10 @@ class _Phrasebook:
         )
 
     def amount(self, generator: random.Random) -> Content:
-        from babel.units import format_unit
-
         size, unit = _quantity(generator), self.units.draw(generator)
         return lambda language: format_unit(size, unit, locale=language)
 
     def rate(self, generator: random.Random) -> Content:
-        from babel.units import format_compound_unit
-
         size, unit = _quantity(generator), generator.choice(sorted(_RATES))
         per = generator.choice(_RATES[unit])
 
@@ -193,8 +184,6 @@ class _Phrasebook:
         return content
 
     def money(self, generator: random.Random) -> Content:
-        from babel.numbers import format_currency
-
         size, currency = _quantity(generator), self.currencies.draw(generator)
         form = "#,##0.##"
         return lambda language: format_currency(
@@ -202,26 +191,12 @@ class _Phrasebook:
         )
 
     def names_of_territories(self, generator: random.Random) -> Content:
-        from babel import Locale
-
-        names = self.territories.draw_several(generator, generator.choice((1, 2, 3, 4)))
-        style = generator.choice(("standard", "or"))
-        return lambda language: _list(
-            language, [Locale(language).territories[name] for name in names], style
-        )
+        return _names(generator, self.territories, lambda locale: locale.territories)
 
     def names_of_languages(self, generator: random.Random) -> Content:
-        from babel import Locale
-
-        names = self.languages.draw_several(generator, generator.choice((1, 2, 3, 4)))
-        style = generator.choice(("standard", "or"))
-        return lambda language: _list(
-            language, [Locale(language).languages[name] for name in names], style
-        )
+        return _names(generator, self.languages, lambda locale: locale.languages)
 
     def dialect(self, generator: random.Random) -> Content:
-        from babel import Locale
-
         name, place = self.languages.draw(generator), self.territories.draw(generator)
 
         def content(language: str) -> str:
@@ -255,17 +230,20 @@ def _quantity(generator: random.Random) -> float:
     return generator.choice((number, number, number + 0.5, number * 1000))
 
 
-def _list(language: str, parts: Sequence[str], style: str = "standard") -> str:
-    from babel.lists import format_list
+def _names(generator: random.Random, known: _Zipf, names_in: Callable[[Locale], Any]) -> Content:
+    names = known.draw_several(generator, generator.choice((1, 2, 3, 4)))
+    style = generator.choice(("standard", "or"))
+    return lambda language: _list(
+        language, [names_in(Locale(language))[name] for name in names], style
+    )
 
+
+def _list(language: str, parts: Sequence[str], style: str = "standard") -> str:
     return format_list(parts, style, locale=language)  # type: ignore[arg-type]
 
 
 def _units(language: str) -> set[str]:
     """The units for which an amount can be written out in a language."""
-    from babel import Locale
-    from babel.units import UnknownUnitError, format_unit
-
     units = set()
     for unit in Locale(language)._data["unit_patterns"]:
         try:
@@ -283,16 +261,10 @@ def _units(language: str) -> set[str]:
 def draw_phrases(
     pairs: Sequence[Pair], *, size: int, held_out: int, seed: int
 ) -> dict[str, list[RawPair]]:
-    """Phrases in two languages, none of them twice.
+    """Phrases of each split in two languages, none of them twice, and the number of their pair.
 
-    Args:
-        pairs: the directions of translation.
-        size: training phrases for each of them.
-        held_out: validation phrases for each of them, and as many test phrases.
-        seed: determines the phrases, and which names are frequent.
-
-    Returns:
-        For each split: the number of the pair, the source and the target of each phrase.
+    There are ``size`` training phrases for each pair, ``held_out`` for validation and as many for
+    the test. The seed determines the phrases, and which names are frequent.
     """
     book = _Phrasebook(seed)
     seen: set[str] = set()
@@ -329,45 +301,27 @@ def cldr_data(
 ) -> Prepared:
     """The built-in phrases, prepared. They are kept in a cache folder for the next time.
 
-    The folder is $LABO_CACHE, or labo in the user's cache folder.
-
-    Args:
-        languages: one or several directions, such as ["de-en"] or ["de-en", "fr-en"].
-        size: training pairs of each.
-        seed: determines the phrases.
-        vocabulary: types of the joint vocabulary.
-
-    Raises:
-        DataError: a direction is not between two of German, English and French, or Babel is not
-            installed.
+    The folder is $LABO_CACHE, or labo in the user's cache folder. ``size`` counts the training
+    pairs of each direction.
     """
     for name in languages:
         if not set(name.split("-")) <= set(LANGUAGES):
             raise DataError(f"languages: {name!r} is not between two of {', '.join(LANGUAGES)}")
     try:
-        made_by = [version("babel"), version("tokenizers")]
-    except ImportError as error:
-        raise DataError(f"the CLDR phrases need Babel and tokenizers: {error}") from error
-    key = (_EDITION, FORMAT, made_by, list(languages), size, seed, vocabulary)
-
-    def prepare(folder: Path) -> None:
-        _prepare(folder, languages, size=size, seed=seed, vocabulary=vocabulary)
-
-    return Prepared(cached_folder(f"cldr-{'+'.join(languages)}", key, prepare))
-
-
-def _prepare(
-    folder: Path, languages: Sequence[str], *, size: int, seed: int, vocabulary: int
-) -> None:
-    try:
         pairs = parse_pairs(languages)
     except ValueError as error:
         raise DataError(f"languages: {error}") from error
-    held_out = min(_HELD_OUT, size // 10)
-    draw = lru_cache(lambda: draw_phrases(pairs, size=size, held_out=held_out, seed=seed))
+    made_by = [version("babel"), version("tokenizers")]
+    key = (_EDITION, FORMAT, made_by, list(languages), size, seed, vocabulary)
 
-    def rows(split: str) -> Iterator[RawPair]:  # drawn when first asked for
-        yield from draw()[split]
+    def prepare(folder: Path) -> None:
+        held_out = min(_HELD_OUT, size // 10)
+        draw = lru_cache(lambda: draw_phrases(pairs, size=size, held_out=held_out, seed=seed))
 
-    splits = {split: rows(split) for split in ("train", "valid", "test")}
-    prepare_pairs(folder, pairs, splits, Processing(vocabulary=vocabulary))
+        def rows(split: str) -> Iterator[RawPair]:  # drawn when first asked for
+            yield from draw()[split]
+
+        splits = {split: rows(split) for split in SPLITS}
+        prepare_pairs(folder, pairs, splits, Processing(vocabulary=vocabulary))
+
+    return Prepared(cached_folder(f"cldr-{'+'.join(languages)}", key, prepare))

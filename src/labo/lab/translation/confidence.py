@@ -19,14 +19,7 @@ def _edges(bins: int) -> Floats:
 
 
 def histogram(probabilities: Floats, bins: int = BINS) -> list[float] | None:
-    """The share of tokens in each of the bins of equal width; the last bin includes 1.
-
-    Args:
-        probabilities: (tokens,).
-        bins: the number of bins.
-
-    Returns:
-        (bins,) shares that sum to 1, or None if there are no tokens.
+    """(bins,) shares of tokens in bins of equal width, of which the last has 1; None without any.
 
     Example:
         >>> histogram(np.array([0.1, 0.4, 0.45, 1.0]), bins=4)
@@ -42,16 +35,9 @@ def histogram(probabilities: Floats, bins: int = BINS) -> list[float] | None:
 def chosen_probabilities(
     probabilities: Sequence[Floats], parts: Mapping[str, Integers], bins: int = BINS
 ) -> dict[str, Any]:
-    """Histograms over all sentences and over each part of them.
+    """Histograms of the chosen tokens of all sentences and of each part of them.
 
-    Args:
-        probabilities: of the chosen tokens, one array per sentence.
-        parts: from :func:`labo.lab.translation.frequency.frequency_parts`.
-        bins: the number of bins.
-
-    Returns:
-        edges; and shares, mean and peak (the middle of the fullest bin), each for "all" and for
-        every part.
+    Shares, mean and peak (the middle of the fullest bin) are given for "all" and for every part.
 
     Example:
         >>> found = chosen_probabilities([np.array([0.9, 0.8]), np.array([0.3])], {}, bins=2)

@@ -43,6 +43,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from ...calibration.folding import evaluating
 from ..errors import RequestError
 from ..text.batching import grouped, longest_first, padded_rows
 from .model import positions_of
@@ -54,12 +55,10 @@ _SCORED_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translation of a sentence.
+    """One translation: ids without start token and ``</s>``, and the probability of each token.
 
-    Attributes:
-        ids: target token ids, without the start token and without ``</s>``.
-        score: log-probability divided by length to the power of the length penalty.
-        probabilities: probability of each token, and of ``</s>`` if the hypothesis ended.
+    The score is the log-probability divided by the length to the power of the length penalty. A
+    hypothesis that ended has the probability of ``</s>`` too.
     """
 
     ids: tuple[int, ...]
@@ -77,11 +76,7 @@ def longest_output(
 ) -> int:
     """The largest number of tokens of a translation, including ``</s>``.
 
-    Args:
-        source_length: tokens of the source, including ``</s>``.
-        options: ``max_ratio`` and ``max_extra``.
-        positions: positions of the model.
-        start_length: tokens that are given before a translation, each of which takes one.
+    Each of the ``start_length`` tokens before a translation takes one of the model's positions.
 
     Example:
         >>> longest_output(10, Decode(), 1024), longest_output(1000, Decode(), 1024)
@@ -101,14 +96,10 @@ def generation_config(
 ) -> GenerationConfig:
     """The options of ``generate``, for :func:`decode` and for the folder of a saved model.
 
-    Args:
-        options: beam, length penalty and shortest output.
-        model: its positions and special tokens.
-        start: the start token, and perhaps one that is forced to follow it. Default: the start
-            token of the model.
-        nbest: hypotheses per sentence.
-        max_length: start and output together; by default the positions of the model. In a saved
-            file it cannot depend on the source, so that only ``</s>`` ends a sentence.
+    ``start`` is the start token, and perhaps one that is forced to follow it; by default the start
+    token of the model. ``max_length`` counts start and output together; by default it is the
+    positions of the model. In a saved file it cannot depend on the source, so that only ``</s>``
+    ends a sentence.
     """
     first, *forced = start or (model.decoder_start_token_id,)
     # A beam of 1 has no use for the first two; unset, they would come from the model's own config.
@@ -145,7 +136,7 @@ def decode(
     temperature: float = 1.0,
     advance: Callable[[int], object] | None = None,
 ) -> list[list[Hypothesis]]:
-    """Translate token ids, on the device of the model and in eval mode.
+    """The hypotheses of each source, best first, on the device of the model and in eval mode.
 
     Args:
         model: an encoder-decoder.
@@ -156,9 +147,6 @@ def decode(
         temperature: the probabilities of the tokens are those of softmax(logits / temperature).
             Search and scores are not changed by it.
         advance: called with the number of sentences after each batch.
-
-    Returns:
-        For each source its hypotheses, best first.
     """
     if not 1 <= nbest <= options.beam:
         raise RequestError(f"nbest must be 1 to {options.beam}, the beam size; got {nbest}")
@@ -171,31 +159,20 @@ def decode(
             )
     found: list[list[Hypothesis]] = [[] for _ in sources]
     lengths = [len(source) for source in sources]
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for batch in grouped(
-                longest_first(lengths), lengths, options.batch_tokens // options.beam
-            ):
-                translated = _decode_batch(
-                    model, [sources[i] for i in batch], options, start, nbest, temperature
-                )
-                for i, hypotheses in zip(batch, translated, strict=True):
-                    found[i] = hypotheses
-                if advance is not None:
-                    advance(len(batch))
-    finally:
-        model.train(training)
+    limit = options.batch_tokens // options.beam
+    with evaluating(model), torch.inference_mode():
+        for batch in grouped(longest_first(lengths), lengths, limit):
+            part = [sources[i] for i in batch]
+            translated = _decode_batch(model, part, options, start, nbest, temperature)
+            for i, hypotheses in zip(batch, translated, strict=True):
+                found[i] = hypotheses
+            if advance is not None:
+                advance(len(batch))
     return found
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
-    """Ends each sentence of a batch at its own longest output.
-
-    Args:
-        lengths: (N,) of the longest outputs, with what is given before them.
-    """
+    """Ends each sentence of a batch at its own longest output (N,), which counts what is given."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
@@ -221,39 +198,29 @@ def _decode_batch(
     temperature: float,
 ) -> list[list[Hypothesis]]:
     config, device, given = model.config, model.device, len(start)
-    longest = torch.tensor(
-        [
-            given + longest_output(len(source), options, positions_of(config), given)
-            for source in sources
-        ],
-        device=device,
-    )
+    positions = positions_of(config)
+    limits = [given + longest_output(len(s), options, positions, given) for s in sources]
+    longest = torch.tensor(limits, device=device)
     input_ids = padded_rows(sources, config.pad_token_id).to(device)
     mask = padded_rows([[1] * len(source) for source in sources], 0).to(device)
     encoded: Tensor = model.get_encoder()(input_ids, attention_mask=mask).last_hidden_state
     sequences: Tensor = model.generate(
-        encoder_outputs=_encoder_outputs(encoded),
+        encoder_outputs=BaseModelOutput(encoded),  # which is modified
         attention_mask=mask,
         generation_config=generation_config(
-            options, config, start=start, nbest=nbest, max_length=int(longest.max())
+            options, config, start=start, nbest=nbest, max_length=max(limits)
         ),
         stopping_criteria=StoppingCriteriaList([_LongestOutputs(longest)]),
         past_key_values=_BeamCache(DynamicCache(), DynamicCache()),
     )
     log_p = _log_probabilities(model, encoded, mask, sequences, given, nbest, (1.0, temperature))
     tokens = config.eos_token_id, config.pad_token_id
+    rows = zip(sequences[:, given:].tolist(), log_p.tolist(), strict=True)
     hypotheses = [
         _hypothesis(ids, found, tempered, options.length_penalty, tokens, given - 1)
-        for ids, (found, tempered) in zip(
-            sequences[:, given:].tolist(), log_p.tolist(), strict=True
-        )
+        for ids, (found, tempered) in rows
     ]
     return [hypotheses[i : i + nbest] for i in range(0, len(hypotheses), nbest)]
-
-
-def _encoder_outputs(states: Tensor) -> BaseModelOutput:
-    """Encoder states for the decoder. A new object, because ``generate`` modifies it."""
-    return BaseModelOutput(states)
 
 
 def _log_probabilities(
@@ -265,27 +232,19 @@ def _log_probabilities(
     nbest: int,
     temperatures: Sequence[float],
 ) -> Tensor:
-    """Log-probability of each token of the sequences (rows, given + T), in one pass.
-
-    Returns:
-        (rows, temperatures, T).
-    """
+    """(rows, temperatures, T) of each token of the sequences (rows, given + T), in one pass."""
     prefixes, tokens = sequences[:, :-1], sequences[:, given:].unsqueeze(-1)
     types = len(model.get_output_embeddings().weight)
     rows = max(1, _SCORED_LOGITS // (prefixes.shape[1] * types))
     blocks = []
     for index in torch.arange(len(sequences), device=sequences.device).split(rows):
-        logits = (
-            model(
-                encoder_outputs=_encoder_outputs(encoded[index // nbest]),
-                attention_mask=mask[index // nbest],
-                decoder_input_ids=prefixes[index],
-                use_cache=False,
-            )
-            .logits[:, given - 1 :]
-            .float()
+        output = model(
+            encoder_outputs=BaseModelOutput(encoded[index // nbest]),
+            attention_mask=mask[index // nbest],
+            decoder_input_ids=prefixes[index],
+            use_cache=False,
         )
-        found = {}
+        logits, found = output.logits[:, given - 1 :].float(), {}
         for t in {*temperatures}:
             scaled = logits if t == 1 else logits / t
             found[t] = scaled.gather(-1, tokens[index]).squeeze(-1) - scaled.logsumexp(-1)
@@ -301,14 +260,7 @@ def _hypothesis(
     tokens: tuple[int, int],
     forced: int,
 ) -> Hypothesis:
-    """A row of ``generate``, without what is given before it and what follows its end.
-
-    Args:
-        ids, log_p, tempered: the row, with the log-probability of each token.
-        length_penalty: see :class:`Decode`.
-        tokens: those that end a sentence and fill up a row.
-        forced: how many tokens were forced before it.
-    """
+    """A row of ``generate``, without what is given before it and what follows its end."""
     eos, pad = tokens
     if eos in ids:
         end = ids.index(eos)

@@ -67,15 +67,9 @@ def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def export(run: str | Path, out: str | Path, quantization: str | None = None) -> str:
-    """Write the model of a run as a folder for CTranslate2.
+    """Write the model of a run as a folder for CTranslate2; the Python lines that use it.
 
-    Args:
-        run: a run directory or a model folder.
-        out: the folder to make; it must not exist.
-        quantization: how the weights are stored, such as int8; None keeps them as they are.
-
-    Returns:
-        The Python lines that translate with it.
+    ``quantization`` says how the weights are stored, such as int8; None keeps them as they are.
     """
     out = Path(out)
     if quantization is not None and quantization not in ACCEPTED_MODEL_TYPES:

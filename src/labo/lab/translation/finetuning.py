@@ -14,22 +14,9 @@ from .framing import folder_tokenizers
 from .model import EncoderDecoder
 from .prepared import Pair, Prepared
 
-__all__ = [
-    "check_tokens",
-    "fitting_config",
-    "load_translator",
-    "start_tokens",
-    "target_types",
-    "translation_config",
-]
-
 
 def translation_config(folder: str | Path) -> PretrainedConfig:
-    """The config of a folder.
-
-    Raises:
-        RequestError: it holds no encoder-decoder.
-    """
+    """The config of a folder, which must hold an encoder-decoder."""
     config = load_config(folder)
     if not config.is_encoder_decoder:
         raise RequestError(
@@ -42,14 +29,8 @@ def translation_config(folder: str | Path) -> PretrainedConfig:
 def load_translator(folder: str | Path, *, whole: bool = False) -> EncoderDecoder:
     """A translation model from a folder, on the CPU and in evaluation mode.
 
-    What its own ``generation_config.json`` says is not used: search follows the recipe.
-
-    Args:
-        folder: the folder.
-        whole: whether every weight in the folder must be part of the model.
-
-    Raises:
-        RequestError: it holds none, or an incomplete one.
+    What its own ``generation_config.json`` says is not used: search follows the recipe. ``whole``:
+    every weight in the folder must be part of the model.
     """
     translation_config(folder)
     network = load_folder(AutoModelForSeq2SeqLM, folder, whole=whole)
@@ -75,9 +56,6 @@ def start_tokens(config: PretrainedConfig, pair: Pair) -> tuple[int, ...]:
 
     The start token of the model, and the token that its tokenizer puts before a target: the
     language of mBART-50, M2M100 and NLLB, <s> of BART. mBART starts with the language itself.
-
-    Raises:
-        RequestError: the model has no start token.
     """
     frame = pair.frame
     if frame is not None and frame.target_after and config.model_type == "mbart":
@@ -89,11 +67,7 @@ def start_tokens(config: PretrainedConfig, pair: Pair) -> tuple[int, ...]:
 
 
 def fitting_config(folder: str | Path, data: Prepared) -> PretrainedConfig:
-    """The config of a folder whose model fits prepared data.
-
-    Raises:
-        RequestError: it holds no encoder-decoder, or the data was prepared with another tokenizer.
-    """
+    """The config of a folder whose model fits prepared data; refused if its tokenizer does not."""
     config = translation_config(folder)
     theirs, ours = folder_tokenizers(folder), (data.tokenizer, data.target_tokenizer)
     fits = list(map(vocabulary_digest, theirs)) == list(map(vocabulary_digest, ours))
@@ -108,11 +82,7 @@ def fitting_config(folder: str | Path, data: Prepared) -> PretrainedConfig:
 
 
 def check_tokens(folder: str | Path, config: PretrainedConfig, tokenizer: Any) -> None:
-    """Refuse a folder whose model and tokenizer disagree.
-
-    Raises:
-        RequestError: a special token has another id, or the model has too few types.
-    """
+    """Refuse a folder whose model and tokenizer disagree."""
     for name in ("pad_token_id", "eos_token_id"):
         if getattr(config, name) != getattr(tokenizer, name):
             raise RequestError(

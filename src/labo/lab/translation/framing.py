@@ -22,21 +22,11 @@ from ..text.pretrained_tokenizer import pretrained_tokenizer
 from ..text.subwords import encode, panics_refused
 from .prepared import Frame, Pair
 
-__all__ = ["PairTokens", "folder_tokenizers", "frame_pairs"]
-
 _Argument = Literal["text", "text_target"]  # of a tokenizer: a source, a target
 
 
 class PairTokens:
-    """Sentences of one direction to token ids.
-
-    Args:
-        pair: the direction.
-        source, target: the tokenizers.
-
-    Attributes:
-        around: how many ids are put around a source.
-    """
+    """Sentences of one direction to token ids; ``around`` of them are put around a source."""
 
     def __init__(self, pair: Pair, source: Any, target: Any) -> None:
         self.pair = pair
@@ -105,11 +95,7 @@ def _known_tag(tokenizer: Any, names: Sequence[str]) -> int:
 
 
 def folder_tokenizers(folder: str | Path) -> tuple[Any, Any]:
-    """The tokenizers of source and target of a model folder; mostly the same object.
-
-    Raises:
-        RequestError: there is none, or it cannot be used.
-    """
+    """The tokenizers of source and target of a model folder; mostly the same object."""
     source = pretrained_tokenizer(folder, fast=False)
     if source.pad_token_id is None:
         raise RequestError(f"{folder}: its tokenizer has no token that fills up rows (pad_token)")
@@ -124,17 +110,9 @@ def frame_pairs(
 ) -> list[Pair]:
     """The directions with the frames of the tokenizers of a model.
 
-    A tokenizer that knows languages is set to those of the first direction.
-
-    Args:
-        pairs: the directions. Their languages are the codes of the tokenizer, if it has any, or
-            the beginning of one, such as de for de_DE.
-        folder: the folder of the model, for messages.
-        source, target: the tokenizers.
-        prefix: text before each source; {source} and {target} in it are the languages.
-
-    Raises:
-        RequestError: the tokenizer does not know a language, or has no tag for it.
+    A tokenizer that knows languages is set to those of the first direction. Languages are its
+    codes, or the beginning of one, such as de for de_DE. ``prefix`` is put before each source;
+    {source} and {target} in it are the languages.
     """
     framed = []
     for pair in [*pairs, pairs[0]]:  # the first again, to leave the tokenizers as it needs them

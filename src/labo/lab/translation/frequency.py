@@ -21,15 +21,10 @@ PARTS = ("most", "medium", "least")
 
 
 def frequency_parts(scores: Floats, size: int | None = None) -> dict[str, Integers]:
-    """Cut sentences into most, medium and least frequent.
+    """The indices of the most, medium and least frequent sentences by their scores F(x), (N,).
 
-    Args:
-        scores: (N,) F(x) of each sentence.
-        size: sentences of a part, as in the paper (2400): the remaining sentences are dropped, and
-            the last part may be short. Equal thirds if not given.
-
-    Returns:
-        part -> indices of its sentences, by descending score; ties keep their order.
+    They are equal thirds, or slices of ``size`` sentences as in the paper (2400): the remaining
+    ones are dropped, and the last part may be short. Ties keep their order.
 
     Example:
         >>> frequency_parts(np.array([5.0, 9.0, 7.0, 1.0, 9.0]))
@@ -55,12 +50,6 @@ def bleu_by_part(
     signature: str | None = None,
 ) -> dict[str, float | None]:
     """Corpus BLEU of each part of the sentences; None for an empty part.
-
-    Args:
-        hypotheses: (N,).
-        references: (N,).
-        parts: name -> indices, as from :func:`frequency_parts`.
-        signature: as for :func:`labo.lab.translation.bleu.bleu_metric`.
 
     Example:
         >>> text = ["one two three four", "five six seven eight", "a b c d"]

@@ -20,13 +20,14 @@ from transformers import MarianConfig, MarianMTModel, PretrainedConfig, PreTrain
 from transformers.models.marian.modeling_marian import MarianAttention
 
 from ..._names import Registry
+from ...calibration.folding import evaluating
 from ..errors import RequestError
 from ..text.dropout import FastDropout
 from ..text.head import Head, mean_of_layers
 from ..text.model import TokenModel
 
-BOS, PAD, EOS, UNK = range(4)  # the order of fairseq
 NUM_SPECIAL = 4
+BOS, PAD, EOS, _UNK = range(NUM_SPECIAL)  # the order of fairseq
 
 MODEL_PRESETS = Registry(
     "preset",
@@ -64,15 +65,8 @@ def marian_config(
 ) -> MarianConfig:
     """The config of a Marian model trained from scratch, with the special tokens of fairseq.
 
-    Args:
-        vocabularies: sizes of source and target vocabulary.
-        width, ffn, heads, encoder_layers, decoder_layers: the dimensions.
-        dropout: dropout on embeddings and on the outputs of sublayers.
-        attention_dropout, activation_dropout: dropout on attention weights and inside the
-            feed-forward layers.
-        embeddings: "shared" (one matrix for source, target and output layer), "decoder" (one for
-            target and output layer) or "separate" (three matrices).
-        positions: the longest sentence, in tokens.
+    ``vocabularies`` are the sizes of source and target. ``embeddings`` is "shared" (one matrix for
+    source, target and output layer), "decoder" (one for target and output layer) or "separate".
     """
     source, target = vocabularies
     return MarianConfig(
@@ -107,12 +101,6 @@ class EncoderDecoder(TokenModel):
 
     It knows no architecture. It calls the encoder and the decoder, and compares the logits with
     those of the model when it is made.
-
-    Args:
-        network: the model.
-
-    Raises:
-        RequestError: its logits are not those of its output layer.
     """
 
     network: PreTrainedModel
@@ -127,16 +115,11 @@ class EncoderDecoder(TokenModel):
     def forward(
         self, source: Tensor, mask: Tensor | None, prefix: Tensor, inner_layers: int = 0
     ) -> Head:
-        """Hidden states for the next target token after each prefix.
+        """Hidden states for the next target token after each prefix (N, T).
 
-        Args:
-            source: (N, S) token ids.
-            mask: (N, S), 0 where the source is padding; None if there is no padding.
-            prefix: (N, T) target ids, starting with
-                :func:`labo.lab.translation.finetuning.start_tokens`. Padding at the end needs no
-                mask, since attention looks only to the left.
-            inner_layers: also return the mean of the outputs of so many decoder layers, from the
-                first one on.
+        ``mask`` (N, S) is 0 where the source is padding; None if there is no padding. Padding at
+        the end of a prefix needs no mask, since attention looks only to the left. ``inner_layers``
+        asks for the mean of the outputs of so many decoder layers, from the first one on.
         """
         encoder, decoder = self.inside.get_encoder(), self.inside.get_decoder()
         asked = {"output_hidden_states": True} if inner_layers else {}
@@ -185,12 +168,10 @@ class EncoderDecoder(TokenModel):
     @torch.no_grad()
     def _probe(self) -> tuple[Tensor, Head]:
         """Logits of the model for a few tokens, and what this module has for them."""
-        ids, training = self.probe_ids(16), self.inside.training
-        self.inside.eval()
-        expected = self.inside(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
-        head = self(ids, None, ids)
-        self.inside.train(training)
-        return expected, head
+        ids = self.probe_ids(16)
+        with evaluating(self.inside):
+            expected = self.inside(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
+            return expected, self(ids, None, ids)
 
     def plain(self) -> PreTrainedModel:
         """The model for decoding. It shares memory with this one."""
@@ -198,13 +179,10 @@ class EncoderDecoder(TokenModel):
 
     @torch.no_grad()
     def fold_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature for good.
+        """Divide the logits by a temperature for good; refused if that is not exact.
 
         The output layer is mostly tied to the embeddings and stays as it is. The states it is given
         come out of the last normalization of the decoder, which is divided instead.
-
-        Raises:
-            RequestError: the logits cannot be divided exactly.
         """
         decoder = self.inside.get_decoder()
         last = getattr(decoder, "layer_norm", None) or getattr(decoder, "final_layer_norm", None)
@@ -227,11 +205,9 @@ class EncoderDecoder(TokenModel):
 class TranslationModel(EncoderDecoder):
     """A Marian model that is trained from scratch.
 
-    Args:
-        marian: the model.
-        fixnorm: normalize every word embedding to length 1 when it is used, in the input and in
-            the output layer (Nguyen and Chiang 2018). The saved model is a plain Marian model with
-            normalized embeddings.
+    ``fixnorm`` normalizes every word embedding to length 1 when it is used, in the input and in the
+    output layer (Nguyen and Chiang 2018). The saved model is a plain Marian model with normalized
+    embeddings.
 
     Example:
         >>> config = marian_config((50, 50), width=8, ffn=16, heads=2, encoder_layers=1,
@@ -265,11 +241,7 @@ class TranslationModel(EncoderDecoder):
         return _unit(weight) if self.fixnorm else weight
 
     def plain_weights(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The weights of a plain Marian model, without fixed positions; tied matrices once.
-
-        Args:
-            weights: a ``state_dict()`` of this model or an average of several. Default: its own.
-        """
+        """The weights of a plain Marian model, without fixed positions; tied matrices once."""
         plain = super().plain_weights(self.state_dict() if weights is None else weights)
         embeddings = ("embed_tokens.weight", "shared.weight", "lm_head.weight")
         for name in plain if self.fixnorm else ():

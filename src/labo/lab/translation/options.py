@@ -19,20 +19,6 @@ from ..text.subwords import Size
 from .prepared import Pair
 from .text import TextOptions
 
-__all__ = [
-    "DROPPED",
-    "PREPARE_PRESETS",
-    "Decode",
-    "OtherTestSet",
-    "PrepareOptions",
-    "Processing",
-    "Tag",
-    "TranslateOptions",
-    "choose",
-    "parse_pairs",
-    "read_inputs",
-]
-
 _PAIR = re.compile(r"([a-z]{2,3}(?:_\w+)?)-([a-z]{2,3}(?:_\w+)?)")
 
 _WIDEST = 4096  # a beam that is wider must be allowed by batch_tokens
@@ -48,13 +34,8 @@ DROPPED = {"duplicates": "duplicate", "copies": "copy", "script": "wrong script"
 def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
     """Language pairs, each with the tag that is put before its source sentences.
 
-    Args:
-        names: such as "de-en".
-        tag: the language that the tag names. Default: the target if there are several, else the
-            source if there are several.
-
-    Raises:
-        ValueError: a name is not a pair of two languages, or is given twice.
+    A tag names the source or target; by default the target if there are several, else the source if
+    there are several.
 
     Example:
         >>> [pair.tag for pair in parse_pairs(["de-en", "fr-en"])]
@@ -75,11 +56,16 @@ def parse_pairs(names: Sequence[str], tag: Tag | None = None) -> list[Pair]:
     ]
 
 
-# The fields of the groups of options in the help of ``labo prepare``.
-_files = partial(Field, json_schema_extra={"panel": "Files"})
-_cleaning = partial(Field, json_schema_extra={"panel": "Cleaning"})
-_limits = partial(Field, json_schema_extra={"panel": "Limits"})
-_subwords = partial(Field, json_schema_extra={"panel": "Subwords"})
+def _option(panel: str, default: Any, description: str | None = None, **limits: Any) -> Any:
+    """An option of ``labo prepare`` under a heading of its help."""
+    limits |= {"json_schema_extra": {"panel": panel}}
+    return Field(default, description=description, **limits)
+
+
+_files = partial(_option, "Files")
+_cleaning = partial(_option, "Cleaning")
+_limits = partial(_option, "Limits", ge=0)
+_subwords = partial(_option, "Subwords")
 
 MAX_TYPES = 10_000_000
 _SUBWORDS = ("vocabulary", "merges", "codes", "sentencepiece", "tokenizer")  # one of them
@@ -88,93 +74,75 @@ _SUBWORDS = ("vocabulary", "merges", "codes", "sentencepiece", "tokenizer")  # o
 class Processing(Section):
     """How sentence pairs are cleaned, split and encoded. A limit of 0 means no limit."""
 
-    text: TextOptions = _cleaning(default=TextOptions())
+    text: TextOptions = _cleaning(TextOptions())
     train_text: TextOptions | None = None  # if training text is processed differently
     max_characters: int = _limits(
-        default=10_000,
-        ge=0,
-        description="Drop training pairs with more characters than this on either side; 0 keeps "
+        10_000,
+        "Drop training pairs with more characters than this on either side; 0 keeps "
         "all. A longer validation or test line is an error.",
     )
     max_tokens: int = _limits(
-        default=0,
-        ge=0,
-        description="Drop training pairs with more words than this on either side; 0 keeps all.",
+        0, "Drop training pairs with more words than this on either side; 0 keeps all."
     )
     max_ratio: float = _limits(
-        default=0.0,
-        ge=0,
-        description="Drop training pairs in which one side has more than this many times the words "
+        0.0,
+        "Drop training pairs in which one side has more than this many times the words "
         "of the other; 0 keeps all.",
     )
     max_pieces: int = _limits(
-        default=0,
-        ge=0,
-        description="Drop training and held-out pairs with more subwords than this on either side; "
+        0,
+        "Drop training and held-out pairs with more subwords than this on either side; "
         "0 keeps all.",
     )
     max_piece_ratio: float = _limits(
-        default=0.0,
-        ge=0,
-        description="Drop training and held-out pairs in which one side has more than this many "
+        0.0,
+        "Drop training and held-out pairs in which one side has more than this many "
         "times the subwords of the other; 0 keeps all.",
     )
     holdout: int = _files(
-        default=0,
-        ge=0,
-        description="Use every N-th group of cleaned training pairs for validation, or every N-th "
+        0,
+        "Use every N-th group of cleaned training pairs for validation, or every N-th "
         "pair with --holdout-by pair; 0 holds out none.",
+        ge=0,
     )
     holdout_test: int = _files(
-        default=0,
-        ge=0,
-        description="Use every N-th group or pair of the remaining ones for testing; 0 holds out "
-        "none.",
+        0, "Use every N-th group or pair of the remaining ones for testing; 0 holds out none.", ge=0
     )
     holdout_by: Literal["group", "pair"] = _files(
-        default="group",
-        description="What is held out: group (pairs that share a source or target sentence stay "
+        "group",
+        "What is held out: group (pairs that share a source or target sentence stay "
         "together; groups of more than N pairs stay in training) or pair (as the presets iwslt14 "
         "and wmt14 do). Default: group, or as in the preset.",
     )
     drop: Separated = _cleaning(
-        default=(),
-        description="Training pairs to drop: duplicates (the same pair again), copies (source and "
+        (),
+        "Training pairs to drop: duplicates (the same pair again), copies (source and "
         "target are equal), script (most letters of a side are not in the script of its "
         "language), separated by commas. They are counted in any case.",
     )
     vocabulary: int | None = _subwords(
-        default=None,
-        ge=1,
-        le=MAX_TYPES,
-        description="Size of the vocabulary, special tokens included. Default: 10000.",
+        None, "Size of the vocabulary, special tokens included. Default: 10000.", ge=1, le=MAX_TYPES
     )
     merges: int | None = _subwords(
-        default=None,
-        ge=0,
-        le=MAX_TYPES,
-        description="Number of byte-pair merges, instead of --vocabulary.",
+        None, "Number of byte-pair merges, instead of --vocabulary.", ge=0, le=MAX_TYPES
     )
-    codes: str | None = _subwords(
-        default=None, description="File of merges from subword-nmt, instead of --vocabulary."
-    )
+    codes: str | None = _subwords(None, "File of merges from subword-nmt, instead of --vocabulary.")
     sentencepiece: str | None = _subwords(
-        default=None,
-        description="SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
+        None,
+        "SentencePiece model of the type unigram or bpe, instead of --vocabulary; "
         "spm_train makes one.",
     )
     tokenizer: str | None = _subwords(
-        default=None,
-        description="Use the tokenizer of this Hugging Face folder, for model.pretrained.",
+        None, "Use the tokenizer of this Hugging Face folder, for model.pretrained."
     )
     prefix: str = _subwords(
-        default="",
-        description="With --tokenizer: text before each source sentence, such as 'translate German "
+        "",
+        "With --tokenizer: text before each source sentence, such as 'translate German "
         "to English: ' for T5. {source} and {target} stand for the languages.",
     )
     share: Literal["all", "merges", "nothing"] = _subwords(
-        default="all",
-        description="What the two languages share: all (one vocabulary, the default), merges (one "
+        "all",
+        "What the two languages share: all (one vocabulary, the default), merges (one "
         "set of merges, two vocabularies) or nothing.",
     )
 
@@ -217,38 +185,32 @@ class Processing(Section):
 class PrepareOptions(Processing):
     """All options of ``labo prepare``."""
 
-    pair: Names = _files(
-        default=(), description="Source and target language, such as de-en. Can be repeated."
-    )
+    pair: Names = _files((), "Source and target language, such as de-en. Can be repeated.")
     train: Inputs = _files(
-        default=(),
-        description="Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET "
+        (),
+        "Training text: PREFIX for the files PREFIX.de and PREFIX.en, SOURCE,TARGET "
         "for two files, a CSV, JSONL or Parquet file or a folder of datasets with named columns, "
         "or one tab-separated file. Plain text, .gz, .xml and .sgm are read. {pair}, {source} and "
         "{target} stand for the languages. Can be repeated.",
     )
-    valid: Inputs = _files(default=(), description="Validation text, given like --train.")
-    test: Inputs = _files(default=(), description="Test text, given like --train.")
+    valid: Inputs = _files((), "Validation text, given like --train.")
+    test: Inputs = _files((), "Test text, given like --train.")
     columns: Separated = _files(
-        default=("source", "target"),
-        description="Columns of a tab-separated file, in order (default: source,target), or the "
+        ("source", "target"),
+        "Columns of a tab-separated file, in order (default: source,target), or the "
         "names of named columns: source=NAME,target=NAME or de=NAME,en=NAME (default: the "
         "languages, or source and target).",
     )
     tag: Tag | None = _files(
-        default=None,
-        description="Language that a tag before each source sentence names: source, target or "
-        "none. Default: the target if there are several, else the source if there are "
-        "several.",
+        None,
+        "Language that a tag before each source sentence names: source, target or none. Default: "
+        "the target if there are several, else the source if there are several.",
     )
     join_subwords: bool = _cleaning(
-        default=False,
-        description="Join subwords that are marked with @@ or ▁ before everything else.",
+        False, "Join subwords that are marked with @@ or ▁ before everything else."
     )
     force_raw: bool = _cleaning(
-        default=False,
-        description="Take the text as running text although it looks tokenized or split into "
-        "subwords.",
+        False, "Take the text as running text although it looks tokenized or split into subwords."
     )
 
     @model_validator(mode="after")
@@ -273,13 +235,8 @@ def read_inputs(path: str | Path) -> dict[str, Any]:
         de-en:
           train: [europarl.de-en, "news.german,news.english"]
           valid: dev.csv
-        fr-en:
-          train: europarl.fr-en
 
     Relative names start at the folder of the file.
-
-    Raises:
-        RequestError: the file is missing or has another structure.
     """
     path = Path(path).expanduser()
     document = read_document(path)
@@ -346,16 +303,15 @@ PREPARE_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# Preset -> the recipe that trains on data prepared with it.
+RECIPES: dict[str | None, str] = {name: name for name in PREPARE_PRESETS}
+RECIPES["iwslt17"] = "iwslt17_multi"
+
+
 def choose(preset: str | None, settings: Mapping[str, Any]) -> PrepareOptions:
-    """The options of a preset, with changes.
+    """The options of a preset, with changes: fields of :class:`PrepareOptions` and TextOptions.
 
-    Args:
-        preset: one of :data:`PREPARE_PRESETS`, or None.
-        settings: fields of :class:`PrepareOptions` and of
-            :class:`labo.lab.translation.text.TextOptions`; None keeps the preset's.
-
-    Raises:
-        RequestError: one line for each wrong value.
+    None keeps what the preset says.
     """
     if preset is not None and preset not in PREPARE_PRESETS:
         raise RequestError(unknown_name("preset", preset, PREPARE_PRESETS))
@@ -422,11 +378,7 @@ class Decode(Section):
         return self.changed({"beam": beam})
 
     def changed(self, settings: Mapping[str, Any]) -> Decode:
-        """The same search with other settings; None leaves one as it is.
-
-        Raises:
-            RequestError: one line for each wrong value.
-        """
+        """The same search with other settings; None leaves one as it is."""
         given = {name: value for name, value in settings.items() if value is not None}
         return validated(Decode, self.model_dump() | given)
 

@@ -5,8 +5,7 @@ languages:
 
 - ``PREFIX``: the files PREFIX.de and PREFIX.en, or PREFIX.de.xml and PREFIX.en.xml;
 - ``FILE,FILE``: the file of the source and the file of the target;
-- ``FILE.csv``, ``FILE.jsonl``, ``FILE.parquet`` or a folder of ``datasets``: named columns, see
-  :mod:`labo.lab.translation.named_columns`;
+- ``FILE.csv``, ``FILE.jsonl``, ``FILE.parquet`` or a folder of ``datasets``: named columns;
 - any other ``FILE``: both languages in one file, in columns separated by tabs.
 
 Any text file may be gzipped. A file with ``.tags.`` in its name is in the tagged format of TED
@@ -18,16 +17,15 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from ..errors import DataError
 from ..text.lines import read_lines
-from .named_columns import is_table, read_table, table_files
-
-__all__ = ["ParallelText", "find_parallel_text"]
+from ..text.records import is_table, read_rows, table_files
 
 _SUFFIXES = ("", ".gz", ".xml", ".xml.gz", ".sgm", ".sgm.gz")
 _MARKED_UP = re.compile(r"\.(xml|sgm)(\.gz)?$")
@@ -37,6 +35,7 @@ _ID = re.compile(r'\bid="?([^">]*)"?', re.IGNORECASE)
 _DOCUMENT = re.compile(r'\bdocid="([^"]*)"', re.IGNORECASE)
 _METADATA = re.compile(r"</?(url|talkid|keywords|speaker|reviewer|translator|doc)\b[^>]*>")
 _KEPT_TAGS = re.compile(r"</?(title|description)>")
+_NESTED = "translation"  # the column in which ``datasets`` keeps a sentence by language
 
 
 # ------------------------------------------------------------------ one file
@@ -88,10 +87,8 @@ def _segments(path: Path) -> Iterator[tuple[str, str]]:
 class ParallelText:
     """Files of sentence pairs. Iterating reads them, any number of times.
 
-    Attributes:
-        files: the file of the source and that of the target, or files with columns.
-        columns: of a tab-separated file, the indices of source and target.
-        names: of files with named columns, the names that source and target may have.
+    They are a file for each side, a file with tab-separated ``columns`` (the indices of source and
+    target), or files with named columns (the ``names`` that source and target may have).
     """
 
     files: tuple[Path, ...]
@@ -102,7 +99,7 @@ class ParallelText:
         if self.names is not None:
             source_names, target_names = self.names
             return chain.from_iterable(
-                read_table(path, source_names, target_names) for path in self.files
+                _read_table(path, source_names, target_names) for path in self.files
             )
         if self.columns is not None:
             return _read_columns(self.files[0], *self.columns)
@@ -157,24 +154,49 @@ def _read_columns(path: Path, source: int, target: int) -> Iterator[tuple[str, s
         yield cells[source], cells[target]
 
 
+def _read_table(
+    path: Path, source: Sequence[str], target: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """The pairs of a file, a few at a time, from the first of the named columns that it has."""
+    chosen: tuple[str, str] | None = None
+    for where, row in read_rows(path):
+        if isinstance(row.get(_NESTED), Mapping):
+            row = row[_NESTED]
+        if chosen is None:
+            chosen = _named_column(path, row, source), _named_column(path, row, target)
+        yield _cell(where, row, chosen[0]), _cell(where, row, chosen[1])
+
+
+def _named_column(path: Path, row: Mapping[str, Any], names: Sequence[str]) -> str:
+    for name in names:
+        if name in row:
+            return name
+    raise DataError(
+        f"{path}: no column {' or '.join(names)}, only {', '.join(map(str, row))}; name it with "
+        "--columns source=NAME,target=NAME"
+    )
+
+
+def _cell(where: str, row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""  # an empty side: dropped and counted
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} is not text but {value!r:.40}")
+    return " ".join(value.splitlines()) if "\n" in value or "\r" in value else value
+
+
 # ------------------------------------------------------------------ finding the files
 
 
 def find_parallel_text(
     name: str, source: str, target: str, columns: Sequence[str] = ("source", "target")
 ) -> ParallelText:
-    """The files of an input.
+    """The files of an input, which is named as described at the top of this module.
 
-    Args:
-        name: as described at the top of this module.
-        source: the language of the source, such as "de".
-        target: the language of the target.
-        columns: what the columns of a tab-separated file hold: "source", "target" or a language;
-            any other word, such as "-", for a column that is not used. For named columns:
-            "source=NAME", "target=NAME" or "LANGUAGE=NAME".
-
-    Raises:
-        DataError: no such files.
+    ``columns`` says what the columns of a tab-separated file hold: "source", "target" or a
+    language; any other word, such as "-", for a column that is not used. For named columns it has
+    "source=NAME", "target=NAME" or "LANGUAGE=NAME".
     """
     languages = {"pair": f"{source}-{target}", "source": source, "target": target}
     if set(re.findall(r"{(\w*)}|[{}]", name)) - {"pair", "source", "target"}:
@@ -189,14 +211,23 @@ def find_parallel_text(
                 raise DataError(f"{path}: no such file")
         return ParallelText(files)
     prefix = Path(name).expanduser()
-    if is_table(prefix):
+    if files := _table_files(prefix):
         names = _names(columns, "source", source), _names(columns, "target", target)
-        return ParallelText(table_files(prefix), names=names)
+        return ParallelText(files, names=names)
     if prefix.is_file():
         return ParallelText(
             (prefix,), (_column(columns, "source", source), _column(columns, "target", target))
         )
     return ParallelText((_language_file(prefix, source), _language_file(prefix, target)))
+
+
+def _table_files(path: Path) -> tuple[Path, ...]:
+    """The files of a table with named columns; none for another input."""
+    if is_table(path) and path.exists():
+        return tuple(table_files(path))
+    if path.suffix.lower() == ".json" and path.is_file():
+        return (path,)
+    return tuple(sorted(path.glob("*.parquet"))) if path.is_dir() else ()
 
 
 def _names(columns: Sequence[str], side: str, language: str) -> tuple[str, ...]:

@@ -33,9 +33,9 @@ from ..text.arrow import ArrowFile, read_batches
 from ..text.folder import (
     SPLITS,
     Preparation,
+    building,
     check_apart,
     check_free,
-    preparing,
     print_ready,
     seal,
 )
@@ -59,14 +59,15 @@ from .guard import (
     duplicates,
     hold_out,
     join_subwords,
+    language_name,
+    look_swapped,
     markup,
     overlap,
     sentence_groups,
     sentence_key,
     wrong_script,
 )
-from .languages import language_name, look_swapped
-from .options import DROPPED, PrepareOptions, Processing, parse_pairs
+from .options import DROPPED, RECIPES, PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
 from .prepared import MAKER, Pair, Prepared, read_split, schema
 from .text import languages_without_moses_rules
@@ -74,20 +75,13 @@ from .text import languages_without_moses_rules
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["prepare", "prepare_pairs", "summarize"]
-
 _CHUNK = 5_000  # pairs worked on at a time
 _SAMPLE = 10_000  # pairs of a file that are looked at for marks of earlier processing
 _SHOWN = 200  # characters of a sentence
 _MANY = 200_000  # pairs for which it pays to start processes
-_LOOKS: dict[Markup, str] = {
-    "tokenized": "tokenized already",
-    "subwords": "split into subwords already",
-}
-_EVIDENCE: dict[Markup, str] = {"tokenized": "&apos; or @-@", "subwords": "@@ or ▁"}
-_REMEDY: dict[Markup, str] = {
-    "tokenized": "--tokenized takes it as such",
-    "subwords": "--join-subwords joins them first",
+_PROCESSED: dict[Markup, tuple[str, str, str]] = {  # how it looks, what shows it, what helps
+    "tokenized": ("tokenized", "&apos; or @-@", "--tokenized takes it as such"),
+    "subwords": ("split into subwords", "@@ or ▁", "--join-subwords joins them first"),
 }
 _TEXT = pa.schema([(name, pa.string()) for name in ("source", "target")] + [("pair", pa.int8())])
 
@@ -97,19 +91,8 @@ def prepare(
 ) -> Prepared:
     """Prepare files of parallel text.
 
-    Args:
-        options: which files, and how they are processed.
-        out: the folder to make.
-        workers: processes that clean text; None for as many as there are processors, if it pays.
-            The result does not depend on it.
-        force: replace prepared data that are in ``out``.
-
-    Returns:
-        The prepared data.
-
-    Raises:
-        DataError: the files are missing, damaged or not aligned, or nothing of them is left.
-        RequestError: ``out`` is an input, or exists and is something else or ``force`` is False.
+    Text is cleaned in ``workers`` processes; None for as many as there are processors, if it pays.
+    The result does not depend on it. ``force`` replaces prepared data that are in ``out``.
     """
     out = check_free(Path(out), MAKER, force)
     pairs = parse_pairs(options.pair, options.tag)
@@ -199,11 +182,7 @@ def _swapped(part: ParallelText, pair: Pair) -> str:
 def _check_markup(
     part: ParallelText, sample: Sequence[tuple[str, str]], options: PrepareOptions
 ) -> Iterator[str]:
-    """Notes on text that was processed before.
-
-    Raises:
-        DataError: it was, and the options do not say so.
-    """
+    """Notes on text that was processed before; refused if the options do not say so."""
     for side, lines in enumerate(zip(*sample, strict=True)):
         file = part.files[side if part.columns is None and part.names is None else 0]
         if options.join_subwords:
@@ -213,14 +192,15 @@ def _check_markup(
         if (found := markup(lines)) is None:
             continue
         kind, share = found
+        looks, evidence, remedy = _PROCESSED[kind]
         if kind == "tokenized" and options.text.tokenized:
             yield "the text is tokenized and taken as such"
         elif options.force_raw:
-            yield f"{file.name} looks {_LOOKS[kind]} and is taken as running text"
+            yield f"{file.name} looks {looks} already and is taken as running text"
         else:
             raise DataError(
-                f"{file}: the text is {_LOOKS[kind]} ({share:.0%} of {len(lines)} lines have "
-                f"{_EVIDENCE[kind]}): {_REMEDY[kind]}; --force-raw takes it as running text"
+                f"{file}: the text is {looks} already ({share:.0%} of {len(lines)} lines have "
+                f"{evidence}): {remedy}; --force-raw takes it as running text"
             )
 
 
@@ -245,13 +225,8 @@ def prepare_pairs(
             language pair, the source line and the target line of each sentence pair.
         processing: how they are processed.
         sizes: how many each split has, for the progress bars.
-        inputs: the origin of the pairs, for the manifest.
-        notes: sentences for the manifest and the summary.
-        workers: processes that clean text; the result does not depend on it.
-        force: replace prepared data that are in ``out``.
-
-    Returns:
-        The prepared data.
+        inputs, notes: the origin of the pairs and remarks on them, for the manifest.
+        workers, force: as for :func:`prepare`.
     """
     out = check_free(Path(out), MAKER, force)
     read = [processing.codes, processing.sentencepiece, processing.tokenizer]
@@ -264,7 +239,7 @@ def prepare_pairs(
     if processing.tokenizer is not None:
         given = folder_tokenizers(processing.tokenizer)
         pairs = frame_pairs(pairs, processing.tokenizer, *given, processing.prefix)
-    with preparing(out, MAKER, force) as (folder, bars):
+    with building(out, MAKER, force) as folder, ProgressBars() as bars:
         work = _Work(folder, bars, list(pairs), processing, list(notes), given)
         work.clean(splits, sizes or {}, workers)
         work.write_splits(*(given or work.learn_subwords()))
@@ -358,15 +333,12 @@ class _Work(Preparation):
             lengths = len(row.source.split()), len(row.target.split())
             reason = _objection(lengths, options.max_tokens, options.max_ratio)
         if not reason:
-            suspicions = []
-            if row.source == row.target:
-                suspicions.append("copies")
+            suspicions = ["copies"] if row.source == row.target else []
             if wrong_script(row.source, pair.source) or wrong_script(row.target, pair.target):
                 suspicions.append("script")
-            for name in suspicions:
-                if split == "train" and name in options.drop:
-                    reason = DROPPED[name]
-                    break
+            unwanted = [name for name in suspicions if split == "train" and name in options.drop]
+            if unwanted:
+                reason = DROPPED[unwanted[0]]
             else:
                 self.found[split].update(DROPPED[name] for name in suspicions)
         if reason:
@@ -583,6 +555,7 @@ class _Work(Preparation):
 
     def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
         """Write what the folder holds; this is the last file."""
+        train = read_split(self.folder, "train")
         manifest = {
             "pairs": [pair.entry() for pair in self.pairs],
             "text": self.processing.text.model_dump(),
@@ -591,7 +564,9 @@ class _Work(Preparation):
             "read": dict(self.read),
             "dropped": {split: dict(sorted(n.items())) for split, n in self.dropped.items()},
             "found": {split: dict(sorted(n.items())) for split, n in self.found.items()},
-            "overlap": self._overlap(),
+            "overlap": {
+                split: overlap(train, read_split(self.folder, split)) for split in SPLITS[1:]
+            },
             "notes": self.notes,
             "sizes": {split: self.sizes[split] for split in SPLITS},
             "tokens": self.tokens,
@@ -599,11 +574,6 @@ class _Work(Preparation):
             "inputs": list(inputs),
         }
         seal(self.folder, manifest)
-
-    def _overlap(self) -> dict[str, dict[str, int]]:
-        """Of each scored split, how many pairs have their source, target or both in train."""
-        train = read_split(self.folder, "train")
-        return {split: overlap(train, read_split(self.folder, split)) for split in SPLITS[1:]}
 
     def _processing(self) -> dict[str, Any]:
         """What was done, without the paths of files."""
@@ -649,12 +619,10 @@ def _text_schema(split: str) -> pa.Schema:
     return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
 
 
-def summarize(prepared: Prepared, tokenizer: str | None = None) -> None:
+def summarize(prepared: Prepared, tokenizer: str | None = None, preset: str | None = None) -> None:
     """Print how many pairs were kept, where they are, and the command that trains on them.
 
-    Args:
-        prepared: the data.
-        tokenizer: the folder of the pre-trained model that they are for.
+    The recipe is that of the preset, or for the pre-trained model in the folder ``tokenizer``.
     """
     manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
     table = Table("split", "read", "dropped", "kept", "source tokens", "target tokens", box=None)
@@ -681,17 +649,20 @@ def summarize(prepared: Prepared, tokenizer: str | None = None) -> None:
             console.print(f"Moses has no rules for {language}: those for English were used")
     for line in chain(_first_pairs(prepared), _observations(manifest)):
         console.print(printable(line), markup=False)
-    for line, leaks in _overlaps(manifest):
-        if leaks:
+    for split, counts in manifest["overlap"].items():
+        size = manifest["sizes"][split]
+        shares = ", ".join(f"{n / size:.1%} of the {what}s" for what, n in counts.items())
+        line = f"{split}: also in train: {shares}"
+        if any(counts.values()):
             notice(f"warning: {line}")
         else:
             console.print(line)
+    recipe, settings = RECIPES.get(preset, "translation"), []
     if tokenizer is not None:
-        pretrained = f"model.pretrained={shlex.quote(tokenizer)}"
-        print_ready(console, prepared.path, "translation-sft", pretrained)
-    else:
-        separate = ["model.embeddings=decoder"] * (vocabulary["kind"] == "separate")
-        print_ready(console, prepared.path, "translation", *separate)
+        recipe, settings = "translation-sft", [f"model.pretrained={shlex.quote(tokenizer)}"]
+    elif vocabulary["kind"] == "separate":
+        settings = ["model.embeddings=decoder"]
+    print_ready(console, prepared.path, recipe, *settings)
 
 
 def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -703,14 +674,6 @@ def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:
             names = [name for name, reason in DROPPED.items() if reason in found]
             cure = f"; --drop {','.join(names)} drops them" if split == "train" else ""
             yield f"{split}: kept, but suspicious: {counts}{cure}"
-
-
-def _overlaps(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Of each scored split, a line on what is also in train, and whether there is any."""
-    for split, counts in manifest["overlap"].items():
-        size = manifest["sizes"][split]
-        shares = ", ".join(f"{n / size:.1%} of the {what}s" for what, n in counts.items())
-        yield f"{split}: also in train: {shares}", any(counts.values())
 
 
 def _first_pairs(prepared: Prepared) -> Iterator[str]:

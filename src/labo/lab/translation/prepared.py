@@ -26,8 +26,6 @@ from .text import TextOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["MAKER", "Frame", "Pair", "Prepared", "TextSplit", "read_split", "schema"]
-
 Side = Literal["source", "target"]
 
 MAKER = Maker("labo prepare", None)
@@ -61,12 +59,9 @@ class Frame(Document):
 
 @dataclass(frozen=True)
 class Pair:
-    """A direction of translation.
+    """A direction of translation, with the first token of each source, if any.
 
-    Attributes:
-        source, target: the languages.
-        tag: the first token of each source, if any.
-        frame: for the tokenizer of a pre-trained model. None: sources and targets end with </s>.
+    Without a frame, which pre-trained models have, sources and targets end with </s>.
     """
 
     source: str
@@ -99,11 +94,7 @@ class _PairManifest(FolderManifest):
 
 
 class TextSplit:
-    """Token ids of sentence pairs.
-
-    Attributes:
-        pair: (N,) int8, which of the pairs of the data each sentence pair belongs to.
-    """
+    """Token ids of sentence pairs; ``pair`` (N,) says which pair of languages each is of."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -129,11 +120,7 @@ class TextSplit:
         return self.sides[side].lengths
 
     def longest(self, given: int = 0) -> npt.NDArray[np.int64]:
-        """(N,), the number of ids of the longer side of each sentence pair.
-
-        Args:
-            given: tokens that the decoder is given before a target, besides its start token.
-        """
+        """(N,), the ids of the longer side; the decoder is given so many besides its start."""
         return np.maximum(self.lengths("source"), self.lengths("target") + given)
 
     def take(self, index: npt.NDArray[np.int64]) -> TextSplit:
@@ -155,7 +142,6 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
     """Prepared parallel text, see :class:`labo.lab.text.folder.PreparedFolder`.
 
     Attributes:
-        pairs: the directions of translation.
         text: what was done to the text, and has to be done to text that is translated.
         pretrained: whether the tokenizers are those of a pre-trained model.
     """

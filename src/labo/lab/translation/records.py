@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..analysis.reading import Floats, RecordLine, Run, record_lines
-from ..text.analysis import digest
-from ..text.predictions import Forced, read_forced
+from ..text.analysis import Forced, digest, read_forced
 
 
 @dataclass(frozen=True, eq=False)

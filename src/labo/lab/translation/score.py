@@ -35,11 +35,7 @@ _COMET = "unbabel-comet"
 
 @dataclass(frozen=True)
 class PairScore(TokenScore):
-    """What a model gives a translation, ``</s>`` last.
-
-    Attributes:
-        statistics: of each token, as :func:`labo.lab.text.forced.token_statistics` gives them.
-    """
+    """What a model gives a translation, ``</s>`` last, with the statistics of each token."""
 
     statistics: dict[str, torch.Tensor]
 
@@ -48,16 +44,7 @@ class PairScore(TokenScore):
 def score_pairs(
     translator: Translator, sources: Sequence[str], targets: Sequence[str], *, first_line: int = 1
 ) -> list[PairScore]:
-    """The score of each pair of lines.
-
-    Args:
-        translator: the model.
-        sources, targets: raw text, a translation for each source.
-        first_line: the number of the first line, for messages.
-
-    Raises:
-        RequestError: a sentence is longer than the model.
-    """
+    """The score of each translation of a source, given as raw text."""
     pipeline, positions = translator.pipeline, translator.positions
     given = translator.tokens.sources([pipeline.source(line) for line in sources])
     wanted = translator.tokens.targets([pipeline.target(line) for line in targets])
@@ -117,16 +104,7 @@ def _read_sides(source: str | Path, target: str | Path) -> tuple[list[str], list
 def score_files(
     run: str | Path, source: str | Path, target: str | Path, *, pair: str | None = None
 ) -> Iterator[PairScore]:
-    """The score of each line of ``target`` as a translation of that line of ``source``.
-
-    Args:
-        run: a run directory or a model folder.
-        source, target: text files with as many lines, compressed or not.
-        pair: such as ``de-en``, for a model with several directions.
-
-    Raises:
-        RequestError: the files do not have as many lines, or a sentence is longer than the model.
-    """
+    """The score of each line of ``target`` as a translation of that line of ``source``."""
     sources, targets = _read_sides(source, target)
     translator = Translator(run, pair=pair, notice=notice)
     for first in range(0, len(sources), _LINES_AT_ONCE):
@@ -154,16 +132,9 @@ def evaluate_files(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Translate a file and compare the translations with references.
 
-    Args:
-        run: a run directory or a model folder.
-        source, reference: text files with as many lines, compressed or not.
-        pair: such as ``de-en``, for a model with several directions.
-        comet: also score with this COMET model: a checkpoint file, or a name that the package
-            knows.
-
-    Returns:
-        BLEU, chrF, tokenized BLEU, the mean NLL of the reference tokens and what else
-        :func:`labo.lab.text.forced.mean_metrics` has; and the signature of each score that has one.
+    BLEU, chrF, tokenized BLEU, the score of a COMET model if one is named, the mean NLL of the
+    reference tokens and what else :func:`labo.lab.text.forced.mean_metrics` has; and the signature
+    of each score that has one.
     """
     sources, references = _read_sides(source, reference)
     translator = Translator(run, pair=pair, notice=notice)

@@ -8,7 +8,8 @@ computed from hidden states and output layer by :func:`labo.linear_loss`, withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -28,7 +29,7 @@ from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length, in_order, padded_rows, rounded, text_digest
+from ..text.batching import batches_by_length, padded_rows, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
 from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
@@ -369,12 +370,6 @@ class TranslationTask(TokenTask):
         generation = generation_config(self.recipe.decode, config, start=start.tolist())
         return self.folder_files(model, weights, generation.to_json_string())
 
-    def outputs(self, model: nn.Module, batch: Batch, **options: Any) -> Head:
-        """Hidden states for the target tokens of a batch, without padding, and the output layer."""
-        sentences: batches.Sentences = batch.inputs
-        head: Head = model(sentences.source, sentences.mask, sentences.prefix, **options)
-        return head.at(self.learned(batch))
-
     def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
         for name in ("bpe_dropout", "switchout_target"):
             if getattr(self.recipe.data, name):
@@ -486,7 +481,7 @@ class TranslationTask(TokenTask):
         return metrics
 
     def scored_by(self) -> dict[str, str]:
-        return bleu.signatures(self._lowercased)
+        return bleu.signatures(self.data.text.lowercase)
 
     def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
@@ -511,25 +506,22 @@ class TranslationTask(TokenTask):
         records = self._records(chosen, references, temperature, hypotheses, texts, by_beam)
         return Evaluation(metrics, records, {"sacrebleu": self.scored_by()})
 
-    @property
-    def _lowercased(self) -> bool:
-        return self.data.text.lowercase
-
+    @cached_property
     def _pipelines(self) -> list[Pipeline]:
         return [Pipeline(self.data.text, pair.source, pair.target) for pair in self.data.pairs]
 
     def _texts(self, split: TextSplit, hypotheses: Sequence[Hypothesis]) -> list[str]:
         """Detokenized translations."""
-        pipelines = self._pipelines()
-        tokenizer = self.data.target_tokenizer
-        plain = tokenizer.batch_decode([list(h.ids) for h in hypotheses], skip_special_tokens=True)
-        return [pipelines[p].restore(t) for p, t in zip(split.pair.tolist(), plain, strict=True)]
+        decode = self.data.target_tokenizer.batch_decode
+        plain = decode([list(h.ids) for h in hypotheses], skip_special_tokens=True)
+        numbered = zip(split.pair.tolist(), plain, strict=True)
+        return [self._pipelines[pair].restore(text) for pair, text in numbered]
 
     def _scores(self, split: TextSplit, texts: Sequence[str]) -> dict[str, float]:
-        pipelines = self._pipelines()
+        pipelines, lowercase = self._pipelines, self.data.text.lowercase
         references = [split.target_text(i) for i in range(len(split))]
         pair = split.pair.tolist()
-        scores = bleu.scores(texts, references, lowercase=self._lowercased)
+        scores = bleu.scores(texts, references, lowercase)
         scores["tokenized_bleu"] = bleu.tokenized_bleu(
             [pipelines[p].tokens(text) for p, text in zip(pair, texts, strict=True)],
             [pipelines[p].tokens(text) for p, text in zip(pair, references, strict=True)],
@@ -537,11 +529,9 @@ class TranslationTask(TokenTask):
         if len(pipelines) > 1:
             for number, named in enumerate(self.data.pairs):
                 mine = [i for i, p in enumerate(pair) if p == number]
-                scores[f"bleu_{named.source}_{named.target}"] = bleu.scores(
-                    [texts[i] for i in mine],
-                    [references[i] for i in mine],
-                    lowercase=self._lowercased,
-                )["bleu"]
+                said, wanted = ([side[i] for i in mine] for side in (texts, references))
+                found = bleu.scores(said, wanted, lowercase)
+                scores[f"bleu_{named.source}_{named.target}"] = found["bleu"]
         return scores
 
     def _shares(self, split: TextSplit, accelerator: Accelerator) -> list[int]:
@@ -561,7 +551,7 @@ class TranslationTask(TokenTask):
                 sources = [split.source(i).tolist() for i in part]
                 found = decode(plain, sources, options, start=start, advance=advance)
                 best += zip(part, (hypotheses[0] for hypotheses in found), strict=True)
-        return in_order(gather_object(best))
+        return [found for _, found in sorted(gather_object(best), key=itemgetter(0))]
 
     @torch.no_grad()
     def _heads(
@@ -622,15 +612,15 @@ class TranslationTask(TokenTask):
             pair = self.data.pairs[int(split.pair[index])]
             source = [int(i) for i in split.source(index) if int(i) not in special]
             reference = split.target(index).tolist()
-            ended = len(hypothesis.probabilities) > len(hypothesis.ids)
+            end = [self.data.end] * hypothesis.ended
             record: dict[str, Any] = {
                 "index": index,
-                "pair": f"{pair.source}-{pair.target}",
+                "pair": str(pair),
                 "source": split.source_text(index),
                 "reference": split.target_text(index),
                 "hypothesis": text,
                 "source_tokens": names(source),
-                "tokens": self.token_texts([*hypothesis.ids, *([self.data.end] if ended else [])]),
+                "tokens": self.token_texts([*hypothesis.ids, *end]),
                 "probabilities": rounded(hypothesis.probabilities),
                 "score": hypothesis.score,
                 "frequency": float(counts[source].mean()) if source else 0.0,
@@ -682,16 +672,8 @@ def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int)
 
     The number of replaced subwords :math:`k \in \{0 .. L\}` of a sentence of L subwords (without
     its end) has :math:`P(k) \propto \exp(-k / temperature)`. Each subword is then replaced with
-    probability k / L by any other subword. Special tokens and tags are kept.
-
-    Args:
-        ids: (N, T) padded token ids.
-        u: (N, 1 + 2 T) random numbers in [0, 1).
-        temperature: larger values replace more.
-        first, size: the ids of subwords are first .. size - 1.
-
-    Returns:
-        (N, T).
+    probability k / L by any other subword. Special tokens and tags are kept: the ids of subwords
+    are first .. size - 1. ``ids`` are (N, T), the random numbers ``u`` (N, 1 + 2 T).
     """
     words = (ids >= first) & (ids < size)
     count = words.sum(-1)

@@ -18,8 +18,6 @@ from .finetuning import fitting_config, load_translator, start_tokens
 from .model import EncoderDecoder, positions_of
 from .prepared import MAKER, Prepared
 
-__all__ = ["PREDICTIONS", "SentencePredictions", "stored_rows"]
-
 
 class SentencePredictions(TrainingPredictions):
     """What an encoder-decoder predicts for the tokens of translations, given the sources."""

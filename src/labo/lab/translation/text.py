@@ -14,8 +14,6 @@ from pydantic import Field, model_validator
 
 from ..config import Section
 
-__all__ = ["Pipeline", "TextOptions", "languages_without_moses_rules"]
-
 _FINAL_PERIOD = re.compile(r"([^\s.])\.$")
 
 

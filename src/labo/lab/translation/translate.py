@@ -84,11 +84,7 @@ class ModelFolder:
 
     @classmethod
     def find(cls, run: str | Path) -> ModelFolder:
-        """The model of a run, given by its run directory or by the folder itself.
-
-        Raises:
-            RequestError: there is none, or it is no translation model.
-        """
+        """The model of a run, given by its run directory or by the folder itself."""
         folder, facts = find_model(run, "translation")
         known = checked(facts, _Facts, folder / "config.json", "labo.")
         return cls(
@@ -262,19 +258,11 @@ def translate_stream(
     scores: bool = False,
     **search: Any,
 ) -> None:
-    """Translate line by line, from bytes to bytes. If the reader goes away it ends without error.
+    """``labo translate``: lines in, lines out, as :func:`labo.lab.text.stdio.answer_lines` does it.
 
-    Lines end with a line feed, with or without a carriage return before it. Bytes that are not
-    UTF-8 are read as U+FFFD and sentences longer than the model are cut, with a notice on stderr.
-
-    Args:
-        run: a run directory or a model folder.
-        source: where to read.
-        target: where to write.
-        pair: see :class:`Translator`.
-        nbest: write so many translations of each line, each after its line number and score.
-        scores: write JSON, with the probability of each token.
-        search: see :class:`Translator`.
+    Sentences longer than the model are cut, with a notice on stderr. ``nbest`` writes so many
+    translations of each line, each after its line number and score; ``scores`` writes JSON, with
+    the probability of each token.
     """
 
     def start(notice: Notice) -> Answer:
