@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
+import layers
 from labo import _checks, chunks, linear
+from layers import D, V, gradients
+from probes import Products
 
-N, D, V = 20, 6, 11
+N = 20
 DROP, KEEP = (
     labo.LinearLossOptions(batch_chunk_size=3, drop_ignored=drop) for drop in (True, False)
 )
@@ -26,8 +29,9 @@ def test_chunks_of_whole_tiles():
     assert chunks.cut(8192, 4096, 256) == [slice(0, 4096), slice(4096, 8192)]
     assert chunks.cut(5000, 4096, 256) == [slice(0, 2560), slice(2560, 5000)]
     assert chunks.cut(300, 4096, 256) == [slice(0, 300)]
+    assert chunks.cut(101, 100) == [slice(0, 51), slice(51, 101)]
     assert chunks.cut(300, 100, 256) == [slice(0, 100), slice(100, 200), slice(200, 300)]
-    assert chunks.cut(0, 256, 256) == []
+    assert chunks.cut(0, 256, 256) == chunks.cut(0, 7) == []
 
 
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 4095, 4097, 8192, 10_000])
@@ -60,6 +64,8 @@ def test_on_cuda_the_chunk_follows_the_weight():
     assert labo.LinearLossOptions(memory_budget=5 * huge).most_rows(huge, 4096) == 5
     assert labo.LinearLossOptions(batch_chunk_size=7).most_rows(huge, 4096) == 7
     assert options.most_rows(1 << 20) == 96
+    small = labo.LinearLossOptions(memory_budget=1000)
+    assert (small.most_rows(10), small.most_rows(10_000)) == (100, 1)
 
 
 def test_ignored_rows_are_dropped_on_the_cpu_unless_asked_otherwise():
@@ -122,31 +128,19 @@ def test_products_are_summed_in_float32(monkeypatch, adapted):
 
 
 def problem(dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype)
-    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
-    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype)
-    target = torch.randint(V, (N,), generator=generator)
-    target[torch.randperm(N, generator=generator)[:12]] = -100
-    return x, weight, bias, target
+    x, weight, bias, target = layers.problem(dtype, rows=N)
+    return x, weight, bias, target.masked_fill(torch.arange(N) % 5 < 3, -100)
 
 
-def results(call, *tensors: Tensor):
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    value = call(*leaves)
-    upstream = torch.linspace(0.5, 2, value.numel(), dtype=value.dtype).reshape(value.shape)
-    return value.detach(), *torch.autograd.grad(value, leaves, upstream)
-
-
-def teacher_of(name: str) -> dict:
-    generator = torch.Generator().manual_seed(9)
-    logits = torch.randn(N, V, generator=generator, dtype=torch.float64)
-    if name == "stored":
+def teacher_of(kind: str, dtype: torch.dtype) -> Tensor | tuple[Tensor, Tensor]:
+    logits = torch.randn(N, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    if kind == "logits":
+        return logits.to(dtype)
+    if kind == "stored":
         top = logits.log_softmax(-1).topk(3)
-        return {"teacher_logits": (top.indices, top.values)}
-    hidden, weight, _, _ = problem()
-    given = {"logits": logits, "layer": (hidden.sin(), weight.cos())}
-    return {"teacher_logits": given[name]}
+        return top.indices, top.values.to(dtype)
+    hidden, weight, _, _ = problem(dtype)
+    return hidden.sin(), weight.cos()
 
 
 CASES = {
@@ -168,20 +162,13 @@ def test_dropped_rows_change_nothing(name, reduction, dtype):
     make, extras = CASES[name]
     loss = make(reduction=reduction, weight=torch.linspace(0.5, 2, V).to(dtype))
     if "teacher_logits" in extras:
-        given = teacher_of(extras["teacher_logits"])["teacher_logits"]
-        parts = given if isinstance(given, tuple) else (given,)
-        parts = tuple(t.to(dtype) if t.is_floating_point() else t for t in parts)
-        extras = extras | {"teacher_logits": parts if isinstance(given, tuple) else parts[0]}
+        extras = {"teacher_logits": teacher_of(extras["teacher_logits"], dtype)}
 
     def call(options):
-        return results(
-            lambda x, w, b: labo.linear_loss(
-                x, w, target, loss, linear_bias=b, options=options, **extras
-            ),
-            x,
-            weight,
-            bias,
-        )
+        def step(x, w, b):
+            return labo.linear_loss(x, w, target, loss, linear_bias=b, options=options, **extras)
+
+        return gradients(step, x, weight, bias)
 
     found, expected = call(DROP), call(KEEP)
     tolerance = 4 * torch.finfo(dtype).eps
@@ -206,10 +193,9 @@ def test_dropped_rows_of_an_adapted_layer(magnitude, reduction):
             made = labo.LABOLoss(reduction=reduction)
             return labo.linear_loss(x, adapted, target, made, linear_bias=bias, options=options)
 
-        return results(loss, x, weight, bias, a, b, *scale)
+        return gradients(loss, x, weight, bias, a, b, *scale)
 
-    for ours, theirs in zip(call(DROP), call(KEEP), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(call(DROP), call(KEEP))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
@@ -236,39 +222,25 @@ def test_dropped_rows_under_compile(reduction):
     def call(x, w, b):
         return labo.linear_loss(x, w, target, loss, linear_bias=b, options=DROP)
 
-    expected = results(call, x, weight, bias)
+    expected = gradients(call, x, weight, bias)
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(results(compiled, x, weight, bias), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-class Rows(TorchDispatchMode):
-    """The rows of all matrix products that have V columns, and operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products, self.names = 0, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.names.append(function.overloadpacket.__name__)
-        if self.names[-1] in ("mm", "addmm") and result.shape[-1] == V:
-            self.products += len(result)
-        return result
+    torch.testing.assert_close(gradients(compiled, x, weight, bias), expected)
 
 
 def test_only_rows_that_count_are_multiplied():
     x, weight, _, target = problem()
-    count = int((target != -100).sum())
-    for options, rows in ((DROP, count), (SMALL, count), (KEEP, N)):
-        with Rows() as seen:
-            labo.linear_loss(x, weight, target, labo.LABOLoss(), options=options)
-        assert seen.products == rows
-    with Rows() as seen:  # nothing is copied if every row counts
-        labo.linear_loss(x, weight, target.clamp(min=0), labo.LABOLoss(), options=DROP)
-    assert seen.products == N
-    assert "index" not in seen.names
+    every = target.clamp(min=0)
+    for options, labels, rows in (
+        (DROP, target, 8),
+        (SMALL, target, 8),
+        (KEEP, target, N),
+        (DROP, every, N),
+    ):
+        with Products() as seen:
+            labo.linear_loss(x, weight, labels, labo.LABOLoss(), options=options)
+        assert sum(shape[0] for shape in seen.shapes) == rows
+    assert "index" not in seen.names  # nothing is copied if every row counts
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -277,14 +249,13 @@ def test_nothing_in_a_dropped_row_matters(reduction):
     x[target == -100] = math.nan
     loss = labo.LABOLoss(reduction=reduction)
     for labels in (target, torch.full_like(target, -100)):
-        value, *grads = results(
-            lambda x, w, b, y=labels: labo.linear_loss(x, w, y, loss, linear_bias=b, options=DROP),
-            x,
-            weight,
-            bias,
-        )
-        assert all(t.isfinite().all() for t in (value, *grads))
-    assert all(t.count_nonzero() == 0 for t in (value, *grads))
+
+        def step(x, w, b, labels=labels):
+            return labo.linear_loss(x, w, labels, loss, linear_bias=b, options=DROP)
+
+        found = gradients(step, x, weight, bias)
+        assert all(t.isfinite().all() for t in found)
+    assert all(t.count_nonzero() == 0 for t in found)
 
 
 # ------------------------------------------------------------------ nothing waits for a device
@@ -338,9 +309,7 @@ def test_shards_wait_for_no_device(monkeypatch, name):
     """Forward and backward, with metrics; ``can_read`` says what it says of a GPU's tensors."""
     x, weight, _, target = problem(torch.float32)
     loss, teacher = SHARDED[name]()
-    given = None if teacher is None else teacher_of(teacher)["teacher_logits"]
-    if teacher in ("logits", "layer"):
-        given = given.float() if teacher == "logits" else tuple(t.float() for t in given)
+    given = None if teacher is None else teacher_of(teacher, torch.float32)
     x.requires_grad_()
     weight.requires_grad_()
     upstream = torch.rand(N)

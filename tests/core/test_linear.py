@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import labo
-from conftest import MODULES, gradient
 from eighths import Eighths
 from labo import chunks, linear
 from labo.heads import quantized
-from layers import SMALL, D, N, V, problem
-from probes import LargestTensor
+from layers import SMALL, D, N, V, gradients, problem
+from loss_cases import MODULES, gradient
+from probes import LargestTensor, Products
 
-WITH_TEACHER = {"kd", "dkd", "cskd", "pskd", "alspast"}
-ROWWISE = [name for name in labo.LOSSES if labo.LOSSES[name].rowwise]
+WITH_TEACHER = {"kd", "dkd", "cs-kd", "ps-kd", "als-past"}
+# Stored classes are tested in test_stored.py.
+ROWWISE = [n for n, loss in labo.LOSSES.items() if loss.rowwise and not loss.teacher_is_stored]
 each_loss = pytest.mark.parametrize("name", ROWWISE)
 # A kernel of one call, a formula, and a formula with a teacher.
 each_kind = pytest.mark.parametrize("name", ["labo", "cp", "kd"])
@@ -37,15 +38,6 @@ def teacher(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor | Non
         return None
     generator = torch.Generator().manual_seed(9)
     return torch.randn(N, V, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def gradients(function, *tensors, upstream=None):
-    """Value and gradients; rows that are not reduced have different upstream gradients."""
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    value = function(*leaves)
-    if value.dim() and upstream is None:
-        upstream = torch.linspace(0, 2, value.numel(), dtype=value.dtype).view_as(value)
-    return value.detach(), *torch.autograd.grad(value, leaves, upstream)
 
 
 def apart(loss, target, teacher_logits=None, softcap=None):
@@ -101,7 +93,7 @@ def test_error_is_that_of_the_naive_computation(name, dtype):
         assert error <= 1.5 * usual + 2 * torch.finfo(dtype).eps * truth.abs().max()
 
 
-@pytest.mark.parametrize("name", ["labo", "ls", "ce"])
+@pytest.mark.parametrize("name", ["labo", "ls", "base"])
 def test_softcap_class_weights_and_ignore_index_on_the_fast_backends(name):
     *tensors, target = problem(torch.float32)
     target[N // 3] = 2
@@ -148,18 +140,6 @@ def test_true_class_entry_is_exact_in_bfloat16():
     torch.testing.assert_close(slope.double(), exact, rtol=1e-2, atol=0)
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-        return function(*args, **(kwargs or {}))
-
-
 @each_kind
 @pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)), ids=str)
 def test_only_the_gradients_that_are_needed_are_computed(name, wanted):
@@ -171,7 +151,7 @@ def test_only_the_gradients_that_are_needed_are_computed(name, wanted):
         result = fused(loss, target, teacher_logits=given, options=None)(*leaves)
         if any(wanted):
             result.backward()
-    assert products.count == 1 + wanted[0] + wanted[1]
+    assert len(products.shapes) == 1 + wanted[0] + wanted[1]
     for leaf, w, truth in zip(leaves, wanted, expected, strict=True):
         assert (leaf.grad is not None) == w
         if w:
@@ -189,7 +169,7 @@ def test_no_gradient_is_computed_without_grad_mode(name, mode, reduction):
     expected = apart(loss, target, given)(x, weight, bias)
     with mode(), Products() as products, LargestTensor() as seen:
         value = fused(loss, target, teacher_logits=given)(x, weight, bias)
-    assert products.count == 3  # the ignored row is in no chunk
+    assert len(products.shapes) == 3  # the ignored row is in no chunk
     assert seen.largest < weight.numel()  # nothing of the size of its gradient
     torch.testing.assert_close(value, expected)
 
@@ -307,16 +287,6 @@ def test_second_backward():
     assert torch.equal(first, again)
 
 
-def test_chunks_are_even():
-    options = labo.LinearLossOptions(memory_budget=1000)
-    assert options.most_rows(bytes_per_row=10) == 100
-    assert options.most_rows(bytes_per_row=10_000) == 1
-    assert labo.LinearLossOptions(batch_chunk_size=7).most_rows(10) == 7
-    assert chunks.cut(101, 100) == [slice(0, 51), slice(51, 101)]
-    assert chunks.cut(5, 1) == [slice(i, i + 1) for i in range(5)]
-    assert chunks.cut(0, 7) == []
-
-
 # ------------------------------------------------------------------ torch.compile
 
 
@@ -383,80 +353,68 @@ def test_module_is_the_function(softcap):
     assert "LABOLoss(tau=1.25" in repr(head)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "sentence"),
-    [
-        ({"loss": torch.nn.CrossEntropyLoss()}, ValueError, "takes a row-wise loss of labo"),
-        ({"loss": labo.BetaSmoothingLoss()}, ValueError, "not BetaSmoothingLoss"),
-        ({"loss": labo.KRLSLoss(V)}, ValueError, "not KRLSLoss"),
-        ({"loss": labo.LABOLoss(dim=1)}, ValueError, "must have dim=-1"),
-        ({"loss": labo.LABOLoss(weight=torch.ones(3))}, ValueError, "weight must have shape"),
-        ({"input": torch.randn(N, D + 1)}, ValueError, r"linear_weight must have shape \(V, D\)"),
-        ({"linear_bias": torch.randn(3)}, ValueError, "linear_bias must have shape"),
-        ({"input": torch.randn(N, D).double()}, ValueError, "must have the same dtype"),
-        ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"got \(3,\)"),
-        ({"target": torch.full((N,), V)}, IndexError, r"target 11 at position 0 is outside"),
-        ({"impl": "nativ"}, ValueError, "did you mean 'native'"),
-        ({"softcap": 0.0}, ValueError, "softcap must be a number above 0"),
-        (
-            {"loss": labo.LABOLoss(alpha_grad=True), "impl": "native"},
-            ValueError,
-            "does not support",
-        ),
-    ],
-)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_refuses(change, error, sentence, reduction):
-    x, weight, bias, target = problem(torch.float32)
-    call = {"input": x, "linear_weight": weight, "target": target, "loss": labo.LABOLoss()}
-    call |= {"linear_bias": bias} | change
-    call["loss"].reduction = reduction
-    with pytest.raises(error, match=sentence):
-        labo.linear_loss(**call)
+# Arguments, and what is said of them: those that a Module has too, and those of a call.
+OF_THE_MODULE = [
+    ({"loss": nn.CrossEntropyLoss()}, "takes a row-wise loss of labo, not CrossEntropyLoss"),
+    ({"loss": "labo"}, "takes a row-wise loss of labo, not str"),
+    ({"loss": labo.LABOLoss}, r"loss must be a Module, got the class: write LABOLoss\("),
+    ({"loss": labo.BetaSmoothingLoss()}, "not BetaSmoothingLoss"),
+    ({"loss": labo.KRLSLoss(V)}, "not KRLSLoss"),
+    ({"softcap": 0.0}, "softcap must be a number above 0"),
+    ({"softcap": "30"}, "softcap must be a number above 0 or None, got '30'"),
+    ({"softcap": True}, "softcap must be a number above 0 or None, got True"),
+    ({"z_loss": "1e-4"}, "z_loss must be a finite number of 0 or more, got '1e-4'"),
+    ({"z_loss": None}, "z_loss must be a finite number of 0 or more, got None"),
+    ({"z_loss": True}, "z_loss must be a finite number of 0 or more, got True"),
+    ({"z_loss": -1.0}, "z_loss must be"),
+    ({"z_loss": math.nan}, "z_loss must be"),
+    ({"options": 64}, r"options must be a LinearLossOptions, got 64.*batch_chunk_size=64\)"),
+]
+OF_A_CALL = [
+    ({"loss": labo.LABOLoss(dim=1)}, "must have dim=-1"),
+    ({"loss": labo.LABOLoss(weight=torch.ones(3))}, "weight must have shape"),
+    ({"loss": labo.LABOLoss(weight=torch.ones(V).requires_grad_())}, "no gradient for class wei"),
+    ({"input": torch.randn(N, D + 1)}, r"linear_weight must have shape \(V, D\)"),
+    ({"input": torch.randn(N, D).double()}, "must have the same dtype"),
+    ({"input": {"logits": 1}}, "input must be a tensor, got dict: pass the hidden states"),
+    ({"linear_bias": torch.randn(3)}, "linear_bias must have shape"),
+    ({"linear_weight": nn.Linear(D, V)}, "must be a tensor, got Linear: pass linear.weight, and"),
+    ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType: pass linear.weight"),
+    ({"target": torch.zeros(3, dtype=torch.long)}, r"got \(3,\)"),
+    ({"target": torch.full((N,), V)}, "target 11 at position 0 is outside"),
+    ({"target": [0, 1]}, "target must be a tensor, got list: pass class indices"),
+    ({"token_weight": torch.ones(N - 1)}, r"token_weight must have shape \(13,\)"),
+    ({"token_weight": torch.ones(N).requires_grad_()}, "no gradient for token_weight"),
+    ({"token_weight": [1.0] * N}, "token_weight must be a tensor .*got .*list"),
+    ({"token_weight": 2.0}, "token_weight must be a tensor .*got .*float"),
+    ({"token_weight": torch.ones(N).cfloat()}, "token_weight must be a tensor .*got .*complex64"),
+    ({"return_metrics": "row"}, 'return_metrics must be False, True or "rows"'),
+]
 
 
 @pytest.mark.parametrize("function", [labo.linear_loss, labo.parallel.linear_loss])
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"z_loss": "1e-4"}, "z_loss must be a finite number of 0 or more, got '1e-4'"),
-        ({"z_loss": None}, "z_loss must be a finite number of 0 or more, got None"),
-        ({"z_loss": True}, "z_loss must be a finite number of 0 or more, got True"),
-        ({"softcap": "30"}, "softcap must be a number above 0 or None, got '30'"),
-        ({"softcap": True}, "softcap must be a number above 0 or None, got True"),
-        ({"options": 64}, r"options must be a LinearLossOptions, got 64.*batch_chunk_size=64\)"),
-        ({"loss": labo.LABOLoss}, r"loss must be a Module, got the class: write LABOLoss\("),
-        (
-            {"linear_weight": nn.Linear(D, V)},
-            "linear_weight must be a tensor, got Linear: pass linear.weight, and linear.bias as",
-        ),
-        ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType: pass linear.wei"),
-        ({"input": {"logits": 1}}, "input must be a tensor, got dict: pass the hidden states"),
-        ({"target": [0, 1]}, "target must be a tensor, got list: pass class indices"),
-    ],
-)
-def test_arguments_of_the_wrong_type(function, change, sentence):
-    x, weight, _, target = problem(torch.float32)
-    call = {"input": x, "linear_weight": weight, "target": target, "loss": labo.LABOLoss()}
-    with pytest.raises((TypeError, ValueError), match=sentence):
-        function(**call | change)
+@pytest.mark.parametrize(("change", "sentence"), OF_THE_MODULE + OF_A_CALL)
+def test_refuses(function, change, sentence):
+    x, weight, bias, target = problem(torch.float32)
+    call = {"input": x, "linear_weight": weight, "target": target, "linear_bias": bias}
+    with pytest.raises((TypeError, ValueError, IndexError), match=sentence):
+        function(**call | {"loss": labo.LABOLoss()} | change)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"loss": "labo"}, "takes a row-wise loss of labo, not str"),
-        ({"loss": labo.LABOLoss}, "got the class"),
-        ({"loss": nn.CrossEntropyLoss()}, "takes a row-wise loss of labo, not CrossEntropyLoss"),
-        ({"z_loss": "1"}, "z_loss must be"),
-        ({"softcap": "30"}, "softcap must be"),
-        ({"options": 64}, "options must be"),
-        ({"impl": "nativ"}, "did you mean 'native'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "sentence"), OF_THE_MODULE)
 def test_module_refuses_at_construction(change, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         labo.LinearLoss(D, V, **{"loss": labo.LABOLoss()} | change)
+
+
+def test_refuses_backends():
+    x, weight, _, target = problem(torch.float32)
+    with pytest.raises(ValueError, match="did you mean 'native'"):
+        labo.linear_loss(x, weight, target, labo.LABOLoss(), impl="nativ")
+    with pytest.raises(ValueError, match="did you mean 'native'"):
+        labo.LinearLoss(D, V, labo.LABOLoss(), impl="nativ")
+    with pytest.raises(ValueError, match="does not support"):
+        labo.linear_loss(x, weight, target, labo.LABOLoss(alpha_grad=True), impl="native")
 
 
 def test_options_refuse():
@@ -469,10 +427,15 @@ def test_options_refuse():
 # ------------------------------------------------------------------ teachers
 
 
-@pytest.mark.parametrize(("tail", "compiled"), [("bucket", False), ("labo", False), ("labo", True)])
+@pytest.mark.parametrize(
+    ("tail", "dtype", "compiled"),
+    [
+        *itertools.product(("bucket", "labo"), (torch.float64, torch.float32), (False,)),
+        ("labo", torch.float32, True),
+    ],
+)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
-def test_stored_teacher(tail, reduction, compiled, dtype):
+def test_stored_teacher(tail, dtype, compiled, reduction):
     *tensors, target = problem(dtype)
     values, indices = teacher("kd").log_softmax(-1).topk(3)
     loss = labo.TopKDistillationLoss(tail=tail, reduction=reduction)
@@ -551,56 +514,60 @@ def shaped_problem():
     return x, weight, torch.randint(V, (3, 4)), torch.randn(3, 4, V, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ["kd", "pskd"])
-def test_refuses_a_teacher_of_other_rows(name):
+def test_refuses_wrong_teachers():
     """The same number of rows is not enough: it may be unshifted, transposed or flat."""
     x, weight, target, logits = shaped_problem()
-    loss = build(name)
-    labo.linear_loss(x, weight, target, loss, teacher_logits=logits)
-    wrong = (
-        logits.transpose(0, 1),
-        logits.reshape(12, V),
-        torch.cat([logits, logits[:, :1]], 1),  # before the shift by one
-        logits[:, :3],
-        logits[..., :-1],
-        logits[0],
-    )
-    for teacher_logits in wrong:
-        for error in (TypeError, ValueError):
-            with pytest.raises(error, match=r"teacher_logits must have shape \(3, 4, 11\)"):
-                labo.linear_loss(x, weight, target, loss, teacher_logits=teacher_logits)
     hidden, matrix = torch.randn(3, 4, 5).double(), torch.randn(V, 5).double()
-    labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden, matrix))
-    for layer in (
-        (hidden.transpose(0, 1), matrix),
-        (hidden[:, :3], matrix),
-        (hidden.reshape(12, 5), matrix),
-        (hidden, matrix[:-1]),
+    module = nn.Linear(5, V)
+    low = labo.LowRankWeight(matrix, torch.ones(1, 5).double(), torch.ones(V, 1).double(), 1.0)
+
+    def distilled(teacher_logits):
+        return labo.linear_loss(
+            x, weight, target, labo.DistillationLoss(), teacher_logits=teacher_logits
+        )
+
+    assert distilled(logits).isfinite()
+    assert distilled((hidden, matrix)).isfinite()
+    shape = r"teacher_logits must have shape \(3, 4, 11\)"
+    of_states = r"hidden states must have shape \(3, 4, 'E'\)"
+    for wrong, sentence in (
+        (logits.transpose(0, 1), shape),
+        (logits.reshape(12, V), shape),
+        (torch.cat([logits, logits[:, :1]], 1), shape),  # before the shift by one
+        (logits[:, :3], shape),
+        (logits[..., :-1], shape),
+        (logits[0], shape),
+        ((hidden.transpose(0, 1), matrix), of_states),
+        ((hidden[:, :3], matrix), of_states),
+        ((hidden.reshape(12, 5), matrix), of_states),
+        ((hidden, matrix[:-1]), of_states),
+        ((hidden, matrix[:, :-1]), r"weight must have shape \(V, D\) for the teacher's"),
+        ((hidden, matrix, matrix[0]), r"bias must have shape \(11,\)"),
+        ((hidden.float(), matrix), "must have the same dtype"),
+        ((hidden,), "got 1 tensors"),
+        ((hidden, module), "teacher_weight must be a tensor, got Linear: pass linear.weight"),
+        ((hidden, None), "teacher_weight must be a tensor, got NoneType"),
+        ((hidden, matrix, module), "teacher_bias must be a tensor, got Linear"),
+        ((module, matrix), "teacher_hidden must be a tensor, got Linear"),
+        ((hidden, low), "teacher_weight cannot be a LowRankWeight: merge the adapter"),
+        (module, "teacher_logits must be logits, or hidden states.*got Linear"),
     ):
-        with pytest.raises(ValueError, match=r"hidden states must have shape \(3, 4, 'E'\)"):
-            labo.linear_loss(x, weight, target, loss, teacher_logits=layer)
-    with pytest.raises(ValueError, match=r"weight must have shape \(V, D\) for the teacher's"):
-        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden, matrix[:, :-1]))
-    with pytest.raises(ValueError, match=r"bias must have shape \(11,\)"):
-        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden, matrix, matrix[0]))
-    with pytest.raises(ValueError, match="must have the same dtype"):
-        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden.float(), matrix))
-    with pytest.raises(ValueError, match="got 1 tensors"):
-        labo.linear_loss(x, weight, target, loss, teacher_logits=(hidden,))
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            distilled(wrong)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_missing_and_unused_teachers_are_refused(reduction):
     x, weight, target, logits = shaped_problem()
-    for name in ("kd", "cskd"):
+    for name in ("kd", "cs-kd"):
         with pytest.raises(TypeError, match="needs teacher_logits: the logits of a teacher"):
             labo.linear_loss(x, weight, target, build(name, reduction=reduction))
-    for name in ("labo", "ce", "cp"):
+    for name in ("labo", "base", "cp"):
         with pytest.raises(TypeError, match="takes no teacher logits"):
             labo.linear_loss(
                 x, weight, target, build(name, reduction=reduction), teacher_logits=logits
             )
-    past = build("pskd", reduction=reduction)
+    past = build("ps-kd", reduction=reduction)
     torch.testing.assert_close(
         labo.linear_loss(x, weight, target, past), past(x @ weight.T, target)
     )
@@ -634,7 +601,7 @@ def test_teacher_under_autocast():
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "compiled"])
-@pytest.mark.parametrize(("name", "reduction"), [("kd", "mean"), ("pskd", "none")])
+@pytest.mark.parametrize(("name", "reduction"), [("kd", "mean"), ("ps-kd", "none")])
 def test_a_quantized_teacher(monkeypatch, name, reduction, impl):
     """By blocks of classes, and equal to the dequantized one; whole nowhere."""
     monkeypatch.setattr(quantized, "_BLOCK_BYTES", 3 * 5 * 4)  # three classes
@@ -660,26 +627,3 @@ def test_a_quantized_teacher(monkeypatch, name, reduction, impl):
         results.append((value.detach(), *torch.autograd.grad(value.sum(), leaf)))
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-6)
-
-
-def test_teachers_that_are_no_tensors():
-    x, weight, target, _ = shaped_problem()
-    hidden, matrix = torch.randn(3, 4, 5).double(), torch.randn(V, 5).double()
-    low = labo.LowRankWeight(matrix, torch.ones(1, 5).double(), torch.ones(V, 1).double(), 1.0)
-    for layer, sentence in (
-        ((hidden, nn.Linear(5, V)), "teacher_weight must be a tensor, got Linear: pass linear.wei"),
-        ((hidden, None), "teacher_weight must be a tensor, got NoneType"),
-        ((hidden, matrix, nn.Linear(5, V)), "teacher_bias must be a tensor, got Linear"),
-        ((nn.Linear(5, V), matrix), "teacher_hidden must be a tensor, got Linear"),
-        ((hidden, low), "teacher_weight cannot be a LowRankWeight: merge the adapter"),
-        (nn.Linear(5, V), "teacher_logits must be logits, or hidden states.*got Linear"),
-    ):
-        with pytest.raises(TypeError, match=sentence):
-            labo.linear_loss(x, weight, target, labo.DistillationLoss(), teacher_logits=layer)
-
-
-def test_refuses_class_weights_that_require_a_gradient():
-    x, weight, _, target = problem()
-    loss = build("ce", weight=torch.rand(V, dtype=torch.float64, requires_grad=True))
-    with pytest.raises(ValueError, match="no gradient for class weights"):
-        labo.linear_loss(x, weight, target, loss)

@@ -16,45 +16,13 @@ from torch import Tensor
 
 import labo
 from backends import ONE_CALL
-from conftest import CASES, MODULES, REPRESENTATIVES, draws, triton_for_native
 from labo import functional as F
 from labo.rows import largest
+from layouts import LAYOUTS, arranged
+from loss_cases import CASES, MODULES, REPRESENTATIVES, draws, triton_for_native
 
 quick = settings(max_examples=12, deadline=None)
-
-LAYOUTS = ["contiguous", "sliced", "offset", "transposed", "expanded", "all expanded", "negated"]
 layouts = st.sampled_from(LAYOUTS)
-
-
-def poison(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point:
-        return math.nan
-    return False if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def arranged(x: Tensor, layout: str) -> Tensor:
-    """The values of ``x`` in a layout; the expanded ones repeat some of them."""
-    if layout == "sliced":
-        around = torch.full([2 * n + 1 for n in x.shape], poison(x.dtype), dtype=x.dtype)
-        view = around[tuple(slice(1, None, 2) for _ in x.shape)]
-    elif layout == "offset":
-        around = torch.full((x.numel() + 5,), poison(x.dtype), dtype=x.dtype)
-        view = around[3 : 3 + x.numel()].view(x.shape)
-    elif layout == "transposed":
-        view = torch.full(x.shape[::-1], poison(x.dtype), dtype=x.dtype).permute(
-            *range(x.dim())[::-1]
-        )
-    elif layout == "expanded" and x.numel():
-        return x[:1].clone().expand(x.shape)
-    elif layout == "all expanded" and x.numel():
-        return x.reshape(-1)[:1].reshape([1] * x.dim()).clone().expand(x.shape)
-    elif layout == "negated" and x.dtype in (torch.float32, torch.float64):
-        view = torch.complex(torch.full_like(x, math.nan), -x).conj().imag
-        assert view.is_neg()
-        return view
-    else:
-        return x.clone(memory_format=torch.contiguous_format)
-    return view.copy_(x)
 
 
 def distribution(x: Tensor, layout: str) -> Tensor:
@@ -112,7 +80,7 @@ def extra_arguments(case, logits: Tensor, layout: str) -> list[Tensor]:
 
 
 # One loss of each kind, and every other kind of argument.
-ARGUMENTS = [CASES[name] for name in ("topk-bucket", "connet", "ols", "mls", "wls", "betals")]
+ARGUMENTS = [CASES[name] for name in ("topk-bucket", "connet", "ols", "mls", "wls", "beta-ls")]
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVES + ARGUMENTS, ids=lambda case: case.name)
@@ -135,15 +103,16 @@ def test_any_layout_of_any_argument(case, size, kind, soft):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", ["ls", "labo"])
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("name", "backend", "dtype"),
     [
-        ("blocked", torch.float32),
-        ("blocked", torch.bfloat16),
-        ("native", torch.float32),
-        ("native", torch.bfloat16),
-        ("triton", torch.float32),
+        ("ls", "blocked", torch.float32),
+        ("ls", "native", torch.float32),
+        ("labo", "blocked", torch.float32),
+        ("labo", "blocked", torch.bfloat16),
+        ("labo", "native", torch.float32),
+        ("labo", "native", torch.bfloat16),
+        ("labo", "triton", torch.float32),
     ],
 )
 @settings(max_examples=12, deadline=None)
@@ -167,27 +136,6 @@ def test_any_layout_on_the_fast_backends(name, backend, dtype, size, kind, weigh
             arranged(target, kind[1]),
             arranged(weight.float(), kind[2]),
         )
-
-
-@pytest.mark.parametrize("impl", ["auto", "reference", "blocked", "native"])
-def test_the_four_rows_of_the_report(impl):
-    """labels[:, 0], labels[:, 1:], a transposed and an expanded target."""
-    torch.manual_seed(0)
-    logits, weight = torch.randn(4, 5), torch.rand(5) + 0.1
-    labels = torch.tensor([[0, 4, 1], [1, 3, 2], [2, 2, 3], [3, 1, 4]])
-    wide = torch.randn(4, 2, 5)
-    for z, target in (
-        (logits, labels[:, 0]),
-        (wide, labels[:, 1:]),
-        (wide.transpose(0, 1), labels[:, 1:].T),
-        (logits, torch.tensor([2]).expand(4)),
-    ):
-        assert not target.is_contiguous() or target.stride() == (0,)
-        value = F.cross_entropy_loss(z, target, weight=weight, impl=impl)
-        expected = torch.nn.functional.cross_entropy(
-            z.reshape(-1, 5), target.reshape(-1).clone(), weight
-        )
-        torch.testing.assert_close(value, expected)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "blocked", "native"])

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import BACKENDS, assert_no_worse_than_naive
-from conftest import LossCase, both
 from labo import functional as F
+from loss_cases import LossCase, both
 
 TAILS = ("bucket", "uniform", "labo", "drop", "renormalize")
+DIVERGENCES = ("reverse", "jsd", "skew", "skew_reverse")
 each_tail = pytest.mark.parametrize("tail", TAILS)
 
 
@@ -24,16 +25,23 @@ def stored(k):
     return logits, torch.randint(5, (6,), generator=generator), teacher, top.indices, top.values
 
 
-@each_tail
-def test_all_classes_stored_is_distillation(tail):
+@pytest.mark.parametrize(
+    "hyper",
+    [{"tail": tail} for tail in TAILS] + [{"divergence": name} for name in DIVERGENCES],
+    ids=str,
+)
+def test_all_classes_stored_is_distillation(hyper):
     """With masked classes too: they are masked for the teacher, as in distillation_loss."""
     logits, target, teacher, indices, log_t = stored(5)
     logits[:, 3] = -math.inf
     target = target.masked_fill(target == 3, 4)
     kd = {"alpha": 0.7, "reduction": "none"}
+    divergence = {"divergence": hyper.get("divergence", "forward")}
+    whole = LossCase("kd", F.distillation_loss, kd | divergence | {"tau": 1.0})
+    kept = LossCase("topk", F.topk_distillation_loss, kd | hyper)
     torch.testing.assert_close(
-        F.topk_distillation_loss(logits, target, indices, log_t, tail=tail, **kd),
-        F.distillation_loss(logits, target, teacher, tau=1.0, **kd),
+        both(kept, logits, target, extra=(indices, log_t)),
+        both(whole, logits, target, extra=(teacher,)),
     )
 
 

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import conftest
 import labo
 from backends import ONE_CALL
-from conftest import LOSS_CASES, LossCase, each_loss, triton_for_native
 from labo import functional as F
 from labo.sums import Traced
+from loss_cases import LOSS_CASES, LossCase, both, each_loss, triton_for_native
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the Triton interpreter
 
@@ -33,13 +32,13 @@ each_backend = pytest.mark.parametrize("backend", ["reference", "blocked", "nati
 each_name = pytest.mark.parametrize("name", LOSSES)
 
 
-def both(name, backend, logits, target, **arguments):
+def on_backend(name, backend, logits, target, **arguments):
     """Value of each row, or reduced, and the gradient."""
     with pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
             triton_for_native(patch)
         impl = "native" if backend == "triton" else backend
-        return conftest.both(LOSSES[name], logits, target, impl=impl, **arguments)
+        return both(LOSSES[name], logits, target, impl=impl, **arguments)
 
 
 # ------------------------------------------------------------------ 0 * inf
@@ -52,10 +51,10 @@ def test_masked_target_without_a_share_costs_nothing(name, backend):
     target = torch.tensor([1, 1])
     for weight in (None, torch.tensor([0.5, 2.0, 1.5, 1.0])):
         fixed = {"weight": weight, "reduction": "none"}
-        value, slope = both(name, backend, logits, target, **fixed)
+        value, slope = on_backend(name, backend, logits, target, **fixed)
         assert value.isfinite().all()
         assert slope[0, 1] == 0
-        expected = both(name, "reference", logits.double(), target, **fixed)
+        expected = on_backend(name, "reference", logits.double(), target, **fixed)
         torch.testing.assert_close((value, slope), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -63,7 +62,7 @@ def test_masked_target_without_a_share_costs_nothing(name, backend):
 def test_adaptive_alpha_without_entropy_leaves_no_share(backend):
     """One class is left: H = 0, alpha = 1, and KL(P || U) = 0 over that class."""
     logits, target = torch.tensor([[0.3, -INF, -INF]]), torch.tensor([1])
-    value, slope = both("labo", backend, logits, target)
+    value, slope = on_backend("labo", backend, logits, target)
     assert value.item() == 0
     assert slope.abs().max() < 1e-6
 
@@ -73,17 +72,17 @@ def test_adaptive_alpha_without_entropy_leaves_no_share(backend):
 def test_masked_target_with_weight_0_costs_nothing(name, backend):
     logits = torch.tensor([[0.5, -INF, 1.0, -0.5], [0.5, 0.1, 1.0, -0.5]])
     target, weight = torch.tensor([1, 2]), torch.tensor([0.5, 0.0, 1.5, 1.0])
-    value, slope = both(name, backend, logits, target, weight=weight, reduction="none")
+    value, slope = on_backend(name, backend, logits, target, weight=weight, reduction="none")
     assert value.isfinite().all()
     assert slope.isfinite().all()
     p = logits[0, [0, 2, 3]].double().log_softmax(-1)
-    if name == "ce":
+    if name == "base":
         assert value[0] == 0
     elif name.startswith("ls"):  # over the classes that are there
         alpha = LOSSES[name].hyper["alpha"]
         share = -(weight[[0, 2, 3]].double() * p).sum() * alpha / 3
         assert value[0].item() == pytest.approx(share.item(), 1e-5)
-    mean, _ = both(name, backend, logits, target, weight=weight)
+    mean, _ = on_backend(name, backend, logits, target, weight=weight)
     torch.testing.assert_close(mean, value.sum() / 1.5, rtol=1e-6, atol=1e-6)
 
 
@@ -92,15 +91,15 @@ def test_masked_target_with_weight_0_costs_nothing(name, backend):
 def test_masked_targets_nan_and_means_over_nothing(name, backend):
     """A masked target with a share is infinite; weights of 0 are as if rows were ignored."""
     logits, target = torch.tensor([[0.5, -INF, 1.0, -0.5]]), torch.tensor([1])
-    value, _ = both(name, backend, logits, target)
+    value, _ = on_backend(name, backend, logits, target)
     assert (value == INF) == (name not in WITHOUT_SHARE)
     weight = torch.tensor([1.0, 0.0, 1.0, 1.0])
     broken = torch.tensor([[math.nan, -INF, 1.0, -0.5]])
-    value, _ = both(name, backend, broken, target, weight=weight, reduction="sum")
+    value, _ = on_backend(name, backend, broken, target, weight=weight, reduction="sum")
     assert value.isnan()
     logits = torch.tensor([[0.5, -INF, 1.0, -0.5], [0.5, 0.1, 1.0, -0.5]])
     for weights, labels in ((torch.zeros(4), [1, 2]), (weight, [1, 1])):
-        value, slope = both(name, backend, logits, torch.tensor(labels), weight=weights)
+        value, slope = on_backend(name, backend, logits, torch.tensor(labels), weight=weights)
         assert value == 0
         assert slope.count_nonzero() == 0
 
@@ -112,7 +111,7 @@ def test_every_loss_with_a_masked_target_of_weight_0(case):
     extra = case.extra(logits)
     logits[0, 2] = -INF
     weight = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.5], dtype=torch.float64)
-    value, slope = conftest.both(case, logits, torch.tensor([2, 1, 4]), weight=weight, extra=extra)
+    value, slope = both(case, logits, torch.tensor([2, 1, 4]), weight=weight, extra=extra)
     assert value.isfinite()
     assert slope.isfinite().all()
 
@@ -142,7 +141,7 @@ PRIOR = torch.tensor([[0.5, 0.0, 0.25, 0.25]])
 )
 def test_other_losses_without_a_share_of_the_label(function, hyper):
     case = LossCase("", function, hyper)
-    value, slope = conftest.both(case, torch.tensor([[0.5, -INF, 1.0, -0.5]]), torch.tensor([1]))
+    value, slope = both(case, torch.tensor([[0.5, -INF, 1.0, -0.5]]), torch.tensor([1]))
     assert value.isfinite()
     assert slope.isfinite().all()
 
@@ -164,13 +163,13 @@ def test_logits_near_the_limit_are_alike(name, backend, logits, label, weighted)
     logits, target = torch.tensor(logits).reshape(2, 6), torch.tensor([label, 5 - label])
     weight = torch.tensor([0.25, 0.5, 0.125, 1.0, 0.75, 0.5]) if weighted else None
     fixed = {"weight": weight, "reduction": "none"}
-    value, slope = both(name, backend, logits, target, **fixed)
-    expected, expected_slope = both(name, "reference", logits, target, **fixed)
+    value, slope = on_backend(name, backend, logits, target, **fixed)
+    expected, expected_slope = on_backend(name, "reference", logits, target, **fixed)
     assert expected.isfinite().all()
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-6)
     # the gradient is that of float64, where nothing overflows
-    _, exact = both(name, "reference", logits.double(), target, **fixed)
+    _, exact = on_backend(name, "reference", logits.double(), target, **fixed)
     torch.testing.assert_close(slope, exact, rtol=1e-4, atol=1e-6)
 
 
@@ -179,8 +178,8 @@ def test_logits_near_the_limit_are_alike(name, backend, logits, label, weighted)
 def test_value_near_the_limit_is_exact_where_float32_can_hold_it(name, backend):
     logits = torch.tensor([[1e38, -1e38, 0.0, 5e37], [2e30, 1e30, -1e30, 0.0]])
     target = torch.tensor([0, 1])
-    value, _ = both(name, backend, logits, target, reduction="none")
-    exact, _ = both(name, "reference", logits.double(), target, reduction="none")
+    value, _ = on_backend(name, backend, logits, target, reduction="none")
+    exact, _ = on_backend(name, "reference", logits.double(), target, reduction="none")
     torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -191,7 +190,7 @@ def test_every_loss_near_the_limit(case, scale):
     logits = torch.tensor([[3e38, -3e38, 1.0, 2.0, -1e38], [2.0, 3e38, 3e38, -LARGE, LARGE]])
     logits, target = logits * scale, torch.tensor([0, 4])
     extra = case.extra(torch.randn(2, 5, dtype=torch.float64))
-    value, slope = conftest.both(case, logits, target, extra=extra, reduction="none")
+    value, slope = both(case, logits, target, extra=extra, reduction="none")
     exact = case(logits.double(), target, extra=extra, reduction="none")
     assert not value.isnan().any()
     small = exact.abs() < 1e30

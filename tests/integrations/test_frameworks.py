@@ -1,4 +1,4 @@
-"""The snippets of docs/language_models.md, against stubs with the signatures of the frameworks.
+"""The snippets of docs/other_libraries.md, against stubs with the signatures of the frameworks.
 
 The signatures were read in the sources of litgpt 0.5.13 (litgpt/utils.py), nanochat
 (nanochat/gpt.py) and axolotl (integrations/base.py).
@@ -6,8 +6,8 @@ The signatures were read in the sources of litgpt 0.5.13 (litgpt/utils.py), nano
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,30 +16,13 @@ from torch import nn
 import labo
 from labo.integrations.huggingface import RegularizationCallback
 from labo.integrations.huggingface.head import is_fused
-from scripts import snippet
+from scripts import execute
 from tiny_models import V, build, by_hand, collate, examples
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """Execute a snippet with the modules it imports replaced by stubs; its names."""
-
-    def execute(library: str, **modules):
-        for name, content in modules.items():
-            parts = name.split("__")
-            for end in range(1, len(parts)):
-                package = ModuleType(".".join(parts[:end]))
-                package.__path__ = []
-                monkeypatch.setitem(sys.modules, package.__name__, package)
-            module = ModuleType(".".join(parts))
-            vars(module).update(content)
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-            setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
-        scope: dict[str, object] = {}
-        exec(compile(snippet("language_models", library), library, "exec"), scope)
-        return scope
-
-    return execute
+    return partial(execute, monkeypatch)
 
 
 def test_litgpt(run):

@@ -48,7 +48,7 @@ def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore")
 def test_torchtitan():
     """In its ChunkedLossWrapper: a sum by chunks, divided by the number of targets."""
-    kind = run("language_models", "torchtitan")["LABO"]
+    kind = run("other_libraries", "torchtitan")["LABO"]
     from torchtitan.components.loss import ChunkedLossWrapper
 
     wrapped = ChunkedLossWrapper.Config(num_chunks=3, loss_fn=kind.Config(tau=2.0)).build()
@@ -74,7 +74,7 @@ def of_columns(world) -> torch.Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
-    loss = run("language_models", "torchtitan")["LABO"].Config().build()
+    loss = run("other_libraries", "torchtitan")["LABO"].Config().build()
     logits, labels = logits_and_labels()
     mine = world.share(logits, -1).contiguous().requires_grad_()
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
@@ -202,7 +202,7 @@ def test_llamafactory(tmp_path):
         "overwrite_cache": True, "dataloader_pin_memory": False, "bf16": False, "seed": 1,
     }  # fmt: skip
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    (tmp_path / "code.py").write_text(snippet("language_models", "llamafactory"))
+    (tmp_path / "code.py").write_text(snippet("other_libraries", "llamafactory"))
     (tmp_path / "script.py").write_text(SFT)
     run_script(tmp_path, "script.py", "code.py", "settings.json", "found.json")
     found = json.loads((tmp_path / "found.json").read_text())

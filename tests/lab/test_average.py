@@ -112,20 +112,15 @@ def test_only_an_average_of_this_run_is_replaced(name, finished, tmp_path):
     assert contents(run / name) == before
 
 
-@pytest.mark.parametrize("number", range(1, 6))
-def test_an_average_that_was_killed_can_be_made_again(number, finished, tmp_path):
+KILLS = [*(("rename", number) for number in range(1, 6)), ("flush", 1), ("flush", 2)]
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_an_average_that_was_killed_can_be_made_again(kill, finished, tmp_path):
     run_path = shutil.copytree(finished, tmp_path / "run")
     arguments, log = ["average", str(run_path), "--last", "1"], tmp_path / "log"
-    assert lab_runs.run(arguments, log, kill=("rename", number)) == {-signal.SIGKILL}
+    assert lab_runs.run(arguments, log, kill=kill) == {-signal.SIGKILL}
     assert lab_runs.run(arguments, log) == {0}, log.read_text()
     kept = max((run_path / "kept").glob("*.safetensors"))
     found, wanted = load_file(run_path / "average" / "model.safetensors"), load_file(kept)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_average_that_was_killed_early_can_be_made_again(number, finished, tmp_path):
-    run_path = shutil.copytree(finished, tmp_path / "run")
-    arguments, log = ["average", str(run_path), "--last", "1"], tmp_path / "log"
-    assert lab_runs.run(arguments, log, kill=("flush", number)) == {-signal.SIGKILL}
-    assert lab_runs.run(arguments, log) == {0}, log.read_text()

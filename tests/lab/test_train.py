@@ -16,8 +16,10 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from lab_runs import log_of, losses, metrics, outcome, run, train
+from labo.calibration import expected_calibration_error
 from labo.lab.config import Optim, known_recipes
 from labo.lab.images import task as image_classification
 from labo.lab.images.scores import classification_scores
@@ -320,21 +322,17 @@ def test_learning_rate(schedule):
         assert math.isclose(learning_rate(optim, step, step // 10, 100), rate, abs_tol=1e-12)
 
 
-def test_calibration_error_against_its_definition():
+def test_scores_are_the_measures_of_the_core():
     torch.manual_seed(0)
-    log_p = (3 * torch.randn(500, 4)).log_softmax(-1)
+    log_p = (3 * torch.randn(500, 4)).double().log_softmax(-1)
     log_p[0] = torch.tensor([0.0, -math.inf, -math.inf, -math.inf])  # a confidence of exactly 1
     labels = torch.randint(4, (500,))
-    confidence, prediction = log_p.double().exp().max(-1)
-    total = 0.0
-    for lower in range(15):
-        inside = [i for i in range(500) if lower <= min(confidence[i] * 15, 14.5) < lower + 1]
-        if inside:
-            right = sum(bool(prediction[i] == labels[i]) for i in inside) / len(inside)
-            total += len(inside) / 500 * abs(right - confidence[inside].mean().item())
+    labels[0] = 0
     found = classification_scores(log_p, labels)
-    assert math.isclose(found["ece"], total, abs_tol=1e-9)
-    assert math.isclose(found["accuracy"], (prediction == labels).double().mean().item())
+    assert math.isclose(found["ece"], expected_calibration_error(log_p, labels), abs_tol=1e-9)
+    assert math.isclose(found["nll"], F.nll_loss(log_p, labels).item())
+    assert math.isclose(found["accuracy"], (log_p.argmax(-1) == labels).double().mean().item())
+    assert math.isclose(found["entropy"], -(log_p[1:].exp() * log_p[1:]).sum().item() / 500)
 
 
 def test_evaluation_agrees_with_training(tmp_path):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from scripts import ROOT
+from guides import Copy
 
-PAGE = ROOT / "docs" / "add_a_task.md"
-STEP = re.compile(r"<!-- (\S+) -->\n```(\w+)\n(.*?)\n```\n", re.DOTALL)
 FOLDER = "src/labo/lab/tabular/"
 
 # All commands in one process; only the runs of a comparison are processes of their own.
@@ -39,44 +35,12 @@ labo("report", *runs, "ls", "-o", "report.html")
 """
 
 
-def follow(project: Path) -> dict[str, str]:
-    """Make the changes of the page: file -> the kind of the change."""
-    changes = {}
-    for name, kind, block in STEP.findall(PAGE.read_text()):
-        path = project / name
-        if kind == "diff":
-            added, mark = block.splitlines()
-            assert (added[0], mark[0]) == ("+", " ")
-            text = path.read_text()
-            assert text.count(mark[1:]) == 1
-            path.write_text(text.replace(mark[1:], f"{added[1:]}\n{mark[1:]}"))
-        else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(block + "\n")
-        changes[name] = kind
-    return changes
-
-
 def test_a_task_is_one_folder_and_one_line(tmp_path):
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    changes = follow(tmp_path)
+    copy = Copy(tmp_path, ["src", "tests", "pyproject.toml"], "docs/add_a_task.md")
     recipe, line = "breast_cancer.yaml", "src/labo/lab/tasks.py"
-    assert {name for name in changes if not name.startswith(FOLDER)} == {recipe, line}
-    assert [kind for kind in changes.values() if kind == "diff"] == ["diff"]
-
-    def python(*arguments: str) -> str:
-        variables = {"PYTHONPATH": str(tmp_path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    printed = python("-c", COMMANDS)
+    assert {name for name in copy.changes if not name.startswith(FOLDER)} == {recipe, line}
+    assert [name for name, kind in copy.changes.items() if kind == "diff"] == [line]
+    printed = copy.python("-c", COMMANDS)
     for text in ("| base   |", "| labo   |", "| labo - base |", "test, 113 examples"):
         assert text in printed
     table = json.loads((tmp_path / "runs" / "table.json").read_text())
@@ -88,6 +52,6 @@ def test_a_task_is_one_folder_and_one_line(tmp_path):
         assert f'<figure id="{figure}">' in page
 
     rules = "follow_the_map or lists_every_room or outside_of_its_room or room_of_a_task"
-    python("-m", "pytest", "tests/project/test_imports.py", "-q", "-k", rules)
+    copy.python("-m", "pytest", "tests/project/test_imports.py", "-q", "-k", rules)
     ruff = Path(sys.executable).with_name("ruff")
     subprocess.run([ruff, "check", "-q", tmp_path / FOLDER], cwd=tmp_path, check=True)

@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -42,12 +42,8 @@ OF_TORCH = ("nvidia-", "cuda-")
 
 def environment(build: str, python: str) -> dict[str, str]:
     system = BUILDS[build]
-    return {
-        "implementation_name": "cpython",
-        "implementation_version": python,
-        "os_name": "posix",
+    return default_environment() | {
         "platform_machine": "x86_64" if system == "Linux" else "arm64",
-        "platform_python_implementation": "CPython",
         "platform_system": system,
         "python_full_version": python,
         "python_version": python.rpartition(".")[0],
@@ -170,7 +166,7 @@ def test_a_wrong_pin_is_found(pins: list[Requirement], case: str, problem: str):
 
 
 def test_the_pin_of_triton_that_did_not_install():
-    found: dict[str, Any] = problems(replaced("triton", "triton==3.9.0"), "")
+    found = problems(replaced("triton", "triton==3.9.0"), "")
     assert {case.partition(",")[0] for case in found} == {"CUDA"}  # hidden where there is no CUDA
 
 

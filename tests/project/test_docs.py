@@ -7,20 +7,27 @@ import doctest
 import importlib
 import importlib.util
 import io
-import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from benchmarks import idea
+from tools import label_figure
 
 import labo
 import labo.loss
-from labo.lab.methods import METHODS
+import loss_cases
 from scripts import EXAMPLES, ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A block of Python, and after it the block with what it prints.
@@ -92,7 +99,7 @@ def test_code_for_other_libraries_is_marked_and_run_where_they_are(page):
 
 
 def test_the_diff_of_the_first_page_is_that_of_its_example():
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/start.md").read_text(), re.DOTALL)
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
     lines = (EXAMPLES / "plain_loop.py").read_text().splitlines()
     code = iter([line.partition("  # ")[0].strip() for line in lines])
     for line in diff.splitlines():
@@ -122,14 +129,8 @@ def test_links_lead_somewhere(page):
 
 def test_every_method_is_in_the_table():
     methods = (ROOT / "docs/methods.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (`.*?`) \| `(\w+)` \|", methods, re.MULTILINE)
-    assert {name: module for name, _, module in rows} == {
-        name: module.__name__ for name, module in labo.LOSSES.items()
-    }
-    in_recipes = [name.strip("`") for _, names, _ in rows for name in names.split(", ")]
-    # Its loss takes a stored teacher and is not in LOSSES; it has a section of its own.
-    assert "the method `topk-kd` of recipes" in methods
-    assert sorted([*in_recipes, "topk-kd"]) == sorted(METHODS)
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", methods, re.MULTILINE)
+    assert dict(rows) == {name: module.__name__ for name, module in labo.LOSSES.items()}
     for module in labo.LOSSES.values():
         assert f"`{module.__name__}(" in methods
 
@@ -139,6 +140,54 @@ def test_every_method_says_all_five_things(section):
     assert re.search(r"^\$\$\n.+\n(?:.+\n)*\$\$$", section, re.MULTILINE), "no equation"
     for part in ("Held fixed", "State", "Options", "Differences"):
         assert section.count(f"- **{part}:** ") == 1, part
+
+
+def test_the_table_of_extras_and_the_requirements_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs/index.md").read_text()
+    rows = re.findall(r"^\| (`\[.*?) \|", page, re.MULTILINE)
+    extras = [name for row in rows for name in re.findall(r"`\[(\w+)\]`", row)]
+    assert sorted(extras) == sorted(project["optional-dependencies"])
+    (torch_version,) = (d for d in project["dependencies"] if d.startswith("torch>="))
+    needs = f"Python {project['requires-python'][2:]} and PyTorch {torch_version[7:]}, or newer"
+    for text in (page, (ROOT / "README.md").read_text()):
+        assert needs in text
+        assert f"called `{project['name']}`" in " ".join(text.split())
+
+
+def test_the_table_of_several_processes_has_every_loss_with_more_than_its_own_rows():
+    page = (ROOT / "docs/distributed.md").read_text()
+    table = page.split("| method | with several processes |")[1].split("\n\n")[0]
+    first = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+    names = re.findall(r"`([\w-]+)`", " ".join(first))
+    assert {*names} <= {*labo.LOSSES, "Warmup"}
+    for name, loss in labo.LOSSES.items():
+        if name not in names:
+            assert loss.rowwise, name
+            assert loss.teacher_argument is None, name
+            assert not [*loss_cases.MODULES[name](6).parameters()]
+
+
+def test_the_table_of_states_has_every_loss_with_a_state():
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    table = page.split("| loss | state |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", table, re.MULTILINE))
+    with_state = {"Warmup"}
+    for name, build in loss_cases.MODULES.items():
+        loss = labo.MaxSuppressionLoss(final_lam=0.2, epochs=2) if name == "maxsup" else build(6)
+        if loss.state_dict().keys() - loss.fields.keys():
+            with_state.add(type(loss).__name__)
+    assert {name for name, state in rows.items() if not state.startswith("none")} == with_state
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_page_on_performance():
+    readme = (ROOT / "README.md").read_text()
+    table = readme.split("<!-- rows of docs/performance.md; a test compares them -->")[1]
+    rows = re.findall(r"^\|.*\|$", table.split("![")[0], re.MULTILINE)[2:]
+    assert len(rows) == 8
+    measured = (ROOT / "docs/performance.md").read_text().splitlines()
+    for row in rows:
+        assert [line for line in measured if line.startswith(row)], row
 
 
 def test_confidence_table():
@@ -156,26 +205,7 @@ def test_confidence_table():
             assert value == pytest.approx(float(cell), abs=6e-4)
 
 
-def test_benchmark_smoke(tmp_path, monkeypatch):
-    """The benchmark runs, at tiny sizes."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT))
-    threads = torch.get_num_threads()
-    main = importlib.import_module("benchmarks.__main__").main
-    try:
-        main(["--smoke", "--only", "large", "linear", "memory", "--out", str(tmp_path)])
-    finally:
-        torch.set_num_threads(threads)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["machine"]["torch"] == torch.__version__
-    assert results["machine"]["device"].endswith(("1 thread", "2 threads"))
-    assert {row["rival"] for row in results["rows"]} >= {"torch LS", "three matrix products"}
-    assert all(row["ratio"] > 0 for row in results["rows"])
-
-
-def test_the_picture_of_the_idea_has_the_labels_of_the_losses(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    idea = importlib.import_module("benchmarks.idea")
+def test_the_picture_of_the_idea_has_the_labels_of_the_losses():
     logits = torch.tensor([0.0] * 3 + [3.0] + [0.0] * 4 + [2.0, 1.0])
     drawn = ElementTree.fromstring(idea.draw(torch.rand(64), 3, logits))
     numbers = [node.text for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
@@ -187,30 +217,35 @@ def test_the_picture_of_the_idea_has_the_labels_of_the_losses(monkeypatch):
     assert kept.attrib["role"] == "img"
 
 
-def test_the_picture_of_all_labels_is_that_of_the_losses(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    figure = importlib.import_module("label_figure")
-    assert (ROOT / "docs/assets/labels.svg").read_text() == figure.draw()
-    assert len(figure.METHODS) == 25
-    shown = {title.partition(",")[0] for title in figure.METHODS}
+def test_the_picture_of_all_labels_is_that_of_the_losses():
+    assert (ROOT / "docs/assets/labels.svg").read_text() == label_figure.draw()
+    assert len(label_figure.METHODS) == 25
+    shown = {title.partition(",")[0] for title in label_figure.METHODS}
     # what needs a table, a batch or a second sample is not drawn
-    assert {*labo.LOSSES} - {name.replace("-", "") for name in shown} == NOT_DRAWN
+    assert {*labo.LOSSES} - shown == NOT_DRAWN
 
 
-NOT_DRAWN = {"betals", "connet", "cskd", "krls", "mls", "ols", "pskd", "rdrop", "wls"}
+NOT_DRAWN = {
+    *("beta-ls", "connet", "cs-kd", "held-labo", "kr-ls", "mls", "ols", "ps-kd", "r-drop"),
+    *("topk-kd", "wls"),
+}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out
+    tree = tmp_path_factory.mktemp("tree")  # the command writes beside the pages
+    shutil.copy(ROOT / "mkdocs.yml", tree)
+    shutil.copytree(ROOT / "docs", tree / "docs")
+    for name in ("src", "tools"):
+        (tree / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return tree / "site"
 
 
 def test_the_api_page_shows_links_formulas_and_examples(site):
-    page = (site / "api" / "index.html").read_text()
+    page = (site / "api.html").read_text()
     assert not re.findall(r":(?:func|class|mod|math):|\.\. math::|&gt;&gt;&gt; &gt;&gt;&gt;", page)
     assert re.search(r'<a class="autorefs [^>]*href="#labo.functional.labo_loss"', page)
     assert page.count("<math") > 30

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fuzz import commands, native, readers
 
+from labo.cli import _status_and_message
 from labo.lab.errors import DataError
 from scripts import ROOT
 
@@ -83,9 +84,7 @@ def test_a_bad_reader_is_found(read, problem, tmp_path, monkeypatch):
 
 
 def test_a_class_name_in_a_message_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        commands, "labo", lambda arguments: (1, "labo: KeyError: 'step' (--debug shows where)\n")
-    )
+    monkeypatch.setattr(commands, "labo", lambda arguments: _status_and_message(KeyError("step")))
     subject = commands.Subject(
         lambda folder: (folder / "a.json").write_text('{"a": 1}'), ("a.json",), (("train",),)
     )

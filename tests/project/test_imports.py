@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 from labo.lab.tasks import TASKS
 from scripts import ROOT
 
@@ -54,6 +52,13 @@ def room(module: str) -> str:
     return module.removeprefix("labo.lab.").partition(".")[0]
 
 
+IN_THE_LAB = [name for name in MODULES if name.startswith("labo.lab.")]
+
+
+def imported_rooms(module: str) -> set[str]:
+    return {room(other) for other in GRAPH[module] if other.startswith("labo.lab.")}
+
+
 def cycle(graph: dict[str, set[str]]) -> list[str]:
     try:
         TopologicalSorter(graph).prepare()
@@ -76,10 +81,8 @@ def test_no_module_imports_itself_through_others():
 
 def test_no_cycle_between_rooms():
     rooms: dict[str, set[str]] = {}
-    for name, found in GRAPH.items():
-        if name.startswith("labo.lab."):
-            inside = {room(other) for other in found if other.startswith("labo.lab.")}
-            rooms.setdefault(room(name), set()).update(inside - {room(name)})
+    for name in IN_THE_LAB:
+        rooms.setdefault(room(name), set()).update(imported_rooms(name) - {room(name)})
     assert cycle(rooms) == []
 
 
@@ -99,15 +102,13 @@ LAYERS |= dict.fromkeys(TASK_ROOMS - LAYERS.keys(), LAYERS["images"])
 
 
 def test_the_map_lists_every_room():
-    found = {room(name) for name in MODULES if name.startswith("labo.lab.")}
-    assert found == set(LAYERS)
+    assert {room(name) for name in IN_THE_LAB} == set(LAYERS)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("labo.lab.")])
-def test_imports_follow_the_map(name):
-    allowed = {other for other, level in LAYERS.items() if level <= LAYERS[room(name)]}
-    inside = {room(other) for other in GRAPH[name] if other.startswith("labo.lab.")}
-    assert inside <= allowed
+def test_imports_follow_the_map():
+    for name in IN_THE_LAB:
+        allowed = {other for other, level in LAYERS.items() if level <= LAYERS[room(name)]}
+        assert imported_rooms(name) <= allowed, name
 
 
 # The command line, and the reader of what `labo teacher` has stored, for other trainers.
@@ -129,12 +130,12 @@ def words(name: str) -> set[str]:
     }
 
 
-OUTSIDE = [n for n in MODULES if n.startswith("labo.lab.") and room(n) not in TASK_ROOMS]
+OUTSIDE = [name for name in IN_THE_LAB if room(name) not in TASK_ROOMS]
 
 
-@pytest.mark.parametrize("name", [name for name in OUTSIDE if room(name) != "tasks"])
-def test_no_module_outside_of_its_room_names_a_task(name):
-    assert not words(name) & TASKS.keys()
+def test_no_module_outside_of_its_room_names_a_task():
+    for name in OUTSIDE:
+        assert room(name) == "tasks" or not words(name) & TASKS.keys(), name
 
 
 # Metrics, records and options of one task, or of the tasks on text, which share the room "text".
@@ -143,16 +144,15 @@ OF_ONE_TASK = {"bleu", "chrf", "sacrebleu", "length_ratio", "beams", "part_size"
 OF_ONE_TASK |= {"forced", "forced_after", "decoded", "hypothesis", "token_accuracy"}
 
 
-@pytest.mark.parametrize("name", [n for n in OUTSIDE if room(n) not in ("reproduce", "text")])
-def test_no_module_outside_of_its_room_branches_on_what_only_one_task_has(name):
-    assert not words(name) & OF_ONE_TASK
+def test_no_module_outside_of_its_room_branches_on_what_only_one_task_has():
+    for name in OUTSIDE:
+        assert room(name) in ("reproduce", "text") or not words(name) & OF_ONE_TASK, name
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("labo.lab.")])
-def test_only_the_paper_s_experiments_import_the_room_of_a_task(name):
-    imported_rooms = {room(other) for other in GRAPH[name] if other.startswith("labo.lab.")}
-    allowed = TASK_ROOMS if room(name) == "reproduce" else {room(name)}
-    assert imported_rooms & TASK_ROOMS <= allowed
+def test_only_the_paper_s_experiments_import_the_room_of_a_task():
+    for name in IN_THE_LAB:
+        allowed = TASK_ROOMS if room(name) == "reproduce" else {room(name)}
+        assert imported_rooms(name) & TASK_ROOMS <= allowed, name
 
 
 def test_no_two_public_classes_have_one_name():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import lzma
 import sys
 
@@ -10,23 +9,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tools import pack_cifar
 
 from labo.lab.images.cifar import load_cifar
 from labo.lab.images.sources import load_images
-from scripts import ROOT
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("tools.pack_cifar")
-
-
-@pytest.fixture
-def images(tool, tmp_path):
+def images(tmp_path):
     """Two images of every class and split, each with a colour of its own."""
     for offset, split in enumerate(("train", "test")):
-        for label, name in enumerate(tool.CLASSES):
+        for label, name in enumerate(pack_cifar.CLASSES):
             folder = tmp_path / "images" / split / name
             folder.mkdir(parents=True)
             for number in range(2):
@@ -35,15 +28,15 @@ def images(tool, tmp_path):
     return tmp_path / "images"
 
 
-def run(tool, monkeypatch, *arguments):
+def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["pack_cifar.py", *map(str, arguments)])
-    tool.main()
+    pack_cifar.main()
 
 
-def test_every_image_is_packed_with_its_label(tool, images, tmp_path, monkeypatch):
-    run(tool, monkeypatch, images, tmp_path / "out")
+def test_every_image_is_packed_with_its_label(images, tmp_path, monkeypatch):
+    run(monkeypatch, images, tmp_path / "out")
     data = load_images("cifar10", str(tmp_path / "out"), holdout=0.1)
-    assert list(data.classes) == list(tool.CLASSES)
+    assert list(data.classes) == list(pack_cifar.CLASSES)
     for split, count, green in ((data.train, 18, 100), (data.valid, 2, 100), (data.test, 20, 150)):
         assert len(split.labels) == count
         colors = torch.as_tensor(split.images)[:, :, 5, 7]
@@ -53,7 +46,7 @@ def test_every_image_is_packed_with_its_label(tool, images, tmp_path, monkeypatc
     assert not torch.equal(data.test.labels, data.test.labels.sort().values)
 
 
-def test_copies_of_a_subset_keep_its_order(tool, images, tmp_path, monkeypatch):
+def test_copies_of_a_subset_keep_its_order(images, tmp_path, monkeypatch):
     subset = tmp_path / "subset"
     subset.mkdir()
     # Nearest to the second image of class 3 and the first of class 1.
@@ -63,9 +56,9 @@ def test_copies_of_a_subset_keep_its_order(tool, images, tmp_path, monkeypatch):
         for row, (label, red) in enumerate(((3, 33), (1, 10))):
             wanted[row] = np.append(label, np.repeat([red, green, 190], 1024))
         (subset / f"{file}.xz").write_bytes(lzma.compress(wanted.tobytes()))
-    run(tool, monkeypatch, images, tmp_path / "out", "--like", subset)
+    run(monkeypatch, images, tmp_path / "out", "--like", subset)
     copies = load_cifar("cifar10", tmp_path / "out")
-    found = tool.stored(copies.train)
+    found = pack_cifar.stored(copies.train)
     assert found[:, 0].tolist() == [3, 1]
     assert found[:, 1].tolist() == [31, 10]
     assert found[:, 2049].tolist() == [200, 200]

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from tools import results
 
 from labo.lab.analysis.groups import Member, group_runs
 from labo.lab.analysis.reading import read_run
-from labo.lab.analysis.run import load_analysis, write_analysis
+from labo.lab.analysis.run import load_analysis
+from labo.lab.recipes import load_recipe
+from labo.lab.train import train
 from report_runs import BASE, LABO, LS, write_run
 from scripts import ROOT
 
-
-@pytest.fixture
-def results(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("tools.results")
-
-
 PARTS = "".join(
     f"<!-- results: {part} digits -->\n<!-- /results -->\n\n"
-    for part in ("answer", "summary", "table", "settings", "differences", "selection")
+    for part in ("answer", "summary", "table", "settings", "differences", "selection", "decoding")
 )
 
 
-def test_the_page_agrees_with_the_committed_results(results):
+def test_the_page_agrees_with_the_committed_results():
     for page in results.PAGES:
         text = page.read_text(encoding="utf-8")
         assert text == results.page(text), "run: make results"
@@ -37,13 +33,13 @@ def test_the_page_agrees_with_the_committed_results(results):
             assert file.read_text(encoding="utf-8") == content, "run: make results"
 
 
-def test_the_committed_results_name_no_place_on_a_machine(results):
+def test_the_committed_results_name_no_place_on_a_machine():
     for file in results.RESULTS.glob("*.csv"):
         assert not re.search(r"[=,:\s]/\w", file.read_text(encoding="utf-8")), file
 
 
 @pytest.fixture
-def study(results, tmp_path, monkeypatch):
+def study(tmp_path, monkeypatch):
     """Runs that were added, and a page about them."""
     for name, path in {"ROOT": "", "RESULTS": "results", "ASSETS": ""}.items():
         monkeypatch.setattr(results, name, tmp_path / path)
@@ -54,7 +50,6 @@ def study(results, tmp_path, monkeypatch):
         for m in (BASE, LS, LABO)
         for seed in (0, 1)
     ]
-    write_analysis(runs[0])
     results.PAGES[0].write_text(PARTS)
     results.add(tmp_path / "runs", "digits")
     results.add(tmp_path / "runs", "digits", selection=True)
@@ -62,7 +57,7 @@ def study(results, tmp_path, monkeypatch):
     return runs
 
 
-def test_the_rows_have_the_differences_of_the_runs(results, study):
+def test_the_rows_have_the_differences_of_the_runs(study):
     (expected,) = group_runs([Member(read_run(path)) for path in study], "test")
     found = results.study("digits")
     ours, theirs = (
@@ -80,32 +75,91 @@ def test_the_rows_have_the_differences_of_the_runs(results, study):
     assert "| `ls` | `alpha=0.1` |" in text
 
 
-def test_the_rows_have_the_ranking_after_logit_normalisation(results, study):
+def test_the_rows_have_the_ranking_after_logit_normalisation(study):
     split = load_analysis(study[0])["splits"]["test"]
-    (row,) = [r for r in results.read(results.RESULTS / "digits.csv") if "analysis_ece" in r]
+    file = results.RESULTS / "digits.csv"
+    row, other = (row for row in results.read(file) if row["method"] == "base")
     assert float(row["analysis_aurc"]) == split["views"]["before"]["selective"]["aurc"]
     area = split["logit_norm"]["aurc"]
     assert float(row["analysis_aurc_normalised"]) == area
     text = results.table("digits")
     assert " | AURC % | AURC, normalised logits % |" in text
-    assert f"{100 * area:.2f}" in text
+    assert f"{50 * (area + float(other['analysis_aurc_normalised'])):.2f} ±" in text
+    for older in (row, other):  # runs of an earlier version
+        text = file.read_text().replace(older["analysis_aurc_normalised"], "")
+        file.write_text(text)
+    assert "normalised" not in results.table("digits")
 
 
-def test_adding_twice_changes_nothing_and_a_changed_row_is_noticed(results, study, tmp_path):
+def test_some_methods_are_compared_with_one_of_them(study):
+    (group,) = group_runs([Member(read_run(path)) for path in study], "test")
+    pair = [group.first(name).scores("test") for name in ("base", "labo")]
+    difference = 100 * fmean(pair[0][seed] - pair[1][seed] for seed in (0, 1))
+    head, _, *rows = results.among("digits", "labo", "base", "als").splitlines()
+    assert "| Δ labo | p |" in head
+    assert "Δ ls" not in head
+    assert {row.split("|")[1].strip() for row in rows} == {"`base`", "`labo`"}
+    assert f"| {difference:+.2f} (" in next(row for row in rows if "base" in row)
+    shown = f"{difference:+.2f}".replace("-", "−")
+    assert results.verdict("digits", "labo", "base", "als").splitlines() == [
+        f"- `base` {shown} points (p = 0.5, 2 seeds), too few seeds for a statement.",
+        "- `als`: no runs yet.",
+    ]
+
+
+def test_a_selection_has_the_seeds_that_select(study, tmp_path):
+    """Seeds that were run at the selected point alone would change its mean."""
+    for seed, tau in ((0, 1.05), (1, 1.05), (2, 1.25)):
+        write_run(tmp_path / "more" / f"labo-{tau}-s{seed}", {**LABO, "tau": tau}, seed)
+    for seed in (0, 1):
+        write_run(tmp_path / "more" / f"labo-s{seed}", LABO, seed)
+    results.add(tmp_path / "more", "grid", selection=True, recipe="digits")
+    rows = results.read(results.RESULTS / "grid-selection.csv")
+    assert sorted(row["seed"] for row in rows) == ["0", "0", "1", "1"]
+
+
+def test_runs_are_decoded_again_with_other_penalties_and_beams(study, tmp_path, capsys):
+    tiny = ["train.max_steps=2", "data.size=200", "decode.max_ratio=0.1", "decode.max_extra=2"]
+    trained = train(load_recipe("cldr", [*tiny, "method=ls"]), tmp_path / "cldr" / "ls-s0")
+    asked = ["--decode", str(tmp_path / "cldr"), "--as", "cldr", "--split", "valid", "test"]
+    results.main([*asked, "--penalties", "1,2", "--beams", "1"])
+    assert "6 rows of 1 runs" in capsys.readouterr().out
+    rows = results.read(results.RESULTS / "cldr-decoding.csv")
+    points = [(row["split"], float(row["length_penalty"]), row["beam"]) for row in rows]
+    assert sorted(points) == [
+        (split, *point)
+        for split in ("test", "valid")
+        for point in ((1.0, "1"), (1.0, "5"), (2.0, "5"))
+    ]
+    for row in rows:
+        if (row["length_penalty"], row["beam"]) == ("1.0", "5"):  # as in the recipe
+            scores = trained[row["split"]]
+            assert float(row["bleu"]) == scores["bleu"]
+            assert float(row["chrf"]) == scores["chrf"]
+            assert float(row["length_ratio"]) == scores["length_ratio"]
+            assert 0 < float(row["word_ratio"]) < 1
+    results.main([*asked, "--penalties", "1,2,3"])
+    assert "2 rows of 1 runs" in capsys.readouterr().out  # only what is new
+    table = results.decoding("cldr").splitlines()
+    assert len(table) == 2 + 8
+    assert "| valid | `ls` | 3 | 5 | 1 |" in "".join(table)
+    assert "*No runs yet: `results/digits-decoding.csv`.*" in results.PAGES[0].read_text()
+    with pytest.raises(SystemExit):
+        results.main(asked)
+    assert "--decode needs --penalties or --beams" in capsys.readouterr().err
+
+
+def test_adding_twice_changes_nothing_and_a_changed_row_is_noticed(study, tmp_path):
     file = results.RESULTS / "digits.csv"
     before, page = file.read_text(), results.PAGES[0].read_text()
     results.add(tmp_path / "runs", "digits")
     assert file.read_text() == before
     assert results.page(page) == page
     score = results.read(file)[0]["test_accuracy"]
+    for place in (str(Path.home()), "/tmp"):  # of a machine
+        assert place not in before
     file.write_text(before.replace(score, "0.5"))
     assert results.page(page) != page
-
-
-def test_no_path_of_a_machine_is_committed(results, study):
-    for file in results.RESULTS.iterdir():
-        assert str(Path.home()) not in file.read_text()
-        assert "/tmp" not in file.read_text()
 
 
 def test_rebuilding_needs_no_torch():

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import LOSS_CASES, LossCase, both
 from labo import functional as F
+from loss_cases import LOSS_CASES, LossCase, both
 
 BACKENDS = ["blocked", "native"]
 each_backend = pytest.mark.parametrize("impl", BACKENDS)
 
 # The losses that have a kernel of one call, with other than default hyper-parameters.
 ONE_CALL = {
-    "ce": LossCase("ce", F.cross_entropy_loss),
+    "base": LossCase("base", F.cross_entropy_loss),
     "ls": LossCase("ls", F.label_smoothing_loss, {"alpha": 0.2}),
     "labo": LossCase("labo", F.labo_loss, {"tau": 1.3}),
     "labo-fixed": LossCase("labo-fixed", F.labo_loss, {"alpha": 0.4, "tau": 0.8}),
@@ -24,13 +24,13 @@ ONE_CALL = {
 each_one_call = pytest.mark.parametrize("case", ONE_CALL.values(), ids=lambda case: case.name)
 
 _Z_LOSS = [
-    LossCase("ce-z", F.cross_entropy_loss, {"z_loss": 1e-3}),
+    LossCase("base-z", F.cross_entropy_loss, {"z_loss": 1e-3}),
     LossCase("labo-z", F.labo_loss, {"z_loss": 1e-3}),
     LossCase("labo-fixed-z", F.labo_loss, {"alpha": 0.3, "z_loss": 1e-3}),
     LossCase("fl-z", F.focal_loss, {"z_loss": 1e-3}),
     LossCase("z", F.z_loss, {"lam": 1e-3}),
 ]
-_REFERENCE_ONLY = {"labo-grad", "labo-held", "labo-held-multiplied", "gem-logsigmoid"}
+_REFERENCE_ONLY = {"labo-grad", "held-labo", "held-labo-multiplied", "gem-logsigmoid"}
 
 
 def _has_formula(case: LossCase) -> bool:

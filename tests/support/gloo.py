@@ -92,9 +92,11 @@ class Processes:
         self.number += 1
         for tasks in self.tasks[:size]:
             tasks.put((self.number, function, size, args))
+        # The first task also waits for the processes to start and import.
+        patience = _PATIENCE if self.number > 1 else 4 * _PATIENCE
         found = {}
         while len(found) < size:
-            number, rank, result, problem = self.answers.get(timeout=_PATIENCE)
+            number, rank, result, problem = self.answers.get(timeout=patience)
             if number != self.number:  # of a task that failed elsewhere
                 continue
             # At once: the others may wait for this process in vain.

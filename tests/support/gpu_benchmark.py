@@ -23,6 +23,8 @@ MEMORY = 16 << 30
 
 def main() -> None:
     with fake_device(1 << 20) as count:
+        count.read = 1  # the count of targets that Liger reads
+        torch.cuda.get_device_capability = lambda device=None: (9, 0)
         torch.cuda.synchronize = lambda: _limit(count.peak)
         torch.cuda.memory_allocated = lambda: 0
         torch.cuda.max_memory_allocated = lambda: count.peak

@@ -8,7 +8,6 @@ also puts the tables into docs/performance.md, where a test compares them.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import labo
+from defaults import with_defaults
 from fake_device import Counted, fake_device
 from gpu_tables import PAGE, page
 from labo.fast import dispatch
@@ -31,21 +31,12 @@ ROWS, CLASSES, WIDTH = 8192, 128256, 4096
 FEW = 1000  # for losses with a table of all pairs of classes
 # What has so many bytes is more than numbers of rows: a block of logits.
 LARGE = 256 * ROWS
-GIVEN = {
-    "num_classes": lambda k: k,
-    "epochs": lambda k: 4,
-    "features": lambda k: WIDTH,
-    "mask": lambda k: torch.arange(k) % 3 != 1,
-    "groups": lambda k: torch.arange(k) % 3,
-}
 Record = dict[str, Any]
 
 
 def build(kind: type[Loss], classes: int, device: str = "cuda", **hyper: Any) -> Loss:
     """A loss with its defaults, on the device."""
-    parameters = inspect.signature(kind).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return kind(*(GIVEN[name](classes) for name in names), **hyper).to(device)
+    return with_defaults(kind, classes, features=WIDTH, **hyper).to(device)
 
 
 def counted(
@@ -96,7 +87,7 @@ def _taught(loss: Loss, logits: Tensor) -> tuple[Tensor, ...]:
 def on_logits(
     kind: type[Loss], dtype: torch.dtype = torch.bfloat16, rows: int = ROWS, **hyper: Any
 ) -> Record:
-    classes = FEW if kind.name in ("ols", "krls") else CLASSES
+    classes = FEW if kind.name in ("ols", "kr-ls") else CLASSES
     with fake_device(256 * rows) as count:
         loss = build(kind, classes, **hyper)
         given = _problem(rows, classes, dtype)
@@ -157,7 +148,7 @@ def without_triton() -> Iterator[tuple[str, dict[str, Record]]]:
     """Both backends that are left, for losses of every kind."""
     dispatch._HAS_TRITON = False
     try:
-        for name in ("ce", "ls", "labo", "fl", "cp", "mbls", "ger", "kd", "dkd", "logitnorm"):
+        for name in ("base", "ls", "labo", "fl", "cp", "mbls", "ger", "kd", "dkd", "logitnorm"):
             kind = labo.LOSSES[name]
             yield name, {i: on_logits(kind, rows=512, impl=i) for i in ("auto", "reference")}
     finally:
@@ -180,7 +171,7 @@ def without_float64() -> dict[str, str]:
     return found
 
 
-LINEAR = ("ce", "ls", "labo", "fl", "cp", "logitnorm", "kd", "pskd", "dkd")
+LINEAR = ("base", "ls", "labo", "fl", "cp", "logitnorm", "kd", "ps-kd", "dkd")
 
 
 def everything() -> dict[str, Any]:
@@ -188,14 +179,13 @@ def everything() -> dict[str, Any]:
     found["torch"] = {"cross entropy": of_torch(0.0), "label smoothing": of_torch(0.1)}
     for name, kind in labo.LOSSES.items():
         found["logits"][name] = on_logits(kind)
-    found["logits"]["topk"] = on_logits(labo.TopKDistillationLoss)
     found["logits"]["kd, standardized"] = on_logits(labo.DistillationLoss, standardize=True)
     schedule = {"final_lam": 0.2, "epochs": 4}  # with a number that is on the device
     found["logits"]["maxsup, final_lam"] = on_logits(labo.MaxSuppressionLoss, **schedule)
     found["logits"]["labo, float16"] = on_logits(labo.LABOLoss, torch.float16)
     found["logits"]["labo, float32"] = on_logits(labo.LABOLoss, torch.float32)
     found["compiled"] = {
-        name: as_compiled(labo.LOSSES[name]) for name in ("ce", "labo", "fl", "ger")
+        name: as_compiled(labo.LOSSES[name]) for name in ("base", "labo", "fl", "ger")
     }
     for name in LINEAR:
         found["linear"][name] = in_linear_loss(labo.LOSSES[name])

@@ -8,7 +8,6 @@ runs them in the interpreter: bytes read and written.
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
 import json
 import os
@@ -34,11 +33,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import labo
+from defaults import with_defaults
 from labo.fast import kernels
 from labo.fast.columns import COEFFICIENTS
 from labo.fast.formula import plan_of
 from labo.fast.kernel import Kernel
 from labo.loss import Loss
+from labo.losses.divergences import DIVERGENCES
 from labo.sums import (
     COUNT,
     EMIX,
@@ -47,6 +48,7 @@ from labo.sums import (
     FROM_TEACHER,
     OTHERS,
     QD,
+    QMIX,
     QU,
     TOP,
     UE,
@@ -179,7 +181,7 @@ def compile_variants(name: str, variants: list[Variant]) -> list[dict[str, Any]]
 
 
 def formula_launches() -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Both passes of every plan that a loss with its defaults has."""
+    """Both passes of every plan that a loss with its defaults or a divergence has."""
     rows, classes = 2, 32768
     logits = torch.zeros(rows, classes, dtype=torch.bfloat16)
     target = torch.zeros(rows, dtype=torch.int64)
@@ -193,22 +195,21 @@ def formula_launches() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         fixed = (logits, target, plan, weight, -100, source.get(plan.masses))
         coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
         yield "formula sums", name, partial(kernels.sums, *fixed)
-        if plan.asked & EMIX:
+        if plan.asked & (EMIX | QMIX):
             plan = plan._replace(mixture=RowMixture(*torch.ones(3, rows, dtype=torch.float64)))
             fixed = (*fixed[:2], plan, *fixed[3:])
+            yield "mixture sums", name, partial(kernels.sums, *fixed)
         rest = (coefficients, torch.empty_like(logits))
         yield "formula gradient", name, partial(kernels.gradient, *fixed, *rest)
 
 
 def _formulas() -> Iterator[Any]:
-    given = {"num_classes": 8, "epochs": 4, "features": 8}
-    given |= {"mask": torch.arange(8) % 3 != 1, "groups": torch.arange(8) % 3}
-    for module in labo.LOSSES.values():
-        parameters = inspect.signature(module).parameters.values()
-        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        loss = module(*(given[name] for name in names)).current()
-        if type(loss).value is not Loss.value:
+    for kind in labo.LOSSES.values():
+        loss = with_defaults(kind, classes=8).current()
+        if type(loss).value is not Loss.value and loss.name not in ("held-labo", "topk-kd"):
             yield loss
+    for divergence in DIVERGENCES:
+        yield labo.DistillationLoss(divergence=divergence)
 
 
 # ------------------------------------------------------------------ instructions

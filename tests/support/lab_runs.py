@@ -5,6 +5,7 @@ One server process imports everything once; each run is then forked from it, in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -105,24 +106,25 @@ def arm(moment: str, number: int) -> None:
         "terminate in validate": (ImageTask, "validate"),
         "terminate in score": (Selection, "select"),
     }
-    owner, name = places[moment]
     last = signal.SIGTERM if moment.startswith("terminate") else signal.SIGKILL
-    setattr(owner, name, deadly(getattr(owner, name), number, last))
+    make_deadly([places[moment]], number, last)
 
 
-def deadly(function: Callable[..., Any], number: int, last: signal.Signals) -> Callable[..., Any]:
-    """The function, whose n-th call ends in a signal to the process."""
-    calls = 0
+def make_deadly(places: list[tuple[Any, str]], number: int, last: signal.Signals) -> None:
+    """The n-th call of any of these functions ends in a signal to the process."""
+    calls = itertools.count(1)
 
-    def call(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = function(*arguments, **named)
-        if calls == number:
-            os.kill(os.getpid(), last)
-        return result
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            result = function(*arguments, **named)
+            if next(calls) == number:
+                os.kill(os.getpid(), last)
+            return result
 
-    return call
+        return call
+
+    for owner, name in places:
+        setattr(owner, name, deadly(getattr(owner, name)))
 
 
 def free_port() -> str:
@@ -181,21 +183,10 @@ def replace_and_die(new: Path, folder: Path, can_swap: bool, moment: int) -> Non
 def _replace(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
     from labo.lab.run import files
 
-    calls = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal calls
-            result = function(*arguments, **named)
-            calls += 1
-            if calls == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-    swap = files._swap if can_swap else lambda *paths: False
-    files._swap, os.replace, shutil.rmtree = map(counted, (swap, os.replace, shutil.rmtree))
+    if not can_swap:
+        files._swap = lambda *paths: False
+    places = [(files, "_swap"), (os, "replace"), (shutil, "rmtree")]
+    make_deadly(places, moment, signal.SIGKILL)
     files.replace_folder(new, folder)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,3 +24,14 @@ def problem(
     target = torch.randint(classes, (rows,), generator=generator)
     target[rows // 3] = -100
     return x.to(dtype), weight.to(dtype), bias.to(dtype), target
+
+
+def gradients(
+    function: Callable[..., Tensor], *tensors: Tensor, upstream: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Value and gradients; rows that are not reduced have different upstream gradients."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    value = function(*leaves)
+    if value.dim() and upstream is None:
+        upstream = torch.linspace(0, 2, value.numel(), dtype=value.dtype).view_as(value)
+    return value.detach(), *torch.autograd.grad(value, leaves, upstream)

@@ -61,15 +61,6 @@ def label_smoothing(z, y, w, *, alpha=0.1, convention="torch", padding_idx=None)
     return smoothed(z, y, w, real(allowed) / allowed.sum(), real(alpha))
 
 
-def labo(z, y, w, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1, alpha_grad=False):
-    k = (z != -np.inf).sum()
-    if alpha == "adaptive":
-        alpha = 1 - real(rho) * entropy(softmax(z)) / np.log(real(k))
-    p = softmax(z / real(tau))
-    divergence = w[y] * real(alpha) * real(tau) * kl(p, 1 / real(k))
-    return real(multiplier) * (smoothed(z, y, w, p, real(alpha)) + divergence)
-
-
 def held_labo(z, y, w, held, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=1):
     k = real((z != -np.inf).sum())
     if alpha == "adaptive":
@@ -77,6 +68,10 @@ def held_labo(z, y, w, held, *, tau=1.25, alpha="adaptive", rho=0.5, multiplier=
     p = softmax(held / real(tau))
     divergence = w[y] * real(alpha) * real(tau) * kl(p, 1 / k)
     return real(multiplier) * (smoothed(z, y, w, p, real(alpha)) + divergence)
+
+
+def labo(z, y, w, *, alpha_grad=False, **hyper):
+    return held_labo(z, y, w, z, **hyper)
 
 
 def confidence_penalty(z, y, w, *, beta=0.1, threshold=None):
@@ -121,6 +116,43 @@ def anti_focal(z, y, w, *, gamma=1.0, scale=0.5, detach_factor=True):
     return (1 + real(scale) * softmax(z)[y]) ** real(gamma) * cross_entropy(z, y, w)
 
 
+def generalized_cross_entropy(z, y, w, *, gamma=0.7):
+    if gamma == 0:
+        return cross_entropy(z, y, w)
+    return w[y] * (1 - softmax(z)[y] ** real(gamma)) / real(gamma)
+
+
+def gem(z, y, w, *, beta=0.7, h="linear"):
+    log_p = log_softmax(z)
+    q = softmax(z / real(beta))
+    kept = 1 / (1 + np.exp(-(z - z[y]) / 100)) if h == "logsigmoid" else 1
+    return w[y] * (q * kept * (log_p - log_p[y])).sum()
+
+
+def zipf_smoothing(z, y, w, *, lam=0.1, power=1.0, correct_only=False):
+    rank = real([1 + (z > x).sum() for x in z])
+    rest = np.arange(len(z)) != y
+    mass = rank[rest] ** -real(power)
+    divergence = kl(mass / mass.sum(), softmax(z[rest]))
+    if correct_only and rank[y] > 1:
+        divergence = real(0)
+    return cross_entropy(z, y, w) + w[y] * real(lam) * divergence
+
+
+def acls(z, y, w, *, lam=0.1, lam_top=1.0, lam_rest=0.1, margin=10.0):
+    at_top = z == z.max()
+    over = np.maximum(0, z[at_top] - real(margin)) ** 2
+    below = np.maximum(0, z.max() - z[~at_top] - real(margin)) ** 2
+    penalty = real(lam_top) * over.sum() + real(lam_rest) / (len(z) - 1) * below.sum()
+    return cross_entropy(z, y, w) + w[y] * real(lam) * penalty
+
+
+def adaptive_smoothing(z, y, w, prior=None, *, rho=0.5):
+    k = real(len(z))
+    alpha = 1 - real(rho) * entropy(softmax(z)) / np.log(k)
+    return smoothed(z, y, w, 1 / k if prior is None else softmax(prior), alpha)
+
+
 def generalized_entropy(z, y, w, *, alpha=0.5, beta=0.7, prior=None, generator="kl"):
     p = softmax(z)
     u = np.full(len(z), 1 / real(len(z))) if prior is None else real(prior)
@@ -146,10 +178,6 @@ def tf_reg(z, y, w, *, alpha=0.1, tau=20.0, mode="repo", multiplier=None, confid
         distance = kl(s, softmax(z / real(tau)))
         distance = distance * real(tau) ** 2 if rest.get("tau_squared") else distance
     return (1 - real(alpha)) * cross_entropy(z, y, w) + w[y] * real(alpha) * distance
-
-
-def tempered_kl(z, teacher, tau):
-    return real(tau) ** 2 * kl(softmax(teacher / real(tau)), softmax(z / real(tau)))
 
 
 def standardized(z):
@@ -237,7 +265,8 @@ def topk_distillation(z, y, w, teacher, *, alpha=0.5, tail="bucket", tau=1.25, *
 
 
 def cs_kd(z, y, w, peer, *, lam=1.0, tau=4.0):
-    return cross_entropy(z, y, w) + w[y] * real(lam) * tempered_kl(z, peer, tau)
+    soft = real(tau) ** 2 * kl(softmax(peer / real(tau)), softmax(z / real(tau)))
+    return cross_entropy(z, y, w) + w[y] * real(lam) * soft
 
 
 def ps_kd(z, y, w, past, *, alpha=0.8):

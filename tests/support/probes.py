@@ -21,6 +21,22 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+class Products(TorchDispatchMode):
+    """The shapes of the results of matrix products, and the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.names.append(function.overloadpacket.__name__)
+        if self.names[-1] in ("mm", "addmm"):
+            self.shapes.append(result.shape)
+        return result
+
+
 _FUSED = ("_GradientWithValueBackward", "_SecondPassBackward", "_KernelValuesBackward")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -28,3 +31,20 @@ def snippet(page: str, library: str) -> str:
     (code,) = re.findall(rf"<!-- needs {library} -->\n```py\n(.*?)```", text, re.DOTALL)
     assert code.count("\n") <= 30
     return code
+
+
+def execute(patch: pytest.MonkeyPatch, library: str, **modules: dict) -> dict:
+    """The names of a snippet, run with the modules it imports replaced by stubs."""
+    for name, content in modules.items():
+        parts = name.split("__")
+        for end in range(1, len(parts)):
+            package = ModuleType(".".join(parts[:end]))
+            package.__path__ = []
+            patch.setitem(sys.modules, package.__name__, package)
+        module = ModuleType(".".join(parts))
+        vars(module).update(content)
+        patch.setitem(sys.modules, module.__name__, module)
+        setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
+    scope: dict = {"__name__": __name__}
+    exec(compile(snippet("other_libraries", library), library, "exec"), scope)
+    return scope

@@ -11,6 +11,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from labo.lab.translation.options import choose
+from labo.lab.translation.prepare import prepare
+
 GERMAN = ["null", "eins", "zwei", "drei", "vier", "elf", "zehn", "acht"]
 ENGLISH = ["zero", "one", "two", "three", "four", "eleven", "ten", "eight"]
 FAMILIES = ["marian", "t5", "t5-1.1", "bart", "mbart", "nllb"]
@@ -133,3 +136,26 @@ def save_pretrained(folder: Path, family: str, **settings: Any) -> Path:
     model_of(family, tokenizer, **settings).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def change_adapters(task, model, folder: Path) -> dict[str, torch.Tensor]:
+    """Give a model other adapters and write them to ``folder/adapter``; the merged weights."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    weights, files = task.model_files(model, model.state_dict())
+    (folder / "adapter").mkdir()
+    for name, content in files.items():
+        if name.startswith("adapter/"):
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return weights
+
+
+def prepare_corpus(out: Path, family: str, **options) -> Path:
+    """The corpus of a family, prepared."""
+    text = str(write_corpus(out.parent / "raw", family))
+    settings = {"pair": [pair_of(family)], "train": [text], "holdout": 8, "holdout_test": 8}
+    prepare(choose(None, settings | options), out)
+    return out

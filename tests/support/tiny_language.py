@@ -8,9 +8,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.model import causal_config
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.tokenizers import learn_tokenizer
@@ -44,7 +46,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def prepare_texts(folder: Path, texts: list[str] = SENTENCES, **options: Any) -> Path:
     """A folder of documents, each fifth held out; the vocabulary is learned unless one is given."""
-    documents = [RawDocument(f"{n}", "text", (Part(s, True),)) for n, s in enumerate(texts)]
+    documents = [RawDocument.of_text(f"{n}", s) for n, s in enumerate(texts)]
     return _prepare(folder, documents, **options)
 
 
@@ -55,6 +57,28 @@ def prepare_prompts(folder: Path, texts: list[str] = SENTENCES, **options: Any) 
         for n, s in enumerate(texts)
     ]
     return _prepare(folder, documents, **{"tokenizer": learned_tokenizer()} | options)
+
+
+def few_documents(folder: Path, kind: str) -> Path:
+    """Fourteen texts or prompts, a long and a short one among them, to store predictions for."""
+    texts = [*SENTENCES[:12], "\n".join(SENTENCES[12:16]), "x"]
+    if kind == "text":
+        return prepare_texts(folder, texts, tokenizer=learned_tokenizer())
+    return prepare_prompts(folder, [text[:9] for text in texts])
+
+
+def save_causal(folder: Path, positions: int) -> Path:
+    """A Hugging Face folder of a model with opinions, and of :func:`learned_tokenizer`."""
+    torch.manual_seed(3)
+    tokenizer, size = learned_tokenizer(), {"width": 16, "layers": 1, "heads": 2}
+    config = causal_config("gpt2-tiny", len(tokenizer), positions=positions, dimensions=size)
+    causal = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in causal.parameters():
+            parameter.mul_(4)
+    causal.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _prepare(folder: Path, documents: list[RawDocument], **options: Any) -> Path:

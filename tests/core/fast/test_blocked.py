@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from backends import each_one_call, sample
-from conftest import CASES, both
 from labo.fast import blocked
+from loss_cases import CASES, both
 
 
 def test_moments():

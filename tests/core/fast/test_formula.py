@@ -15,10 +15,10 @@ from backends import (
     each_formula,
     hard_rows,
 )
-from conftest import CASES, LossCase, both
 from labo import functional as F
 from labo.loss import Loss, hyper
 from labo.sums import RowSums
+from loss_cases import CASES, LossCase, both
 
 
 @each_formula

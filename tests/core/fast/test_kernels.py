@@ -22,8 +22,8 @@ from backends import (
     hard_rows,
     sample,
 )
-from conftest import CASES, gradient, triton_for_native
 from labo.fast.kernel import Kernel
+from loss_cases import CASES, gradient, triton_for_native
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if importlib.util.find_spec("triton") is None:

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conftest import LOSS_CASES, class_mask
 from labo import rows
+from loss_cases import LOSS_CASES, class_mask
 
 
 class NoFloat64(TorchDispatchMode):

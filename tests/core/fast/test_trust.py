@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import labo
-from conftest import MODULES, triton_for_native
 from labo.fast import dispatch, kernels, trust
+from loss_cases import MODULES, triton_for_native
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 K = 70
@@ -52,7 +52,7 @@ def tried(loss, *arguments):
 SUMS = [name for name in MODULES if name in ("fl", "cp", "kd", "dkd", "mls", "logitnorm", "ger")]
 
 
-@pytest.mark.parametrize("name", ["ce", "ls", "labo", "pskd", *SUMS])
+@pytest.mark.parametrize("name", ["base", "ls", "labo", "ps-kd", *SUMS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_good_kernels_are_used_and_listed(gpu, name, dtype):
     loss, (logits, target) = MODULES[name](K), problem()

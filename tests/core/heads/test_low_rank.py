@@ -121,22 +121,6 @@ def test_a_frozen_base_costs_no_gradient_of_its_size():
     same(found, wanted)
 
 
-def test_neither_logits_nor_effective_weight_exist():
-    """Half types, 400 classes of width 300: the largest tensor is a chunk of logits."""
-    rows, width, classes = 64, 300, 400
-    hidden = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
-    base = torch.randn(classes, width, dtype=torch.bfloat16)
-    a, b = torch.randn(2, width, requires_grad=True), torch.zeros(classes, 2, requires_grad=True)
-    weight = labo.LowRankWeight(base, a, b, 2.0)
-    options = labo.LinearLossOptions(batch_chunk_size=8)
-    with LargestTensor() as probe:
-        target = torch.randint(classes, (rows,))
-        labo.linear_loss(hidden, weight, target, labo.LABOLoss(), options=options).backward()
-    assert probe.largest <= rows * width < classes * width
-    assert probe.largest < rows * classes
-    assert a.grad.dtype == b.grad.dtype == torch.float32
-
-
 def eighths(classes: int = CLASSES, width: int = WIDTH) -> tuple[Eighths, labo.QuantizedWeight]:
     """The same base twice: as a tensor like those of torchao, and as a function."""
     base = Eighths(torch.randint(-20, 20, (classes, width), dtype=torch.int8))
@@ -166,57 +150,48 @@ def test_a_quantized_base(monkeypatch, dora, reduction, softcap):
         same(found, wanted)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_a_quantized_base_is_never_whole(monkeypatch, dora):
+@pytest.mark.parametrize("kind", ["dense", "quantized", "quantized, dora"])
+def test_neither_logits_nor_effective_weight_exist(monkeypatch, kind):
+    """400 classes of width 300: the largest tensor is the hidden states. Nor a whole base."""
     monkeypatch.setattr(quantized, "_BLOCK_BYTES", 50 * 300 * 4)
     rows, width, classes = 64, 300, 400
-    hidden = torch.randn(rows, width, requires_grad=True)
+    dtype = torch.bfloat16 if kind == "dense" else torch.float32
+    hidden = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+    base = torch.randn(classes, width, dtype=dtype)
     a, b = torch.randn(2, width, requires_grad=True), torch.ones(classes, 2, requires_grad=True)
-    magnitude = torch.ones(classes, requires_grad=True) if dora else None
-    weight = labo.LowRankWeight(eighths(classes, width)[0], a, b, 2.0, magnitude)
+    magnitude = torch.ones(classes, requires_grad=True) if kind == "quantized, dora" else None
+    base = base if kind == "dense" else eighths(classes, width)[0]
+    weight = labo.LowRankWeight(base, a, b, 2.0, magnitude)
     options = labo.LinearLossOptions(batch_chunk_size=8)
     with LargestTensor() as probe:
         target = torch.randint(classes, (rows,))
         labo.linear_loss(hidden, weight, target, labo.LABOLoss(), options=options).backward()
-    assert probe.largest <= rows * width < classes * width
+    assert probe.largest <= rows * width < rows * classes
+    assert a.grad.dtype == b.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
-def test_a_quantized_base_with_half_types(mode):
+@pytest.mark.parametrize("frozen", [(), ("base",)], ids=["dense", "quantized"])
+def test_half_types(mode, frozen, dora):
     """Hidden states in bfloat16, adapter in float32, as in QLoRA."""
-    x, target = problem(torch.float32), labels()
-    base, _ = eighths()
-    half = {"input": x["input"].bfloat16(), "bias": x["bias"].bfloat16()}
-    given = x | (half if mode == "bfloat16" else {})
-    wide = {name: t.double() for name, t in given.items()} | {"base": base.dequantize().double()}
-    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, True, frozen=("base",))
+    x, target, (base, _) = problem(torch.float32), labels(), eighths()
+    if not dora:
+        x.pop("magnitude")
+    if frozen:
+        x["base"] = base.dequantize().float()
+    narrow = ("input", "bias", "base") if mode == "bfloat16" else ()
+    given = {name: t.bfloat16() if name in narrow else t for name, t in x.items()}
+    wide = {name: t.double() for name, t in given.items()}
+    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, dora, frozen=frozen)
 
-    def on_quantized(loss, leaves, *rest):
-        return adapted(loss, leaves | {"base": base}, *rest)
+    def compute(loss, leaves, *rest):
+        return adapted(loss, leaves | ({"base": base} if frozen else {}), *rest)
 
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        found = value_and_gradients(
-            on_quantized, labo.LABOLoss(), given, target, True, frozen=("base",)
-        )
-    assert found[1]["a"].dtype == found[1]["magnitude"].dtype == torch.float32
-    same(found, wanted, tolerance=0.05)
-
-
-def test_half_types():
-    x, target = problem(torch.bfloat16), labels()
-    wide = {name: t.double() for name, t in x.items()}
-    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, True)
-    x = {name: t.float() if name in ("a", "b", "magnitude") else t for name, t in x.items()}
-    found = value_and_gradients(adapted, labo.LABOLoss(), x, target, True)
-    same(found, wanted, tolerance=0.05)
-
-
-def test_autocast():
-    x, target = problem(torch.float32), labels()
-    wanted = value_and_gradients(dense, labo.LABOLoss(), x, target, False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = value_and_gradients(adapted, labo.LABOLoss(), x, target, False)
-    assert found[1]["base"].dtype == torch.float32
+        found = value_and_gradients(compute, labo.LABOLoss(), given, target, dora, frozen=frozen)
+    assert all(found[1][name].dtype == torch.float32 for name in ("a", "b"))
+    assert frozen or found[1]["base"].dtype == given["base"].dtype
     same(found, wanted, tolerance=0.05)
 
 
@@ -236,39 +211,6 @@ def test_warmup_and_compile():
     same(value_and_gradients(adapted, loss, x, target, False), wanted)
     compiled = torch.compile(adapted, backend="eager")
     same(value_and_gradients(compiled, loss, x, target, False), wanted)
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_a_layer_of_peft(dora):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES))
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=6, target_modules=["1"], use_dora=dora, init_lora_weights=False
-    )
-    layer = peft.get_peft_model(model, config).base_model.model[1]
-    hidden, target, loss = torch.randn(ROWS, WIDTH), labels(), labo.LABOLoss()
-
-    def gradients(value: Tensor) -> list[Tensor]:
-        layer.zero_grad()
-        value.backward()
-        return [p.grad.clone() for p in layer.parameters() if p.requires_grad]
-
-    wanted = gradients(loss(layer(hidden), target))
-    weight = labo.LowRankWeight(
-        layer.base_layer.weight,
-        layer.lora_A["default"].weight,
-        layer.lora_B["default"].weight,
-        layer.scaling["default"],
-        layer.lora_magnitude_vector["default"].weight if dora else None,
-        layer.lora_dropout["default"] if not dora else None,
-    )
-    bias = layer.base_layer.bias
-    value = labo.linear_loss(hidden, weight, target, loss, linear_bias=bias, options=CHUNKS)
-    torch.testing.assert_close(value, loss(layer(hidden), target))
-    assert len(wanted) == (3 if dora else 2)
-    for found, expected in zip(gradients(value), wanted, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dropout", [nn.Identity(), nn.Dropout(0.0)])

@@ -16,8 +16,7 @@ import labo
 import layers
 from gloo import World, on_processes
 from labo.fast import blocked, kernels, native
-from labo.fast.columns import SUMS
-from labo.fast.formula import differentiate, entries_of, masses_of, plan_of, u_of
+from labo.fast.formula import differentiate
 from labo.heads import split as shards
 from labo.heads.quantized import QuantizedWeight
 from probes import LargestTensor
@@ -26,7 +25,7 @@ from probes import LargestTensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 LOSSES = {
-    "ce": lambda **shared: labo.CrossEntropyLoss(**shared),
+    "base": lambda **shared: labo.CrossEntropyLoss(**shared),
     "ls": lambda **shared: labo.LabelSmoothingLoss(alpha=0.2, **shared),
     "labo": lambda **shared: labo.LABOLoss(**shared),
     "labo-fixed": lambda **shared: labo.LABOLoss(alpha=0.3, tau=2.0, **shared),
@@ -40,7 +39,7 @@ FORMULA_LOSSES = {
     "eaft": lambda k, **shared: labo.EAFTLoss(**shared),
     "ger": lambda k, **shared: labo.GeneralizedEntropyLoss(**shared),
     "maxsup": lambda k, **shared: labo.MaxSuppressionLoss(lam=0.5, **shared),
-    "tfreg": lambda k, **shared: labo.TFRegLoss(mode="paper", alpha=0.5, **shared),
+    "tf-reg": lambda k, **shared: labo.TFRegLoss(mode="paper", alpha=0.5, **shared),
     "mls": lambda k, **shared: labo.MaskedLabelSmoothingLoss(torch.arange(k) % 3 != 1, **shared),
 }
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 5e-3}
@@ -232,21 +231,6 @@ def test_no_coefficients_where_no_gradient_is_asked_for(monkeypatch):
     assert len(differentiated) == 1
 
 
-@on_processes(2)
-def test_smoothing_uses_the_whole_vocabulary(world: World) -> None:
-    """Known wrong elsewhere: the K of the shard in the smoothing, the log of a softmax of 0."""
-    logits = torch.zeros(1, 8)
-    logits[0, 0] = 300.0
-    target, loss = torch.tensor([0]), labo.LabelSmoothingLoss(alpha=0.1)
-    mine = world.share(logits, 1)
-    found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
-    wanted = nn.functional.cross_entropy(logits.double(), target, label_smoothing=0.1)
-    close(found, wanted, torch.float32)
-    p, k = logits.softmax(1), mine.shape[1]
-    as_elsewhere = 0.9 * -p[0, 0].log() - 0.1 / k * (p + 1e-20).log().sum()
-    assert abs(as_elsewhere - wanted) > 1
-
-
 class Speaker(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -362,54 +346,21 @@ def test_compiled(world: World) -> None:
 # ------------------------------------------------------------------ backends
 
 
-def shards_of(
-    module: Any, logits: Tensor, target: Tensor, loss: nn.Module, cut: int
-) -> tuple[Tensor, Tensor]:
-    """Value of each row, and gradient, of columns in two parts, in this process."""
-    weight = loss.weight
-    plan = plan_of(loss, weight is not None)
-    parts, starts = (logits[:, :cut], logits[:, cut:]), (0, cut)
-    weights = (None, None) if weight is None else (weight[:cut], weight[cut:])
-    sums = [
-        dict(zip(SUMS, module.sums(part, target, plan, w, -100).unbind(1), strict=True))
-        for part, w in zip(parts, weights, strict=True)
-    ]
-    maximum = torch.maximum(sums[0]["top"], sums[1]["top"])
-    first, second = (shards._shifted(x, x["top"], maximum, plan) for x in sums)
-    valid = target != -100
-    y = target.masked_fill(~valid, 0)
-    found = {name: torch.zeros_like(maximum) for name in SUMS} | {"top": maximum}
-    found |= {name: first[name] + second[name] for name in first}
-    z_y = entries_of(logits, y.unsqueeze(1)).squeeze(1)
-    found["u_y"] = u_of(z_y, maximum, torch.finfo(torch.float32))
-    found |= masses_of(plan, y, found["u_y"], None, maximum)
-    w_y = 1.0 if weight is None else weight[y].double()
-    values, coefficients, _ = differentiate(loss, plan, found, w_y, y, logits.shape[1])
-    coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
-    grads = []
-    for part, w, start in zip(parts, weights, starts, strict=True):
-        column = (target - start).masked_fill(~valid, -100)
-        column = column.masked_fill((column >= part.shape[1]) | (valid & (column < 0)), 1 << 40)
-        out = torch.empty_like(part, memory_format=torch.contiguous_format)
-        grads.append(module.gradient(part, column, plan, w, -100, None, coefficients, out))
-    return values.masked_fill(~valid, 0.0), torch.cat(grads, 1)
-
-
 @each_loss
-@pytest.mark.parametrize("backend", [blocked, native, kernels], ids=lambda x: x.__name__[10:])
-def test_backends(backend, name):
+@pytest.mark.parametrize("backend", ["blocked", "native", "kernels"])
+@on_processes(2)
+def test_backends(world: World, backend, name) -> None:
     """Parts of 23 and 50 columns, of 0 and 73, and of which one is masked."""
-    device = DEVICE if backend is kernels else "cpu"
+    module = {"blocked": blocked, "native": native, "kernels": kernels}[backend]
+    device = DEVICE if backend == "kernels" else "cpu"
     logits, target = (x.to(device) for x in example(73))
     weights = torch.rand(73, device=device) + 0.5
-    for dtype, weight in ((torch.float32, None), (torch.bfloat16, weights)):
-        given = logits.to(dtype)
-        loss = LOSSES[name](weight=weight, reduction="none")
-        value, grad = dense(loss, given.double(), target, upstream=1.0)
-        for cut in (23, 0, 73 // 3):
-            values, grads = shards_of(backend, given, target, loss, cut)
-            close(values, value, torch.float32)
-            close(grads, grad, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "backend_of", lambda _: module)
+        for dtype, weight in ((torch.float32, None), (torch.bfloat16, weights)):
+            loss = LOSSES[name](weight=weight, reduction="none")
+            for sizes in ([23, 50], [0, 73], [24, 49]):
+                columns_are_whole(world, loss, logits.to(dtype), target, sizes)
 
 
 # ------------------------------------------------------------------ output layer and loss
@@ -437,7 +388,7 @@ def dense_head(loss, hidden, weight, bias, target, softcap, upstream):
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes"),
     [
-        ("ce", torch.float64, [11, 12, 0]),
+        ("base", torch.float64, [11, 12, 0]),
         ("ls", torch.float32, [19, 4, 0]),
         ("labo", torch.float64, [9, 0, 14]),
         ("labo", torch.float32, [19, 3, 1]),
@@ -615,7 +566,7 @@ def test_what_a_sharded_head_refuses(world: World) -> None:
             split = low | {name: placed(world, x, placement)}
             with pytest.raises(ValueError, match=rf"{name} of a LowRank.*gather_weight\({name}\)"):
                 labo.LowRankWeight(**split, scale=1.0)
-    shards._SAME_ROWS.clear()
+    shards._SAME_ROWS.discard(world.mesh.get_group().group_name)  # of these processes only
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):
         labo.linear_loss(hidden, rows, (target + world.rank).clamp(0, 23), loss)
     with pytest.raises(ValueError, match=r"have different targets.*gather_weight"):

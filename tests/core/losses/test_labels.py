@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import labo
-from conftest import LOSS_CASES, gradient
 from labo import functional as F
 from labo.smoothing import stationary_confidence
+from loss_cases import LOSS_CASES, gradient
 
 Z = torch.tensor([[2.0, 1.0, 0.1, -1.0], [0.5, -0.5, 1.5, 0.0]], dtype=torch.float64)
 Y = torch.tensor([0, 1])

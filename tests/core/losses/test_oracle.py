@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import labo
 import oracle
 from labo import functional as F
 from labo import smoothing
+from layouts import LAYOUTS, arranged
 
 K = 6
 quick = settings(max_examples=20, deadline=None)
@@ -19,6 +19,7 @@ quick = settings(max_examples=20, deadline=None)
 unit = st.floats(0, 1)
 strength = st.floats(0, 3)
 tau = st.floats(0.3, 30)
+gamma = st.just(0.0) | st.floats(0.01, 3)
 
 
 def either(**options):
@@ -92,7 +93,7 @@ r_drop = st.one_of(
 # Function, oracle and hyper-parameters. Numbers such as 0.1 are not dyadic: a detour through
 # float32 changes them by 1e-9.
 LOSSES = {
-    "ce": (F.cross_entropy_loss, oracle.cross_entropy, either()),
+    "base": (F.cross_entropy_loss, oracle.cross_entropy, either()),
     "ls": (F.label_smoothing_loss, oracle.label_smoothing, either(alpha=unit)),
     "ls-fairseq": (
         F.label_smoothing_loss,
@@ -105,7 +106,7 @@ LOSSES = {
         st.builds(lambda a: {"alpha": a, "convention": "joeynmt", "padding_idx": 0}, unit),
     ),
     "labo": (F.labo_loss, oracle.labo, either(**labo_like, alpha_grad=st.booleans())),
-    "labo-held": (F.held_labo_loss, oracle.held_labo, either(**labo_like)),
+    "held-labo": (F.held_labo_loss, oracle.held_labo, either(**labo_like)),
     "cp": (
         F.confidence_penalty_loss,
         oracle.confidence_penalty,
@@ -117,6 +118,28 @@ LOSSES = {
         oracle.margin_smoothing,
         either(lam=strength, margin=strength),
     ),
+    "acls": (
+        F.acls_loss,
+        oracle.acls,
+        either(lam=strength, lam_top=strength, lam_rest=strength, margin=strength),
+    ),
+    "gce": (
+        F.generalized_cross_entropy_loss,
+        oracle.generalized_cross_entropy,
+        either(gamma=gamma),
+    ),
+    "gem": (
+        F.gem_loss,
+        oracle.gem,
+        either(beta=tau, h=st.sampled_from(["linear", "logsigmoid"])),
+    ),
+    "zipf": (
+        F.zipf_smoothing_loss,
+        oracle.zipf_smoothing,
+        either(lam=strength, power=strength, correct_only=st.booleans()),
+    ),
+    "als": (F.adaptive_smoothing_loss, oracle.adaptive_smoothing, either(rho=unit)),
+    "als-past": (F.prior_smoothing_loss, oracle.adaptive_smoothing, either(rho=unit)),
     "poly": (F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3))),
     "logitnorm": (F.logit_norm_loss, oracle.logit_norm, either(tau=tau)),
     "dft": (F.dft_loss, oracle.dft, either()),
@@ -124,7 +147,7 @@ LOSSES = {
     "fl": (F.focal_loss, oracle.focal, either(gamma=strength)),
     "afl": (F.anti_focal_loss, oracle.anti_focal, either(gamma=strength, scale=strength)),
     "ger": (F.generalized_entropy_loss, oracle.generalized_entropy, either(**ger)),
-    "tfreg": (F.tf_reg_loss, oracle.tf_reg, either(**tf_reg)),
+    "tf-reg": (F.tf_reg_loss, oracle.tf_reg, either(**tf_reg)),
     "kd": (F.distillation_loss, oracle.distillation, either(**kd)),
     "kd-divergence": (
         F.distillation_loss,
@@ -141,23 +164,25 @@ LOSSES = {
             divergences | mixtures.map(lambda given: given | {"tail": "renormalize"}),
         ),
     ),
-    "cskd": (F.cs_kd_loss, oracle.cs_kd, either(lam=strength, tau=tau)),
-    "pskd": (F.ps_kd_loss, oracle.ps_kd, either(alpha=unit)),
+    "cs-kd": (F.cs_kd_loss, oracle.cs_kd, either(lam=strength, tau=tau)),
+    "ps-kd": (F.ps_kd_loss, oracle.ps_kd, either(alpha=unit)),
     "ols": (
         F.online_label_smoothing_loss,
         oracle.online_label_smoothing,
         either(hard_weight=strength, soft_weight=strength),
     ),
-    "krls": (F.kr_ls_loss, oracle.kr_ls, either(alpha=unit, order=st.sampled_from(["pq", "qp"]))),
+    "kr-ls": (F.kr_ls_loss, oracle.kr_ls, either(alpha=unit, order=st.sampled_from(["pq", "qp"]))),
     "mls": (F.masked_label_smoothing_loss, oracle.masked_label_smoothing, either(alpha=unit)),
     "wls": (F.weighted_label_smoothing_loss, oracle.weighted_label_smoothing, either(**wls)),
     "connet": (with_confidence, oracle.connet, either(alpha=st.floats(0, 0.3), lam=strength)),
-    "rdrop": (F.r_drop_loss, oracle.r_drop, r_drop),
+    "r-drop": (F.r_drop_loss, oracle.r_drop, r_drop),
 }
 # What a loss takes besides.
-NEEDS = dict.fromkeys(["labo-held", "kd", "dkd", "topk", "cskd", "pskd", "rdrop"], "teacher")
+NEEDS = dict.fromkeys(
+    ["held-labo", "als-past", "kd", "dkd", "topk", "cs-kd", "ps-kd", "r-drop"], "teacher"
+)
 NEEDS |= dict.fromkeys(["kd-divergence", "topk-divergence"], "teacher")
-NEEDS |= {"connet": "confidence", "ols": "soft table", "krls": "table"}
+NEEDS |= {"connet": "confidence", "ols": "soft table", "kr-ls": "table"}
 NEEDS |= {"mls": "mask", "wls": "groups"}
 ROWS = ("teacher", "confidence")  # what has a row for each sample
 
@@ -223,6 +248,45 @@ def test_float64_is_that_of_the_oracle(name, seed, weight, data):
     close(value, expected(compute, logits, target, weight, hyper, besides[needs], needs in ROWS))
 
 
+# How far from the oracle of the rounded logits a value may be, relative and absolute.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("name", ["acls", "gce", "gem", "zipf", "als", "als-past"])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 1000),
+    weights,
+    st.lists(st.sampled_from(LAYOUTS), min_size=4, max_size=4),
+    st.sampled_from(list(TOLERANCE)),
+    st.sets(st.integers(0, 3), max_size=3),
+    st.sampled_from(["auto", "reference"]),
+    st.data(),
+)
+def test_any_layout_type_and_ignored_rows(name, seed, weight, layout, dtype, ignored, impl, data):
+    function, compute, hypers = LOSSES[name]
+    hyper, (logits, target, besides) = data.draw(hypers), draw(seed)
+    logits, target = arranged(logits.to(dtype), layout[0]), arranged(target, layout[1]).clone()
+    target[list(ignored)] = -100
+    extra = ()
+    if NEEDS.get(name):
+        extra = (arranged(besides["teacher"].to(dtype), layout[2]),)
+    shared = {"reduction": "none", "impl": impl}
+    w = np.ones(K)
+    if weight is not None:
+        shared["weight"] = arranged(torch.tensor(weight, dtype=dtype), layout[3])
+        w = shared["weight"].double().resolve_neg().numpy()
+    found = function(logits, target, *extra, **hyper, **shared)
+    rows = [oracle.real(x.double().resolve_neg().numpy()) for x in (logits, *extra)]
+    for i, y in enumerate(target.tolist()):
+        given = [x[i] for x in rows]
+        wanted = (
+            0.0 if y == -100 else float(compute(given[0], y, oracle.real(w), *given[1:], **hyper))
+        )
+        limit = TOLERANCE[dtype]
+        assert found[i].item() == pytest.approx(wanted, rel=limit, abs=limit)
+
+
 def test_float64_of_beta_smoothing():
     logits, target, besides = draw(3)
     draws = torch.tensor([0.3, 0.9, 0.1, 0.7], dtype=torch.float64)
@@ -236,16 +300,6 @@ def test_float64_of_beta_smoothing():
         q = b * oracle.onehot(y, K) + (1 - b) * others
         values.append(oracle.smoothed(z[i], y, w, q, oracle.real(0.6)))
     close(value, oracle.mean(values, target.tolist(), w))
-
-
-def test_float64_of_ps_kd_over_its_epochs():
-    logits, target, besides = draw(5)
-    loss = labo.PSKDLoss(epochs=3, alpha=0.8)
-    for epoch in range(3):
-        hyper = {"alpha": 0.8 * (epoch + 1) / 3}
-        arguments = (logits, target, None, hyper, besides["teacher"], True)
-        close(loss(logits, target, besides["teacher"]), expected(oracle.ps_kd, *arguments))
-        loss.end_epoch()
 
 
 def test_float64_of_the_smoothing_functions():

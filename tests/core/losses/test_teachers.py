@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import labo
-from conftest import gradient
 from labo import functional as F
 from labo import smoothing
-from labo.functional import topk_distillation_loss
+from loss_cases import gradient
 from worked import BATCH, TARGETS, Y0, A, T, near
 
 
@@ -42,7 +42,7 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 def divergence(logits: Tensor, log_t: Tensor, tail: str, tau: float = 1.25) -> Tensor:
     top = log_t.topk(K)
     target = torch.zeros(len(logits), dtype=torch.int64)
-    return topk_distillation_loss(
+    return F.topk_distillation_loss(
         logits, target, top.indices, top.values, alpha=1.0, tail=tail, tau=tau, reduction="none"
     )
 
@@ -269,28 +269,21 @@ def test_r_drop_with_the_label_of_labo():
     near(slope, gradient(lambda z: F.labo_loss(z, Y0) / 2, A))
 
 
-def test_dkd_teacher_weight_grows_to_its_end():
+def test_strengths_that_grow_to_their_end():
     logits, target = batch()
     teacher = logits.flip(1)
-    loss = labo.DecoupledDistillationLoss(warmup_epochs=4, multiplier=3.0)
-    for multiplier in (0.75, 1.5, 2.25, 3.0, 3.0):
-        expected = F.decoupled_distillation_loss(logits, target, teacher, multiplier=multiplier)
-        torch.testing.assert_close(loss(logits, target, teacher), expected)
-        loss.end_epoch()
-    for epochs in (0, 1):
-        loss = labo.DecoupledDistillationLoss(warmup_epochs=epochs)
-        expected = F.decoupled_distillation_loss(logits, target, teacher)
-        torch.testing.assert_close(loss(logits, target, teacher), expected)
-
-
-def test_ps_kd_alpha_grows_to_its_end():
-    logits, target = batch()
-    past = logits.flip(1)
-    loss = labo.PSKDLoss(epochs=4, alpha=0.8)
-    for alpha in (0.2, 0.4, 0.6, 0.8, 0.8):
-        expected = F.ps_kd_loss(logits, target, past, alpha=alpha)
-        torch.testing.assert_close(loss(logits, target, past), expected)
-        loss.end_epoch()
+    dkd = partial(labo.DecoupledDistillationLoss, multiplier=3.0)
+    for loss, name, strengths in (
+        (dkd(warmup_epochs=4), "multiplier", (0.75, 1.5, 2.25, 3.0, 3.0)),
+        (dkd(warmup_epochs=0), "multiplier", (3.0, 3.0)),
+        (dkd(warmup_epochs=1), "multiplier", (3.0, 3.0)),
+        (labo.PSKDLoss(epochs=4, alpha=0.8), "alpha", (0.2, 0.4, 0.6, 0.8, 0.8)),
+    ):
+        function = getattr(F, loss.function_name)
+        for strength in strengths:
+            expected = function(logits, target, teacher, **{name: strength})
+            torch.testing.assert_close(loss(logits, target, teacher), expected)
+            loss.end_epoch()
 
 
 def test_ps_kd_without_a_past_is_cross_entropy():

@@ -65,6 +65,8 @@ def test_the_label_counts_with_its_weight(tmp_path):
     alone = logged(make(tmp_path / "b"))[0][0]
     hard = labo.DistillationLoss(alpha=0.0, tau=1.0)
     label = logged(make(tmp_path / "c", loss=hard))[0][0]
+    scheduled = labo.DecoupledDistillationLoss(alpha=0.0, beta=0.0, warmup_epochs=2)
+    assert logged(make(tmp_path / "d", loss=scheduled))[0][0] == pytest.approx(label, abs=3e-4)
     assert mixed == pytest.approx(0.5 * alone + 0.5 * label, abs=3e-4)
 
 

@@ -1,4 +1,4 @@
-"""The loop of docs/language_models.md with ``accelerate launch``: two processes are one."""
+"""The loop of docs/huggingface.md with ``accelerate launch``: two processes are one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if accelerator.is_main_process:
 
 
 def test_two_processes_make_the_steps_of_one(tmp_path, monkeypatch):
-    page = (ROOT / "docs/language_models.md").read_text()
+    page = (ROOT / "docs/huggingface.md").read_text()
     (loop,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Accelerator" in x)
     script = tmp_path / "script.py"
     script.write_text(loop + RECORD)

@@ -175,17 +175,19 @@ def test_a_fused_model_predicts_without_labels(tmp_path):
     torch.testing.assert_close(predicted, expected)
 
 
+@each_way
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_gradients_decide_which_loss_it_is(mode, tmp_path):
-    """The same rule as in a fused model: train() and eval() make no difference."""
-    model, batch = build("Llama"), collate(examples(3))
-    trainer = make_trainer("regularized", model, labo.LABOLoss(), arguments(tmp_path))
+def test_gradients_decide_which_loss_it_is(mode, way, tmp_path):
+    """train() and eval() make no difference."""
+    plain, model, batch = build("Llama"), build("Llama"), collate(examples(3))
+    trainer = make_trainer(way, model, labo.LABOLoss(), arguments(tmp_path))
     getattr(model, mode)()
     value = trainer.compute_loss(model, batch)
-    torch.testing.assert_close(value, by_hand(model, batch, labo.LABOLoss()))
-    with torch.no_grad():
-        value = trainer.compute_loss(model, batch)
-        torch.testing.assert_close(value, by_hand(model, batch, nn.CrossEntropyLoss()))
+    torch.testing.assert_close(value, by_hand(plain, batch, labo.LABOLoss()))
+    nll = by_hand(plain, batch, nn.CrossEntropyLoss())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            torch.testing.assert_close(trainer.compute_loss(model, batch), nll)
 
 
 @each_way

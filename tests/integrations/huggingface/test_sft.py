@@ -140,16 +140,6 @@ def test_a_micro_batch_without_targets(tmp_path):
     assert not any(g.any() for g in gradients(trainer.model, value) if g is not None)
 
 
-def test_class_weights(tmp_path):
-    """The weighted sum over the number of targets, as in a Trainer."""
-    weight = torch.linspace(0.5, 2, V)
-    trainer = hf.regularize(make(tmp_path, build("Llama")), labo.LABOLoss(weight=weight))
-    batch, plain = whole_batch(trainer), build("Llama")
-    count = int(batch["labels"][:, 1:].ne(-100).sum())
-    expected = by_hand(plain, batch, labo.LABOLoss(weight=weight, reduction="sum")) / count
-    torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
-
-
 def test_what_belongs_to_the_labels(tmp_path):
     """Weights and a stored teacher, from a collator that keeps them."""
     weight = torch.linspace(0.5, 2, V)

@@ -18,8 +18,9 @@ from labo import cli
 from labo.calibration import expected_calibration_error, fit_temperature
 from labo.lab import analysis
 from labo.lab.analysis import selective
-from labo.lab.analysis.intervals import underconfidence_interval
+from labo.lab.analysis.labels import TAUS
 from labo.lab.analysis.run import analyze_run, analyze_runs, load_analysis, write_analysis
+from labo.lab.analysis.views import underconfidence_interval
 from labo.lab.errors import RequestError
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(analysis.__path__))
@@ -198,7 +199,8 @@ def test_figure_1c_of_the_examples(tmp_path):
     assert (label["title"], label["context"]) == ("t", "c")
     assert (label["alpha"], label["tau"], label["rho"]) == (0.3, 1.15, None)
     assert label["classes"] == ["a", "b", "c"]
-    assert label["labo"][1] == pytest.approx(0.7 + 0.3 * label["optimal"][1])
+    optimal = label["sliders"]["optimal"][TAUS.index(1.15)]
+    assert label["labo"][1] == pytest.approx(0.7 + 0.3 * optimal[1], abs=1e-6)
 
 
 def test_a_translation_run(tmp_path):
@@ -336,9 +338,6 @@ def test_seeds_make_a_method_and_methods_are_compared(tmp_path):
     (difference,) = group["differences"]
     assert (difference["method"], difference["reference"]) == ("labo", "ls")
     assert difference["values"] == pytest.approx(np.subtract(labo["values"], ls["values"]))
-    assert difference["mean"] > 0
-    assert (difference["p"], difference["smallest_p"]) == (0.25, 0.25)
-    assert difference["bootstrap"] is difference["p_bootstrap"] is None
     assert "frequency" not in group
 
 
@@ -376,7 +375,7 @@ def test_what_students_learn(tmp_path):
     def scores(accuracy):
         return {"test": {"accuracy": accuracy}, "signature": ""}
 
-    ls = image_run(tmp_path / "ls", method={"name": "ls"}, results=scores(0.9))
+    image_run(tmp_path / "ls", method={"name": "ls"}, results=scores(0.9))
     gone = {"name": "kd", "teacher": "runs/lost"}
     kd = {"name": "kd", "teacher": "runs/ls"}
     paths = [
@@ -394,10 +393,6 @@ def test_what_students_learn(tmp_path):
         "teacher_score": 0.9,
     }
     assert rows[2]["teacher_method"] is rows[2]["teacher_score"] is None
-    (group,) = analyze_runs([*paths, ls])["groups"]
-    labels = [row["method"] for row in group["methods"]]
-    assert labels == ["kd teacher=ls", "kd teacher=unknown", "ls"]
-    assert group["methods"][0]["seeds"] == [0, 1]
 
 
 # ------------------------------------------------------------------ the command

@@ -40,16 +40,6 @@ def test_ece_and_diagram_against_a_loop_over_bins(pairs):
     assert shown["ece"] == pytest.approx(expected, abs=1e-12)
 
 
-@settings(deadline=None)
-@given(samples, st.randoms(use_true_random=False))
-def test_the_order_of_the_samples_does_not_matter(pairs, random):
-    shuffled = pairs[:]
-    random.shuffle(shuffled)
-    one, other = view(*arrays(pairs)), view(*arrays(shuffled))
-    for name in ("ece", "underconfidence", "confidence", "accuracy"):
-        assert one[name] == pytest.approx(other[name], abs=1e-12)
-
-
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("confidence", [0.0, 0.4, 1.0])
 def test_a_single_record(confidence, right):

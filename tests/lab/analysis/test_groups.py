@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from analysis_runs import image_records, sentence, write_lines, write_run
+from analysis_runs import sentence, write_lines, write_run
 from labo.lab.analysis.groups import Member, group_runs
 from labo.lab.analysis.reading import read_run
 from labo.lab.analysis.significance import paired_bootstrap, paired_difference
@@ -59,18 +59,6 @@ def test_data_are_known_by_their_content_not_by_their_folder(tmp_path):
     (variant,) = group.variants
     assert list(variant.members) == [0, 1, 2]
     assert variant.scores("test") == {0: 0.5, 1: 0.5}
-
-
-def test_runs_are_not_compared_if_their_records_are_of_other_examples(tmp_path):
-    def member(name, size):
-        path = scored(tmp_path / name, method={"name": name})
-        p, y = np.full((size, 2), 0.5), np.arange(size) % 2
-        write_lines(path / "records" / "test.jsonl", image_records(p, y))
-        analysis = {"splits": {"test": {"fingerprint": str(size)}}}
-        return Member(read_run(path), analysis)
-
-    found = group_runs([member("base", 4), member("ls", 5), member("labo", 4)])
-    assert [labels(group) for group in found] == [["base", "labo"], ["ls"]]
 
 
 # ------------------------------------------------------------------ variants

@@ -22,13 +22,14 @@ from analysis_runs import sentence, write_lines
 from labo import cli
 from labo.lab.analysis.collection import check_folder, claim_folder, runs_in
 from labo.lab.analysis.groups import mean_cell
-from labo.lab.compare import engines, execute
-from labo.lab.compare.engines import Setup
+from labo.lab.compare import execute, setup
 from labo.lab.compare.execute import carry_out, run_comparison
 from labo.lab.compare.launch import Launch
 from labo.lab.compare.plan import Comparison, PlannedRun, plan
+from labo.lab.compare.setup import Setup
 from labo.lab.compare.table import tabulate
 from labo.lab.errors import RequestError
+from labo.lab.run import distributed
 from labo.lab.run.lock import held
 from labo.lab.tables import to_markdown
 from launched import Launcher
@@ -287,6 +288,35 @@ def test_fewer_seeds_select_and_the_others_follow_at_the_selected_points(tmp_pat
     assert named(again) == named(comparison)
 
 
+def test_the_seeds_of_a_comparison_may_begin_anywhere(tmp_path):
+    asked = {"seeds": 3, "grid": ["labo.tau=1.1,1.2"], "select_seeds": 1, "first_seed": 100}
+    comparison = tiny(tmp_path, ["labo"], **asked)
+    assert named(comparison) == ["labo-tau1.1-s100", "labo-tau1.2-s100"]
+    score_by_tau(comparison, best=1.2)
+    assert comparison.grow()
+    assert named(comparison)[2:] == ["labo-tau1.2-s101", "labo-tau1.2-s102"]
+    assert [run.recipe.seed for run in comparison.runs] == [100, 100, 101, 102]
+    with pytest.raises(RequestError, match="--first-seed -1: a seed is 0 or more"):
+        tiny(tmp_path, ["labo"], first_seed=-1)
+
+
+def test_a_row_may_change_a_key_of_the_recipe(tmp_path):
+    rows = ["base", "labo:tau=1.5:optim.lr=0.2"]
+    comparison = tiny(tmp_path, rows, grid=["optim.lr=0.05,0.1"])
+    assert named(comparison) == [
+        "base-optim.lr0.05-s0",
+        "base-optim.lr0.1-s0",
+        "labo-tau1.5-optim.lr0.2-s0",  # the grid is not for a row that has its own value
+    ]
+    recipe = comparison.runs[-1].recipe
+    assert (recipe.optim.lr, recipe.method["tau"]) == (0.2, 1.5)
+    for wrong in ("method.tau=1.5", "seed=3"):
+        with pytest.raises(RequestError, match="is not a setting of a row"):
+            tiny(tmp_path, [f"labo:{wrong}"])
+    with pytest.raises(RequestError, match=r"optim\.rate"):
+        tiny(tmp_path, ["labo:optim.rate=0.2"])
+
+
 def test_students_of_the_other_seeds_get_their_teachers(tmp_path):
     asked = {"seeds": 2, "grid": ["optim.lr=0.1,0.2"], "select_seeds": 1}
     comparison = tiny(tmp_path, ["kd", "base"], **asked)
@@ -453,23 +483,13 @@ def test_the_arithmetic_of_the_table(tmp_path):
     assert table.caption == "digits: test split, mean ± standard deviation over 3 seeds"
 
 
-def test_times_measured_under_other_conditions_are_not_compared(tmp_path):
-    comparison = tiny(tmp_path, ["base", "labo"], seeds=2)
-    finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
-    for run in comparison.runs:
-        alone = run.path.name in ("labo-s0", "labo-s1")
-        note_conditions(run, 1 if alone else 2)
-    table = tabulate(comparison)
-    assert table.rows[1].cells["time"].value is None
-    assert any("only runs made under the same conditions" in note for note in table.notes)
-
-
-def test_times_of_other_machines_are_not_compared(tmp_path):
-    """As the runs of a cluster note them; their processors may well have the same name."""
+@pytest.mark.parametrize("other", [{"jobs": 1}, {"machine": "node1"}], ids=str)
+def test_times_measured_under_other_conditions_are_not_compared(other, tmp_path):
+    """Machines of a cluster, whose processors may well have the same name, among them."""
     comparison = tiny(tmp_path, ["base", "ls", "labo"])
     finish(comparison, {run.path.name: accuracy(0.5) for run in comparison.runs})
-    for run, machine in zip(comparison.runs, ("node0", "node0", "node1"), strict=True):
-        note_conditions(run, 2, machine)
+    for run, change in zip(comparison.runs, ({}, {}, other), strict=True):
+        note_conditions(run, **{"jobs": 2} | change)
     table = tabulate(comparison)
     assert [row.cells["time"].value for row in table.rows] == [1, 1, None]
     assert any("only runs made under the same conditions" in note for note in table.notes)
@@ -593,10 +613,10 @@ GRID = ("digits", "--grid", "labo.tau=1.1,1.2")
         (["digits", "--methods", "ls,kd"], "kd learns from another run: add base"),
         (["digits", "--methods", "kd", "--teacher", "nowhere"], "nowhere is no run"),
         (["digits", "--seeds", "0"], "--seeds 0: at least one seed"),
-        (["digits", "--jobs", "0"], "--jobs 0: at least one job"),
-        (["digits", "--processes", "0"], "--processes 0: a run has at least one process"),
-        (["digits", "--threads", "0"], "--threads 0: a process has at least one thread"),
-        (["digits", "--engine", "rey"], "--engine rey: there are local and ray"),
+        (["digits", "--jobs", "0"], "--jobs: should be greater than or equal to 1, got 0"),
+        (["digits", "--processes", "0"], "--processes: should be greater than or equal to 1"),
+        (["digits", "--threads", "0"], "--threads: should be greater than or equal to 1"),
+        (["digits", "--engine", "rey"], "--engine: should be 'local' or 'ray', got 'rey'"),
         (["digits", "--address", "auto"], "--address is that of a Ray cluster: add --engine ray"),
         (["digits", "--engine", "ray", "--jobs", "2"], "--jobs: Ray runs as many at once as"),
         ([*ON_RAY, "nowhere"], "--address nowhere: write HOST:PORT, as in node0:6379, or auto"),
@@ -643,7 +663,7 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
 
 
 def test_the_command_that_installs_ray_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(setup, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as end:
         cli.main(["compare", "digits", "--engine", "ray"])
     assert end.value.code == 2
@@ -712,7 +732,7 @@ def test_a_folder_of_runs_may_take_a_table(tmp_path):
 
 
 def test_the_share_of_the_machine(monkeypatch):
-    monkeypatch.setattr(engines, "core_count", lambda: 8)
+    monkeypatch.setattr(distributed, "core_count", lambda: 8)
     assert Setup().share(100) == (8, 1)
     assert Setup().share(3) == (3, 2)
     assert Setup(jobs=2).share(100) == (2, 4)

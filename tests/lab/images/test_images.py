@@ -63,20 +63,22 @@ HUNDRED_NAMES = [f"thing_{i}" for i in range(100)]
 TEN_LABELS = [label for i in range(1, 6) for label in TEN[f"data_batch_{i}"][1]]
 
 
-def binary_cifar10() -> dict[str, bytes]:
-    files = {
-        f"{name}.bin": b"".join(bytes([y]) + x.tobytes() for x, y in zip(*batch, strict=True))
-        for name, batch in TEN.items()
+def binary(batches: dict[str, tuple], before: bytes, names: dict[str, bytes]) -> dict[str, bytes]:
+    """Records of labels and pixels; ``before`` is what is before the label."""
+    return names | {
+        f"{name}.bin": b"".join(
+            before + bytes([y]) + x.tobytes() for x, y in zip(*batch, strict=True)
+        )
+        for name, batch in batches.items()
     }
-    return files | {"batches.meta.txt": ("\n".join(TEN_NAMES) + "\n\n").encode()}
+
+
+def binary_cifar10() -> dict[str, bytes]:
+    return binary(TEN, b"", {"batches.meta.txt": ("\n".join(TEN_NAMES) + "\n\n").encode()})
 
 
 def binary_cifar100() -> dict[str, bytes]:
-    files = {
-        f"{name}.bin": b"".join(bytes([7, y]) + x.tobytes() for x, y in zip(*batch, strict=True))
-        for name, batch in HUNDRED.items()
-    }
-    return files | {"fine_label_names.txt": "\n".join(HUNDRED_NAMES).encode()}
+    return binary(HUNDRED, b"\x07", {"fine_label_names.txt": "\n".join(HUNDRED_NAMES).encode()})
 
 
 def python2_string(value: bytes) -> bytes:
@@ -151,32 +153,37 @@ def compressed(files: dict[str, bytes], compress: Callable, suffix: str) -> dict
 
 
 CIFAR10_FORMS = {
-    "binary": lambda root: write(root, binary_cifar10()),
-    "binary in its folder": lambda root: (
-        write(root / "cifar-10-batches-bin", binary_cifar10()).parent
-    ),
-    "binary xz": lambda root: write(root, compressed(binary_cifar10(), lzma.compress, ".xz")),
-    "binary gz": lambda root: write(root, compressed(binary_cifar10(), gzip.compress, ".gz")),
-    "binary archive": lambda root: (
-        write_tar(root / "cifar-10-binary.tar.gz", binary_cifar10(), "cifar-10-batches-bin").parent
-    ),
-    "python 2": lambda root: write(root, python2_cifar10()),
-    "python in its folder": lambda root: (
-        write(root / "cifar-10-batches-py", python2_cifar10()).parent
-    ),
-    "python archive": lambda root: (
-        write_tar(root / "cifar-10-python.tar.gz", python2_cifar10(), "cifar-10-batches-py").parent
-    ),
-    "the archive itself": lambda root: write_tar(
-        root / "downloaded.tgz", python2_cifar10(), "cifar-10-batches-py"
-    ),
-    "protocol 2": lambda root: write(root, python3_cifar10(2)),
-    "protocol 4": lambda root: write(root, python3_cifar10(4)),
-    "protocol 5": lambda root: write(root, python3_cifar10(5)),
-    "protocol 2 of numpy 1": lambda root: write(root, old_numpy_names(python3_cifar10(2))),
-    "fortran order": lambda root: write(root, python3_cifar10(2, "F")),
-    "fortran order, protocol 5": lambda root: write(root, python3_cifar10(5, "F")),
+    "binary": ("", binary_cifar10()),
+    "binary in its folder": ("cifar-10-batches-bin", binary_cifar10()),
+    "binary xz": ("", compressed(binary_cifar10(), lzma.compress, ".xz")),
+    "binary gz": ("", compressed(binary_cifar10(), gzip.compress, ".gz")),
+    "binary archive": ("cifar-10-binary.tar.gz", binary_cifar10()),
+    "python 2": ("", python2_cifar10()),
+    "python in its folder": ("cifar-10-batches-py", python2_cifar10()),
+    "python archive": ("cifar-10-python.tar.gz", python2_cifar10()),
+    "protocol 2": ("", python3_cifar10(2)),
+    "protocol 4": ("", python3_cifar10(4)),
+    "protocol 5": ("", python3_cifar10(5)),
+    "protocol 2 of numpy 1": ("", old_numpy_names(python3_cifar10(2))),
+    "fortran order": ("", python3_cifar10(2, "F")),
+    "fortran order, protocol 5": ("", python3_cifar10(5, "F")),
 }
+CIFAR100_FORMS = {
+    "binary": ("", binary_cifar100()),
+    "binary in its folder": ("cifar-100-binary", binary_cifar100()),
+    "binary archive": ("cifar-100-binary.tar.gz", binary_cifar100()),
+    "python in its folder": ("cifar-100-python", python_cifar100()),
+    "python archive": ("cifar-100-python.tar.gz", python_cifar100()),
+}
+
+
+def written(root: Path, place: str, files: dict[str, bytes]) -> Path:
+    """``root`` with the files in a folder or an archive."""
+    if place.endswith(".gz"):
+        write_tar(root / place, files, "any")
+    else:
+        write(root / place, files)
+    return root
 
 
 def whole_train(data: ImageDataset, labels: list[int]) -> None:
@@ -188,7 +195,7 @@ def whole_train(data: ImageDataset, labels: list[int]) -> None:
 
 @pytest.mark.parametrize("form", CIFAR10_FORMS)
 def test_cifar10_in_every_form(tmp_path, form):
-    data = load_images("cifar10", CIFAR10_FORMS[form](tmp_path), holdout=0)
+    data = load_images("cifar10", written(tmp_path, *CIFAR10_FORMS[form]), holdout=0)
     pixels = np.concatenate([TEN[f"data_batch_{i}"][0] for i in range(1, 6)])
     assert data.train.images.shape == (40, 3, 32, 32)
     assert data.train.images.dtype == torch.uint8
@@ -205,25 +212,20 @@ def test_cifar10_in_every_form(tmp_path, form):
     assert data.fingerprint == again.fingerprint
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda root: write(root, binary_cifar100()),
-        lambda root: write(root / "cifar-100-binary", binary_cifar100()).parent,
-        lambda root: write_tar(root / "cifar-100-binary.tar.gz", binary_cifar100(), "x").parent,
-        lambda root: write(root / "cifar-100-python", python_cifar100()).parent,
-        lambda root: write_tar(root / "cifar-100-python.tar.gz", python_cifar100(), "x").parent,
-    ],
-    ids=["binary", "binary folder", "binary archive", "python folder", "python archive"],
-)
-def test_cifar100_in_every_form(tmp_path, make):
-    data = load_images("cifar100", make(tmp_path), holdout=0)
+@pytest.mark.parametrize("form", CIFAR100_FORMS)
+def test_cifar100_in_every_form(tmp_path, form):
+    data = load_images("cifar100", written(tmp_path, *CIFAR100_FORMS[form]), holdout=0)
     assert (data.train.images.reshape(20, -1).numpy() == HUNDRED["train"][0]).all()
     assert data.train.labels.tolist() == HUNDRED["train"][1]
     assert data.test.labels.tolist() == HUNDRED["test"][1]
     assert list(data.classes) == HUNDRED_NAMES
     assert data.mean == (0.50707516, 0.48654887, 0.44091784)
     assert data.std == (0.26733429, 0.25643846, 0.27615047)
+
+
+def test_the_archive_itself(tmp_path):
+    archive = write_tar(tmp_path / "downloaded.tgz", python2_cifar10(), "cifar-10-batches-py")
+    whole_train(load_images("cifar10", archive), TEN_LABELS)
 
 
 def test_one_batch_alone_is_a_sample(tmp_path):
@@ -234,10 +236,14 @@ def test_one_batch_alone_is_a_sample(tmp_path):
     assert data.classes == tuple("0123456789")
 
 
-def edited(files: dict[str, bytes], **changes: bytes | None) -> dict[str, bytes]:
-    """The files, some of them replaced or (None) removed; ``__`` stands for a dot."""
-    renamed = {name.replace("__", "."): data for name, data in changes.items()}
-    return {name: data for name, data in (files | renamed).items() if data is not None}
+def edited(files: dict[str, bytes], changes: dict[str, bytes | None]) -> dict[str, bytes]:
+    """The files, some of them replaced or (None) removed."""
+    return {name: data for name, data in (files | changes).items() if data is not None}
+
+
+def nested(depth: int) -> bytes:
+    """A tuple of two tuples of two tuples ...: 2^depth leaves in a few bytes of pickle."""
+    return b"\x80\x02N" + b"".join(b"q\x01h\x01\x86" for _ in range(depth))
 
 
 class Evil:
@@ -254,7 +260,7 @@ class Evil:
 def test_a_malicious_pickle_is_refused_unexecuted(tmp_path, protocol):
     trap = tmp_path / "executed"
     batch = pickle.dumps({"data": Evil(trap), "labels": [1]}, protocol)
-    root = write(tmp_path / "data", edited(python2_cifar10(), data_batch_3=batch))
+    root = write(tmp_path / "data", edited(python2_cifar10(), {"data_batch_3": batch}))
     with refused(r"data_batch_3: refused, .* asks for '(posix|nt).mkdir'"):
         load_images("cifar10", root)
     assert not trap.exists()
@@ -268,7 +274,7 @@ def test_a_malicious_pickle_is_refused_unexecuted(tmp_path, protocol):
 def test_no_other_name_is_known(tmp_path, name):
     batch = b"c" + name.replace(" ", "\n").encode() + b"\n."
     with refused(f"refused, not a pickle of plain arrays .it asks for {name.replace(' ', '.')!r}"):
-        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), test_batch=batch)))
+        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), {"test_batch": batch})))
 
 
 def test_archive_members_go_nowhere(tmp_path):
@@ -288,110 +294,103 @@ def test_archive_members_go_nowhere(tmp_path):
 
 
 FULL = binary_cifar10()["test_batch.bin"]
-WRONG_CIFAR = {
-    "missing batch": (
-        edited(binary_cifar10(), data_batch_4__bin=None),
-        "no data_batch_4.bin, which CIFAR-10 needs",
+DAMAGED = "test_batch.bin: truncated or damaged compressed file"
+WRONG_BINARY = {
+    "missing batch": ({"data_batch_4.bin": None}, "no data_batch_4.bin, which CIFAR-10 needs"),
+    "missing test": ({"test_batch.bin": None}, "no test_batch.bin"),
+    "missing train": (
+        {f"data_batch_{i}.bin": None for i in range(1, 6)},
+        "no data_batch_1.bin",
     ),
-    "missing test": (edited(binary_cifar10(), test_batch__bin=None), "no test_batch.bin"),
-    "missing train": ({"test_batch.bin": FULL}, "no data_batch_1.bin"),
     "truncated": (
-        edited(binary_cifar10(), test_batch__bin=FULL[:-1]),
-        r"test_batch.bin: 18437 bytes are not a whole number of 3073-byte records",
+        {"test_batch.bin": FULL[:-1]},
+        "test_batch.bin: 18437 bytes are not a whole number of 3073-byte records",
     ),
-    "empty": (edited(binary_cifar10(), test_batch__bin=b""), "test_batch.bin: 0 bytes"),
+    "empty": ({"test_batch.bin": b""}, "test_batch.bin: 0 bytes"),
     "label": (
-        edited(binary_cifar10(), test_batch__bin=FULL[:3073] + b"\x0a" + FULL[3074:]),
+        {"test_batch.bin": FULL[:3073] + b"\x0a" + FULL[3074:]},
         r"test_batch.bin: label 10 of sample 1 is outside \[0, 10\)",
     ),
     "names": (
-        edited(binary_cifar10(), batches__meta__txt=b"cat\ndog\n"),
+        {"batches.meta.txt": b"cat\ndog\n"},
         "batches.meta.txt: 2 class names, but CIFAR-10 has 10",
     ),
-    "truncated gz": (
-        edited(binary_cifar10(), test_batch__bin=gzip.compress(FULL)[:-20]),
-        "test_batch.bin: truncated or damaged compressed file",
-    ),
-    "truncated xz": (
-        edited(binary_cifar10(), test_batch__bin=lzma.compress(FULL)[:-20]),
-        "test_batch.bin: truncated or damaged compressed file",
-    ),
-    "damaged gz": (
-        edited(binary_cifar10(), test_batch__bin=b"\x1f\x8b\x08" + bytes(50)),
-        "test_batch.bin: truncated or damaged compressed file",
-    ),
-    "other set": (binary_cifar100(), "no CIFAR-10 here; it should hold cifar-10-batches-bin"),
-    "nothing": ({"readme.txt": b"hello"}, "no CIFAR-10 here"),
-    "no pickle": (
-        edited(python2_cifar10(), test_batch=b"hello"),
-        "test_batch: refused, not a pickle of plain arrays",
-    ),
-    "persistent id": (
-        edited(python2_cifar10(), test_batch=b"Pelsewhere\n."),
-        "test_batch: refused, not a pickle of plain arrays .it makes objects, sets or persistent",
-    ),
-    "truncated pickle": (
-        edited(python2_cifar10(), test_batch=python2_cifar10()["test_batch"][:500]),
-        "test_batch: refused, not a pickle of plain arrays",
-    ),
-    "list": (edited(python2_cifar10(), test_batch=pickle.dumps([1])), "holds a list, not a dict"),
-    "other dict": (
-        edited(python2_cifar10(), test_batch=pickle.dumps({"data": 1})),
-        "test_batch: another pickle; a CIFAR batch has 'data' and 'labels'",
-    ),
-    "labels missing": (
-        edited(python2_cifar10(), test_batch=python2_batch(*samples(4, 10, 0), "fine_labels")),
-        "a CIFAR batch has 'data' and 'labels'",
-    ),
-    "labels too few": (
-        edited(python2_cifar10(), test_batch=python2_batch(samples(4, 10, 0)[0], [1], "labels")),
-        r"shape \(4, 3072\); its labels need bytes of shape \(1, 3072\)",
-    ),
-    "huge label": (
-        edited(
-            python2_cifar10(),
-            test_batch=pickle.dumps({"data": np.zeros((1, PIXELS), np.uint8), "labels": [2**70]}),
-        ),
-        "another pickle; a CIFAR batch has 'data' and 'labels'",
-    ),
-    "pickled names": (
-        edited(python2_cifar10(), batches__meta=pickle.dumps({"label_names": 7})),
-        "batches.meta: 0 class names, but CIFAR-10 has 10",
-    ),
-    "pickled label": (
-        edited(
-            python2_cifar10(), test_batch=python2_batch(samples(2, 10, 0)[0], [1, 77], "labels")
-        ),
-        r"test_batch: label 77 of sample 1 is outside \[0, 10\)",
-    ),
-    "floats": (
-        edited(
-            python2_cifar10(),
-            test_batch=pickle.dumps({"data": np.zeros((1, PIXELS)), "labels": [1]}, 2),
-        ),
-        "an array of type 'f8'",
-    ),
-    "bytes missing": (
-        edited(
-            python2_cifar10(),
-            test_batch=python2_cifar10()["test_batch"].replace(
-                b"T" + struct.pack("<I", 6 * PIXELS) + TEN["test_batch"][0].tobytes(), b"U\x01x"
-            ),
-        ),
-        "without its 18432 bytes",
-    ),
-    "encoding": (
-        edited(python2_cifar10(), test_batch=b"c_codecs\nencode\n(Va\nVrot13\ntR."),
-        "refused, .*encoding 'rot13'",
-    ),
+    "truncated gz": ({"test_batch.bin": gzip.compress(FULL)[:-20]}, DAMAGED),
+    "truncated xz": ({"test_batch.bin": lzma.compress(FULL)[:-20]}, DAMAGED),
+    "damaged gz": ({"test_batch.bin": b"\x1f\x8b\x08" + bytes(50)}, DAMAGED),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_CIFAR)
-def test_wrong_cifar_is_refused(tmp_path, wrong):
-    files, message = WRONG_CIFAR[wrong]
+@pytest.mark.parametrize("wrong", WRONG_BINARY)
+def test_wrong_binary_cifar_is_refused(tmp_path, wrong):
+    changes, message = WRONG_BINARY[wrong]
     with refused(message):
+        load_images("cifar10", write(tmp_path, edited(binary_cifar10(), changes)))
+
+
+@pytest.mark.parametrize("files", [binary_cifar100(), {"readme.txt": b"hello"}])
+def test_another_folder_says_what_it_should_hold(tmp_path, files):
+    with refused("no CIFAR-10 here; it should hold cifar-10-batches-bin"):
         load_images("cifar10", write(tmp_path, files))
+
+
+REFUSED = "test_batch: refused, not a pickle of plain arrays"
+OTHER = "test_batch: another pickle; a CIFAR batch has 'data' and 'labels'"
+ZEROS = np.zeros((1, PIXELS), np.uint8)
+WRONG_PICKLES = {
+    "no pickle": (b"hello", REFUSED),
+    "persistent id": (
+        b"Pelsewhere\n.",
+        f"{REFUSED} .it makes objects, sets or persistent",
+    ),
+    "truncated": (python2_cifar10()["test_batch"][:500], REFUSED),
+    "list": (pickle.dumps([1]), "holds a list, not a dict"),
+    "other dict": (pickle.dumps({"data": 1}), OTHER),
+    "labels missing": (python2_batch(*samples(4, 10, 0), "fine_labels"), OTHER),
+    "labels too few": (
+        python2_batch(samples(4, 10, 0)[0], [1], "labels"),
+        r"shape \(4, 3072\); its labels need bytes of shape \(1, 3072\)",
+    ),
+    "huge label": (pickle.dumps({"data": ZEROS, "labels": [2**70]}), OTHER),
+    "label": (
+        python2_batch(samples(2, 10, 0)[0], [1, 77], "labels"),
+        r"test_batch: label 77 of sample 1 is outside \[0, 10\)",
+    ),
+    "floats": (
+        pickle.dumps({"data": ZEROS.astype(float), "labels": [1]}, 2),
+        "an array of type 'f8'",
+    ),
+    "bytes missing": (
+        python2_cifar10()["test_batch"].replace(
+            python2_string(TEN["test_batch"][0].tobytes()), b"U\x01x"
+        ),
+        "without its 18432 bytes",
+    ),
+    "encoding": (b"c_codecs\nencode\n(Va\nVrot13\ntR.", "refused, .*encoding 'rot13'"),
+    # Those that would take all time or memory.
+    "a key that takes forever to hash": (b"\x80\x02}" + nested(200)[2:] + b"Ns.", "test_batch: "),
+    "a shape that takes forever to print": (
+        b"\x80\x02}U\x04datacnumpy\nndarray\n)R(K\x01"
+        + nested(200)[2:]
+        + b"N\x89U\x00tbsU\x06labels]s.",
+        "test_batch: ",
+    ),
+    "a place in memory far away": (b"\x80\x02}r\xff\xff\xff\x7f.", "test_batch: "),
+    "a long integer": (b"\x80\x02}U\x06labelsL" + b"9" * 100_000 + b"L\ns.", "test_batch: "),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PICKLES)
+def test_a_wrong_pickle_is_refused(tmp_path, wrong):
+    batch, message = WRONG_PICKLES[wrong]
+    with refused(message):
+        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), {"test_batch": batch})))
+
+
+def test_wrong_pickled_names_are_refused(tmp_path):
+    names = {"batches.meta": pickle.dumps({"label_names": 7})}
+    with refused("batches.meta: 0 class names, but CIFAR-10 has 10"):
+        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), names)))
 
 
 def test_damaged_archives_are_refused(tmp_path):
@@ -415,31 +414,6 @@ def test_every_flipped_bit_of_an_archive_is_found(tmp_path):
         archive.write_bytes(data)
         with refused("cifar-10-binary.tar.gz: damaged, or not a tar archive"):
             load_images("cifar10", tmp_path)
-
-
-def nested(depth: int) -> bytes:
-    """A tuple of two tuples of two tuples ...: 2^depth leaves in a few bytes of pickle."""
-    return b"\x80\x02N" + b"".join(b"q\x01h\x01\x86" for _ in range(depth))
-
-
-PICKLE_BOMBS = {
-    "a key that takes forever to hash": b"\x80\x02}" + nested(200)[2:] + b"Ns.",
-    "a shape that takes forever to print": (
-        b"\x80\x02}U\x04datacnumpy\nndarray\n)R(K\x01"
-        + nested(200)[2:]
-        + b"N\x89U\x00tbsU\x06labels]s."
-    ),
-    "a place in memory far away": b"\x80\x02}r\xff\xff\xff\x7f.",
-    "a long integer": b"\x80\x02}U\x06labelsL" + b"9" * 100_000 + b"L\ns.",
-}
-
-
-@pytest.mark.parametrize("bomb", PICKLE_BOMBS)
-def test_pickles_that_would_take_all_time_or_memory_are_refused(tmp_path, bomb):
-    with refused("test_batch: "):
-        load_images(
-            "cifar10", write(tmp_path, edited(python2_cifar10(), test_batch=PICKLE_BOMBS[bomb]))
-        )
 
 
 def test_a_file_that_inflates_out_of_proportion_is_refused(tmp_path, monkeypatch):
@@ -542,9 +516,8 @@ WRONG_IDX = {
 @pytest.mark.parametrize("wrong", WRONG_IDX)
 def test_wrong_idx_is_refused(tmp_path, wrong):
     changes, message = WRONG_IDX[wrong]
-    files = {name: data for name, data in (IDX | changes).items() if data is not None}
     with refused(message):
-        load_images("mnist", write(tmp_path, files))
+        load_images("mnist", write(tmp_path, edited(IDX, changes)))
 
 
 # Class folders ----------------------------------------------------------------------------------
@@ -857,12 +830,6 @@ def test_holdout_parts_the_training_split(tmp_path):
 def test_one_sample_is_always_left_to_train_on(tmp_path):
     data = load_images("fashion-mnist", write(tmp_path, IDX), holdout=0.999)
     assert (len(data.train), len(data.valid)) == (1, 29)
-
-
-@pytest.mark.parametrize("holdout", [-0.1, 1, 1.5])
-def test_holdout_must_be_a_share(holdout):
-    with pytest.raises(ValueError, match=r"holdout must lie in \[0, 1\)"):
-        load_images("digits", holdout=holdout)
 
 
 def test_requests_that_cannot_be_met(tmp_path):

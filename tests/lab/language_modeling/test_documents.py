@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import datasets
 import pytest
 
 from labo.lab.language_modeling import documents
@@ -66,16 +65,12 @@ def test_a_prompt_is_given_and_its_completion_learned(tmp_path):
     assert found.kind == "prompt"
 
 
-def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
-    (found,) = read(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]))
+@pytest.mark.parametrize("more", [[], [{"role": "user", "content": "?"}]])
+def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path, more):
+    """It ends with the last answer."""
+    (found,) = read(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT + more}]))
     assert found.kind == "chat"
     assert [part.text for part in found.parts if part.learned] == ["Hi!</s>", "Bye.</s>"]
-    assert found.text == chat_renderer(None)(CHAT, False)
-
-
-def test_a_chat_that_goes_on_after_the_last_answer_ends_there(tmp_path):
-    more = [*CHAT, {"role": "user", "content": "?"}]
-    (found,) = read(write_rows(tmp_path / "a.jsonl", [{"messages": more}]))
     assert found.text == chat_renderer(None)(CHAT, False)
 
 
@@ -103,32 +98,11 @@ def test_wrong_rows_are_refused(tmp_path, row, message):
         read(write_rows(tmp_path / "a.jsonl", [row]))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b"{", r"a\.jsonl:1: not JSON"),
-        ("a.txt", b"\xff", r"a\.txt:1: byte 0xff is not UTF-8"),
-        ("a.txt.gz", b"\x1f\x8b broken", "truncated or damaged"),
-    ],
-)
-def test_damaged_files_are_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with refused(message):
-        read(tmp_path / name)
-
-
 def test_missing_inputs_are_refused(tmp_path):
     with refused("nowhere: no such file or folder"):
         read(tmp_path / "nowhere")
     with refused("no files that end in .txt"):
         read(tmp_path)
-    datasets.disable_progress_bars()
-    both = datasets.DatasetDict(
-        {s: datasets.Dataset.from_dict({"text": ["a"]}) for s in ("x", "y")}
-    )
-    both.save_to_disk(tmp_path / "both")
-    with refused("both holds several splits; give one of .*both/x, .*both/y"):
-        read(tmp_path / "both")
 
 
 def test_a_document_has_a_largest_size(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from labo.lab.language_modeling.model import causal_config, fresh_model
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.recipes import load_recipe
 from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
+from tiny_folders import change_adapters
 from tiny_language import learned_tokenizer, prepare_prompts, prepare_texts
 
 SETTINGS = ["data.block=64", "train.batch_tokens=128", "train.accumulate=1", "train.precision=no"]
@@ -84,47 +86,23 @@ def test_the_fine_tuned_model_is_a_plain_folder(pretrained, data, lora, tmp_path
     assert len(Generator(out, max_tokens=4).generate(["say 3: "])) == 1
 
 
-def test_merged_weights_have_the_logits_of_the_adapters(pretrained, data):
-    small = task(pretrained, data, "model.lora={rank: 3, alpha: 5}")
-    model = small.build_model().eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
+def test_adapters_are_merged_or_apart(pretrained, data, tmp_path):
+    """Both have the logits of the trained model: merged weights, and what PEFT loads."""
+    small = task(pretrained, data, "model.lora={rank: 3, alpha: 5, save: both}")
+    model, ids = small.build_model().eval(), torch.arange(9)[None]
     plain = AutoModelForCausalLM.from_pretrained(pretrained).eval()
-    unchanged = plain(torch.arange(9)[None]).logits
-    missing = plain.load_state_dict(model.plain_weights(model.state_dict()), strict=False)
-    assert not missing.unexpected_keys
-    plain.tie_weights()
-    expected = model.causal(torch.arange(9)[None]).logits
-    torch.testing.assert_close(plain(torch.arange(9)[None]).logits, expected, rtol=1e-4, atol=1e-4)
+    unchanged = plain(ids).logits
+    weights, expected = change_adapters(small, model, tmp_path), model.causal(ids).logits
     assert not torch.allclose(unchanged, expected, atol=1e-2)
-
-
-def test_adapters_saved_apart_are_loaded_by_peft(pretrained, data, tmp_path):
-    small = task(pretrained, data, "model.lora={rank: 3, save: both}")
-    model = small.build_model().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    _, files = small.model_files(model, model.state_dict())
-    saved = {name: content for name, content in files.items() if name.startswith("adapter/")}
-    (tmp_path / "adapter").mkdir()
-    for name, content in saved.items():
-        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert not plain.load_state_dict(weights, strict=False).unexpected_keys
+    plain.tie_weights()
+    torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-4, atol=1e-4)
     start = AutoModelForCausalLM.from_pretrained(pretrained)
     apart = PeftModel.from_pretrained(start, tmp_path / "adapter").eval()
-    ids = torch.arange(9)[None]
-    torch.testing.assert_close(apart(ids).logits, model.causal(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(apart(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_are_all_that_is_trained(pretrained, data):
-    model = task(pretrained, data, "model.lora={rank: 2}").build_model()
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert trained
-    assert all("lora_" in name for name in trained)
     first = "c_attn" if "gpt2" in pretrained.name else "q_proj"
     model = task(pretrained, data, f"model.lora={{rank: 2, targets: [{first}]}}").build_model()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -158,10 +136,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(pretrained, data, tmp_path
 
 def test_the_signature_names_the_weights(pretrained, data, tmp_path):
     one = task(pretrained, data).fingerprint
-    other = tmp_path / "other"
-    other.mkdir()
-    for path in pretrained.iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
+    other = shutil.copytree(pretrained, tmp_path / "other")
     assert task(other, data).fingerprint == one
     model = AutoModelForCausalLM.from_pretrained(other)
     torch.nn.init.normal_(model.get_input_embeddings().weight)
@@ -201,10 +176,7 @@ def test_data_of_another_tokenizer_is_refused(pretrained, tmp_path):
 
 
 def test_code_of_a_folder_is_not_run(pretrained, data, tmp_path):
-    folder, trace = tmp_path / "model", tmp_path / "was here"
-    folder.mkdir()
-    for path in pretrained.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder, trace = shutil.copytree(pretrained, tmp_path / "model"), tmp_path / "was here"
     (folder / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}

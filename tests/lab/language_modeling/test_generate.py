@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from labo.cli import main
 from labo.lab.errors import RequestError
 from labo.lab.language_modeling.generate import (
     Generator,
@@ -19,6 +18,7 @@ from labo.lab.language_modeling.generate import (
     generate_stream,
 )
 from labo.lab.language_modeling.model import causal_config, fresh_model
+from tiny_corpus import labo
 from tiny_language import learned_tokenizer
 
 PROMPTS = ["the dog", "", "3: the über-bär sees the cat", "the", "owl\tfox  </s> <s>"]
@@ -167,11 +167,8 @@ def test_the_command(folder, tmp_path, monkeypatch, capsysbinary):
         buffer = io.BytesIO(b"the dog\nthe cat\n")
 
     monkeypatch.setattr(sys, "stdin", Stdin)
-    with pytest.raises(SystemExit) as end:
-        main(["generate", str(folder), "--max-tokens", "5", "--temperature", "0.8", "--seed", "3"])
-    assert not end.value.code
+    options = ("--max-tokens", 5, "--temperature", 0.8, "--seed", 3)
+    assert labo("generate", folder, *options) == 0
     assert capsysbinary.readouterr().out.count(b"\n") == 2
-    with pytest.raises(SystemExit) as end:
-        main(["generate", str(tmp_path)])
-    assert end.value.code == 2
+    assert labo("generate", tmp_path) == 2
     assert b"is no run with best/config.json" in capsysbinary.readouterr().err

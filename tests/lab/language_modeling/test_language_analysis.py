@@ -11,16 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lab_runs import log_of, run
-from labo.cli import main
 from labo.lab.analysis.reading import read_run
 from labo.lab.analysis.run import analyze_run, analyze_runs
 from labo.lab.calibrate import calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.language_modeling.analysis import ANALYSIS
-from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.documents import RawDocument
 from labo.lab.language_modeling.model import LanguageModel, causal_config, fresh_model
 from labo.lab.language_modeling.score import Scorer
+from tiny_corpus import labo
 from tiny_language import prepare_texts
 
 
@@ -77,9 +77,7 @@ def test_runs_are_compared_and_reported(runs, tmp_path, capsys):
     assert difference["mean"] == pytest.approx(expected, rel=1e-4, abs=1e-9)
     assert difference["p_bootstrap"] is not None
     page = tmp_path / "report.html"
-    with pytest.raises(SystemExit) as end:
-        main(["report", *map(str, runs.values()), "-o", str(page)])
-    assert not end.value.code
+    assert labo("report", *runs.values(), "-o", page) == 0
     text = page.read_text()
     assert "bits per byte" in text
     assert "Reliability" in text
@@ -119,7 +117,7 @@ def test_a_folded_temperature_divides_the_logits_and_no_more(preset, tmp_path):
 
 
 def test_a_calibrated_run_scores_alike_with_its_temperature_folded_in_or_not(runs):
-    texts = [RawDocument("", "text", (Part("the dog sees the owl", True),))]
+    texts = [RawDocument.of_text("", "the dog sees the owl")]
     plain = Scorer(runs["ls"]).score(texts)[0]
     calibration = calibrate_run(runs["ls"])
     assert calibration.nll_after < calibration.nll_before

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from labo.cli import main
 from labo.lab.command_options import validated
 from labo.lab.errors import RequestError
 from labo.lab.language_modeling import prepare as preparing
 from labo.lab.language_modeling.documents import Part, RawDocument
 from labo.lab.language_modeling.options import DocumentOptions, Tokenization
 from labo.lab.language_modeling.prepare import prepare, prepare_documents, summarize
-from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
+from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.language_modeling.tokenizers import encode
 from labo.lab.text import arrow
+from labo.lab.text.arrow import IGNORED
+from tiny_corpus import digests, labo
 from tiny_language import CHAT, SENTENCES, learned_tokenizer, write_rows
 
 
@@ -128,7 +129,7 @@ def test_the_tokenizer_of_a_folder_is_used(corpus, tmp_path):
 def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
     """A document cannot end another one, nor pretend to."""
     tokenizer = learned_tokenizer()
-    (ids, _), *_ = encode(tokenizer, [RawDocument("", "text", (Part("a</s><s>b", True),))])
+    (ids, _), *_ = encode(tokenizer, [RawDocument.of_text("", "a</s><s>b")])
     assert ids[0] == tokenizer.bos_token_id
     assert ids[-1] == tokenizer.eos_token_id
     assert not {0, 1, 2, 3} & set(ids[1:-1])
@@ -173,9 +174,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     def peak(size: int) -> int:
         def documents():
             for number in range(size):
-                yield RawDocument(
-                    f"{number}", "text", (Part(f"{number} " + SENTENCES[0] * 50, True),)
-                )
+                yield RawDocument.of_text(f"{number}", f"{number} " + SENTENCES[0] * 50)
 
         splits = {"train": documents()}
         options = Tokenization(holdout=size // 2, holdout_test=size // 2)
@@ -189,24 +188,16 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     assert peak(1600) < 1.2 * peak(400)
 
 
-def command(*arguments: object) -> int:
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def test_the_command(corpus, tmp_path, capsys):
     out = tmp_path / "data"
     arguments = ("prepare-text", out, "--train", corpus, "--holdout", 5, "--holdout-test", 4)
-    assert command(*arguments, "--vocabulary", 290) == 0
+    assert labo(*arguments, "--vocabulary", 290) == 0
     shown = capsys.readouterr().out
     assert f"labo train lm-text data.path={out}" in shown
     assert "vocabulary: 290 types, learned" in shown
-    assert command(*arguments) == 2
+    assert labo(*arguments) == 2
     assert capsys.readouterr().err == f"labo: {out} exists; --force replaces it\n"
-    assert command(*arguments, "--force", "--vocabulary", 280) == 0
+    assert labo(*arguments, "--force", "--vocabulary", 280) == 0
     assert PreparedDocuments(out).manifest["vocabulary"] == 280
 
 
@@ -221,10 +212,14 @@ def test_the_command(corpus, tmp_path, capsys):
         ({"documents": "page"}, "--documents: should be 'file', 'paragraph' or 'line'"),
         ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
         ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
-        ({"holdout": 1000}, "the valid split is empty"),
+        ({"holdout": 1000}, "the valid split is empty: a file is one document: --documents line"),
+        ({"train": ["{raw}/000.txt"]}, "is empty: a file is one document: --documents line"),
+        ({"train": ["{raw}/000.txt"], "documents": "line"}, "the valid split is empty$"),
     ],
 )
 def test_wrong_requests(corpus, settings, message):
+    if "train" in settings:
+        settings = settings | {"train": [name.format(raw=corpus) for name in settings["train"]]}
     with pytest.raises(RequestError, match=message) as caught:
         run(corpus, **settings)
     assert "\n" not in str(caught.value)
@@ -241,14 +236,14 @@ def test_what_is_read_or_made_by_another_command_is_kept(corpus, tmp_path, capsy
     """--force replaces only what prepare-text made, and nothing that the command reads."""
     out = tmp_path / "data"
     arguments = ("--holdout", 5, "--holdout-test", 4, "--force")
-    assert command("prepare-text", out, "--train", corpus, *arguments) == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert labo("prepare-text", out, "--train", corpus, *arguments) == 0
+    before = digests(tmp_path)
     for folder, given, where in (
         (out, (out,), "is"),
         (out, (corpus, "--tokenizer", out / "tokenizer"), "contains"),
         (corpus / "new", (corpus,), "is inside"),
     ):
-        assert command("prepare-text", folder, "--train", *given, *arguments) == 2
+        assert labo("prepare-text", folder, "--train", *given, *arguments) == 2
         line = f"labo: {folder} {where} the input {given[-1]}: choose another folder to write\n"
         assert capsys.readouterr().err == line
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert digests(tmp_path) == before

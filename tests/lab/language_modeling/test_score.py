@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from test_generate import POSITIONS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from labo.cli import main
 from labo.lab.errors import RequestError
-from labo.lab.language_modeling.documents import Part, RawDocument
+from labo.lab.language_modeling.documents import RawDocument
 from labo.lab.language_modeling.generate import Generator
 from labo.lab.language_modeling.model import load_causal
 from labo.lab.language_modeling.score import Scorer, score_files, score_stream
+from tiny_corpus import labo
 from tiny_language import CHAT, SENTENCES, write_rows
 
 LONG = " ".join(SENTENCES[:12])
@@ -44,7 +44,7 @@ def by_hand(folder, ids: list[int], learned: list[bool]) -> list[float]:
 
 
 def text(value: str) -> RawDocument:
-    return RawDocument("", "text", (Part(value, True),))
+    return RawDocument.of_text("", value)
 
 
 @pytest.mark.parametrize("value", ["the dog", LONG, "ü"])
@@ -102,9 +102,7 @@ def test_a_line_for_a_line(folder):
 
 def test_the_command(folder, tmp_path, capsysbinary):
     (tmp_path / "a.txt").write_text("\n".join(SENTENCES[:3]))
-    with pytest.raises(SystemExit) as end:
-        main(["score", str(folder), str(tmp_path / "a.txt"), "--documents", "line", "--tokens"])
-    assert not end.value.code
+    assert labo("score", folder, tmp_path / "a.txt", "--documents", "line", "--tokens") == 0
     lines = capsysbinary.readouterr().out.splitlines()
     assert len(lines) == 1 + "\n".join(SENTENCES[:3]).count("\n")
     assert json.loads(lines[0])["name"] == "a.txt:1"
@@ -115,15 +113,13 @@ def test_the_command(folder, tmp_path, capsysbinary):
             b"--documents: should be 'file'",
         ),
     ]:
-        with pytest.raises(SystemExit) as end:
-            main(["score", str(folder), *arguments])
-        assert end.value.code == 2
+        assert labo("score", folder, *arguments) == 2
         assert message in capsysbinary.readouterr().err
 
 
 def test_nothing_to_score(folder):
     with pytest.raises(RequestError, match="here: nothing to score in it"):
-        Scorer(folder).score([RawDocument("here", "text", (Part("", True),))])
+        Scorer(folder).score([RawDocument.of_text("here", "")])
 
 
 def changed(folder, tmp_path, change):
@@ -158,9 +154,14 @@ def many_labels(weights, config):
     config["num_labels"] = 10**9
 
 
+def no_language_model(weights, config):
+    config["model_type"] = "vit"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (no_language_model, "cannot be loaded as AutoModelForCausalLM"),
         (lose, "its weights lack"),
         (lose_a_vector, "its weights lack"),
         (spoil, "are not all finite"),
@@ -168,11 +169,28 @@ def many_labels(weights, config):
         (many_labels, "num_labels is 1000000000, but the weights have"),
     ],
 )
-@pytest.mark.parametrize("use", [Scorer, Generator, load_causal])
-def test_a_folder_without_all_its_weights_is_refused(use, change, message, folder, tmp_path):
-    with pytest.raises(RequestError, match=message) as caught:
-        use(changed(folder, tmp_path, change))
-    assert "\n" not in str(caught.value)
+def test_a_folder_without_all_its_weights_is_refused(change, message, folder, tmp_path):
+    copy = changed(folder, tmp_path, change)
+    for use in (Scorer, Generator, load_causal):
+        with pytest.raises(RequestError, match=message) as caught:
+            use(copy)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "there is no config.json"),
+        ("model.safetensors", None, r"holds no \*\.safetensors; other formats can run code"),
+        ("model.safetensors", b"nothing", "model.safetensors: cannot be read"),
+    ],
+)
+def test_a_folder_without_its_files_is_refused(name, content, message, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / name).unlink() if content is None else (copy / name).write_bytes(content)
+    (copy / "pytorch_model.bin").touch()
+    with pytest.raises(RequestError, match=message):
+        load_causal(copy)
 
 
 def with_tokenizer(folder, tmp_path, **parts):
@@ -193,8 +211,6 @@ def test_an_expression_that_never_ends_is_one_line(folder, tmp_path, capsys):
     slow = {"type": "Split", "pattern": {"Regex": "(a|a|b?)+$"}, "behavior": "Isolated"}
     copy = with_tokenizer(folder, tmp_path, pre_tokenizer=slow | {"invert": False})
     (tmp_path / "text").write_text("a" * 60 + "c")
-    with pytest.raises(SystemExit) as end:
-        main(["score", str(copy), str(tmp_path / "text")])
-    assert end.value.code == 1
+    assert labo("score", copy, tmp_path / "text") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("labo: PanicException: Onig")

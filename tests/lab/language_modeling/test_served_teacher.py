@@ -14,57 +14,31 @@ from typer.testing import CliRunner
 
 from labo.cli import app
 from labo.lab.errors import DataError, RequestError
-from labo.lab.language_modeling.documents import Part, RawDocument
-from labo.lab.language_modeling.model import causal_config
-from labo.lab.language_modeling.options import Tokenization
-from labo.lab.language_modeling.prepare import prepare_documents
-from labo.lab.language_modeling.prepared import IGNORED, PreparedDocuments
+from labo.lab.language_modeling.prepared import PreparedDocuments
+from labo.lab.text.arrow import IGNORED
 from labo.lab.text.selection import ClassSelection
 from labo.lab.text.stored import StoredTeacher
 from labo.lab.text.teacher import store
-from tiny_language import SENTENCES, learned_tokenizer
+from tiny_language import few_documents, learned_tokenizer, save_causal
 
 K = 5
 FORMATS = ["vllm", "vllm-server", "sglang", "openai", "openai-text", "batch"]
 
 
-def prepare(out, kind):
-    parts = [*SENTENCES[:12], "\n".join(SENTENCES[12:16]), "x"]
-    documents = [
-        RawDocument(f"{n}", "text", (Part(text, True),))
-        if kind == "text"
-        else RawDocument(f"{n}", "prompt", (Part(f"say {text[:9]}", False), Part(text[:7], True)))
-        for n, text in enumerate(parts)
-    ]
-    options = Tokenization(holdout=5, holdout_test=5)
-    prepare_documents(out, {"train": documents}, options, tokenizer=learned_tokenizer())
-    return out
-
-
 @pytest.fixture(scope="module", params=["text", "prompt"])
 def data(request, tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp(request.param) / "data", request.param)
+    return few_documents(tmp_path_factory.mktemp(request.param) / "data", request.param)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("texts") / "data", "text")
+    return few_documents(tmp_path_factory.mktemp("texts") / "data", "text")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A Hugging Face folder whose model has room for every document."""
-    out, tokenizer = tmp_path_factory.mktemp("model"), learned_tokenizer()
-    torch.manual_seed(3)
-    size = {"width": 16, "layers": 1, "heads": 2}
-    config = causal_config("gpt2-tiny", len(tokenizer), positions=400, dimensions=size)
-    causal = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in causal.parameters():
-            parameter.mul_(4)
-    causal.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return out
+    return save_causal(tmp_path_factory.mktemp("model"), 400)
 
 
 def predictions(model, data):
@@ -152,7 +126,7 @@ def test_every_format_gives_the_shards_of_the_model_itself(form, model, data, by
 
 
 def test_generated_tokens_alone(model, tmp_path):
-    data = prepare(tmp_path / "data", "prompt")
+    data = few_documents(tmp_path / "data", "prompt")
     split, lines = PreparedDocuments(data).split("train"), []
     for document, (tokens, log_p) in enumerate(predictions(model, data)):
         labels, content = split.labels(document), []
@@ -283,14 +257,14 @@ class TestSelection:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"top_p": 0.0}, "--top-p 0"),
-            ({"sampling": "best"}, "choose top or random"),
+            ({"top_p": 0.0}, "--top-p: should be greater than 0"),
+            ({"sampling": "best"}, "--sampling: should be 'top' or 'random'"),
             ({"sampling": "random", "top_p": 0.5}, "--top-p goes with --sampling top"),
         ],
     )
-    def test_refused(self, given, message):
+    def test_refused(self, given, message, tmp_path):
         with pytest.raises(RequestError, match=message):
-            ClassSelection(3, **given)
+            store(None, tmp_path, tmp_path / "out", **given)
 
     def test_in_the_command(self, model, texts, tmp_path):
         run = CliRunner()

@@ -402,12 +402,15 @@ def test_every_run_of_a_folder_is_shown_or_listed(tmp_path, capsys):
         write_run(folder / f"ls-s{seed}", LS, seed)
         write_run(folder / f"labo-s{seed}", LABO, seed, records=False)
     write_run(folder / "base-s0", BASE, finished=False)
+    half = write_run(tmp_path / "half", LS, 7, finished=False)
     out = tmp_path / "report.html"
     with pytest.raises(SystemExit) as end:
-        cli.main(["report", str(folder), "--out", str(out)])
+        cli.main(["report", str(folder), str(half), "--out", str(out)])
     assert not end.value.code
     printed, page = capsys.readouterr().out, Page(out.read_text(encoding="utf-8")).text
-    assert "3 of 5 runs are missing from this page" in page
+    assert f"{out} is written" in printed
+    assert f"{half} is unfinished at step 20" in printed
+    assert "4 of 6 runs are missing from this page" in page
     assert "labo-s0, labo-s1: not scored on the test split" in page
     assert "base-s0: unfinished at step 20: the command that started it continues it" in page
     assert f"{folder / 'labo-s1'} is left out: not scored on the test split" in printed
@@ -448,29 +451,16 @@ def test_conditions_that_are_empty_cost_the_times_alone(tmp_path):
     assert f"times are not compared: {tmp_path / 'conditions.json'}: not JSON" in text
 
 
-def test_nothing_usable_is_a_wrong_request(tmp_path):
-    with pytest.raises(RequestError, match=r"nothing to report: .*nowhere is not a run"):
-        write_report([tmp_path / "nowhere"], tmp_path / "r.html")
+def test_nothing_usable_is_a_wrong_request(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path / "r.html")])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"labo: nothing to report: .*nowhere is not a run", line)
     assert not (tmp_path / "r.html").exists()
     run = write_run(tmp_path / "run", LS, records=False)
     with pytest.raises(RequestError, match="there is no folder"):
         write_report([run], tmp_path / "no" / "r.html")
-
-
-def test_the_command(tmp_path, capsys):
-    run = write_run(tmp_path / "run", LS)
-    half = write_run(tmp_path / "half", LS, 1, finished=False)
-    out = tmp_path / "page.html"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(run), str(half), "-o", str(out)])
-    assert ended.value.code in (0, None)
-    printed = capsys.readouterr().out
-    assert f"{half} is unfinished at step 20" in printed
-    assert f"{out} is written" in printed
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(out)])
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_report_of_analyzed_runs_needs_no_torch(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from analysis_runs import sentence, write_lines
 from labo import cli
 from labo.lab.analysis.collection import claim_folder
-from labo.lab.compare.engines import Setup
+from labo.lab.compare.setup import Setup
 from labo.lab.errors import RequestError
 from labo.lab.reproduce import command as reproduce
 from labo.lab.reproduce.command import EXPERIMENTS, Plan, describe, estimates, paper, plan, require
@@ -312,6 +312,43 @@ def texts(file):
     """What is written in an SVG file."""
     found = ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
     return {element.text for element in found}
+
+
+def test_an_exhibit_of_finished_runs_trains_nothing(tmp_path, capsys):
+    made("table4", tmp_path / "runs")
+    trained = next((tmp_path / "runs").glob("cldr*"))
+
+    def remade(name: str, *options: str) -> int:
+        out = str(tmp_path / "again")
+        with pytest.raises(SystemExit) as end:
+            cli.main(["reproduce", name, *options, "--out", out])
+        return int(end.value.code or 0)
+
+    labo = trained / "labo-warmup_steps200-tau1.15-s0"
+    one = ["--runs", str(trained / "ls-s0"), "--runs", str(labo)]
+    assert remade("table4", *one) == 0
+    said = capsys.readouterr().out
+    assert "[32.70]" in said
+    assert f"ours: {labo.name} (x)" in said
+    assert "the paper's: iwslt14-de-en" in said
+    ours, before = (
+        json.loads((tmp_path / folder / "table4.json").read_text())["rows"]
+        for folder in ("again", "runs")
+    )
+    assert ours == before
+    assert remade("figure2", *one) == 0
+    assert "0.93 [0.90]" in capsys.readouterr().out
+    assert (tmp_path / "again" / "figure2.pdf").is_file()
+    for wrong, options in {
+        "table1 has several columns of runs; try table2, table4": ["table1", *one],
+        "needs scored runs of labo with one setting; found: labo tau=1.15": [
+            *("table4", "--runs", str(trained))
+        ],
+        "table4 needs scored runs of labo with one setting; found: none": ["table4", *one[:2]],
+        "KEY=VALUE, --data, --seeds are for new": ["table4", *one, "--seeds", "1"],
+    }.items():
+        assert remade(*options) == 2
+        assert wrong in capsys.readouterr().err
 
 
 def test_figure_of_one_label(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 
 from idx_files import SETTINGS, write_mnist
 from lab_runs import log_of, run, train
-from labo.lab.compare.engines import Setup
 from labo.lab.compare.execute import carry_out
 from labo.lab.compare.plan import plan
+from labo.lab.compare.setup import Setup
 from labo.lab.errors import RequestError
 from labo.lab.run.directory import RunDirectory
 from launched import Launcher

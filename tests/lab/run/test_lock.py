@@ -115,9 +115,18 @@ def leave(folder, **changes):
     (folder / LOCK).write_text(json.dumps(owner))
 
 
-def test_without_locks_a_living_process_of_this_host_is_believed(no_locks, tmp_path):
-    leave(tmp_path, pid=os.getppid())
-    with pytest.raises(RequestError, match=f"in use by process {os.getppid()}"), held(tmp_path):
+@pytest.mark.parametrize(
+    ("owner", "said"),
+    [
+        ({"pid": os.getppid()}, f"in use by process {os.getppid()}"),
+        ({"host": "elsewhere"}, rf"on elsewhere .* remove \S*{LOCK}"),
+    ],
+)
+def test_without_locks_a_process_that_lives_or_cannot_be_asked_is_believed(
+    owner, said, no_locks, tmp_path
+):
+    leave(tmp_path, **owner)
+    with pytest.raises(RequestError, match=said), held(tmp_path):
         pass
 
 
@@ -128,12 +137,6 @@ def test_without_locks_a_process_that_has_ended_is_not(no_locks, tmp_path):
     with held(tmp_path):
         pass
     assert (tmp_path / LOCK).read_text() == ""
-
-
-def test_without_locks_a_process_of_another_host_is_asked_about(no_locks, tmp_path):
-    leave(tmp_path, host="elsewhere")
-    with pytest.raises(RequestError, match=rf"on elsewhere .* remove \S*{LOCK}"), held(tmp_path):
-        pass
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "\udcff"])

@@ -7,41 +7,29 @@ import os
 import random
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pyarrow as pa
 import pytest
 
 import lab_runs
-from labo.cli import main
 from labo.lab.errors import DataError, LabError, RequestError
-from labo.lab.language_modeling import prepare as preparing
 from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.run import checksums
 from labo.lab.run.files import sealed, sha256
-from labo.lab.text import arrow
 from labo.lab.text import folder as folders
 from labo.lab.translation import prepare, prepared
 from labo.lab.translation.prepared import Prepared
 from tiny_corpus import (
     ask,
     digests,
+    labo,
     refused,
-    run,
     write,
     write_corpus,
 )
 from tiny_language import prepare_prompts, prepare_texts
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def plain(corpus) -> Prepared:
-    return run(corpus, "plain")
 
 
 @pytest.fixture
@@ -113,8 +101,7 @@ def test_an_existing_folder_that_is_read_is_not_written(plain, tmp_path, capsys)
         with refused(message, RequestError):
             prepare.prepare(options, folder, force=True)
     arguments = ["prepare", str(out), "--inputs", str(out / "inputs.yaml"), "--force"]
-    with pytest.raises(SystemExit):
-        main(arguments)
+    assert labo(*arguments) == 2
     assert "out contains the input" in capsys.readouterr().err
     assert digests(tmp_path) == before
 
@@ -266,10 +253,7 @@ def test_a_replacement_that_is_killed_leaves_the_old_or_the_new(plain, tmp_path,
 def test_a_failed_replacement_keeps_the_old(corpus, tmp_path, monkeypatch):
     out = tmp_path / "data"
     before = prepare.prepare(ask(corpus), out).fingerprint
-
-    def fail(*paths):
-        raise OSError(5, "Input/output error")
-
+    fail = Mock(side_effect=OSError(5, "Input/output error"))
     monkeypatch.setattr(folders, "replace_folder", fail)
     with pytest.raises(LabError, match="Input/output error"):
         prepare.prepare(ask(corpus, vocabulary=310), out, force=True)
@@ -300,17 +284,6 @@ def prepared_documents(request, tmp_path_factory) -> Path:
 @pytest.fixture
 def documents(prepared_documents, tmp_path) -> Path:
     return shutil.copytree(prepared_documents, tmp_path / "documents")
-
-
-@pytest.mark.parametrize("rows", [3, 100_000])
-def test_documents_are_found_however_many_batches_there_are(tmp_path, monkeypatch, rows):
-    whole = PreparedDocuments(prepare_texts(tmp_path / "one", vocabulary=280)).split("train")
-    monkeypatch.setattr(arrow, "_BATCH", rows)
-    monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 2)
-    split = PreparedDocuments(prepare_texts(tmp_path / "two", vocabulary=280)).split("train")
-    for i in range(len(whole)):
-        assert split.tokens(i).tolist() == whole.tokens(i).tolist()
-        assert split.tokens(i, 2, 3).tolist() == whole.tokens(i)[2:5].tolist()
 
 
 @pytest.mark.parametrize(

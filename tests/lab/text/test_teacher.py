@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel
 import labo
 from lab_runs import losses
 from labo.lab.errors import DataError, RequestError
-from labo.lab.language_modeling.model import LanguageModel, causal_config
+from labo.lab.language_modeling.model import LanguageModel
 from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.language_modeling.teacher import DocumentPredictions
@@ -26,12 +26,10 @@ from labo.lab.text.teacher import store
 from labo.lab.train import train
 from labo.lab.translation import teacher
 from labo.lab.translation.finetuning import load_translator
-from labo.lab.translation.options import choose
-from labo.lab.translation.prepare import prepare
 from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.task import TranslationTask
-from tiny_folders import pair_of, save_pretrained, write_corpus
-from tiny_language import SENTENCES, learned_tokenizer, prepare_prompts, prepare_texts
+from tiny_folders import prepare_corpus, save_pretrained
+from tiny_language import few_documents, save_causal
 
 BLOCK = 24
 TINY = ["model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0"]
@@ -52,33 +50,14 @@ def cache(tmp_path_factory):
 # ------------------------------------------------------------------ models and data
 
 
-def documents(out: Path, kind: str) -> Path:
-    parts = [*SENTENCES[:12], "\n".join(SENTENCES[12:16]), "x"]
-    if kind == "text":
-        return prepare_texts(out, parts, tokenizer=learned_tokenizer())
-    return prepare_prompts(out, [text[:9] for text in parts])
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    return documents(tmp_path_factory.mktemp("texts") / "data", "text")
+    return few_documents(tmp_path_factory.mktemp("texts") / "data", "text")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A Hugging Face folder with an untrained model and the tokenizer of the documents."""
-    out = tmp_path_factory.mktemp("model")
-    torch.manual_seed(3)
-    size = {"width": 16, "layers": 1, "heads": 2}
-    tokenizer = learned_tokenizer()
-    config = causal_config("gpt2-tiny", len(tokenizer), positions=BLOCK, dimensions=size)
-    causal = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in causal.parameters():
-            parameter.mul_(4)
-    causal.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return out
+    return save_causal(tmp_path_factory.mktemp("model"), BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +87,14 @@ def case(request, tmp_path_factory):
     folder, kind = tmp_path_factory.mktemp(request.param), request.param
     if kind in ("text", "prompt"):
         model = request.getfixturevalue("model")
-        data = documents(folder / "data", kind)
+        data = few_documents(folder / "data", kind)
         beside = LanguageModel(GPT2LMHeadModel.from_pretrained(model))
         return model, data, language_task(data), beside
     if kind == "own":
         model, task = request.getfixturevalue("own"), cldr(BOTH)
         return model, task.data.path, task, load_translator(model / "best")
-    model, data = save_pretrained(folder / kind, kind), folder / "data"
-    text = str(write_corpus(folder / "raw", kind))
-    options = {"pair": [pair_of(kind)], "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, options | {"tokenizer": str(model)}), data)
+    model = save_pretrained(folder / kind, kind)
+    data = prepare_corpus(folder / "data", kind, tokenizer=str(model))
     settings = [f"model={{pretrained: {model}}}", f"data.path={data}", "train.batch_tokens=256"]
     task = TranslationTask(load_recipe("translation-sft", settings))
     return model, data, task, load_translator(model)
@@ -130,7 +107,8 @@ def test_all_classes_are_dense_distillation(case, tmp_path):
     """For every batch, however it is packed: predictions, value and gradient of the teacher."""
     model, data, task, beside = case
     types = len(task.target_tokenizer())
-    store(model, data, tmp_path / "stored", top_k=types, precision="float32")
+    found = store(model, data, tmp_path / "stored", top_k=types, precision="float32")
+    assert found["targets"] == StoredTeacher(tmp_path / "stored").about.targets > 0
     _, read = task.stored_teacher(str(tmp_path / "stored"))
     beside.eval()
     torch.manual_seed(0)
@@ -160,15 +138,6 @@ def test_all_classes_are_dense_distillation(case, tmp_path):
         torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
     empty = read(batch.without_targets())
     assert [tuple(column.shape) for column in empty] == [(0, types)] * 2
-
-
-def test_a_few_classes_and_their_size(texts, model, tmp_path):
-    found = store(model, texts, tmp_path / "stored", top_k=3)
-    stored = StoredTeacher(tmp_path / "stored")
-    assert found["targets"] == stored.about.targets > 0
-    indices, log_p = stored.sample(2)
-    assert indices.shape == log_p.shape
-    assert (log_p[:, :-1] >= log_p[:, 1:]).all()
 
 
 # ------------------------------------------------------------------ interrupted
@@ -296,8 +265,9 @@ def test_translations_are_learned_from_files(own, tmp_path):
 
 def test_the_method_is_for_text():
     assert METHODS["topk-kd"].needs == {"stored_teacher"}
-    with pytest.raises(RequestError, match="does not provide"):
-        load_recipe("digits", ["method=topk-kd", "method.stored=x"])
+    for method, need in ((["topk-kd", "method.stored=x"], "stored_t"), (["mls"], "vocabulary_g")):
+        with pytest.raises(RequestError, match=f"needs {need}.* image.* does not provide"):
+            load_recipe("digits", [f"method={method[0]}", *method[1:]])
 
 
 # ------------------------------------------------------------------ what is refused
@@ -318,7 +288,7 @@ def test_wrong_requests_for_documents(texts, model, tmp_path):
     store(model, texts, out, top_k=2)
     with pytest.raises(RequestError, match="exists; --force replaces it"):
         store(model, texts, out, top_k=2)
-    other = documents(tmp_path / "other", "prompt")
+    other = few_documents(tmp_path / "other", "prompt")
     with pytest.raises(RequestError, match="was made for other data"):
         language_task(other).stored_teacher(str(out))
     with pytest.raises(DataError, match="no prepared data here; `labo teacher` makes it"):
@@ -374,14 +344,11 @@ def test_what_is_read_or_made_by_another_command_is_kept(texts, model, tmp_path)
     shutil.copytree(model, run / "best")
     for out, where in (
         (data, "is the input .*data"),
-        (tmp_path, "contains the input .*data"),
-        (data / "stored", "is inside the input .*data"),
-        (run, "contains the input .*best"),
         (run / "best/stored", "is inside the input .*best"),
     ):
         with pytest.raises(RequestError, match=f"{where}: choose another folder to write"):
             store(run, data, out, top_k=2, force=True)
-    other = documents(tmp_path / "other", "text")
+    other = few_documents(tmp_path / "other", "text")
     with pytest.raises(RequestError, match="other exists and was not made by `labo teacher`"):
         store(run, data, other, top_k=2, force=True)
     for path in (data, other):

@@ -162,7 +162,7 @@ def test_several_directions_are_tagged():
 def test_the_cache_is_used_and_named_by_what_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("LABO_CACHE", str(tmp_path))
     one = cldr_data(["de-en"], size=100, vocabulary=300)
-    monkeypatch.setattr(cldr, "_prepare", None)  # cannot be called again
+    monkeypatch.setattr(cldr, "prepare_pairs", None)  # cannot be called again
     assert cldr_data(["de-en"], size=100, vocabulary=300).path == one.path
     monkeypatch.undo()
     monkeypatch.setenv("LABO_CACHE", str(tmp_path))

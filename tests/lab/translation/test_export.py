@@ -13,13 +13,13 @@ import pytest
 import torch
 from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
-from labo import cli
 from labo.lab.errors import LabError, RequestError
 from labo.lab.translation.decoding import decode
 from labo.lab.translation.export import export
 from labo.lab.translation.model import BOS, EOS, PAD
 from labo.lab.translation.options import Decode
 from labo.lab.translation.translate import Translator
+from tiny_corpus import labo
 from tiny_translation import (
     POSITIONS,
     VOCABULARY,
@@ -162,9 +162,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, capsys):
             f"--quantization int4: choose from {', '.join(ACCEPTED_MODEL_TYPES)}",
         ),
     ]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["export", ".", *arguments])
-        assert caught.value.code == 2
+        assert labo("export", ".", *arguments) == 2
         assert capsys.readouterr() == ("", f"labo: {line}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "there"]
 
@@ -190,9 +188,7 @@ def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept_up(tmp_path, m
 
 def test_the_command_prints_the_lines(tmp_path, capsys):
     byte_folder(tmp_path / "best")
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["export", str(tmp_path), "--out", str(tmp_path / "deep" / "out")])
-    assert caught.value.code in (0, None)
+    assert labo("export", tmp_path, "--out", tmp_path / "deep" / "out") == 0
     assert "import ctranslate2" in capsys.readouterr().out
     assert torch.is_grad_enabled()
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labo.lab.translation import guard
-from labo.lab.translation.languages import look_swapped
 from tiny_corpus import (
     PAIRS,
 )
@@ -62,6 +61,6 @@ def test_scripts_of_languages(line, language, wrong):
 )
 def test_what_is_not_clearly_swapped_is_not_called_so(source, target, count):
     swapped = [(english, german) for german, english in PAIRS[:count]]
-    assert not look_swapped(swapped, source, target)
+    assert not guard.look_swapped(swapped, source, target)
     mixed = swapped + PAIRS[:count]
-    assert not look_swapped(mixed, "de", "en")
+    assert not guard.look_swapped(mixed, "de", "en")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from labo.cli import main
 from labo.lab.errors import RequestError
-from labo.lab.translation.options import PREPARE_PRESETS, choose, parse_pairs
+from labo.lab.translation.options import PREPARE_PRESETS, parse_pairs
 from labo.lab.translation.text import TextOptions
 from tiny_corpus import (
     ask,
+    labo,
     refused,
 )
 
@@ -67,25 +65,19 @@ def test_wrong_requests_are_refused(settings, message):
 
 
 def test_presets_are_the_recipes():
-    fourteen = ask(CORPUS, "iwslt14", valid=None, vocabulary=None)
+    fourteen, wmt = (ask(CORPUS, n, valid=None, vocabulary=None) for n in ("iwslt14", "wmt14"))
     assert (fourteen.holdout, fourteen.merges, fourteen.share) == (23, 10_000, "merges")
+    assert fourteen.holdout_by == wmt.holdout_by == "pair"
+    assert ask(CORPUS).holdout_by == "group"
     assert (fourteen.max_tokens, fourteen.max_ratio) == (175, 1.5)
     assert fourteen.text == TextOptions(moses=True, lowercase=True, straight_apostrophes=True)
     assert fourteen.training_text == TextOptions(moses=True, lowercase=True)
-    wmt = ask(CORPUS, "wmt14", valid=None, vocabulary=None)
     assert (wmt.holdout, wmt.merges, wmt.max_pieces, wmt.max_piece_ratio) == (100, 40_000, 250, 1.5)
     assert wmt.training_text.normalize_punctuation
     assert not wmt.text.normalize_punctuation
     seventeen = ask(CORPUS, "iwslt17", vocabulary=None)
     assert (seventeen.vocabulary, seventeen.max_pieces, seventeen.share) == (16_384, 250, "all")
     assert not seventeen.text.spaced
-
-
-def test_presets_hold_out_pairs():
-    for preset, every in (("iwslt14", 23), ("wmt14", 100)):
-        options = ask(CORPUS, preset, valid=None, vocabulary=None)
-        assert (options.holdout, options.holdout_by) == (every, "pair")
-    assert ask(CORPUS).holdout_by == "group"
 
 
 @pytest.mark.parametrize("preset", PREPARE_PRESETS)
@@ -97,21 +89,19 @@ def test_options_go_over_every_preset(preset):
     assert options.training_text.lowercase
 
 
-@given(
-    st.sampled_from(sorted(PREPARE_PRESETS)), st.sampled_from(["moses", "tokenized"]), st.booleans()
-)
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["moses", "tokenized"])
+@pytest.mark.parametrize("preset", PREPARE_PRESETS)
 def test_text_options_hold_for_training_text_too(preset, name, value):
     text = {name: value} | ({"moses": False, "aggressive_hyphens": False} if value else {})
     if name == "moses":
         text = {"moses": value, "aggressive_hyphens": False}
-    files = {"pair": ["de-en"], "train": ["a"], "valid": ["b"], "test": ["c"]}
-    options = choose(preset, text | files)
+    options = ask(CORPUS, preset, text, vocabulary=None)
     assert getattr(options.text, name) == getattr(options.training_text, name) == value
 
 
 @pytest.mark.parametrize("option", ["--vocabulary", "--merges"])
 def test_a_vocabulary_that_no_memory_holds_is_refused(tmp_path, capsys, option):
     arguments = ["prepare", str(tmp_path / "out"), "--pair", "de-en", option, str(10**12)]
-    with pytest.raises(SystemExit):
-        main([*arguments, "--train", "x", "--valid", "x", "--test", "x"])
+    assert labo(*arguments, "--train", "x", "--valid", "x", "--test", "x") == 2
     assert f"{option[2:]}: should be less than or equal to 10000000" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5T
 from transformers.models.m2m_100.modeling_m2m_100 import shift_tokens_right
 
 from lab_runs import log_of, losses, outcome, run
-from labo.cli import main
 from labo.lab.calibrate import calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
@@ -29,15 +29,17 @@ from labo.lab.translation.decoding import decode
 from labo.lab.translation.export import export
 from labo.lab.translation.finetuning import load_translator, start_tokens
 from labo.lab.translation.framing import PairTokens, folder_tokenizers, frame_pairs
-from labo.lab.translation.options import Decode, choose, parse_pairs
-from labo.lab.translation.prepare import prepare
+from labo.lab.translation.options import Decode, parse_pairs
 from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.score import score_pairs
 from labo.lab.translation.task import TranslationTask
 from labo.lab.translation.translate import Translator
+from tiny_corpus import labo
 from tiny_folders import (
     FAMILIES,
+    change_adapters,
     pair_of,
+    prepare_corpus,
     save_pretrained,
     sentences,
     tokenizer_of,
@@ -59,14 +61,10 @@ def nllb(tmp_path_factory) -> Path:
     return save_pretrained(tmp_path_factory.mktemp("model") / "nllb", "nllb")
 
 
-def prepared(folder: Path, **options) -> Path:
+def prepared(folder: Path) -> Path:
     """The corpus of a family, prepared with the tokenizer of its folder."""
-    family, out = folder.name, folder.parent / "data"
-    if not out.exists():
-        text = str(write_corpus(folder.parent / "raw", family))
-        settings = {"pair": [pair_of(family)], "train": [text], "holdout": 8, "holdout_test": 8}
-        prepare(choose(None, settings | {"tokenizer": str(folder)} | options), out)
-    return out
+    out = folder.parent / "data"
+    return out if out.exists() else prepare_corpus(out, folder.name, tokenizer=str(folder))
 
 
 def settings(folder: Path, *more: str) -> list[str]:
@@ -165,10 +163,8 @@ def test_several_directions_and_tags(nllb, tmp_path):
 
 
 def test_each_direction_has_its_own_start(nllb):
-    text, out = str(write_corpus(nllb.parent / "raw", "nllb")), nllb.parent / "both"
     directions = ["deu_Latn-eng_Latn", "eng_Latn-deu_Latn"]
-    options = {"pair": directions, "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, options | {"tokenizer": str(nllb)}), out)
+    out = prepare_corpus(nllb.parent / "both", "nllb", pair=directions, tokenizer=str(nllb))
     both = task(nllb, f"data.path={out}")
     german, english = both.data.tokenizer.convert_tokens_to_ids(["deu_Latn", "eng_Latn"])
     index = torch.tensor([0, both.size - 1])  # one of each direction
@@ -305,17 +301,7 @@ def test_adapters_are_merged_or_apart(pretrained, tmp_path):
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    weights, files = small.model_files(model, model.state_dict())
-    (tmp_path / "adapter").mkdir()
-    for name, content in files.items():
-        if name.startswith("adapter/"):
-            content = content if isinstance(content, bytes) else content.encode()
-            (tmp_path / name).write_bytes(content)
+    weights = change_adapters(small, model, tmp_path)
     inputs = small.batch(small.global_batch(0, 0), 0).inputs
     ids = {"input_ids": inputs.source, "decoder_input_ids": inputs.prefix}
     expected = model.network(**ids).logits
@@ -331,16 +317,13 @@ def test_adapters_are_merged_or_apart(pretrained, tmp_path):
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_a_model_of_a_run_goes_on(tokenizer, tmp_path):
     """Training goes on from RUN/best, with the data of the run or other data."""
-    text, data = str(write_corpus(tmp_path / "raw", "marian")), tmp_path / "data"
-    options = {"pair": ["de-en"], "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, options | {"share": "nothing", "vocabulary": 280}), data)
+    data = prepare_corpus(tmp_path / "data", "marian", share="nothing", vocabulary=280)
     model = "model={preset: tiny, width: 8, ffn: 8, embeddings: decoder}"
     first = TranslationTask(load_recipe("translation", [f"data.path={data}", model]))
     fresh = first.build_model().eval()
     write_model(tmp_path / "best", *first.model_files(fresh, fresh.state_dict()))
     if tokenizer:
-        data = tmp_path / "other"
-        prepare(choose(None, options | {"tokenizer": str(tmp_path / "best")}), data)
+        data = prepare_corpus(tmp_path / "other", "marian", tokenizer=str(tmp_path / "best"))
     changes = [f"data.path={data}", f"model={{pretrained: {tmp_path / 'best'}}}"]
     second = TranslationTask(load_recipe("translation", changes))
     batch = second.batch(torch.arange(8), 0)
@@ -355,15 +338,6 @@ def test_a_model_of_a_run_goes_on(tokenizer, tmp_path):
     torch.testing.assert_close(
         second.outputs(loaded, batch).states, first.outputs(fresh, batch).states
     )
-
-
-def test_frozen_weights_stay(nllb):
-    model = task(nllb, "model.freeze=[model.encoder, '*norm*']").build_model()
-    frozen = {name for name, p in model.network.named_parameters() if not p.requires_grad}
-    assert any("encoder.layers.0.fc1" in name for name in frozen)
-    assert all(name.startswith("model.encoder") or "norm" in name for name in frozen)
-    with pytest.raises(RequestError, match=r"model\.freeze: nothing fits no parameter"):
-        task(nllb, "model.freeze=[nothing]").build_model()
 
 
 # ------------------------------------------------------------------ wrong requests
@@ -396,10 +370,7 @@ def test_wrong_requests(nllb, more, message):
 
 
 def test_folders_that_hold_no_translation_model(nllb, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in nllb.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    copy = shutil.copytree(nllb, tmp_path / "copy")
     data = f"data.path={prepared(nllb)}"
     config = json.loads((copy / "config.json").read_text())
 
@@ -423,9 +394,7 @@ def test_folders_that_hold_no_translation_model(nllb, tmp_path):
 def test_data_of_another_tokenizer_is_refused(nllb, tmp_path):
     other = save_pretrained(tmp_path / "t5", "t5")
     recipe = load_recipe("translation-sft", settings(nllb, f"model={{pretrained: {other}}}"))
-    text = str(write_corpus(tmp_path / "raw", "t5"))
-    options = {"pair": ["de-en"], "train": [text], "holdout": 8, "holdout_test": 8}
-    prepare(choose(None, options | {"vocabulary": 280}), tmp_path / "learned")
+    prepare_corpus(tmp_path / "learned", "t5", vocabulary=280)
     changes = [f"model.pretrained={other}", f"data.path={tmp_path / 'learned'}"]
     for wrong in (recipe, load_recipe("translation-sft", changes)):
         with pytest.raises(RequestError, match="was not prepared with the tokenizer of"):
@@ -443,12 +412,9 @@ def test_wrong_options_of_prepare(nllb, tmp_path, capsys):
         (["--prefix", "x"], "--prefix: only with --tokenizer"),
         (["--tokenizer", str(tmp_path / "nowhere")], "nowhere: no such folder"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, *more])
-        assert ended.value.code == 2
+        assert labo(*command, *more) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="0"):
-        main([*command, "--tokenizer", str(nllb)])
+    assert labo(*command, "--tokenizer", nllb) == 0
     said = capsys.readouterr().out.replace("\n", " ")
     assert (
         f"labo train translation-sft data.path={tmp_path / 'out'} model.pretrained={nllb}" in said

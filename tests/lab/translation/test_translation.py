@@ -329,10 +329,8 @@ def test_scores_do_not_depend_on_how_the_split_is_cut(small):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (
-            ["method=cs-kd"],
-            "cs-kd needs peers, which translation does not provide",
-        ),
+        (["method=cs-kd"], "cs-kd needs peers, which translation does not provide"),
+        (["method=ols"], "ols needs class_table, which translation"),
         (["data.name=prepared"], "needs path=FOLDER, made by `labo prepare`"),
         (["data.languages=[]"], "name=cldr needs languages, such as [de-en]"),
         (["model.preset=huge"], "model.preset"),
@@ -375,13 +373,6 @@ def test_a_teacher_of_another_vocabulary_is_refused(finished, cache, tmp_path):
     chosen = ["method=kd", f"method.teacher={finished}", "data.data_seed=5"]
     assert train(out, cache, chosen) == {2}
     assert "a different target vocabulary" in log_of(out).read_text().splitlines()[-1]
-
-
-def test_methods_for_images_only_are_refused_by_name():
-    with pytest.raises(RecipeError, match="ols needs class_table, which translation"):
-        load_recipe("cldr", ["method=ols"])
-    with pytest.raises(RecipeError, match="mls needs vocabulary_groups, which image"):
-        load_recipe("digits", ["method=mls"])
 
 
 def test_reference_tokens_are_measured_outside_of_autocast(finished):

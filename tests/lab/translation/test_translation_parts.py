@@ -13,13 +13,13 @@ from sacrebleu.significance import PairedTest
 from labo.lab.analysis.significance import example_draws, paired_bootstrap
 from labo.lab.errors import RequestError
 from labo.lab.translation.alignment import matched_tokens
+from labo.lab.translation.analysis import length_bias
 from labo.lab.translation.bleu import bootstrap_bleu
 from labo.lab.translation.confidence import chosen_probabilities, histogram
 from labo.lab.translation.frequency import (
     bleu_by_part,
     frequency_parts,
 )
-from labo.lab.translation.lengths import length_bias
 
 REFERENCES = [
     "the cat sat on the mat",

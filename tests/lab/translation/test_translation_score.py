@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from labo import cli
 from labo.lab.errors import RequestError
 from labo.lab.translation import bleu
 from labo.lab.translation.score import evaluate_files, score_pairs
 from labo.lab.translation.task import TranslationTask
 from labo.lab.translation.text import Pipeline, TextOptions
 from labo.lab.translation.translate import Translator
+from tiny_corpus import labo
 from tiny_translation import byte_folder, save_folder, trained_model, word_tokenizer
 
 
@@ -67,12 +67,6 @@ def test_a_translation_has_the_score_that_the_search_gave_it(trained):
     for score, translation in same:
         expected = [math.log(p) for p in translation.probabilities]
         assert score.log_probabilities == pytest.approx(expected, abs=1e-4)
-
-
-def labo(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    return end.value.code or 0
 
 
 def test_the_commands(trained, sides, capsys):
@@ -143,7 +137,8 @@ def test_the_tokenized_bleu_of_a_run_on_a_tokenized_corpus():
         def target_text(self, index):
             return pipeline.restore(tokens)
 
-    task = SimpleNamespace(_pipelines=lambda: [pipeline], _lowercased=False)
+    data = SimpleNamespace(text=pipeline.options)
+    task = SimpleNamespace(_pipelines=[pipeline], data=data)
     scores = TranslationTask._scores(task, Split(), [pipeline.restore(other)])
     assert scores["tokenized_bleu"] == pytest.approx(bleu.tokenized_bleu([other], [tokens]))
 
