@@ -2,7 +2,7 @@
 
     $ python examples/image_training.py
     loss    accuracy     NLL  confidence   on the last 597 images
-    ce        0.9548  0.1619      0.9775
+    base      0.9548  0.1619      0.9775
     ls        0.9698  0.2417      0.8269
     labo      0.9615  0.5695      0.5973
 
@@ -47,7 +47,7 @@ def train(loss_fn: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--losses", nargs="+", default=["ce", "ls", "labo"], metavar="NAME")
+    parser.add_argument("--losses", nargs="+", default=["base", "ls", "labo"], metavar="NAME")
     parser.add_argument("--epochs", type=int, default=15)
     options = parser.parse_args(arguments)
 

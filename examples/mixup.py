@@ -2,8 +2,8 @@
 
     $ python examples/mixup.py
     on the last 597 images      accuracy     NLL  confidence
-    ce, no mixup                  0.9330  0.2610      0.9482
-    ce, mixup 0.2                 0.9213  0.2743      0.8846
+    base, no mixup                0.9330  0.2610      0.9482
+    base, mixup 0.2               0.9213  0.2743      0.8846
     labo, no mixup                0.9414  0.6110      0.5905
     labo, mixup 0.2               0.9296  0.6160      0.5919
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     x, y = read_digits()
     print(f"{'on the last 597 images':26}{'accuracy':>10}{'NLL':>8}{'confidence':>12}")
-    for name in ("ce", "labo"):
+    for name in ("base", "labo"):
         for strength in (0.0, 0.2):
             model = train(labo.LOSSES[name](), x[:1200], y[:1200], epochs, strength)
             with torch.no_grad():

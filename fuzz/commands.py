@@ -248,7 +248,7 @@ def fuzz_commands(name: str, cases: int | None, folder: Path, seed: int = 0) -> 
         for command in subject.commands:
             arguments = [text.replace("{folder}", str(work)) for text in command]
             status, said = labo(arguments)
-            if "(--debug shows where)" in said or status not in (0, 1, 2):
+            if "(--debug shows the traceback)" in said or status not in (0, 1, 2):
                 line = said.strip().splitlines()[-1] if said.strip() else f"status {status}"
                 failures.append(f"{path.relative_to(whole)}: {what}: {command[0]}: {line}")
     return failures

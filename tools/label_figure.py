@@ -33,7 +33,7 @@ def kd(divergence: str) -> nn.Module:
 
 # The title of a cell, and its loss. Losses that need a table, a batch or a model are left out.
 METHODS: dict[str, nn.Module] = {
-    "ce": labo.CrossEntropyLoss(),
+    "base": labo.CrossEntropyLoss(),
     "ls, alpha 0.1": labo.LabelSmoothingLoss(alpha=0.1),
     "labo, tau 1.25": labo.LABOLoss(tau=1.25),
     "als": labo.AdaptiveSmoothingLoss(),

@@ -1,23 +1,29 @@
 """The raw results of the studies, and the tables and figures that are made of them.
 
     python tools/results.py --add runs/compare-digits --as digits    # add or update rows
+    python tools/results.py --decode RUNS --as multi30k --split valid --penalties 0.5,1,2
     python tools/results.py                                          # make results
 
 ``results/NAME.csv`` has one row per run. ``--add`` takes the folder of a comparison, or any folder
-of run directories, and adds its runs that are scored on the test split. With ``--selection`` it
-adds all finished runs to ``results/NAME-selection.csv``, with their validation scores. Runs in
-``results/NAME-cost.csv`` are those that the times of the table of NAME are taken from.
+of run directories, and adds its runs that are scored on the test split, with their calibration.
+With ``--selection`` it adds all finished runs to ``results/NAME-selection.csv``, with their
+validation scores. Runs in ``results/NAME-cost.csv`` are those that the times of the table of NAME
+are taken from. ``--decode`` translates a split with finished runs again, with other length
+penalties or beams, and adds the scores to ``results/NAME-decoding.csv``; what is there already is
+not decoded again.
 
-Without arguments it rebuilds everything between markers in README.md, docs/results.md and
-docs/why.md::
+Each of them, and the command without arguments, rebuilds everything between markers in README.md,
+docs/results.md and docs/why.md::
 
     <!-- results: table NAME -->   ...   <!-- /results -->
 
 ``answer`` is a sentence per study, ``summary`` a row per study, ``differences`` a picture of all of
-them, ``table`` the methods of one with their differences to LS, ``settings`` what was selected for
-each method, ``selection`` the validation scores of a grid. ``curves``, ``rates`` and ``budget``
-show what ``tools/label_weight.py`` has measured: a picture of the training, and tables of learning
-rates and of budgets. Differences, intervals and p-values are those of
+them, ``table`` the methods of one with their differences to LS, ``among`` some of its methods at
+their best settings with their differences to the first one, ``verdict`` these in a line each,
+``settings`` what was selected for each method, ``selection`` the validation scores of a grid,
+``decoding`` the scores by length penalty and beam. ``curves``, ``rates`` and ``budget`` show what
+``tools/label_weight.py`` has measured: a picture of the training, and tables of learning rates and
+of budgets. Differences, intervals and p-values are those of
 :mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`. Rebuilding needs no
 torch.
 """
@@ -27,6 +33,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import json
 import re
 import textwrap
@@ -40,7 +47,8 @@ import yaml
 
 from labo.lab.analysis.groups import Difference, Member, Variant, mean_cell
 from labo.lab.analysis.reading import Run, State, find_teacher, read_conditions, read_run
-from labo.lab.analysis.run import FORMAT
+from labo.lab.analysis.run import load_analysis
+from labo.lab.analysis.significance import paired_difference
 from labo.lab.analysis.task import find_analysis
 from labo.lab.report import palette
 from labo.lab.report.charts import Axis, Line, line_chart, sheet
@@ -70,6 +78,8 @@ TITLES = {
 ABOUT = ("recipe", "task", "data", "model", "method", "hyper", "settings", "seed")
 COSTS = ("steps", "seen", "seconds", "peak_memory", "device", "conditions")
 VERSIONS = ("torch", "commit", "signature")
+DECODING = ("split", "length_penalty", "beam")
+_DECODED = ("bleu", "chrf", "tokenized_bleu", "length_ratio")
 
 Record = dict[str, str]
 
@@ -83,7 +93,8 @@ def add(folder: Path, name: str, *, selection: bool = False, recipe: str | None 
     Args:
         folder: it holds run directories.
         name: of the study.
-        selection: add all finished runs to ``NAME-selection.csv``, not only those with test scores.
+        selection: add the finished runs with the seeds that select to ``NAME-selection.csv``, not
+            those with test scores to ``NAME.csv``.
         recipe: the recipe they are compared with for their ``settings``; by default ``name``.
 
     Returns:
@@ -95,19 +106,93 @@ def add(folder: Path, name: str, *, selection: bool = False, recipe: str | None 
     file = RESULTS / f"{name}{'-selection' if selection else ''}.csv"
     records = {_key(record): record for record in read(file)} if file.is_file() else {}
     runs = [read_run(path.parent) for path in sorted(folder.rglob("recipe.yaml"))]
-    added = 0
-    for run in runs:
-        if run.results is None or not (selection or "test" in run.results):
-            continue
-        record = _record(run, recipe or name, plain, runs)
-        if selection:
-            record = {key: value for key, value in record.items() if not key.startswith("test_")}
-        records[_key(record)] = record
-        added += 1
+    finished = [run for run in runs if selection or "test" in (run.results or {})]
+    finished = [run for run in finished if run.results is not None]
+    found = [_record(run, recipe or name, plain, runs) for run in finished]
+    if selection:
+        found = [
+            {key: value for key, value in record.items() if not key.startswith("test_")}
+            for record in _selecting(found)
+        ]
+    else:
+        found = [r | _calibration(run) for r, run in zip(found, finished, strict=True)]
+    _write(file, records | {_key(record): record for record in found})
+    done = f"{len(found)} of {len(runs)} runs in {folder} added"
+    return f"{file.relative_to(ROOT)}: {done}"
+
+
+def _selecting(records: Sequence[Record]) -> list[Record]:
+    """Without the runs that followed at a selected point: another point has no run of their seed.
+
+    If a method has one point, all its runs stay.
+    """
+    kept = []
+    for points in _points(records).values():
+        seeds = [{record["seed"] for record in runs} for _, runs in points]
+        for number, (_, runs) in enumerate(points):
+            others = set().union(*seeds[:number], *seeds[number + 1 :])
+            kept += [r for r in runs if len(points) == 1 or r["seed"] in others]
+    return kept
+
+
+def decode(
+    folder: Path, name: str, splits: Sequence[str], penalties: Sequence[float], beams: Sequence[int]
+) -> str:
+    """Decode splits with the finished runs in a folder, for ``results/NAME-decoding.csv``.
+
+    Args:
+        folder: it holds run directories.
+        name: of the study, and its recipe.
+        splits: "valid", "test".
+        penalties: length penalties, each with the beam of the recipe.
+        beams: each with the length penalty of the recipe.
+
+    Returns:
+        What was done, in a sentence.
+    """
+    from labo.lab.recipes import load_recipe, recipe_of
+    from labo.lab.run.directory import RunDirectory
+    from labo.lab.run.distributed import make_accelerator
+    from labo.lab.tasks import find_task, load_model
+
+    plain = load_recipe(name).as_document()
+    file = RESULTS / f"{name}-decoding.csv"
+    records = {_key(record): record for record in read(file)} if file.is_file() else {}
+    runs = [read_run(path.parent) for path in sorted(folder.rglob("recipe.yaml"))]
+    runs = [run for run in runs if run.results is not None]
+    made = 0
+    for run, split in itertools.product(runs, splits):
+        directory = RunDirectory(run.path)
+        recipe: Any = recipe_of(directory)  # of translation
+        usual = recipe.decode
+        points = [usual.changed({"length_penalty": penalty}) for penalty in penalties]
+        points += [usual.with_beam(beam) for beam in beams]
+        about = _record(run, name, plain, runs)
+        about = {key: value for key, value in about.items() if key in (*ABOUT, *VERSIONS)}
+        for point in points:
+            record = {**about, "split": split, "beam": str(point.beam)}
+            record["length_penalty"] = str(point.length_penalty)
+            if _key(record) in records:
+                continue
+            task = find_task(recipe.task)(recipe.model_copy(update={"decode": point}))
+            directory.check_data(task.fingerprint)
+            found = task.evaluate(load_model(directory), split, make_accelerator("no"))
+            lines = list(found.records)
+            words = [
+                sum(len(line[side].split()) for line in lines)
+                for side in ("hypothesis", "reference")
+            ]
+            scores = {key: found.metrics[key] for key in _DECODED if key in found.metrics}
+            scores["word_ratio"] = words[0] / words[1]
+            records[_key(record)] = record | {key: str(value) for key, value in scores.items()}
+            _write(file, records)  # each: decoding takes long, and the same command continues it
+            made += 1
+    return f"{file.relative_to(ROOT)}: {made} rows of {len(runs)} runs in {folder} added"
+
+
+def _write(file: Path, records: Mapping[Any, Record]) -> None:
     RESULTS.mkdir(exist_ok=True)
     file.write_text(_as_csv(sorted(records.values(), key=_key)), encoding="utf-8")
-    done = f"{added} of {len(runs)} runs in {folder} added"
-    return f"{file.relative_to(ROOT)}: {done}, {len(records)} rows"
 
 
 def read(file: Path) -> list[Record]:
@@ -121,15 +206,19 @@ def read(file: Path) -> list[Record]:
 
 def _key(record: Record) -> tuple[Any, ...]:
     names = ("recipe", "method", "hyper", "settings")
-    return (*(record.get(name, "") for name in names), int(record["seed"]))
+    decoded = [float(record.get(name, 0)) for name in ("length_penalty", "beam")]
+    run = (*(record.get(name, "") for name in names), int(record["seed"]))
+    return (*run, record.get("split", ""), *decoded)
 
 
 def _as_csv(records: Sequence[Record]) -> str:
     found = {key for record in records for key in record}
-    known = {*ABOUT, *COSTS, *VERSIONS}
+    known = {*ABOUT, *DECODING, *COSTS, *VERSIONS}
     scores = sorted(found - known, key=lambda key: (key.split("_")[0] == "test", key))
     text = io.StringIO()
-    columns = [*ABOUT, *scores, *COSTS, *VERSIONS]
+    decoded = found >= {*DECODING}
+    columns = [*ABOUT, *DECODING, *scores] if decoded else [*ABOUT, *scores, *COSTS]
+    columns += VERSIONS
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
@@ -159,7 +248,6 @@ def _record(run: Run, recipe: str, plain: Mapping[str, Any], runs: Sequence[Run]
             for split in ("valid", "test")
             for name, value in results.get(split, {}).items()
         },
-        **_calibration(run),
         "steps": results["steps"],
         "seen": batch * results["steps"] if batch else None,
         "seconds": results["seconds"],
@@ -173,15 +261,9 @@ def _record(run: Run, recipe: str, plain: Mapping[str, Any], runs: Sequence[Run]
     return {key: str(value) for key, value in values.items() if value not in (None, "")}
 
 
-def _calibration(run: Run) -> dict[str, float]:
-    """Calibration errors of the test split, as ``labo analyze`` wrote them."""
-    file = run.path / "analysis.json"
-    if not file.is_file():
-        return {}
-    document = json.loads(file.read_text(encoding="utf-8"))
-    if document["format"] != FORMAT:
-        raise SystemExit(f"{file} is of another version of labo: labo analyze {run.path}")
-    split = document["splits"].get("test")
+def _calibration(run: Run) -> Record:
+    """Calibration errors of the test split, if the run has records of it."""
+    split = load_analysis(run.path)["splits"].get("test")
     if split is None:
         return {}
     before, after = (split["views"].get(way) for way in find_report(run.task).views)
@@ -192,7 +274,7 @@ def _calibration(run: Run) -> dict[str, float]:
         "aurc_normalised": (split.get("logit_norm") or {}).get("aurc"),
         "temperature": split["temperature"],
     }
-    return {f"analysis_{name}": value for name, value in found.items() if value is not None}
+    return {f"analysis_{name}": str(value) for name, value in found.items() if value is not None}
 
 
 def _changed(run: Run, plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +387,7 @@ def summary(*names: str) -> str:
     lines = [[*head, "best method"], ["---"] * (len(head) + 1)]
     for name in names:
         group, ours, reference = _question(name)
-        found, headline = group.difference(ours, reference), group.kind.headline
+        found, headline = _difference(ours, reference), group.kind.headline
         base, best = group.first("base"), _best(group, ours)
         p = None if found is None else found.p
         cells = [_title(name), headline.heading, str(len(ours.scores("test")))]
@@ -355,7 +437,7 @@ def _members(variants: Iterable[Variant]) -> list[Member]:
 
 
 def _compared(group: ReportGroup, variant: Variant, reference: Variant) -> str:
-    found = group.difference(variant, reference)
+    found = _difference(variant, reference)
     if found is None:
         raise SystemExit(f"{variant.label} and {reference.label} have no seed in common")
     headline = group.kind.headline
@@ -388,13 +470,41 @@ def _sign(group: ReportGroup) -> int:
 
 def table(name: str) -> str:
     """The methods of a study, best first."""
-    group = study(name)
+    return _methods(name, study(name))
+
+
+def among(name: str, reference: str, *methods: str) -> str:
+    """Some methods of a study at their best settings, compared with one of them and with LS."""
+    group = _chosen(name, reference, *methods)
+    return _methods(name, group, group.first(reference))
+
+
+def verdict(name: str, reference: str, *methods: str) -> str:
+    """A line for each method: how it compares with the reference."""
+    group = _chosen(name, reference, *methods)
+    ours = group.first(reference)
+    if ours is None:
+        raise SystemExit(f"results/{name}.csv has no runs of {reference}")
+    variants = {method: group.first(method) for method in methods}
+    return "".join(
+        f"- {_compared(group, variant, ours)}.\n" if variant else f"- `{method}`: no runs yet.\n"
+        for method, variant in variants.items()
+    )
+
+
+def _chosen(name: str, *methods: str) -> ReportGroup:
+    (group,) = make_groups(_members(v for v in selected(study(name)) if v.name in methods))
+    return group
+
+
+def _methods(name: str, group: ReportGroup, reference: Variant | None = None) -> str:
+    """A row for each variant of a group; with its differences to one more than LS if asked for."""
     headline = group.kind.headline
     analysed = [
         Column("ece_after", "ECE after T %", scale=100, better=-1),
         Column("aurc", "AURC %", scale=100, better=-1),
-        Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1),
     ]
+    newer = Column("aurc_normalised", "AURC, normalised logits %", scale=100, better=-1)
     before, after = find_report(group.task).views
     times = _times(name)
     rows = []
@@ -404,6 +514,9 @@ def table(name: str) -> str:
         }
         cells["seeds"] = Cell(len(variant.scores("test")))
         cells |= group.difference_cells(variant)
+        if reference is not None:
+            found = _difference(variant, reference)
+            cells |= {"delta": found.cell, "p": Cell(found.p)} if found else {}
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
         for key in ("aurc", "aurc_normalised"):
             cells[key] = variant.cell(_analysed(before, key))
@@ -411,9 +524,23 @@ def table(name: str) -> str:
         rows.append(Row(variant.label, cells))
     columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
     every = group.difference_columns()
+    if reference is not None:
+        signed = replace(headline, heading=f"Δ {reference.name}", signed=True, better=0)
+        columns += [replace(signed, key="delta"), Column("p", "p", digits=3)]
     columns += [column for column in every if column.key.endswith("_ls")] or every
+    if all(row.cells[newer.key].value is not None for row in rows):  # older runs lack it
+        analysed.append(newer)
     columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
     return _markdown(Table(name, filled(columns, rows), rows))
+
+
+def _difference(variant: Variant, reference: Variant) -> Difference | None:
+    ours, theirs = variant.scores("test"), reference.scores("test")
+    seeds = [seed for seed in ours if seed in theirs]
+    if variant is reference or not seeds:
+        return None
+    found = paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return Difference(variant.label, reference.label, reference.name, seeds, **found)
 
 
 def _times(name: str) -> dict[str, float]:
@@ -526,6 +653,28 @@ def selection(name: str) -> str:
                 f"| `{method}` | {f'`{text}`' if text else ''} | {len(runs)} | {shown} |\n"
             )
     return "".join(lines)
+
+
+def decoding(name: str) -> str:
+    """Means over seeds by split, length penalty and beam; the best BLEU of each method is bold."""
+    points: dict[tuple[str, str], dict[tuple[str, str], list[Record]]] = {}
+    for record in read(RESULTS / f"{name}-decoding.csv"):
+        block = points.setdefault((record["split"], record["method"]), {})
+        block.setdefault((record["length_penalty"], record["beam"]), []).append(record)
+    head = "split", "method", "length penalty", "beam", "seeds", "BLEU", "chrF"
+    lines = [[*head, "length ratio", "in words"], ["---"] * (len(head) + 2)]
+    for (split, method), block in points.items():
+        best = max(_mean_of(records, "bleu")[0] for records in block.values())
+        for (penalty, beam), records in block.items():
+            means = [_mean_of(records, key)[0] for key in ("bleu", "chrf", *_RATIOS)]
+            shown = [f"{mean:.{digits}f}" for mean, digits in zip(means, (2, 2, 3, 3), strict=True)]
+            shown[0] = f"**{shown[0]}**" if means[0] == best else shown[0]
+            about = [split, f"`{method}`", f"{float(penalty):g}", beam, str(len(records))]
+            lines.append([*about, *shown])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+_RATIOS = ("length_ratio", "word_ratio")
 
 
 # ------------------------------------------------------------------ why: the label weight
@@ -666,6 +815,9 @@ PARTS: dict[str, Callable[..., str]] = {
     "table": table,
     "settings": settings,
     "selection": selection,
+    "among": among,
+    "verdict": verdict,
+    "decoding": decoding,
     "rates": rates,
     "budget": budget,
 }
@@ -684,7 +836,10 @@ def page(text: str) -> str:
         if part in PICTURES:
             return f"{start}![{PICTURES[part][1]}](assets/{_picture(part).name})\n{end}"
         if part in PARTS:
-            return f"{start}{PARTS[part](*names.split())}{end}"
+            try:
+                return f"{start}{PARTS[part](*names.split())}{end}"
+            except FileNotFoundError as error:
+                return f"{start}*No runs yet: `results/{Path(error.filename).name}`.*\n{end}"
         known = ", ".join([*PARTS, *PICTURES])
         raise SystemExit(f"no part of a page is called {part} ({known})")
 
@@ -719,13 +874,25 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--as", dest="name", help="the study, and the recipe if it has its name")
     parser.add_argument("--recipe", help="the recipe of the runs, if it has another name")
     parser.add_argument("--selection", action="store_true", help="add to NAME-selection.csv")
+    parser.add_argument("--decode", type=Path, metavar="FOLDER", help="decode with the runs in it")
+    parser.add_argument("--split", nargs="+", default=["valid"], choices=("valid", "test"))
+    parser.add_argument("--penalties", type=_numbers(float), default=[], help="such as 0.5,1,2")
+    parser.add_argument("--beams", type=_numbers(int), default=[], help="such as 1,5,20")
     chosen = parser.parse_args(None if arguments is None else list(arguments))
-    if chosen.add is None:
-        rebuild()
-    elif chosen.name is None:
-        parser.error("--add needs --as NAME")
-    else:
+    if (chosen.add or chosen.decode) and chosen.name is None:
+        parser.error("--add and --decode need --as NAME")
+    if chosen.add:
         print(add(chosen.add, chosen.name, selection=chosen.selection, recipe=chosen.recipe))
+    if chosen.decode:
+        points = chosen.penalties, chosen.beams
+        if not any(points):
+            parser.error("--decode needs --penalties or --beams")
+        print(decode(chosen.decode, chosen.name, chosen.split, *points))
+    rebuild()
+
+
+def _numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Build steps of the documentation site, used by ``mkdocs.yml``.
 
 :class:`Docstrings` rewrites the reStructuredText in docstrings (roles, ``.. math::``, tables) as
-Markdown, which mkdocstrings expects. :func:`on_page_content` turns formulas into MathML, so that
-a page needs neither a script nor a download to show them.
+Markdown, which mkdocstrings expects. :class:`MathML` turns formulas into MathML, so that a page
+needs neither a script nor a download to show them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
+from markdown import Extension, Markdown
+from markdown.postprocessors import Postprocessor
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|obj):`(~?)([\w.]+)`")
 _INLINE_MATH = re.compile(r":math:`([^`]+)`")
@@ -68,12 +70,21 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = to_markdown(text, obj)
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """Replace the formulas that pymdownx.arithmatex has marked by MathML."""
+class _Formulas(Postprocessor):  # type: ignore[misc]
+    """Replaces the formulas that pymdownx.arithmatex has marked by MathML."""
 
-    def formula(match: re.Match[str]) -> str:
-        display = "block" if match[1] == "div" else "inline"
-        mathml = convert(html.unescape(match[2]).strip(), display=display)
-        return _FUNCTION.sub(r'\1<mspace width="0.17em"/>', mathml)
+    def run(self, text: str) -> str:
+        return _FORMULA.sub(_to_mathml, text)
 
-    return _FORMULA.sub(formula, content)
+
+def _to_mathml(match: re.Match[str]) -> str:
+    display = "block" if match[1] == "div" else "inline"
+    mathml = convert(html.unescape(match[2]).strip(), display=display)
+    return _FUNCTION.sub(r'\1<mspace width="0.17em"/>', mathml)
+
+
+class MathML(Extension):  # type: ignore[misc]
+    """A Markdown extension; it runs after arithmatex and the restoring of raw HTML."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.postprocessors.register(_Formulas(md), "mathml", 0)
