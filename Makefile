@@ -36,7 +36,8 @@ gpu: $(DEV)
 	$(BIN)/python -m benchmarks.gpu
 
 docs: $(DEV)
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m zensical build --strict
+	@echo "To read it with search: $(BIN)/python -m http.server --directory site"
 
 # The tables and figures of docs/results.md, from results/*.csv.
 results: $(DEV)
@@ -71,4 +72,4 @@ $(DEV): $(TORCH) $(SOURCES)
 	touch $(LAB) $@
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info src/labo/fast/*.so
+	rm -rf $(VENV) build dist site .cache src/*.egg-info src/labo/fast/*.so
