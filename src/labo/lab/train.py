@@ -463,9 +463,12 @@ class Trainer:
         }
         if self.accelerator.is_main_process:
             self.run.finish(results)
-        # All leave together. A process that ends while gloo still frees the tensors of its last
-        # collective can wait for ever (PyTorch 2.13).
-        self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()  # all leave together
+        if self.several:
+            # A thread of gloo frees the tensors of the last collective and needs the interpreter
+            # for it. Destroying the group holds the interpreter and waits for that thread: both
+            # would wait for ever (PyTorch 2.13). Sleeping lets the thread finish first.
+            time.sleep(0.1)
         self.accelerator.end_training()
         return results
 
