@@ -17,6 +17,7 @@ from ._torch import autograd_enabled
 from .fast.dispatch import FastRows
 from .fields import describe, described
 from .heads.quantized import QuantizedWeight, by_blocks, product_dtype
+from .heads.split import SplitLoss, SplitRows
 from .rows import row_sum, times, wide
 
 Factor = float | Tensor | None
@@ -275,6 +276,7 @@ class ChunkRows:
         parts: the chunks.
         measure: whether the statistics are asked for.
         split: the loss on the columns of this process, if there are others.
+        keep: whether their sums are kept for the gradient in the backward pass.
 
     Attributes:
         statistics: (N, 5), see :func:`labo.metrics.row_statistics`; None if not asked for.
@@ -286,9 +288,12 @@ class ChunkRows:
         target: Tensor,
         parts: list[Part],
         measure: bool,
-        split: Any = None,
+        split: SplitLoss | None = None,
+        keep: bool = False,
     ) -> None:
-        self.loss, self.target, self.parts, self.split = loss, target, parts, split
+        self.loss, self.target, self.parts = loss, target, parts
+        self.split, self.keep = split, keep
+        self._reduced: dict[int, Any] = {}  # of the chunks, see SplitRows
         self.longest = max(map(length, parts), default=0)
         self._teacher_logits: Tensor | None = None  # one buffer for all chunks
         self._known: set[int] = set()  # the chunks whose statistics are there
@@ -318,7 +323,12 @@ class ChunkRows:
                 self.statistics[part] = measured
             return values, grad
         if self.split is not None:
-            return self.split.rows(logits, target, given, factor, out, number)
+            rows = SplitRows(self.split, logits, target, given, out)
+            rows.reduced = self._reduced.get(number)
+            values, grad = rows.rows(logits, factor)
+            if self.keep:
+                self._reduced[number] = rows.reduced
+            return values, grad
         return _by_autograd(loss, logits, target, given, factor, out)
 
     def _given(self, part: Part) -> tuple[Tensor, ...]:

@@ -251,13 +251,12 @@ def compute(
     labels = _check_target(head, target, current, input.shape[:-1], divided)
     taught = _check_teacher(teacher, current, labels, input.shape[:-1], len(base), divided)
     weights = _check_token_weight(token_weight, input, labels, active.ignore_index)
-    split_rows = None
+    split_loss = None
     if columns is None:
         rows = _rows(current, head, labels, taught)
     else:
         rows = LossRows(current, "split", None, taught)
-        keep = torch.is_grad_enabled() and _is_late(head, active.reduction)
-        split_rows = split.SplitRows(current, columns, len(base), labels.device, keep)
+        split_loss = split.SplitLoss(current, columns, len(base), labels.device)
     most = _most_rows(options, head, rows, columns)
     statistics: Tensor | None
     with torch.autocast(input.device.type, enabled=False):
@@ -272,7 +271,8 @@ def compute(
                 low, scale = adapter.low_rank(head.input), adapter.class_scale()
                 head = head._replace(low=low, b=adapter.b.to(head.input.dtype), scale=scale)
             parts = parts_of(labels, active.ignore_index, most, drop)
-            chunked = ChunkRows(rows, labels, parts, measure, split_rows)
+            late = torch.is_grad_enabled() and _is_late(head, active.reduction)
+            chunked = ChunkRows(rows, labels, parts, measure, split_loss, keep=late)
             value = _eager(head, chunked, mean, active.reduction)
             statistics = chunked.statistics
     if active.reduction == "none":

@@ -119,7 +119,7 @@ _ASKED = {
 
 
 @lru_cache
-def _columns(asked: int, masses: int) -> tuple[tuple[str, int], ...]:
+def columns_asked(asked: int, masses: int) -> tuple[tuple[str, int], ...]:
     """The names and places of the sums that a plan asks for."""
     there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
     if masses == NO_MASSES:
@@ -146,29 +146,6 @@ def variables_of(plan: Passes) -> tuple[str, ...]:
     fixed_tau = plan.row_tau is None
     used = (name for name in _VARIABLES if name in plan.used)
     return tuple(name for name in used if not (fixed_tau and name == "tau"))
-
-
-def differentiate(
-    loss: Any,
-    plan: Passes,
-    sums: dict[str, Tensor],
-    w_y: float | Tensor,
-    y: Tensor,
-    classes: int | Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The values of a formula, (N,), the coefficients of their gradients, and derivatives.
-
-    For rows whose sums come from several processes; :class:`FormulaRows` leaves it to autograd.
-    """
-    names = variables_of(plan)
-    with autograd_enabled():
-        leaves = [sums[name].detach().requires_grad_() for name in names]
-        given = sums | dict(zip(names, leaves, strict=True))
-        values = value_of(loss, FoundSums(loss, given, w_y, classes))
-        ones = torch.ones_like(values)
-        grads = torch.autograd.grad(values, leaves, ones, allow_unused=True)
-    slopes = {name: x for name, x in zip(names, grads, strict=True) if x is not None}
-    return values.detach(), coefficients_of(plan, sums, slopes, w_y, y), slopes
 
 
 class FormulaRows:
@@ -220,7 +197,7 @@ class FormulaRows:
             names = variables_of(self.plan)
             with_graph = _SecondPass.apply(logits, self, names, *(sums[name] for name in names))
             sums = sums | dict(zip(names, with_graph, strict=True))
-        values = value_of(self.loss, FoundSums(self.loss, sums, w_y, logits.shape[1]))
+        values = value_of(self.loss, FoundSums(self.loss, sums, w_y, self.classes))
         return values if self.ignored is None else values.masked_fill(self.ignored, 0.0)
 
     def rows(
@@ -244,6 +221,7 @@ class FormulaRows:
     def _first_pass(self, logits: Tensor, statistics: Tensor | None) -> float | Tensor:
         """Finds the sums. Returns the class weights of the targets, or 1.0."""
         plan, target, wider = self.plan, self.target, exact(logits.device, logits.dtype)
+        self.classes: int | Tensor = logits.shape[1]
         if statistics is not None:
             plan = plan._replace(asked=plan.asked | UE)
         if plan.spread is not None:
@@ -365,7 +343,7 @@ def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
     """The sums that were asked for, by name."""
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
     columns = sums.T.contiguous()
-    named = {name: columns[i] for name, i in _columns(plan.asked, plan.masses)}
+    named = {name: columns[i] for name, i in columns_asked(plan.asked, plan.masses)}
     if plan.asked & OTHERS:  # without other classes any finite maximum serves
         for name in named.keys() & {"top", "source_top"}:
             named[name] = named[name].masked_fill(named[name] == -math.inf, 0.0)

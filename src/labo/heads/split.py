@@ -18,16 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from .. import _checks
 from .._torch import disable_compile, fsdp_states
-from ..fast.columns import COEFFICIENTS, MIXED, MIXED_TEACHER, SUMS
+from ..fast.columns import MIXED, MIXED_TEACHER, SUMS
 from ..fast.dispatch import backend_of
 from ..fast.formula import (
-    add_entries,
+    FormulaRows,
     apart,
-    differentiate,
+    columns_asked,
     entries_of,
     masses_of,
     plan_of,
-    stored_entries,
     temperatures,
 )
 from ..rows import teacher_rows, u_of, weighted_total, wide
@@ -39,7 +38,6 @@ from ..sums import (
     FROM_ROW,
     FROM_TABLE,
     FROM_TEACHER,
-    NO_MASSES,
     OTHERS,
     QD,
     QMIX,
@@ -49,10 +47,8 @@ from ..sums import (
     TOP,
     UE,
     WQU,
-    FoundSums,
     Passes,
     R,
-    value_of,
 )
 
 if TYPE_CHECKING:
@@ -178,199 +174,31 @@ class SumGradient(torch.autograd.Function):
 # ------------------------------------------------------------------ rows
 
 
-class _Statistics(NamedTuple):
-    """What value and gradient of every row follow from; float64, the same on all processes."""
+class SplitLoss:
+    """A loss of which this process has ``width`` columns, with what it has for each class.
 
-    values: Tensor  # (N,)
-    column: Tensor  # the target as a column of this process; out of range if it is elsewhere
-    plan: Passes
-    # (N, 13), see labo.fast.formula; top_at counts columns of this process. None for values only.
-    coefficients: Tensor | None = None
-    # Stored classes as columns of this process, -1 elsewhere, and their gradients, (N, k).
-    stored: tuple[Tensor, Tensor] | None = None
-
-    def scaled(self, per_row: float | Tensor) -> Tensor:
-        """The coefficients of the gradient of sum_i factor_i value_i."""
-        assert self.coefficients is not None
-        scaled = self.coefficients * per_row
-        for name in ("top", "source_top", "top_at"):  # a list as index would wait for the device
-            column = COEFFICIENTS.index(name)
-            scaled[:, column] = self.coefficients[:, column]
-        return scaled
-
-
-class SplitRows:
-    """The rows of a loss of which this process has ``width`` columns.
-
-    The class weights of the loss are those of all classes. With ``keep`` the statistics of a chunk
-    are kept for its gradient in the backward pass.
+    The class weights of the loss are those of all classes.
     """
 
-    def __init__(
-        self, loss: Loss, columns: Columns, width: int, device: torch.device, keep: bool = False
-    ) -> None:
+    def __init__(self, loss: Loss, columns: Columns, width: int, device: torch.device) -> None:
         check_formula(loss)
         self.loss, self.columns = loss, columns
-        self.weight, self.ignore_index = loss.weight, loss.ignore_index
-        self.plan = plan_of(loss, self.weight is not None)
-        # The masses of a loss that has them for each class.
-        row = loss.class_row(int(columns.classes)) if self.plan.masses == FROM_ROW else None
-        self.class_row = None if row is None else row.to(device)
-        for name, given in (("weight", self.weight), ("the row of classes", self.class_row)):
-            if given is not None:
-                self._check(
-                    columns.classes == len(given),
-                    f"{name} must have one entry per class of all processes",
-                    lambda k, name=name, size=tuple(given.shape): ValueError(  # type: ignore[misc]
-                        f"{name} must have shape ({k},), one per class of all processes, got {size}"
-                    ),
-                )
-        self.local_weight = columns.of_classes(self.weight, width)
-        self.local_row = columns.of_classes(self.class_row, width)
-        self.kept: dict[int, _Statistics] | None = {} if keep else None
-
-    def rows(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        teacher: tuple[Tensor, ...],
-        factor: float | Tensor | None,
-        out: Tensor | None,
-        number: int = 0,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Values of some rows, and their gradient times ``factor``; as a chunk loop calls it."""
-        if self.kept is not None and number in self.kept:
-            statistics = self.kept[number]
-        else:
-            with_gradient = factor is not None or self.kept is not None
-            statistics = self.statistics(logits, target, teacher, out, with_gradient)
-            if self.kept is not None:
-                self.kept[number] = statistics
-        values = statistics.values.to(wide(logits.dtype))
-        if factor is None:
-            return values, None
-        return values, self.gradient(logits, statistics, teacher, factor, out)
-
-    def gradient(
-        self,
-        logits: Tensor,
-        statistics: _Statistics,
-        teacher: tuple[Tensor, ...],
-        factor: float | Tensor,
-        out: Tensor | None,
-    ) -> Tensor:
-        """The gradient of sum_i factor_i value_i for the columns of this process."""
-        plan, stored = statistics.plan, statistics.stored
-        if out is None:
-            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        if logits.shape[1] == 0:
-            return out
-        if stored is not None:
-            logits = _without(logits, stored[0], out)
-        per_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
-        fixed = (statistics.column, plan, self.local_weight, _IGNORED, self._source(teacher))
-        grad: Tensor = backend_of(logits).gradient(logits, *fixed, statistics.scaled(per_row), out)
-        return grad if stored is None else add_entries(grad, stored[0], stored[1] * per_row)
-
-    def _source(self, teacher: tuple[Tensor, ...]) -> Tensor | None:
-        """What the masses come from."""
-        return self.local_row if self.plan.stored or not teacher else teacher[0]
-
-    def statistics(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        teacher: tuple[Tensor, ...],
-        out: Tensor | None,
-        with_gradient: bool,
-    ) -> _Statistics:
-        """Local sums and two all-reduces; three for the first largest logit, or for a mixture."""
-        plan, (group, start, classes, _), width = self.plan, self.columns, logits.shape[1]
-        self._check(
-            (target >= 0) & (target < classes) | (target == self.ignore_index),
-            "a target is outside the classes of all processes and is not ignore_index",
-            lambda k: _checks.out_of_range(target, k, self.ignore_index),
-        )
-        if plan.stored:
-            late = "an entry of indices is not below the classes of all processes"
-            sentence = "an entry of indices is not below the {} classes"
-            self._check(
-                teacher[0] < classes, late, lambda k: _checks.TeacherError(sentence.format(k))
+        self.class_row: Tensor | None = None
+        if plan_of(loss, loss.weight is not None).masses == FROM_ROW:
+            self.class_row = loss.class_row(int(columns.classes)).to(device)
+        if loss.weight is not None:
+            shape = tuple(loss.weight.shape)
+            self.check(
+                columns.classes == len(loss.weight),
+                "weight must have one entry per class of all processes",
+                lambda k: ValueError(
+                    f"weight must have shape ({k},), one per class of all processes, got {shape}"
+                ),
             )
-        valid = target != self.ignore_index
-        y = target.masked_fill(~valid, 0)
-        column = (target - start).masked_fill(~valid, _IGNORED)
-        # What one process has and all need: the logits of the target and of the stored classes.
-        single = [_entries(logits, column.unsqueeze(1))]
-        source, mine = self._source(teacher), None
-        if plan.masses == FROM_TEACHER and source is not None:
-            single.append(_entries(source, column.unsqueeze(1)))
-        if plan.stored:
-            mine = torch.where(teacher[0] < 0, -1, teacher[0] - start)
-            mine = mine.masked_fill((mine < 0) | (mine >= width), -1)
-            single.append(_entries(logits, mine))
-            logits = _without(logits, mine, out)
-        fixed = (self.local_weight, _IGNORED, source)
-        sums = backend_of(logits).sums(logits, column, plan, *fixed).unbind(1)
-        named = dict(zip(SUMS, sums, strict=True))
-        here = torch.stack([named["top"], named["source_top"]])
-        if width == 0:
-            here.fill_(-math.inf)
-        tops = reduced(here, group, "MAX")
-        if plan.asked & OTHERS or plan.stored:  # without other classes any finite number serves
-            tops.masked_fill_(tops == -math.inf, 0.0)
-        maximum, source_top = tops
-        found = _shifted(named, here[0], maximum, plan, drop_of(here[1], source_top))
-        message = [torch.stack([*found.values()], 1), *single]
-        summed, *single = reduced(torch.cat(message, 1), group).split(
-            [part.shape[1] for part in message], 1
-        )
-        found = dict(zip(found, summed.unbind(1), strict=True))
-        found |= {"top": maximum, "source_top": source_top}
-        if plan.asked & (EMIX | QMIX):
-            plan = plan.mixed(found, maximum)
-            again = backend_of(logits).sums(logits, column, plan, *fixed)
-            names = MIXED_TEACHER if plan.asked & QMIX else MIXED
-            at = SUMS.index(names[0])
-            mixed = reduced(again[:, at : at + len(names)], group)
-            found |= dict(zip(names, mixed.unbind(1), strict=True))
-        limits, z_y = torch.finfo(wide(logits.dtype)), single[0].squeeze(1)
-        u_y = found["u_y"] = u_of(z_y, maximum, limits)
-        if plan.stored:
-            z = torch.cat([single[0], single[1].masked_fill(teacher[0] < 0, -math.inf)], 1)
-            found |= {"log_t": teacher[1].double(), **apart(found, z, limits)}
-            u_y = found["sums_u_y"]
-        if plan.masses == FROM_TEACHER:
-            v_y = (single[1].squeeze(1) - source_top).masked_fill(u_y == -math.inf, -math.inf)
-            found |= {"v_y": v_y, "q_y": (v_y / plan.tau).exp()}
-        else:
-            found |= masses_of(plan, y, u_y, self.class_row, source_top)
-        zero = torch.zeros_like(maximum)
-        found = dict.fromkeys(SUMS, zero) | found
-        if plan.asked & TOP:
-            first = torch.where(here[0] == maximum, start + named["top_at"], math.inf)
-            first = reduced(first, group, "MIN")
-            found["top_at"] = first.masked_fill(first == math.inf, -1.0)  # a row with NaN has none
-        w_y = 1.0 if self.weight is None else self.weight[y].double()
-        found |= temperatures(plan, maximum)
-        if not with_gradient:
-            values = value_of(self.loss, FoundSums(self.loss, found, w_y, classes))
-            return _Statistics(values.masked_fill(~valid, 0.0), column, plan)
-        given = (found, w_y, y, classes)
-        values, coefficients, slopes = differentiate(self.loss, plan, *given)
-        stored = None
-        if plan.asked & TOP:
-            coefficients[:, COEFFICIENTS.index("top_at")] -= start
-        if mine is not None:
-            entries = stored_entries(coefficients, slopes, teacher[0], y)
-            stored = (mine, entries.masked_fill(~valid.unsqueeze(1), 0.0))
-        coefficients = coefficients.masked_fill(~valid.unsqueeze(1), 0.0)
-        values = values.masked_fill(~valid, 0.0)
-        return _Statistics(values, column, plan, coefficients, stored)
+        self.local_weight = columns.of_classes(loss.weight, width)
+        self.local_row = columns.of_classes(self.class_row, width)
 
-    def _check(
-        self, good: bool | Tensor, message: str, failure: Callable[[int], Exception]
-    ) -> None:
+    def check(self, good: bool | Tensor, message: str, failure: Callable[[int], Exception]) -> None:
         """Raise unless ``good``; where it cannot be read, later. ``failure`` is given V."""
         if isinstance(good, Tensor):
             _checks.ensure(good, lambda: failure(int(self.columns.classes)), message)
@@ -378,24 +206,136 @@ class SplitRows:
             raise failure(int(self.columns.classes))
 
 
-def _entries(rows: Tensor, index: Tensor) -> Tensor:
+class SplitRows(FormulaRows):
+    """The rows of a formula on the columns of this process.
+
+    Args:
+        split: the loss.
+        logits: (N, V_s), of which only dtype and device matter.
+        target: (N,) class indices, of all classes.
+        teacher: what the loss takes after the target; stored classes are of all classes.
+        out: as for :class:`FormulaRows`.
+
+    Attributes:
+        reduced: the plan and the sums of all processes; None before the first pass. A backward
+            pass that is given those of the forward pass communicates nothing.
+    """
+
+    def __init__(
+        self,
+        split: SplitLoss,
+        logits: Tensor,
+        target: Tensor,
+        teacher: tuple[Tensor, ...],
+        out: Tensor | None = None,
+    ) -> None:
+        loss, (_, start, self.classes, _) = split.loss, split.columns
+        self.split, self.labels, self.stored_classes = split, target, None
+        # The target as a column of this process; out of range if it is elsewhere.
+        column = (target - start).masked_fill(target == loss.ignore_index, _IGNORED)
+        source, stored = teacher[0] if teacher else split.local_row, None
+        if loss.teacher_is_stored:
+            self.stored_classes, source = teacher
+            stored = torch.where(teacher[0] < 0, -1, teacher[0] - start)
+            stored = stored.masked_fill((stored < 0) | (stored >= logits.shape[1]), -1)
+        super().__init__(backend_of(logits), loss, column, source, stored, out)
+        self.weight, self.ignore_index, self.y = split.local_weight, _IGNORED, column
+        self.reduced: tuple[Passes, dict[str, Tensor]] | None = None
+
+    def gradient(self, logits: Tensor, slopes: dict[str, Tensor]) -> Tensor:
+        if logits.shape[1] == 0:
+            return torch.empty_like(logits)
+        return super().gradient(_waited(logits), slopes)
+
+    def _without_stored(self, logits: Tensor) -> Tensor:
+        return super()._without_stored(logits) if logits.shape[1] else logits
+
+    def _first_pass(self, logits: Tensor, statistics: Tensor | None) -> float | Tensor:
+        """Local sums and two all-reduces; three for the first largest logit, or for a mixture."""
+        self.ignored = ignored = self.labels == self.loss.ignore_index
+        y, weight = self.labels.masked_fill(ignored, 0), self.loss.weight
+        self.w_y = 1.0 if weight is None else weight[y].double()
+        if self.reduced is None:
+            self._check_values()
+            self.reduced = self._reduced_sums(_waited(logits), y)
+        self.plan, self.sums = self.reduced
+        return self.w_y
+
+    def _check_values(self) -> None:
+        target, classes, ignore_index = self.labels, self.classes, self.loss.ignore_index
+        self.split.check(
+            (target >= 0) & (target < classes) | (target == ignore_index),
+            "a target is outside the classes of all processes and is not ignore_index",
+            lambda k: _checks.out_of_range(target, k, ignore_index),
+        )
+        if self.stored_classes is not None:
+            self.split.check(
+                self.stored_classes < classes,
+                "an entry of indices is not below the classes of all processes",
+                lambda k: _checks.TeacherError(f"an entry of indices is not below the {k} classes"),
+            )
+
+    def _reduced_sums(self, logits: Tensor, y: Tensor) -> tuple[Passes, dict[str, Tensor]]:
+        """The plan and the sums, float64 and the same on all processes."""
+        plan, (group, start, *_), column = self.plan, self.split.columns, self.target.unsqueeze(1)
+        # What one process has and all need: the logits of the target and of the stored classes.
+        single = [_entries(logits, column)]
+        if plan.masses == FROM_TEACHER:
+            single.append(_entries(self.source, column))
+        if self.stored is not None:
+            single.append(_entries(logits, self.stored))
+            logits = self._masked = self._without_stored(logits)
+        sums = self._local_sums(logits, plan)
+        here = torch.stack([sums["top"], sums["source_top"]])
+        if logits.shape[1] == 0:
+            here.fill_(-math.inf)
+        tops = reduced(here, group, "MAX")
+        if not plan.measures:  # without other classes any finite number serves
+            tops.masked_fill_(tops == -math.inf, 0.0)
+        maximum, source_top = tops
+        local = _shifted(sums, plan, drop_of(here[0], maximum), drop_of(here[1], source_top))
+        message = [torch.stack([*local.values()], 1), *single]
+        widths = [part.shape[1] for part in message]
+        summed, *single = reduced(torch.cat(message, 1), group).split(widths, 1)
+        found = dict(zip(local, summed.unbind(1), strict=True))
+        found |= {"top": maximum, "source_top": source_top}
+        if plan.asked & (EMIX | QMIX):
+            plan = plan.mixed(found, maximum)
+            again = self._local_sums(logits, plan)
+            names = MIXED_TEACHER if plan.asked & QMIX else MIXED
+            mixed = reduced(torch.stack([again[name] for name in names], 1), group)
+            found |= dict(zip(names, mixed.unbind(1), strict=True))
+        limits, z_y = torch.finfo(wide(logits.dtype)), single[0].squeeze(1)
+        u_y = found["u_y"] = u_of(z_y, maximum, limits)
+        if self.stored_classes is not None and self.log_t is not None:
+            z = single[1].masked_fill(self.stored_classes < 0, -math.inf)
+            z = torch.cat([single[0], z], 1)
+            found |= {"log_t": self.log_t.double(), **apart(found, z, limits)}
+            u_y = found["sums_u_y"]
+        if plan.masses == FROM_TEACHER:
+            v_y = (single[1].squeeze(1) - source_top).masked_fill(u_y == -math.inf, -math.inf)
+            found |= {"v_y": v_y, "q_y": (v_y / plan.tau).exp()}
+        else:
+            found |= masses_of(plan, y, u_y, self.split.class_row, source_top)
+        if plan.asked & TOP:
+            first = torch.where(here[0] == maximum, start + sums["top_at"], math.inf)
+            first = reduced(first, group, "MIN")  # inf in a row with NaN, which has none
+            found["top_at"] = (first - start).masked_fill(first == math.inf, -1.0)
+        return plan, found | temperatures(plan, maximum)
+
+    def _local_sums(self, logits: Tensor, plan: Passes) -> dict[str, Tensor]:
+        sums = self.backend.sums(logits, *self._fixed(plan))
+        return dict(zip(SUMS, sums.unbind(1), strict=True))
+
+
+def _entries(rows: Tensor | None, index: Tensor) -> Tensor:
     """Some entries of each row, float64, from (N, k) columns; 0 for those of other processes."""
+    assert rows is not None
     width = rows.shape[1]
     if width == 0:
         return torch.zeros(index.shape, dtype=torch.float64, device=rows.device)
     mine = (index >= 0) & (index < width)
     return entries_of(rows, index.clamp(0, width - 1)).masked_fill(~mine, 0.0)
-
-
-def _without(logits: Tensor, stored: Tensor, out: Tensor | None) -> Tensor:
-    """The logits with the stored classes of this process masked, in ``out`` if that is given."""
-    if out is None:
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if out.data_ptr() != logits.data_ptr():
-        out.copy_(logits)
-    if out.shape[1] == 0:
-        return out
-    return add_entries(out, stored, torch.full(stored.shape, -math.inf, device=out.device))
 
 
 def drop_of(maximum_here: Tensor, maximum: Tensor) -> Tensor:
@@ -413,76 +353,33 @@ def moved(d: Tensor, e: Tensor, ue: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shifted(
-    sums: dict[str, Tensor],
-    maximum_here: Tensor,
-    maximum: Tensor,
-    plan: Passes,
-    source_drop: Tensor | None = None,
+    sums: dict[str, Tensor], plan: Passes, d: Tensor, source_d: Tensor
 ) -> dict[str, Tensor]:
-    """The sums that a formula asks for, with u = z - ``maximum`` instead of that of the shard.
-
-    ``source_drop`` is by how much the v of a teacher changes.
-    """
-    d = drop_of(maximum_here, maximum)
+    """The sums that a plan asks for, after every u has changed by ``d`` and every v by another."""
+    d_r = d / plan.tau
+    # By how much the log of a mass changes; those of other kinds depend on no maximum.
+    d_q = {TEMPERED: d_r, FROM_TEACHER: source_d / plan.tau}.get(plan.masses, torch.zeros_like(d))
+    shrink_r, shrink_q = d_r.exp(), d_q.exp()
     e, ue = moved(d, sums["e"], sums["ue"])
-    found = {"e": e}
-    if plan.asked & COUNT:
-        found["count"] = sums["count"]
-    if plan.asked & UE:
-        found["ue"] = ue
-    if plan.asked & R:
-        shrink_r = (d / plan.tau).exp()
-        found["r"] = shrink_r * sums["r"]
-    if plan.masses == NO_MASSES:
-        return found
-    # By how much the log of a mass changes; those of neither kind depend on no maximum.
-    log_q = torch.zeros_like(d)
-    if plan.masses == TEMPERED:
-        log_q = d / plan.tau
-    elif plan.masses == FROM_TEACHER and source_drop is not None:
-        log_q = source_drop / plan.tau
-    shrink, q = log_q.exp(), sums["q"]
-    found["q"] = shrink * q
-    if plan.asked & QU:
-        found["qu"] = shrink * (sums["qu"] + d * q)
-    if plan.asked & QD:
-        found["qd"] = shrink * (sums["qd"] + (log_q - d / plan.tau) * q)
-    if plan.asked & RD:
-        rd = shrink_r * (sums["rd"] + (log_q - d / plan.tau) * sums["r"])
-        found["rd"] = rd.masked_fill(shrink_r == 0, 0.0)  # also of an infinite sum
-    if plan.asked & WQU:
-        found["wq"] = shrink * sums["wq"]
-        found["wqu"] = shrink * (sums["wqu"] + d * sums["wq"])
-    return found
+    r, q, wq = sums["r"], sums["q"], sums["wq"]
+    rd = shrink_r * (sums["rd"] + (d_q - d_r) * r)
+    all_sums = {
+        "count": sums["count"],
+        "e": e,
+        "ue": ue,
+        "r": shrink_r * r,
+        "rd": rd.masked_fill(shrink_r == 0, 0.0),  # also of an infinite sum
+        "q": shrink_q * q,
+        "qu": shrink_q * (sums["qu"] + d * q),
+        "qd": shrink_q * (sums["qd"] + (d_q - d_r) * q),
+        "wq": shrink_q * wq,
+        "wqu": shrink_q * (sums["wqu"] + d * wq),
+    }
+    asked = dict(columns_asked(plan.asked, plan.masses))
+    return {name: x for name, x in all_sums.items() if name in asked}
 
 
 # ------------------------------------------------------------------ losses on logits
-
-
-class _SplitLoss(torch.autograd.Function):
-    """Values, float64, from the sums; the gradient from the same sums in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: SplitRows,
-        target: Tensor,
-        with_gradient: bool,
-        *teacher: Tensor,
-    ) -> Tensor:
-        ctx.rows, logits = rows, _waited(logits)
-        ctx.statistics = rows.statistics(logits, target, teacher, None, with_gradient)
-        ctx.save_for_backward(logits, *teacher)
-        values: Tensor = ctx.statistics.values
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, *teacher = ctx.saved_tensors
-        grad = ctx.rows.gradient(logits, ctx.statistics, tuple(teacher), upstream, None)
-        return (grad, None, None, None, *(None for _ in teacher))
 
 
 @disable_compile
@@ -526,9 +423,8 @@ def row_loss(
         teacher = (teacher_rows(loss.teacher_argument, given, flat, target.shape, dim),)
     if columns is None:
         columns = columns_of(width, logits.device, group)
-    rows = SplitRows(loss, columns, width, flat.device)
-    with_gradient = flat.requires_grad and torch.is_grad_enabled()
-    value: Tensor = _SplitLoss.apply(flat, rows, labels, with_gradient, *teacher)
+    split = SplitLoss(loss, columns, width, flat.device)
+    value = SplitRows(split, flat, labels, teacher).values(flat)
     value = value.reshape(target.shape) if loss.reduction == "none" else value.sum()
     if loss.reduction == "mean":
         value = value / weighted_total(None, labels, loss.ignore_index, loss.weight)
