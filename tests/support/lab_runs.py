@@ -173,20 +173,17 @@ def train(out: Path, settings: list[str], world: int = 1, kill: Kill | None = No
     return run(["train", "digits", *settings, "--out", str(out)], log_of(out), world, kill)
 
 
-def replace_and_die(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
+def replace_and_die(new: Path, folder: Path, moment: int) -> None:
     """``replace_folder`` in a process that is killed after so many of its system calls."""
-    child = _server.Process(target=_replace, args=(new, folder, can_swap, moment))
+    child = _server.Process(target=_replace, args=(new, folder, moment))
     child.start()
     child.join()
 
 
-def _replace(new: Path, folder: Path, can_swap: bool, moment: int) -> None:
+def _replace(new: Path, folder: Path, moment: int) -> None:
     from labo.lab.run import files
 
-    if not can_swap:
-        files._swap = lambda *paths: False
-    places = [(files, "_swap"), (os, "replace"), (shutil, "rmtree")]
-    make_deadly(places, moment, signal.SIGKILL)
+    make_deadly([(os, "replace"), (shutil, "rmtree")], moment, signal.SIGKILL)
     files.replace_folder(new, folder)
 
 

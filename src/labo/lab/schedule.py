@@ -52,9 +52,16 @@ class Schedule:
     def is_logged(self, step: int) -> bool:
         return self.is_evaluated(step) or step % self.train.log_every == 0
 
+    def is_between_batches(self, step: int) -> bool:
+        return step % self.updates_per_batch == 0
+
     def is_saved(self, step: int) -> bool:
+        """Whether there is a checkpoint. One that is due within a batch comes at its end."""
+        if step == self.total or not self.is_between_batches(step):
+            return step == self.total
         every = self.train.save_every
-        return self.is_evaluated(step) or (every is not None and step % every == 0)
+        updates = range(step - self.updates_per_batch + 1, step + 1)
+        return any(self.is_evaluated(n) or (every and n % every == 0) for n in updates)
 
     def is_averaged(self, step: int) -> bool:
         """Whether an evaluated step is one of the last ``average_last``."""
@@ -71,10 +78,9 @@ class Schedule:
             samples = task.global_batch(epoch, position)
             parts = samples.tensor_split(min(self.train.accumulate, len(samples)))
             batch = [_share(task, part, epoch, accelerator) for part in parts], samples
-            updates = self.updates_per_batch - step % self.updates_per_batch  # still to make on it
-            for _ in range(min(updates, self.total - step)):
+            for _ in range(min(self.updates_per_batch, self.total - step)):
                 yield batch
-            step += updates
+            step += self.updates_per_batch
             position += 1
             if position == self.batches_per_epoch:
                 epoch, position = epoch + 1, 0

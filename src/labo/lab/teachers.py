@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -350,95 +349,46 @@ class HeldOutputs(Teacher):
     """The outputs of the first update on a batch, for the later ones (LABO's outer loop).
 
     Logits are kept as they are. Hidden states are kept with a copy of the output layer, which the
-    updates change. The state has the rows of all processes in the order of the samples, so that a
-    run can be continued in the middle of an outer loop.
+    updates change. Nothing is held between two batches, where checkpoints are saved.
     """
 
-    def __init__(self, task: Task, accelerator: Accelerator, updates: int) -> None:
-        self.accelerator, self.updates = accelerator, updates
+    def __init__(self, task: Task, updates: int) -> None:
+        self.updates = updates
         self.notes = [
             f"each batch is used for {updates} updates in a row, and an epoch has "
             f"{updates * task.steps_per_epoch:,} steps; to compare methods after equal numbers of "
             "updates, set train.max_steps"
         ]
         self.done = 0  # updates on the current batch
-        self.held: list[_Held] = []  # one for each micro-batch
+        self.held: list[Any] = []  # the outputs for each micro-batch
         self.number = 0  # of the next micro-batch
-        self.saved: dict[str, Tensor] = {}  # what a checkpoint held
 
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any, ...]:
         self.number += 1
         if self.done == 0:
-            layer = self.held[0].layer if self.held else None
-            self.held.append(_Held.of(batch, outputs, layer))
+            self.held.append(self._copied(outputs))
             return ()
-        if len(self.held) < self.number:
-            self.held.append(self._restored(batch, outputs))
-        return (self.held[self.number - 1].outputs(outputs),)
+        return (self.held[self.number - 1],)
 
-    def _restored(self, batch: Batch, outputs: Any) -> _Held:
-        """This process's share of what the checkpoint holds for a micro-batch."""
-        now = _Held.of(batch, outputs, None)
-        size = torch.tensor([len(now.counted())], device=self.accelerator.device)
-        sizes = self.accelerator.gather(size).tolist()
-        first = sum(sizes[: self.accelerator.process_index])
-        rows = self.saved[f"rows.{self.number - 1}"][first : first + int(size)]
-        layer = [
-            self.saved[f"layer.{i}"] if isinstance(part, Tensor) else part
-            for i, part in enumerate(now.layer)
-        ]
-        return replace(now, rows=rows if now.counts else now.rows, layer=tuple(layer))
+    def _copied(self, outputs: Any) -> Any:
+        """Outputs without a gradient. The copy of the output layer is one for all micro-batches."""
+        if isinstance(outputs, Tensor):
+            return outputs.detach()
+        rows, *layer = outputs
+        if self.held:
+            layer = self.held[0][1:]
+        else:
+            layer = [x.detach().clone() if isinstance(x, Tensor) else x for x in layer]
+        return type(outputs)(rows.detach(), *layer)
 
     def step(self) -> None:
-        self.done, self.number = self.done + 1, 0
-        if self.done == self.updates:
-            self.done = 0
+        self.done, self.number = (self.done + 1) % self.updates, 0
+        if self.done == 0:
             self.held.clear()
-            self.saved.clear()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        # Until the first update after a restart nothing is held but what the checkpoint had.
-        state = {"done": torch.tensor(self.done), **self.saved}
-        for number, held in enumerate(self.held):
-            state[f"rows.{number}"] = gather_rows(self.accelerator, held.counted())
-        for number, part in enumerate(self.held[0].layer if self.held else ()):
-            if isinstance(part, Tensor):
-                state[f"layer.{number}"] = part
-        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        device = self.accelerator.device
-        self.saved = {name: tensor.to(device) for name, tensor in state.items()}
-        self.done = int(self.saved.pop("done"))
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Outputs that are held: rows, and what turns them into logits."""
-
-    rows: Tensor  # (n, D) logits or hidden states
-    # For hidden states the rest of the outputs, such as weight and bias; empty for logits
-    layer: tuple[Any, ...]
-    counts: bool  # whether the micro-batch has targets. If not, this process only keeps step
-
-    @classmethod
-    def of(cls, batch: Batch, outputs: Any, layer: tuple[Any, ...] | None) -> _Held:
-        """A copy of outputs, with a copy of their output layer unless ``layer`` is one."""
-        counts = batch.target.is_floating_point() or bool((batch.target != -100).any())
-        if isinstance(outputs, Tensor):
-            return cls(outputs.detach(), (), counts)
-        rows, *rest = outputs
-        if layer is None:
-            layer = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in rest)
-        return cls(rows.detach(), layer, counts)
-
-    def counted(self) -> Tensor:
-        """The rows that belong to the batch."""
-        return self.rows if self.counts else self.rows[:0]
-
-    def outputs(self, like: Any) -> Any:
-        """The outputs again, of the type of ``like``."""
-        return type(like)(self.rows, *self.layer) if self.layer else self.rows
+        if state.get("done"):
+            raise ValueError("an earlier version saved it between two updates on one batch")
 
 
 def held_label(
@@ -471,7 +421,7 @@ def held_label(
                 "leave outer_steps at 1"
             )
         return EpochStart(task, model, accelerator, parallel)
-    return Teacher() if outer_steps == 1 else HeldOutputs(task, accelerator, outer_steps)
+    return Teacher() if outer_steps == 1 else HeldOutputs(task, outer_steps)
 
 
 def past_self(

@@ -5,7 +5,8 @@ batch -> teacher -> loss -> backward -> check -> optimizer step -> evaluate -> s
 No random state is kept between steps: the order of the samples, their augmentation, dropout and the
 learning rate are functions of the seed, the epoch, the sample and the step. A checkpoint, written
 between two optimizer steps, is therefore enough to continue a killed run bit for bit. What it holds
-is the state of one object, :class:`labo.lab.run.state.RunState`.
+is the state of one object, :class:`labo.lab.run.state.RunState`. A method that makes several
+updates in a row on each batch is saved between two batches.
 
 With several processes each takes its share of the same global batch, and the loss is divided by
 the number of targets in the whole batch. The loss curve is then that of one process, up to
@@ -19,7 +20,7 @@ number stays the same.
 How the model is spread over the processes, whole on each or split, is the business of
 :mod:`labo.lab.run.sharding`.
 
-Ctrl-C and SIGTERM let the step under way finish, save a checkpoint and end the run.
+Ctrl-C and SIGTERM let the updates on the batch under way finish, save a checkpoint and end the run.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Trainer:
         self.notes = [*task.notes, *self.teacher.notes, *self.parallel.notes, *self.own_notes()]
         self.interruptions = Interruptions()
         self.stopping = False  # all processes have agreed to stop after this step
-        self.between_steps = True  # the state is one that can be saved
+        self.between_batches = True  # the state is one that can be saved
 
     def train(self, test: bool) -> dict[str, Any]:
         """The whole run, or the rest of it; ``test`` says whether it ends on the test split."""
@@ -171,7 +172,7 @@ class Trainer:
                 # Saved if the state is whole and every process is here to take part.
                 together = self.stopping or not self.several
                 unsaved = self.state.counters.step > self.checkpoints.newest_step
-                if together and self.between_steps and unsaved:
+                if together and self.between_batches and unsaved:
                     self.save()
                 raise
 
@@ -184,17 +185,18 @@ class Trainer:
             self.save()
         for batches, samples in self.upcoming():
             with self.interruptions.deferred():
-                self.between_steps = False
+                self.between_batches = False
                 self.update(batches, samples)
                 counters.step += 1
-                if counters.step % schedule.updates_per_batch == 0:
+                between_batches = schedule.is_between_batches(counters.step)
+                if between_batches:
                     counters.position += 1
                     _tell(self.state.loss, "step")
                 if counters.position == schedule.batches_per_epoch:
                     counters.epoch, counters.position = counters.epoch + 1, 0
                     _tell(self.state.loss, "end_epoch")
                 counters.seconds = time.perf_counter() - began
-                self.between_steps = True
+                self.between_batches = between_batches
                 self.display.advance(counters.step, self.task.count(samples, batches[0].epoch))
                 if schedule.is_logged(counters.step):
                     self.log()
@@ -302,8 +304,9 @@ class Trainer:
         )
 
     def stop_if_asked(self) -> None:
-        """End the run if a signal came during the step."""
-        if self.stopping or (self.interruptions.requested and not self.several):
+        """End the run if a signal came during the updates on a batch."""
+        asked = self.stopping or (self.interruptions.requested and not self.several)
+        if asked and self.between_batches:
             raise KeyboardInterrupt
 
     # ------------------------------------------------------------------ between the steps

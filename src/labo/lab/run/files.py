@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,10 +231,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-_AT_CURRENT_FOLDER = -100
-_SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
-
-
 def replaced(folder: Path) -> Path:
     """The name of a folder while :func:`replace_folder` puts another in its place."""
     return folder.with_name(f".{folder.name}.replaced")
@@ -245,31 +239,12 @@ def replaced(folder: Path) -> Path:
 def replace_folder(new: Path, folder: Path) -> None:
     """Give ``new`` the name ``folder``, and remove the folder that had it.
 
-    Linux and macOS can swap two names in one step, so that the folder is there at every moment. A
-    file system that cannot has the old one under the name of :func:`replaced` for an instant.
+    For an instant the old one is only there under the name of :func:`replaced`.
     """
-    if not folder.exists() or not any(folder.iterdir()):
-        os.replace(new, folder)
-        flush(folder.parent)
-        return
-    if _swap(new, folder):
-        old = new
-    else:
-        old = replaced(folder)
+    old = replaced(folder)
+    if folder.exists():
+        remove_folder(old)
         os.replace(folder, old)
-        os.replace(new, folder)
+    os.replace(new, folder)
     flush(folder.parent)
-    shutil.rmtree(old)
-
-
-def _swap(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders; False where that cannot be done."""
-    library = ctypes.CDLL(None, use_errno=True)
-    paths = os.fsencode(one), os.fsencode(other)
-    try:
-        if sys.platform == "darwin":
-            return library.renamex_np(*paths, _SWAP) == 0
-        here = _AT_CURRENT_FOLDER
-        return library.renameat2(here, paths[0], here, paths[1], _SWAP) == 0
-    except AttributeError:
-        return False
+    remove_folder(old)
