@@ -41,7 +41,7 @@ from labo.lab.language_modeling.tokenizers import chat_renderer
 from labo.lab.recipes import build_recipe, load_recipe
 from labo.lab.run import checkpoint, checksums
 from labo.lab.run import files as atomic
-from labo.lab.run.directory import RunDirectory, read_facts
+from labo.lab.run.directory import RunDirectory, write_model
 from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.lock import held
 from labo.lab.run.state import RunState
@@ -319,7 +319,9 @@ def _read_recipe(folder: Path) -> None:
 def _run(folder: Path) -> list[Path]:
     run = RunDirectory(folder)
     run.start(load_recipe("digits"), "digits@0")
-    run.select({"a": torch.ones(4, 4)}, {"config.json": '{"task": "x", "num_classes": 3}'})
+    write_model(
+        run.best, {"a": torch.ones(4, 4)}, {"config.json": '{"task": "x", "num_classes": 3}'}
+    )
     run.finish({"valid": {"accuracy": 0.5}, "steps": 3, "seconds": 1.5, "signature": "a|data:b|c"})
     for step in range(4):
         run.log({"step": step, "loss": 0.5})
@@ -370,7 +372,7 @@ def _read_run(folder: Path) -> None:
         lambda: _read_checkpoint(run),
         lambda: read_conditions(folder / "base-s0"),
         lambda: atomic.read_tensors(folder / "best" / "model.safetensors"),
-        lambda: read_facts(folder / "best" / "config.json"),
+        RunDirectory(folder).facts,
         lambda: held(folder).__enter__(),
     ):
         with suppress(LabError):

@@ -50,6 +50,7 @@ from labo.lab.analysis.reading import Run, State, find_teacher, read_conditions,
 from labo.lab.analysis.run import load_analysis
 from labo.lab.analysis.significance import paired_difference
 from labo.lab.analysis.task import find_analysis
+from labo.lab.config import flat
 from labo.lab.report import palette
 from labo.lab.report.charts import Axis, Line, line_chart, sheet
 from labo.lab.report.gather import ReportGroup, make_groups
@@ -281,20 +282,12 @@ def _changed(run: Run, plain: Mapping[str, Any]) -> dict[str, Any]:
     """The keys in which a run differs from its recipe, besides method, seed and location."""
     ignored = {"task", "seed", "method", *find_analysis(run.task).locations}
     recipe = {key: value for key, value in run.recipe.items() if key not in ignored}
-    usual = _flat(plain)
+    usual = flat(plain)
     return {
         key: value
-        for key, value in _flat(recipe).items()
+        for key, value in flat(recipe).items()
         if key not in ignored and usual.get(key) != value
     }
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in document.items():
-        nested = isinstance(value, Mapping) and value
-        found |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

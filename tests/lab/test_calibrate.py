@@ -377,5 +377,5 @@ def test_records_of_another_model_than_the_results_are_refused(images, copied):
 def test_a_damaged_file(content, images, copied):
     path = copied(images)
     (path / "best" / "calibration.json").write_text(content)
-    with pytest.raises(RequestError, match=r"calibration\.json cannot be read: run `labo"):
+    with pytest.raises(RequestError, match=r"calibration\.json: .*: run `labo"):
         evaluate_run(path, ("test",))

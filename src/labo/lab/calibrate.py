@@ -16,7 +16,7 @@ from .recipes import recipe_of
 from .repair import repair_best
 from .run import files as atomic
 from .run.calibration import FILE, Calibration, read_calibration
-from .run.directory import MODEL, RunDirectory, made_with
+from .run.directory import MODEL, RunDirectory, made_with, write_model
 from .run.distributed import make_accelerator, owned
 from .run.progress import notice
 from .tasks import Task, find_task, load_model
@@ -74,27 +74,28 @@ def _calibrate(run: RunDirectory, task: Task, accelerator: Accelerator, fold: bo
         task.fold_temperature(model, fit.temperature)
     if accelerator.is_main_process:
         if fold:  # model and temperature in one, so that a killed fold is either not done or whole
-            run.select(
+            write_model(
+                run.best,
                 *task.model_files(model, model.state_dict()),
                 lambda model: {FILE: calibration.model_copy(update={"model": model}).as_json()},
             )
         else:
             atomic.write_text(run.best / FILE, calibration.as_json())
     accelerator.wait_for_everyone()
-    found = read_calibration(run.best)
-    assert found is not None
-    return found
+    written = read_calibration(run.best)
+    assert written is not None
+    return written
 
 
 def _must_not_be_folded(run: RunDirectory) -> None:
     """Refuse to fit again what is folded in; a file of another model is replaced."""
     try:
-        found = read_calibration(run.best)
+        known = read_calibration(run.best)
     except RequestError:
         return
-    if found is not None and found.folded:
+    if known is not None and known.folded:
         raise RequestError(
-            f"{run.best / FILE}: the temperature {found.temperature:.4g} is folded into the model "
+            f"{run.best / FILE}: the temperature {known.temperature:.4g} is folded into the model "
             "already"
         )
 

@@ -468,6 +468,15 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A document with its sections written out: dotted key -> value."""
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        section = isinstance(value, Mapping) and value
+        values |= flat(value, f"{prefix}{key}.") if section else {f"{prefix}{key}": value}
+    return values
+
+
 def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The dotted keys at which two documents differ."""
     keys: list[str] = []

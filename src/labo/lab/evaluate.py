@@ -10,7 +10,7 @@ from typing import Any
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
 from .repair import repair_best
-from .run.calibration import folded_temperature
+from .run.calibration import read_calibration
 from .run.directory import RunDirectory
 from .run.distributed import make_accelerator, owned
 from .run.progress import ProgressBars, notice
@@ -74,5 +74,7 @@ def evaluate_run(
                 if (examples := task.examples(model, split, accelerator)) is not None:
                     run.write_records("examples.json", [json.dumps(examples) + "\n"])
         if accelerator.is_main_process and run.finished:
-            run.complete(scores, folded_temperature(run.best))
+            calibration = read_calibration(run.best)
+            folded = calibration is not None and calibration.folded
+            run.complete(scores, calibration.temperature if folded else 1.0)
     return scores

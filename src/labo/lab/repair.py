@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .config import Recipe
 from .run.checkpoint import Checkpoints
 from .run.checksums import DamagedError
-from .run.directory import RunDirectory
+from .run.directory import RunDirectory, write_model
 from .tasks import Task
 
 
@@ -37,7 +37,7 @@ def repair_best(
                 "recipe again with another --out"
             ) from error
         calibrated = (run.best / "calibration.json").is_file()
-        run.select(*task.model_files(build(), weights))
+        write_model(run.best, *task.model_files(build(), weights))
         lost = ", without its temperature: run labo calibrate again" if calibrated else ""
         report(f"{error}; {run.best} was written again from the checkpoint of step {step}{lost}")
 

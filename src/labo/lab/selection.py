@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import broadcast
 from torch import Tensor
 
-from .run.directory import RunDirectory
+from .run.directory import RunDirectory, write_model
 from .run.sharding import DataParallel
 from .run.state import KeptModel, RunState
 from .schedule import Schedule
@@ -70,7 +70,7 @@ class Selection:
         """Put weights into ``best``."""
         whole = self.parallel.whole(weights)
         if self.parallel.accelerator.is_main_process:
-            self.run.select(*self.task.model_files(self.state.model, whole))
+            write_model(self.run.best, *self.task.model_files(self.state.model, whole))
         self.parallel.accelerator.wait_for_everyone()
 
     def _keep(self, model: KeptModel) -> None:

@@ -15,7 +15,7 @@ import torch
 from lab_runs import log_of, metrics, outcome, run, train
 from labo.lab.errors import RequestError
 from labo.lab.run import checksums
-from labo.lab.run.directory import RunDirectory
+from labo.lab.run.directory import RunDirectory, write_model
 
 RUN = ["train.epochs=2", "train.batch_size=160"]
 
@@ -208,7 +208,7 @@ def test_all_files_of_a_run_have_the_modes_of_the_umask(tmp_path):
     try:
         directory = RunDirectory(tmp_path / "run")
         directory.best.mkdir(parents=True)
-        directory.select({"a": torch.zeros(2)}, {"config.json": "{}"})
+        write_model(directory.best, {"a": torch.zeros(2)}, {"config.json": "{}"})
         directory.finish({"valid": {}})
     finally:
         os.umask(before)

@@ -13,7 +13,7 @@ from lab_runs import log_of, run, train
 from labo.lab.errors import LabError, RequestError
 from labo.lab.run import checksums, files
 from labo.lab.run.checkpoint import Checkpoints
-from labo.lab.run.directory import RunDirectory
+from labo.lab.run.directory import RunDirectory, write_model
 from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.lock import held
 from labo.lab.run.state import RunState
@@ -61,7 +61,7 @@ def test_names_in_a_manifest_delete_nothing_elsewhere(form, copy, victim):
     log = log_of(copy)
     run(["evaluate", str(copy)], log)
     assert victim.read_text() == "precious", log.read_text()
-    RunDirectory(copy).select({}, {"config.json": "{}"})
+    write_model(copy / "best", {}, {"config.json": "{}"})
     assert victim.read_text() == "precious"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from ..errors import RequestError
 from . import files as atomic
@@ -19,13 +19,12 @@ from .directory import MODEL
 FILE = "calibration.json"
 
 
-class Calibration(BaseModel):
+class Calibration(atomic.Document):
     """A fitted temperature, and what it was fitted on."""
 
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
-    # T, which divides the logits of the model as it was trained
-    temperature: float = Field(gt=0, allow_inf_nan=False)
+    temperature: float = Field(gt=0)  # T, which divides the logits of the model as it was trained
     folded: bool  # whether the saved model is divided by it already
     split: str  # what it was fitted on
     data: str  # the fingerprint of that data
@@ -53,10 +52,10 @@ def read_calibration(folder: Path) -> Calibration | None:
         return None
     again = "run `labo calibrate` again, or remove it"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        found = Calibration.model_validate(document)
-    except (OSError, ValueError, ValidationError, RecursionError) as error:
-        raise RequestError(f"{path} cannot be read: {again}") from error
+        calibration = atomic.read_json(path, Calibration)
+    except RequestError as error:
+        raise RequestError(f"{error}: {again}") from error
+    document = calibration.model_dump()
     if atomic.CHECKSUM not in document or not atomic.seal_fits(document):
         raise RequestError(
             f"{path} was changed after it was written (its checksum does not fit): {again}"
@@ -65,18 +64,12 @@ def read_calibration(folder: Path) -> Calibration | None:
         model = atomic.sha256(folder / MODEL)
     except OSError as error:
         raise RequestError(f"{folder / MODEL} cannot be read: {error.strerror}") from error
-    if model != found.model:
+    if model != calibration.model:
         raise RequestError(f"{path} belongs to another model than {MODEL} beside it: {again}")
-    return found
-
-
-def folded_temperature(folder: Path) -> float:
-    """The temperature that is folded into the model in a folder, or 1."""
-    found = read_calibration(folder)
-    return found.temperature if found is not None and found.folded else 1.0
+    return calibration
 
 
 def divisor_of(folder: Path) -> float:
     """What the logits of the model in a folder are to be divided by: 1 if it is not calibrated."""
-    found = read_calibration(folder)
-    return 1.0 if found is None else found.divisor
+    calibration = read_calibration(folder)
+    return 1.0 if calibration is None else calibration.divisor

@@ -216,18 +216,17 @@ class RunDirectory:
         ``temperature`` is what is folded into the model, or 1.
         """
         results = self.results()
+        signature = results.get("signature", "")
+        if (data := self.data) is not None:
+            signature = re.sub(r"(?<=\|data:)[^|]*", lambda _: data, signature)
         if self.stale_splits():
-            results |= {**scores, "model": self.model}
-            if "signature" in results:
-                signature = re.sub(r"\|folded:[^|]*", "", results["signature"])
-                folded = "" if temperature == 1 else f"|folded:{temperature:.6g}"
-                results["signature"] = signature + folded
-            self.finish(results)
-        completed = {**results, **scores, **results}
-        if "signature" in results and (data := self.data) is not None:
-            completed["signature"] = re.sub(
-                r"(?<=\|data:)[^|]*", lambda _: data, results["signature"]
-            )
+            completed = {**results, **scores, "model": self.model}
+            signature = re.sub(r"\|folded:[^|]*", "", signature)
+            signature += "" if temperature == 1 else f"|folded:{temperature:.6g}"
+        else:
+            completed = {**results, **scores, **results}
+        if "signature" in results:
+            completed["signature"] = signature
         if completed != results:
             self.finish(completed)
 
@@ -302,9 +301,13 @@ class RunDirectory:
             )
 
     def facts(self) -> dict[str, Any]:
-        """What ``best/config.json`` says of the selected model."""
-        self.must_have(self.best / "config.json")
-        return read_facts(self.best / "config.json")
+        """What ``best/config.json`` says of the selected model: itself, or what is under "labo"."""
+        path = self.best / "config.json"
+        self.must_have(path)
+        document = atomic.read_json(path, atomic.Document).model_dump()
+        facts: Any = document.get("labo", document)
+        prefix = "labo." if "labo" in document else ""
+        return atomic.checked(facts, Facts, path, prefix).model_dump()
 
     def must_have(self, path: Path) -> None:
         if path.is_file():
@@ -324,15 +327,6 @@ class RunDirectory:
         checksums.verify_folder(self.best)
 
     # ------------------------------------------------------------------ writing
-
-    def select(
-        self,
-        weights: Mapping[str, Tensor],
-        files: Mapping[str, str | bytes],
-        further: Callable[[str], Mapping[str, str]] = lambda checksum: {},
-    ) -> None:
-        """Put a model into ``best``; arguments as for :func:`write_model`."""
-        write_model(self.best, weights, files, further)
 
     def keep_model(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Put the weights of a step into ``kept``, with a checksum."""
@@ -421,14 +415,6 @@ def write_model(
         atomic.put_in_place(model)
         checksums.write_manifest(folder, {name: [value] for name, value in new.items()})
         checksums.remove_listed(folder, old.keys() - new.keys())
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """What a model's ``config.json`` says of it: the document, or what is under "labo" in it."""
-    document = atomic.read_json(path, atomic.Document).model_dump()
-    facts: Any = document.get("labo", document)
-    prefix = "labo." if "labo" in document else ""
-    return atomic.checked(facts, Facts, path, prefix).model_dump()
 
 
 def _logged_step(line: bytes) -> int | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import Recipe
+from ..config import Recipe, flat
 from ..errors import RequestError
 
 if TYPE_CHECKING:
@@ -54,16 +54,6 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, path: Path, step: i
     accelerator.init_trackers(_PROJECT, init_kwargs=options)
     for tracker in accelerator.trackers:
         if tracker.name != _TENSORBOARD:
-            tracker.store_init_configuration(_flat(recipe.as_document()))
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested document as dotted keys and plain values."""
-    found: dict[str, Any] = {}
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            plain = isinstance(value, bool | int | float | str)
-            found[f"{prefix}{key}"] = value if plain else str(value)
-    return found
+            keys = flat(recipe.as_document())
+            plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in keys.items()}
+            tracker.store_init_configuration(plain)
