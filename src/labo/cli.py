@@ -23,6 +23,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]  # Typer has its own clic
 
 
 _DEBUG = "--debug"  # before or after the name of a command
+_INTERRUPTED = 130  # exit status
 
 # Groups of commands in the help, in this order.
 _DATA, _TRAINING, _COMPARISON, _USE = _GROUPS = (
@@ -34,46 +35,18 @@ _DATA, _TRAINING, _COMPARISON, _USE = _GROUPS = (
 
 
 class _Commands(TyperGroup):
-    """Wrong use is one line, and so is Ctrl-C, of which Typer alone prints nothing."""
+    """The commands, listed by their groups."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: _GROUPS.index(self.commands[name].rich_help_panel))  # type: ignore[attr-defined]
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args:  # the help is shown
-            return super().parse_args(ctx, args)
-        try:
-            return super().parse_args(ctx, args)
-        except _UsageError as error:
-            from .lab.errors import RequestError
 
-            raise RequestError(_usage(error, None)) from error
-
-    def invoke(self, ctx: Any) -> Any:
-        from .lab.run.interrupt import terminated_as_interrupted
-        from .lab.run.launched import end_with_engine
-
-        end_with_engine()
-        try:
-            with terminated_as_interrupted():
-                return super().invoke(ctx)
-        except _UsageError as error:
-            from .lab.errors import RequestError
-
-            raise RequestError(_usage(error, ctx.invoked_subcommand)) from error
-        except KeyboardInterrupt:
-            if _is_main_process():
-                noun = _RESUMABLE.get(ctx.invoked_subcommand)
-                hint = f"; the same command continues the {noun}" if noun else ""
-                print(f"labo: interrupted{hint}", file=sys.stderr)
-            raise
-
-
-def _usage(error: Any, command: str | None) -> str:
+def _usage(error: Any) -> str:
     """What is wrong with the arguments of a command, and what would be right if it is known."""
     message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
     option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    command = error.ctx.info_name
     if option and command in ("train", "compare", "reproduce"):
         from .lab.recipes import keys_named
 
@@ -83,7 +56,7 @@ def _usage(error: Any, command: str | None) -> str:
     if "extra argument" in message and command in ("prepare", "prepare-text"):
         two = "two files are written --train SOURCE,TARGET, " if command == "prepare" else ""
         message += f"; {two}several inputs are written --train A --train B"
-    return f"{message} ({' '.join(filter(None, ['labo', command, '--help']))})"
+    return f"{message} ({error.ctx.command_path} --help)"
 
 
 # Commands that continue where they were stopped, and the word for their runs.
@@ -97,7 +70,6 @@ _RESUMABLE = {
 app = typer.Typer(
     name="labo",
     cls=_Commands,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -266,9 +238,9 @@ def evaluate(
 
     With --source and --reference, score its translations of another test set. Nothing is written.
     """
-    given = {name: value for name, value in context.obj if value is not None}
-    if given:
-        _evaluate_files(run, given, others=bool(options or split))
+    files = {name: value for name, value in context.obj if value is not None}
+    if files:
+        _evaluate_files(run, files, others=bool(options or split))
         return
     from .lab.analysis.task import read_options
     from .lab.evaluate import evaluate_run
@@ -282,17 +254,17 @@ def evaluate(
         _print_signatures(RunDirectory(run).results() if RunDirectory(run).finished else {})
 
 
-def _evaluate_files(run: Path, given: Mapping[str, str], *, others: bool) -> None:
+def _evaluate_files(run: Path, files: Mapping[str, str], *, others: bool) -> None:
     from .lab.errors import RequestError
 
     if others:
         raise RequestError("--source takes neither --split nor KEY=VALUE")
-    if not {"source", "reference"} <= given.keys():
+    if not {"source", "reference"} <= files.keys():
         raise RequestError("another test set needs both --source and --reference")
     from .lab.translation.score import evaluate_files
 
-    scores, signatures = evaluate_files(run, **given)
-    _print_scores({Path(given["source"]).name: scores})
+    scores, signatures = evaluate_files(run, **files)
+    _print_scores({Path(files["source"]).name: scores})
     _print_signatures({"sacrebleu": signatures})
 
 
@@ -323,11 +295,11 @@ def average(
         raise RequestError("--best and --last exclude each other")
     from .lab.average import average_models
 
-    found = average_models(run, best=best, last=last, out=out, splits=split or ("valid",))
+    averaged = average_models(run, best=best, last=last, out=out, splits=split or ("valid",))
     if _is_main_process():
-        _print_scores(found.scores)
-        steps = ", ".join(map(str, found.steps))
-        print(f"the average of steps {steps} is in {found.folder}")
+        _print_scores(averaged.scores)
+        steps = ", ".join(map(str, averaged.steps))
+        print(f"the average of steps {steps} is in {averaged.folder}")
 
 
 @app.command(rich_help_panel=_TRAINING)
@@ -341,11 +313,11 @@ def calibrate(
     """Fit a temperature to the model of a run on validation, and store it with the model."""
     from .lab.calibrate import calibrate_run
 
-    found = calibrate_run(run, fold=fold)
+    fitted = calibrate_run(run, fold=fold)
     if _is_main_process():
         print(
-            f"T = {found.temperature:.4f}, fitted on {found.targets} targets of {found.split}: "
-            f"NLL {found.nll_before:.4f} -> {found.nll_after:.4f}"
+            f"T = {fitted.temperature:.4f}, fitted on {fitted.targets} targets of {fitted.split}: "
+            f"NLL {fitted.nll_before:.4f} -> {fitted.nll_after:.4f}"
         )
         if fold:
             print(f"{run / 'best'} has it folded in; scores and records are of the model before")
@@ -711,12 +683,12 @@ def predict(
     names = [*(files or ()), *([] if files_from is None else prediction.read_list(files_from))]
     if not names:
         raise RequestError("no images: give files or folders, or --files-from")
-    found = list(prediction.find_files(names))
+    images = list(prediction.find_files(names))
     predictor = prediction.Predictor(run)
     if not predictor.calibrated:
         notice(f"{run} has no fitted temperature (labo calibrate): probabilities are as trained")
     problems: list[str] = []
-    predictions = predictor.predict(found, top=top, problems=problems)
+    predictions = predictor.predict(images, top=top, problems=problems)
     prediction.write_predictions(predictions, sys.stdout, form)
     if problems:
         raise LabError("\n".join(problems))
@@ -758,11 +730,11 @@ def teacher(
         wanted = "the prepared folder" if served else "the model and the prepared folder"
         raise RequestError(f"give {wanted}, got {len(paths)} paths")
     model = None if served else paths[0]
-    found = store(model, paths[-1], out, served=served, force=force, **dict(context.obj))
+    stored = store(model, paths[-1], out, served=served, force=force, **dict(context.obj))
     print(
-        f"{out}: {found['targets']:,} targets, {found['bytes'] / 1e6:,.1f} MB, "
-        f"{found['bytes'] / max(1, found['targets']):.0f} bytes per target, "
-        f"{found['seconds']:.0f} s"
+        f"{out}: {stored['targets']:,} targets, {stored['bytes'] / 1e6:,.1f} MB, "
+        f"{stored['bytes'] / max(1, stored['targets']):.0f} bytes per target, "
+        f"{stored['seconds']:.0f} s"
     )
 
 
@@ -786,10 +758,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run directory or model folder.")],
     out: Annotated[Path, typer.Option(help="Folder (ctranslate2) or file (onnx) to write.")],
     to: Annotated[
-        str | None,
-        typer.Option(
-            help="Format: ctranslate2 for translation, onnx for images. Default: by task."
-        ),
+        Literal["ctranslate2", "onnx"] | None,
+        typer.Option(help="Translation: ctranslate2, images: onnx. Default: by task."),
     ] = None,
     quantization: Annotated[
         str | None,
@@ -804,12 +774,10 @@ def export(
     from .lab.errors import RequestError
     from .lab.tasks import task_of_model
 
-    if to is not None and to not in _EXPORTS.values():
-        raise RequestError(f"--to {to}: must be {' or '.join(_EXPORTS.values())}")
     task = task_of_model(run)
     if task not in _EXPORTS:
         raise RequestError(f"{run} holds a model for {task}, which has no export")
-    if to is not None and to != _EXPORTS[task]:
+    if to not in (None, _EXPORTS[task]):
         raise RequestError(f"--to {to}: a model for {task} is exported to {_EXPORTS[task]}")
     if task == "translation":
         from .lab.translation.export import export as export_translation
@@ -905,11 +873,17 @@ def _print_signatures(results: Mapping[str, Any]) -> None:
         print(printable(f"{name}: {signature}"))
 
 
-def main(arguments: list[str] | None = None) -> Any:
+def main(arguments: list[str] | None = None) -> None:
     """Run a command. Exit status: 0 success, 1 failure, 2 wrong request, 130 Ctrl-C."""
+    from .lab.run.interrupt import terminated_as_interrupted
+    from .lab.run.launched import end_with_engine
+
     arguments = sys.argv[1:] if arguments is None else arguments
+    end_with_engine()
+    given = [argument for argument in arguments if argument != _DEBUG] or ["--help"]
     try:
-        return app([argument for argument in arguments if argument != _DEBUG])
+        with terminated_as_interrupted():
+            status = app(given, prog_name="labo", standalone_mode=False)
     except BaseException as error:
         # A Rust library (tokenizers) raises its panics as no Exception.
         panicked = type(error).__name__ == "PanicException"
@@ -921,7 +895,11 @@ def main(arguments: list[str] | None = None) -> Any:
         if _is_main_process() or status == 1:
             for line in printable(message).splitlines():
                 print(f"labo: {line}", file=sys.stderr)
-        sys.exit(status)
+    if status == _INTERRUPTED and _is_main_process():  # Typer prints nothing of it
+        noun = _RESUMABLE.get(given[0])
+        hint = f"; the same command continues the {noun}" if noun else ""
+        print(f"labo: interrupted{hint}", file=sys.stderr)
+    sys.exit(status or 0)
 
 
 def _status_and_message(error: BaseException) -> tuple[int, str]:
@@ -930,6 +908,8 @@ def _status_and_message(error: BaseException) -> tuple[int, str]:
 
     if isinstance(error, LabError):
         return error.status, str(error)
+    if isinstance(error, _UsageError):
+        return 2, _usage(error)
     if isinstance(error, ModuleNotFoundError):
         return 2, f"{error.name} is not installed: pip install 'torch-labo[lab]'"
     if isinstance(error, OSError) and error.strerror:  # a full or read-only disk

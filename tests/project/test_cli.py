@@ -159,7 +159,7 @@ def test_the_default_run_directory(tmp_path):
     ],
 )
 def test_an_error_of_the_disk_is_one_line(error, line, monkeypatch, capsys):
-    def fail(arguments):
+    def fail(*arguments, **options):
         raise error
 
     monkeypatch.setattr(cli, "app", fail)

@@ -74,7 +74,6 @@ def evaluate_run(
                 if (examples := task.examples(model, split, accelerator)) is not None:
                     run.write_records("examples.json", [json.dumps(examples) + "\n"])
         if accelerator.is_main_process and run.finished:
-            calibration = read_calibration(run.best)
-            folded = calibration is not None and calibration.folded
-            run.complete(scores, calibration.temperature if folded else 1.0)
+            known = read_calibration(run.best)
+            run.complete(scores, known.temperature if known and known.folded else 1.0)
     return scores

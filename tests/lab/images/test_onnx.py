@@ -54,4 +54,4 @@ def test_onnxruntime_gives_the_calibrated_probabilities(model, tmp_path, capsys)
     assert "a model for image_classification is exported to onnx" in capsys.readouterr().err
     assert export(run, "--out", tmp_path / "b", "--quantization", "int8") == 2
     assert export(run, "--out", tmp_path / "b", "--to", "tensorrt") == 2
-    assert "--to tensorrt: must be ctranslate2 or onnx" in capsys.readouterr().err
+    assert "'tensorrt' is not one of 'ctranslate2', 'onnx'" in capsys.readouterr().err
