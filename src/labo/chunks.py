@@ -302,12 +302,11 @@ class ChunkRows:
             shape = (len(target), metrics.COLUMNS)
             self.statistics = torch.zeros(shape, dtype=torch.float64, device=target.device)
 
-    def __call__(
-        self, logits: Tensor, number: int, factor: Factor, out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor, number: int, factor: Factor) -> tuple[Tensor, Tensor | None]:
         """Values and gradient of a chunk, as :meth:`labo.fast.dispatch.FastRows.rows` gives them.
 
-        The logits are those of the chunk, the factor is for all rows of the call.
+        The logits are those of the chunk, and are overwritten by the gradient. The factor is for
+        all rows of the call.
         """
         part = self.parts[number]
         target, given = self.target[part], self._given(part)
@@ -318,18 +317,18 @@ class ChunkRows:
             fast = FastRows(loss, backend, *(given[::-1] if given else (source,)))
         measured = self._measured(logits, number, target, fast)
         if fast is not None:
-            values, grad = fast.rows(logits, target, factor, out, measured)
+            values, grad = fast.rows(logits, target, factor, logits, measured)
             if measured is not None and self.statistics is not None:
                 self.statistics[part] = measured
             return values, grad
         if self.split is not None:
-            rows = SplitRows(self.split, logits, target, given, out)
+            rows = SplitRows(self.split, logits, target, given, out=logits)
             rows.reduced = self._reduced.get(number)
             values, grad = rows.rows(logits, factor)
             if self.keep:
                 self._reduced[number] = rows.reduced
             return values, grad
-        return _by_autograd(loss, logits, target, given, factor, out)
+        return _by_autograd(loss, logits, target, given, factor)
 
     def _given(self, part: Part) -> tuple[Tensor, ...]:
         """What the teacher gives for a chunk."""
@@ -357,14 +356,9 @@ class ChunkRows:
 
 
 def _by_autograd(
-    loss: Any,
-    logits: Tensor,
-    target: Tensor,
-    teacher: tuple[Tensor, ...],
-    factor: Factor,
-    out: Tensor,
+    loss: Any, logits: Tensor, target: Tensor, teacher: tuple[Tensor, ...], factor: Factor
 ) -> tuple[Tensor, Tensor | None]:
-    """The reference, differentiated by autograd."""
+    """The reference, differentiated by autograd; the gradient is written over the logits."""
     if factor is None:
         with torch.no_grad():
             return loss.compute(logits, target, *teacher), None
@@ -373,4 +367,4 @@ def _by_autograd(
         values = loss.compute(leaf, target, *teacher)
         upstream = factor if isinstance(factor, Tensor) else torch.full_like(values, factor)
         (grad,) = torch.autograd.grad(values, leaf, upstream.to(values.dtype))
-    return values.detach(), out.copy_(grad)
+    return values.detach(), logits.copy_(grad)

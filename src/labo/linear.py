@@ -120,6 +120,27 @@ Teacher = Tensor | tuple[Tensor | QuantizedWeight, ...] | TeacherHead | None
 ReturnMetrics = Literal[False, True, "rows"]
 
 
+class Call(NamedTuple):
+    """The arguments of :func:`linear_loss`.
+
+    ``columns`` says which classes this process has, if the others are elsewhere.
+    """
+
+    input: Tensor
+    weight: Any
+    target: Tensor
+    loss: nn.Module
+    bias: Tensor | None
+    softcap: float | None
+    teacher: Any
+    token_weight: Tensor | None
+    z_loss: float
+    return_metrics: ReturnMetrics
+    impl: str
+    options: LinearLossOptions | None
+    columns: split.Columns | None = None
+
+
 @overload
 def linear_loss(
     input: Tensor,
@@ -212,84 +233,75 @@ def linear_loss(
     """
     Loss.fields["impl"].check(impl)
     check_tensors(input, linear_weight, target)
-    weight = as_weight("linear_weight", linear_weight)
-    given = split.LocalHead(input, weight, linear_bias, target, teacher_logits)
-    if any(map(_checks.is_dtensor, given[:4])):
-        given = split.local_head(given)
-        if given.columns is not None and impl != "auto":
+    extras = (teacher_logits, token_weight, z_loss, return_metrics, impl, options)
+    call = Call(input, linear_weight, target, loss, linear_bias, softcap, *extras)
+    if any(map(_checks.is_dtensor, (input, linear_weight, linear_bias, target))):
+        call = split.local_call(call)
+        if call.columns is not None and impl != "auto":
             raise ValueError('a split linear_weight goes with impl="auto" alone')
-    extras = (token_weight, z_loss, return_metrics, impl, options)
-    weights = (given.weight, _teacher_weight(given.teacher))
+    return compute(call)
+
+
+def compute(call: Call) -> Any:
+    """:func:`linear_loss` of plain tensors, on all classes or on those of this process."""
+    call = call._replace(weight=as_weight("linear_weight", call.weight))
+    weights = (call.weight, _teacher_weight(call.teacher))
     # torch.compile knows the columns of other processes and such weights as little as its operators
     own = any(isinstance(x, LowRankWeight | QuantizedWeight) for x in weights)
-    eager = own or given.columns is not None
-    return (eagerly if eager else compute)(given, loss, softcap, *extras)
+    if torch.compiler.is_compiling() and (own or call.columns is not None):
+        return disable_compile(_compute)(call)
+    return _compute(call)
 
 
-def compute(
-    given: split.LocalHead,
-    loss: nn.Module,
-    softcap: float | None,
-    token_weight: Tensor | None,
-    z_loss: float,
-    return_metrics: ReturnMetrics,
-    impl: str,
-    options: LinearLossOptions | None,
-) -> Any:
-    """:func:`linear_loss` of plain tensors, on all classes or on those of this process."""
-    input, weight, bias, target, teacher, columns = given
-    _check_settings(softcap, z_loss, return_metrics)
-    options = check_options(options)
-    active, divided = _rowwise(loss), columns is not None
-    if active is not loss and active.teacher_argument is None:
-        teacher = None  # as in Warmup.forward
-    current = computing(active, teacher is not None, divided)
-    current = current.having(z_loss=current.z_loss + z_loss, impl=impl, inplace=False)
-    weight = as_weight("linear_weight", weight)
-    adapter, base = (weight, weight.base) if isinstance(weight, LowRankWeight) else (None, weight)
-    head = _layer(_LAYER, input, base, bias, softcap)
-    labels = _check_target(head, target, current, input.shape[:-1], divided)
-    taught = _check_teacher(teacher, current, labels, input.shape[:-1], len(base), divided)
-    weights = _check_token_weight(token_weight, input, labels, active.ignore_index)
+def _compute(call: Call) -> Any:
+    shape, columns = call.input.shape[:-1], call.columns
+    _check_settings(call.softcap, call.z_loss, call.return_metrics)
+    options = check_options(call.options)
+    active = _rowwise(call.loss)
+    # as in Warmup.forward
+    unused = active is not call.loss and active.teacher_argument is None
+    teacher = None if unused else call.teacher
+    loss = computing(active, teacher is not None, columns is not None)
+    loss = loss.having(z_loss=loss.z_loss + call.z_loss, impl=call.impl, inplace=False)
+    adapter = call.weight if isinstance(call.weight, LowRankWeight) else None
+    weight = call.weight if adapter is None else adapter.base
+    head = _layer(_LAYER, call.input, weight, call.bias, call.softcap)
+    target = _check_target(head, call.target, loss, shape, columns is not None)
+    taught = _check_teacher(teacher, loss, target, shape, len(weight), columns is not None)
+    token_weight = _check_token_weight(call.token_weight, call.input, target, loss.ignore_index)
     split_loss = None
     if columns is None:
-        rows = _rows(current, head, labels, taught)
+        rows = _rows(loss, head, target, taught)
     else:
-        rows = LossRows(current, "split", None, taught)
-        split_loss = split.SplitLoss(current, columns, len(base), labels.device)
-    most = _most_rows(options, head, rows, columns)
+        rows = LossRows(loss, "split", None, taught)
+        split_loss = split.SplitLoss(loss, columns, len(weight), target.device)
+    most, drop = _most_rows(options, head, rows, columns), options.drops(target.device)
+    measure, reduction = bool(call.return_metrics), loss.reduction
     statistics: Tensor | None
-    with torch.autocast(input.device.type, enabled=False):
-        total = _total(head, labels, weights, current, divided)
-        mean = Mean(total if active.reduction == "mean" else 1.0, weights)
-        measure, drop = bool(return_metrics), options.drops(labels.device)
+    with torch.autocast(call.input.device.type, enabled=False):
+        total = _total(head, target, token_weight, loss, columns is not None)
+        mean = Mean(total if reduction == "mean" else 1.0, token_weight)
         if torch.compiler.is_compiling():
-            fixed = (active.reduction, most, drop, measure)
-            value, statistics = _compiled(head, labels, rows, mean, *fixed)
+            fixed = (reduction, most, drop, measure)
+            value, statistics = _compiled(head, target, rows, mean, *fixed)
         else:
             if adapter is not None:
                 low, scale = adapter.low_rank(head.input), adapter.class_scale()
                 head = head._replace(low=low, b=adapter.b.to(head.input.dtype), scale=scale)
-            parts = parts_of(labels, active.ignore_index, most, drop)
-            late = torch.is_grad_enabled() and _is_late(head, active.reduction)
-            chunked = ChunkRows(rows, labels, parts, measure, split_loss, keep=late)
-            value = _eager(head, chunked, mean, active.reduction)
+            parts = parts_of(target, loss.ignore_index, most, drop)
+            late = torch.is_grad_enabled() and _is_late(head, reduction)
+            chunked = ChunkRows(rows, target, parts, measure, split_loss, keep=late)
+            value = _eager(head, chunked, mean, reduction)
             statistics = chunked.statistics
-    if active.reduction == "none":
-        value = value.reshape(input.shape[:-1])
-    if not return_metrics or statistics is None:
+    if reduction == "none":
+        value = value.reshape(shape)
+    if statistics is None or not measure:
         return value
-    classes = len(base) if columns is None else columns.classes
-    if return_metrics == "rows":
-        found = metrics.rows_of(statistics, labels, active, classes)
-        return value, metrics.LossMetrics(*(x.reshape(input.shape[:-1]) for x in found))
-    return value, metrics.sums_of(statistics, labels, active, classes)
-
-
-def eagerly(*arguments: Any) -> Any:
-    """:func:`compute`, as a graph break of ``torch.compile``."""
-    compiling = torch.compiler.is_compiling()
-    return (disable_compile(compute) if compiling else compute)(*arguments)
+    classes = len(weight) if columns is None else columns.classes
+    if call.return_metrics == "rows":
+        per_row = metrics.rows_of(statistics, target, active, classes)
+        return value, metrics.LossMetrics(*(x.reshape(shape) for x in per_row))
+    return value, metrics.sums_of(statistics, target, active, classes)
 
 
 class LinearLoss(nn.Module):
@@ -667,7 +679,7 @@ def _run_chunks(
         slope = None
         if slopes is not None and softcap is not None:
             slope = cap_slope(logits, softcap, out=slopes[:size])
-        values[part], grad = rows(logits, number, factor, logits)
+        values[part], grad = rows(logits, number, factor)
         if grad is not None:
             grad = grad if slope is None else grad.mul_(slope)
             head.add_gradients(totals, grad, hidden, part, raw, first=number == 0)

@@ -8,7 +8,7 @@ is compared with the logits from before. What cannot be done exactly is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -183,32 +183,11 @@ def _numbers(model: Any, names: tuple[str, ...]) -> list[_Number]:
     for name in names:
         value = getattr(text, name, None)
         derived = isinstance(getattr(type(text), name, None), property)
-        if not isinstance(value, int | float) or derived:
-            continue
-        holders = {id(holder): holder for holder in (whole, text, *model.modules())}.values()
-        same = tuple(holder for holder in holders if getattr(holder, name, None) == value)
-        numbers.append(_Number(name, value, same))
+        if isinstance(value, int | float) and not derived:
+            holders = {id(holder): holder for holder in (whole, text, *model.modules())}.values()
+            same = tuple(holder for holder in holders if getattr(holder, name, None) == value)
+            numbers.append(_Number(name, value, same))
     return numbers
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What T changes: the layer, an added bias, numbers."""
-
-    layer: nn.Linear | None
-    bias: Tensor | None
-    numbers: tuple[_Number, ...]
-
-    def fold_numbers(self, temperature: float) -> None:
-        for number in self.numbers:
-            number.fold(temperature)
-
-    def apply(self, temperature: float) -> None:
-        self.fold_numbers(temperature)
-        if self.bias is not None:
-            self.bias.div_(temperature)
-        if self.layer is not None:
-            _divide(self.layer, temperature)
 
 
 def _fold_language_model(model: Any, temperature: float, untie: bool) -> None:
@@ -219,27 +198,33 @@ def _fold_language_model(model: Any, temperature: float, untie: bool) -> None:
             "as in fold_temperature(model.classifier, T)"
         )
     _must_be_divisible(layer)
-    caps, scales = tuple(_numbers(model, _CAPS)), _numbers(model, _SCALES)
+    caps, scales = _numbers(model, _CAPS), _numbers(model, _SCALES)
     with ExitStack() as undo:
         if untie and not scales and _tied_to(layer, model) is not None:
             before = _logits(model, layer)
-            undo.callback(_untie(model))
+            _untie(model, undo)
             if _tied_to(layer, model) is None and not torch.equal(before, _logits(model, layer)):
                 raise ValueError(
                     f"the logits of {type(model).__name__} change if its embeddings are not tied: "
                     "divide them where they are used"
                 )
-        if _tied_to(layer, model) is None:
-            plans = [_Plan(layer, getattr(model, "final_logits_bias", None), caps)]
-        else:
+        divided: nn.Linear | None = layer
+        trials = [caps]
+        if _tied_to(layer, model) is not None:
             if not scales:
                 _must_be_untied(layer, model)
             # The same name multiplies in some families and divides in others: try both.
             scales += [replace(scale, multiplied=True) for scale in scales]
-            plans = [_Plan(None, None, (*caps, scale)) for scale in scales]
-        for plan in plans:
-            if _halves_logits(plan, model, layer):
-                plan.apply(temperature)
+            divided, trials = None, [[*caps, scale] for scale in scales]
+        bias = None if divided is None else getattr(model, "final_logits_bias", None)
+        for numbers in trials:
+            if _halves_logits(model, layer, divided, bias, numbers):
+                for number in numbers:
+                    number.fold(temperature)
+                if bias is not None:
+                    bias.div_(temperature)
+                if divided is not None:
+                    _divide(divided, temperature)
                 undo.pop_all()
                 return
     raise ValueError(
@@ -248,41 +233,42 @@ def _fold_language_model(model: Any, temperature: float, untie: bool) -> None:
     )
 
 
-def _untie(model: Any) -> Callable[[], None]:
-    """Give every tied weight of a model of transformers a copy of its own; how to undo it."""
+def _untie(model: Any, undo: ExitStack) -> None:
+    """Give every tied weight of a model of transformers a copy of its own."""
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        undo.callback(setattr, owner, name, getattr(owner, name, None))
+        setattr(owner, name, value)
+
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    keys = base.all_tied_weights_keys
-    configs = (base.config, base.config.get_text_config(decoder=True))
-    ties = [getattr(config, "tie_word_embeddings", None) for config in configs]
-    places = [(base.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in keys]
-    shared = [getattr(module, name) for module, name in places]
-    for (module, name), tensor in zip(places, shared, strict=True):
-        setattr(module, name, nn.Parameter(tensor.detach().clone(), tensor.requires_grad))
-    for config in configs:
-        config.tie_word_embeddings = False
-    base.all_tied_weights_keys = {}
-
-    def undo() -> None:
-        for (module, name), tensor in zip(places, shared, strict=True):
-            setattr(module, name, tensor)
-        for config, tied in zip(configs, ties, strict=True):
-            config.tie_word_embeddings = tied
-        base.all_tied_weights_keys = keys
-
-    return undo
+    for path in base.all_tied_weights_keys:
+        owner, _, name = path.rpartition(".")
+        module = base.get_submodule(owner)
+        shared = getattr(module, name)
+        change(module, name, nn.Parameter(shared.detach().clone(), shared.requires_grad))
+    for config in (base.config, base.config.get_text_config(decoder=True)):
+        change(config, "tie_word_embeddings", False)
+    change(base, "all_tied_weights_keys", {})
 
 
-def _halves_logits(plan: _Plan, model: Any, layer: nn.Linear) -> bool:
-    """Try a plan with T = 2, which is exact in binary, and undo it."""
+def _halves_logits(
+    model: Any,
+    layer: nn.Linear,
+    divided: nn.Linear | None,
+    bias: Tensor | None,
+    numbers: list[_Number],
+) -> bool:
+    """Try T = 2, which is exact in binary, and undo it."""
     before = _logits(model, layer)
     with ExitStack() as undo:
-        undo.callback(plan.fold_numbers, 1.0)
-        plan.fold_numbers(2.0)
-        if plan.bias is not None:
-            undo.callback(plan.bias.copy_, plan.bias.clone())
-            plan.bias.div_(2.0)
-        if plan.layer is not None:
-            undo.enter_context(layer.register_forward_hook(lambda _, args, output: output / 2))
+        for number in numbers:
+            undo.callback(number.fold, 1.0)
+            number.fold(2.0)
+        if bias is not None:
+            undo.callback(bias.copy_, bias.clone())
+            bias.div_(2.0)
+        if divided is not None:
+            undo.enter_context(divided.register_forward_hook(lambda _, args, output: output / 2))
         after = _logits(model, layer)
     tolerance = 1e-4 if before.dtype in (torch.float32, torch.float64) else 3e-2
     expected = before / 2

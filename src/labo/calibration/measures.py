@@ -5,7 +5,7 @@ if predictions with confidence c are right with frequency c.
 
 Every function takes logits (..., K) and a target, or batches: an iterable of pairs
 (logits, target), or a function that returns one. Batches are read once and need not fit in memory
-together. The arguments that the functions share:
+together. The errors are numbers in [0, 1]. The arguments that the functions share:
 
 - target: (...) class indices, or (..., K) class probabilities; a prediction is then right to the
   degree of the probability of the predicted class.
@@ -167,13 +167,7 @@ def reliability_bins(
         \mathrm{conf}_b = \frac1{n_b} \sum_{n \in b} \max_k p_{nk}, \qquad
         \mathrm{acc}_b = \frac1{n_b} \sum_{n \in b} [\arg\max_k p_{nk} = y_n]
 
-    Args:
-        logits: (..., K), or batches.
-        adaptive: bins of equal mass instead of equal width.
-        target, bins, temperature, ignore_index, dim: as in the module.
-
-    Returns:
-        Count, confidence and accuracy of each bin, (B,).
+    With ``adaptive`` the bins have equal mass instead of equal width.
 
     Example:
         >>> logits = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]).log()
@@ -238,13 +232,6 @@ def expected_calibration_error(
     over B bins of equal width. It is biased upwards: with few predictions in a bin it is above 0
     even for a calibrated model.
 
-    Args:
-        logits: (..., K), or batches.
-        target, bins, temperature, ignore_index, dim: as in the module.
-
-    Returns:
-        A number in [0, 1].
-
     Example:
         >>> logits = torch.tensor([[0.9, 0.1]]).log().expand(4, 2)
         >>> target = torch.tensor([0, 0, 0, 1])  # 90 % sure, 75 % right
@@ -273,13 +260,6 @@ def adaptive_calibration_error(
     have one more). Most confidences of a trained model are near 1, so that the bins of equal width
     put most predictions into the last one. Equal confidences share their accuracy.
 
-    Args:
-        logits: (..., K), or batches.
-        target, bins, temperature, ignore_index, dim: as in the module.
-
-    Returns:
-        A number in [0, 1].
-
     Example:
         >>> confidence = torch.tensor([0.6, 0.7, 0.8, 0.9])
         >>> logits = torch.stack([confidence, 1 - confidence], -1).log()
@@ -304,13 +284,6 @@ def maximum_calibration_error(
     .. math:: \mathrm{MCE} = \max_b |\mathrm{acc}_b - \mathrm{conf}_b|
 
     A bin counts however few predictions are in it.
-
-    Args:
-        logits: (..., K), or batches.
-        target, bins, temperature, ignore_index, dim: as in the module.
-
-    Returns:
-        A number in [0, 1].
 
     Example:
         >>> logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]]).log()
@@ -338,13 +311,6 @@ def classwise_calibration_error(
     Bin b of class k holds the samples whose probability of class k lies in the b-th interval of
     equal width; conf is the mean of these probabilities and freq the share of the samples whose
     label is k. The memory is that of K x B numbers.
-
-    Args:
-        logits: (..., K), or batches.
-        target, bins, temperature, ignore_index, dim: as in the module.
-
-    Returns:
-        A number in [0, 1].
 
     Example:
         >>> logits = torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log()
@@ -377,14 +343,8 @@ def brier_score(
     .. math:: \frac1N \sum_n \sum_k (p_{nk} - [k = y_n])^2
 
     The sum runs over all classes, as in Brier's paper: for two classes it is twice the score that
-    looks at one of them. It is a proper score: calibration and sharpness both lower it.
-
-    Args:
-        logits: (..., K), or batches.
-        target, temperature, ignore_index, dim: as in the module.
-
-    Returns:
-        A number from 0 (certain and right) to 2 (certain and wrong).
+    looks at one of them. It is a proper score: calibration and sharpness both lower it, from 2
+    (certain and wrong) to 0 (certain and right).
 
     Example:
         >>> logits = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).log()
@@ -402,11 +362,8 @@ def brier_score(
 def _mean_over_rows(of_block: Callable[[Rows], Tensor], temperature: float, *given: Any) -> Tensor:
     """The sums of blocks, added up and divided by the number of rows."""
     POSITIVE.check("temperature", temperature)
-    count, total, classes = 0, torch.zeros(1, dtype=torch.float64), None
+    count, total = 0, torch.zeros(1, dtype=torch.float64)
     for rows in blocks(*given):
-        if rows.num_classes != (classes or rows.num_classes):
-            raise ValueError(f"a batch has {rows.num_classes} classes, and one before {classes}")
-        classes = rows.num_classes
         total = total + of_block(rows)
         count += len(rows.logits)
     return total / _counted(count)

@@ -32,12 +32,13 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..linear import (
+    Call,
     LinearLossOptions,
     ReturnMetrics,
     Teacher,
     check_tensors,
+    compute,
     computing,
-    eagerly,
 )
 from . import split
 from .low_rank import LowRankWeight
@@ -144,6 +145,5 @@ def linear_loss(
         raise ValueError("labo.parallel.linear_loss takes plain tensors; labo.linear_loss DTensors")
     columns = split.columns_of(len(linear_weight), input.device, group)
     input, target = split.SumGradient.apply(input, group), split.replicated("target", target)
-    given = split.LocalHead(input, linear_weight, linear_bias, target, teacher_logits, columns)
-    extras = (token_weight, z_loss, return_metrics, "auto", options)
-    return eagerly(given, loss, softcap, *extras)
+    extras = (teacher_logits, token_weight, z_loss, return_metrics, "auto", options, columns)
+    return compute(Call(input, linear_weight, target, loss, linear_bias, softcap, *extras))

@@ -445,30 +445,16 @@ def check_columns(shape: torch.Size, target: Tensor, dim: int) -> None:
 # ------------------------------------------------------------------ heads
 
 
-class LocalHead(NamedTuple):
-    """An output layer, its rows and what a teacher gives, as plain tensors.
-
-    ``columns`` is None for a whole weight.
-    """
-
-    input: Any
-    weight: Any
-    bias: Any
-    target: Tensor
-    teacher: Any = None
-    columns: Columns | None = None
-
-
-def local_head(given: LocalHead) -> LocalHead:
-    """The arguments of ``linear_loss``, some of which are DTensors, as plain tensors."""
-    input, weight, bias, target, teacher, _ = given
-    target = replicated("target", target)
+def local_call(call: Any) -> Any:
+    """A :class:`labo.linear.Call` with DTensors, with what each process has of them."""
+    weight, bias, target = call.weight, call.bias, replicated("target", call.target)
     whole = not _checks.is_dtensor(weight) or all(p.is_replicate() for p in weight.placements)
     if _checks.is_dtensor(weight) and _fsdp_group(weight) is not None:
         weight, bias, whole = gather_weight(weight), gather_weight(bias), True
     if whole:
         weight, bias = replicated("linear_weight", weight), replicated("linear_bias", bias)
-        return LocalHead(replicated("input", input), weight, bias, target, teacher)
+        input = replicated("input", call.input)
+        return call._replace(input=input, weight=weight, bias=bias, target=target)
     mesh_dim = _shard_dim(weight, 0)
     if mesh_dim is None:
         raise ValueError(
@@ -481,13 +467,19 @@ def local_head(given: LocalHead) -> LocalHead:
             raise ValueError("linear_bias must be a DTensor that is split as linear_weight is")
         bias = bias.to_local()
     columns = _columns_of_dtensor(weight, 0, mesh_dim)
-    if _checks.is_dtensor(input):
-        input = _with_partial_gradient(input, mesh_dim)
+    if _checks.is_dtensor(call.input):
+        input = _with_partial_gradient(call.input, mesh_dim)
     else:
         _check_same_rows(target, columns.group)
-        input = SumGradient.apply(input, columns.group)
-    teacher = _local_teacher(teacher, weight)
-    return LocalHead(input, weight.to_local(), bias, target, teacher, columns)
+        input = SumGradient.apply(call.input, columns.group)
+    return call._replace(
+        input=input,
+        weight=weight.to_local(),
+        bias=bias,
+        target=target,
+        teacher=_local_teacher(call.teacher, weight),
+        columns=columns,
+    )
 
 
 def _local_teacher(teacher: Any, weight: DTensor) -> Any:
