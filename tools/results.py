@@ -458,7 +458,7 @@ def _judged(group: ReportGroup, found: Difference) -> str:
 
 
 def _sign(group: ReportGroup) -> int:
-    return 1 if group.kind.higher_is_better else -1
+    return group.kind.headline.better
 
 
 def table(name: str) -> str:
@@ -623,7 +623,7 @@ def selection(name: str) -> str:
     """The validation score of every point of a grid, the best of each method in bold."""
     records = read(RESULTS / f"{name}-selection.csv")
     kind = find_analysis(records[0]["task"])
-    column, sign = kind.headline, 1 if kind.higher_is_better else -1
+    column, sign = kind.headline, kind.headline.better
     lines = [f"| method | setting | runs | validation {column.heading} |\n|---|---|---|---|\n"]
     for method, points in _points(records).items():
         # Older rows may lack a newer option.

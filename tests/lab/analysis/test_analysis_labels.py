@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labo import smoothing
-from labo.lab.analysis.labels import DISTRIBUTIONS, label_settings, shown_labels, smoothed_labels
-from labo.lab.analysis.training import alpha_curve, training_curves
+from labo.lab.analysis.labels import DISTRIBUTIONS, shown_labels, smoothed_labels
+from labo.lab.analysis.run import alpha_curve, training_curves
 
 logit = st.floats(-30, 30)
 
@@ -69,12 +69,6 @@ def test_what_is_shown_and_what_is_left():
     everything = shown_labels(logits, 1, list("abcde"))
     assert everything["classes"] == ["b", "e", "d", "c", "a"]
     assert everything["rest"]["labo"] == pytest.approx(0, abs=1e-15)
-
-
-def test_labels_are_drawn_with_the_settings_of_the_run():
-    labo = {"name": "labo", "tau": 1.15, "alpha": 0.3, "rho": 0.7, "warmup_alpha": 0.2}
-    assert label_settings(labo) == {"alpha_ls": 0.2, "tau": 1.15, "rho": 0.7, "alpha": 0.3}
-    assert label_settings({"name": "fl", "gamma": 2}) == label_settings({"name": "base"})
 
 
 # ------------------------------------------------------------------ training

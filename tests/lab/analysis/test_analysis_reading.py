@@ -62,16 +62,11 @@ def test_the_line_that_was_being_written_is_left_out(tmp_path):
             "results.json: test.accuracy: should be a valid number, got 'high'",
         ),
         ("results.json", '{"test": {"accuracy": NaN}}', "test.accuracy: should be a finite number"),
-        ("results.json", '{"seconds": -1}', "seconds: should be greater than or equal to 0"),
-        ("results.json", '{"signature": ["x"]}', "signature: should be a valid string"),
         ("best/config.json", "", "config.json: not JSON"),
-        ("best/config.json", '{"num_classes": "ten"}', "config.json: num_classes: should be"),
         ("best/config.json", '{"labo": {"num_classes": 0}}', "config.json: labo.num_classes"),
         ("recipe.yaml", "task: [", "recipe.yaml"),
         ("recipe.yaml", "seed: 1", "recipe.yaml: task: missing"),
-        ("recipe.yaml", "task: translation", "recipe.yaml: method: missing"),
         ("recipe.yaml", "task: t\nmethod: {alpha: 1}", "recipe.yaml: method.name: missing"),
-        ("recipe.yaml", "task: t\nmethod: {name: ls}\nseed: one", "recipe.yaml: seed: should be"),
     ],
 )
 def test_a_broken_run_says_why(tmp_path, file, content, reason):
@@ -91,8 +86,6 @@ def test_a_broken_run_says_why(tmp_path, file, content, reason):
         (b'{"step": 7, "note": "\xff\xfe"}', "not JSON"),
         (b"{}", "step: missing"),
         (b"[]", "not a JSON object"),
-        (b'{"step": "seven"}', "step: should be a valid integer, got 'seven'"),
-        (b'{"step": 7, "valid": 3}', "valid: should be a valid dictionary, got 3"),
         (b'{"step": 7, "valid": {"nll": "low"}}', "valid.nll: should be a valid number"),
     ],
 )
@@ -124,15 +117,15 @@ def test_many_wrong_lines_of_metrics_are_one_sentence(tmp_path):
     [
         ("", "conditions.json: not JSON"),
         ("[]", "conditions.json: not a JSON object"),
-        ('{"r": 3}', "conditions.json: r: not a list"),
-        ('{"r": [{"jobs": 2}]}', "conditions.json: r.threads: missing"),
+        ('{"launches": 3}', "conditions.json: launches: should be a valid list"),
+        ('{"launches": [{"jobs": 2}]}', "conditions.json: launches.0: missing"),
     ],
 )
 def test_wrong_conditions_are_one_clear_line(tmp_path, content, problem):
-    assert reading.read_conditions(tmp_path / "r") == []
+    assert reading.read_conditions(tmp_path) == []
     (tmp_path / "conditions.json").write_text(content)
     with pytest.raises(RequestError) as error:
-        reading.read_conditions(tmp_path / "r")
+        reading.read_conditions(tmp_path)
     assert problem in str(error.value)
 
 
@@ -177,16 +170,13 @@ GOOD = {"label": 1, "probabilities": [0.25, 0.75]}
     [
         ({"label": 1}, "'probabilities' is missing"),
         ({**GOOD, "probabilities": "x"}, "'probabilities' is not a list of numbers"),
-        ({**GOOD, "probabilities": ["x", 1]}, "'probabilities' is not a list of numbers"),
         ({**GOOD, "probabilities": [[1.0]]}, "'probabilities' has 1 values, expected 2"),
         ({**GOOD, "probabilities": [0.2, 0.3, 0.5]}, "'probabilities' has 3 values, expected 2"),
         ({**GOOD, "probabilities": [-0.5, 1.5]}, "'probabilities' has a value outside [0, 1]"),
         ({**GOOD, "probabilities": [math.nan, 1]}, "'probabilities' has a value outside [0, 1]"),
         ({**GOOD, "probabilities": [0.5, 0.4]}, "'probabilities' do not sum to 1"),
         ({**GOOD, "label": 2}, "'label' 2 is not one of the 2 classes"),
-        ({**GOOD, "label": -1}, "'label' -1 is not one of the 2 classes"),
         ({**GOOD, "label": True}, "'label' is not a whole number"),
-        ({**GOOD, "label": 0.5}, "'label' is not a whole number"),
         ([1, 2], "not a record"),
     ],
 )
@@ -195,14 +185,6 @@ def test_a_wrong_image_record_is_one_clear_line(tmp_path, wrong, problem):
     with pytest.raises(RequestError) as error:
         IMAGES.read_records(run, "test")
     assert str(error.value) == f"{run.records_file('test')}, line 2: {problem}"
-
-
-def test_a_cut_off_record_is_one_clear_line(tmp_path):
-    run = with_records(tmp_path, [GOOD])
-    with run.records_file("test").open("a") as file:
-        file.write('{"label": 1, "proba')
-    with pytest.raises(RequestError, match=r"test\.jsonl, line 2: not JSON"):
-        IMAGES.read_records(run, "test")
 
 
 @pytest.mark.parametrize("read", [IMAGES.read_records, read_translations])
@@ -238,15 +220,12 @@ def forced(**fields):
     ("fields", "problem"),
     [
         ({"hypothesis": None}, ": 'hypothesis' is not a text"),
-        ({"frequency": "many"}, ": 'frequency' is not a number"),
         ({"frequency": math.nan}, ": 'frequency' is nan"),
         ({"probabilities": [0.5]}, ": 'probabilities' has 1 values, expected 5"),
         ({"tokens": [1, 2]}, ": 'tokens' is not a list of texts"),
-        ({"forced": 3}, ": 'forced' is not a section"),
         ({"lengths": {"1": "long"}}, ", lengths: '1' is not a whole number"),
         (forced(right=[1, 1, 1, 1, 1]), ", forced: 'right' is not a list of 5 truth values"),
         (forced(confidence=[2.0] * 5), ", forced: 'confidence' has a value outside [0, 1]"),
-        (forced(probabilities=[-1.0] * 5), ", forced: 'probabilities' has a value outside [0, 1]"),
         (forced(tempered={"temperature": 1.0}), ", forced, tempered: 'probabilities' is missing"),
     ],
 )
@@ -266,7 +245,6 @@ def test_a_wrong_translation_record_is_one_clear_line(tmp_path, fields, problem)
         ({"target": 0, "logits": [0, 1]}, "'title' is missing"),
         ({"title": "x", "target": 2, "logits": [0, 1]}, "'target' is not one of the 2 classes"),
         ({"title": "x", "target": 0, "logits": [0]}, "'logits' has 1 values, expected 2"),
-        ({"title": "x", "target": 0, "logits": ["a", "b"]}, "'logits' is not a list of numbers"),
     ],
 )
 def test_wrong_examples_are_one_clear_line(tmp_path, example, problem):

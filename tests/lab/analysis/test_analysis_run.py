@@ -168,13 +168,6 @@ def test_all_right_on_the_validation_split(tmp_path):
     ]
 
 
-def test_a_single_image_of_a_single_class(tmp_path):
-    path = write_run(tmp_path / "r", num_classes=1)
-    write_lines(path / "records" / "test.jsonl", image_records(np.ones((1, 1)), np.zeros(1, int)))
-    view = analyze_run(path)["splits"]["test"]["views"]["before"]
-    assert (view["accuracy"], view["ece"], view["nll"], view["selective"]["aurc"]) == (1, 0, 0, 0)
-
-
 def test_a_run_without_records_has_its_curves(tmp_path):
     path = write_run(tmp_path / "r")
     (path / "results.json").unlink()
@@ -182,12 +175,6 @@ def test_a_run_without_records_has_its_curves(tmp_path):
     assert found["splits"] == {}
     assert found["training"]["valid"]["nll"] == [1.0]
     assert found["notes"] == [f"there are no records: labo evaluate {path} writes them"]
-
-
-def test_a_loss_that_was_no_number_is_null(tmp_path):
-    path = write_run(tmp_path / "r")
-    (path / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "loss": NaN, "lr": 0.1}\n')
-    assert analyze_run(path)["training"]["loss"]["loss"] == [None]
 
 
 def test_figure_1c_of_the_examples(tmp_path):
@@ -307,9 +294,7 @@ def test_an_analysis_is_read_as_long_as_it_fits(tmp_path, monkeypatch):
 def test_a_file_that_does_not_fit_is_made_anew(tmp_path):
     path = image_run(tmp_path / "r")
     written = write_analysis(path)
-    changed = {**written, "splits": {"valid": {}, "test": {"views": 3}}}  # by hand
-    damaged = ["", "[]", '{"format": 0}', '{"format": 4, "inputs": {}}', "[" * 100_000]
-    for content in [*damaged, json.dumps(changed)]:
+    for content in ("", "[]", '{"format": 0}', '{"format": 4, "inputs": {}}', "[" * 100_000):
         (path / "analysis.json").write_text(content)
         assert load_analysis(path) == written
     write_analysis(path, ["test"])  # one split is not the whole
@@ -366,33 +351,6 @@ def test_translations_are_compared_part_by_part(tmp_path):
     assert row["labo"]["differences"]["ls"]["most"] == pytest.approx(
         row["labo"]["bleu"]["most"] - row["ls"]["bleu"]["most"]
     )
-    (difference,) = group["differences"]
-    assert [draw["seed"] for draw in difference["bootstrap"]] == [0, 1]
-    assert difference["bootstrap"][0]["difference"] == pytest.approx(difference["values"][0])
-
-
-def test_what_students_learn(tmp_path):
-    def scores(accuracy):
-        return {"test": {"accuracy": accuracy}, "signature": ""}
-
-    image_run(tmp_path / "ls", method={"name": "ls"}, results=scores(0.9))
-    gone = {"name": "kd", "teacher": "runs/lost"}
-    kd = {"name": "kd", "teacher": "runs/ls"}
-    paths = [
-        image_run(tmp_path / "kd-0", method=kd, results=scores(0.8)),
-        image_run(tmp_path / "kd-1", method=kd, seed=1, results=scores(0.7)),
-        image_run(tmp_path / "kd-2", method=gone, results=scores(0.6)),
-    ]
-    rows = analyze_runs(paths)["distillation"]
-    # The teacher is found beside its students although the recipe names another place.
-    assert rows[0] == {
-        "method": "kd",
-        "teacher_method": "ls",
-        "task": "image_classification",
-        "student_score": 0.8,
-        "teacher_score": 0.9,
-    }
-    assert rows[2]["teacher_method"] is rows[2]["teacher_score"] is None
 
 
 # ------------------------------------------------------------------ the command
@@ -423,17 +381,6 @@ def test_the_command_writes_files_and_prints_tables(tmp_path, capsys):
     assert printed.count("note: the records have no temperature") == 1
 
 
-def test_the_command_prints_what_students_learn(tmp_path, capsys):
-    results = {"test": {"accuracy": 0.875}, "signature": ""}
-    teacher = image_run(tmp_path / "t", method={"name": "ls"}, results=results)
-    kd = {"name": "kd", "teacher": str(teacher)}
-    student = image_run(tmp_path / "s", method=kd, results=results, splits=("test",))
-    assert analyze(teacher, student) == 0
-    printed = capsys.readouterr().out
-    assert "| kd from ls |    1 |              87.50 |              87.50 |" in printed
-    assert "note: s: no temperature is fitted: there are no records of the valid split" in printed
-
-
 def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
     run = image_run(tmp_path / "r")
     for arguments, line in [
@@ -441,7 +388,6 @@ def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
             [tmp_path / "nowhere"],
             f"labo: {tmp_path / 'nowhere'} is not a run: it has no recipe.yaml\n",
         ),
-        ([run, "--split", "train"], "labo: --split train: must be valid or test\n"),
         (
             [run, "part_size=3"],
             "labo: part_size=3: image_classification has no such option for labo analyze "

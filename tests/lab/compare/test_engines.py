@@ -22,7 +22,6 @@ from lab_runs import free_port, metrics
 from labo.lab.compare import engines
 from labo.lab.compare.engines import Job
 from labo.lab.compare.execute import run_comparison
-from labo.lab.compare.launch import in_order
 from labo.lab.compare.plan import plan
 from labo.lab.run.directory import RunDirectory
 from launched import Launcher
@@ -227,12 +226,6 @@ def test_the_task_says_which_machine_does_not_see_the_folder(tmp_path):
 
 
 # ------------------------------------------------------------------ this machine
-
-
-def test_each_job_stands_behind_those_it_needs(tmp_path):
-    needs = {"c": "b", "x": None, "b": "a", "a": None, "y": "elsewhere"}
-    jobs = [job(tmp_path, name, after) for name, after in needs.items()]
-    assert [each.name for each in in_order(jobs)] == ["a", "b", "c", "x", "y"]
 
 
 def test_the_runs_of_a_killed_driver_end_with_a_checkpoint_and_are_continued(tmp_path):

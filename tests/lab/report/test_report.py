@@ -23,8 +23,7 @@ from labo.lab.analysis.reading import read_run
 from labo.lab.analysis.run import load_analysis, write_analysis
 from labo.lab.analysis.significance import sign_flip_test, t_interval
 from labo.lab.errors import RequestError
-from labo.lab.report import write_report
-from labo.lab.report.embed import explorer_data
+from labo.lab.report import explorer_data, write_report
 from labo.lab.report.figures import training_figures
 from labo.lab.report.gather import ReportGroup, make_groups, read_runs
 from labo.lab.report.results import confidence_table
@@ -156,9 +155,7 @@ def test_only_a_difference_that_is_significant_is_called_one():
         p, smallest = sign_flip_test(values) if len(values) > 1 else (None, None)
         seeds = list(range(len(values)))
         mean = float(np.mean(values))
-        return Difference(
-            "labo", "ls", "ls", seeds, values, mean, None, p, smallest, None, examples
-        )
+        return Difference("labo", "ls", "ls", seeds, values, mean, None, p, smallest, examples)
 
     assert judged(found([1.0])) == "one seed cannot show whether there is a difference"
     assert judged(found([1.0], 0.2)) == "no difference that these examples can show"
@@ -263,11 +260,6 @@ def test_a_method_that_was_never_active_is_marked_everywhere(tmp_path):
     assert [label for label, _ in verdict(group, None).others] == ["labo warmup_steps=3"]
 
 
-def test_best_numbers_are_bold(page):
-    best = [a for a in page.of("td") if "best" in (a.get("class") or "")]
-    assert len(best) >= 6
-
-
 def test_every_figure_has_alternative_text_and_a_signature(page):
     figures = sum(tag == "figure" for tag, _ in page.elements)
     assert figures >= 10
@@ -282,12 +274,10 @@ def test_every_figure_has_alternative_text_and_a_signature(page):
     assert len(folded) == figures + 1  # and that of the runs
     assert not any("open" in a for a in folded)
     assert len(ids) == len([a["id"] for _, a in page.elements if a.get("id")])  # no id twice
-
-
-def test_a_signature_says_what_a_figure_rests_on(page):
     for part in ("labo 0.1.0", "data digits@0123456789ab", "ls alpha=0.1", "seed 0, 1", BLEU):
         assert part in page.text
     assert "labo tau=1.25 alpha=adaptive rho=0.5" in page.text
+    assert sum("best" in (a.get("class") or "") for a in page.of("td")) >= 6
 
 
 def test_under_confidence_is_said_plainly(page):
@@ -366,14 +356,6 @@ def test_variants_of_a_method_are_told_apart(tmp_path):
     assert len({variant.style.marker for variant in group.shown}) == 2
 
 
-def test_runs_of_other_models_stand_in_tables_of_their_own(tmp_path):
-    one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LS, 1)
-    recipe = other / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("name: small", "name: large"))
-    groups = groups_of(one, other)
-    assert [group.title for group in groups] == ["digits, small", "digits, large"]
-
-
 def test_groups_that_nothing_but_their_examples_tells_apart_are_numbered(tmp_path):
     one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LABO)
     records = other / "records" / "test.jsonl"
@@ -382,15 +364,17 @@ def test_groups_that_nothing_but_their_examples_tells_apart_are_numbered(tmp_pat
     assert [group.title for group in groups] == [
         f"digits, small, digits@0123456789ab ({number})" for number in (1, 2)
     ]
+    recipe = other / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("name: small", "name: large"))
+    assert [group.title for group in groups_of(one, other)] == ["digits, small", "digits, large"]
 
 
 def test_unfair_comparisons_are_named(tmp_path):
     one, other = write_run(tmp_path / "a", LS), write_run(tmp_path / "b", LABO)
     recipe = other / "recipe.yaml"
     recipe.write_text(recipe.read_text() + "train: {epochs: 9}\n")
-    assert (
-        "differ in more than method and seed (train)" in report([one, other], tmp_path / "r").text
-    )
+    text = report([one, other], tmp_path / "r").text
+    assert "labo and ls differ in train, not only in method" in text
 
 
 # ------------------------------------------------------------------ runs as they are
@@ -432,23 +416,6 @@ def test_broken_half_done_and_missing_runs_are_listed(tmp_path):
     assert re.search(r"missing broken: \S*missing is not a run: it has no recipe.yaml", text)
     assert f"good: {good / 'metrics.jsonl'}: line 7 left out (not JSON)" in text
     assert "good finished" in text
-
-
-def test_results_without_scores_or_signature_are_reported(tmp_path):
-    bare, good = write_run(tmp_path / "bare", LABO), write_run(tmp_path / "good", LS)
-    (bare / "results.json").write_text("{}")
-    text = report([bare, good], tmp_path / "r.html").text
-    assert "bare finished" in text
-    assert "bare: no signature" in text
-
-
-def test_conditions_that_are_empty_cost_the_times_alone(tmp_path):
-    runs = [write_run(tmp_path / m["name"], m) for m in (BASE, LABO)]
-    assert "1.25×" in report(runs, tmp_path / "r.html").text
-    (tmp_path / "conditions.json").write_text("")
-    text = report(runs, tmp_path / "r.html").text
-    assert "×" not in text
-    assert f"times are not compared: {tmp_path / 'conditions.json'}: not JSON" in text
 
 
 def test_nothing_usable_is_a_wrong_request(tmp_path, capsys):
@@ -534,8 +501,8 @@ def test_the_page_stays_small(tmp_path):
     assert len(json.dumps(data)) < 1_600_000
 
 
-@pytest.mark.parametrize("classes", [10, 5000])
-def test_the_explorer_has_the_numbers_of_smoothing(classes, tmp_path):
+def test_the_explorer_has_the_numbers_of_smoothing(tmp_path):
+    classes = 5000
     run = write_run(tmp_path / "run", LABO, task="translation")
     write_examples(run, classes, random.Random(1))
     whole = examples_of(run)
@@ -619,7 +586,6 @@ def test_a_mark_shows_where_labo_begins(tmp_path):
             "manual.txt, more.txt (40 documents)",
         ),
         ({"inputs": [], "sizes": {"train": 40}}, "out"),
-        ([], "out"),
         (None, "out"),
     ],
 )

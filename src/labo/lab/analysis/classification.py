@@ -69,7 +69,6 @@ class ClassifierAnalysis(TaskAnalysis):
         Column("underconfidence_after", "after T", digits=3, signed=True),
         Column("confidence_on_errors", "confidence on errors", digits=3),
         Column("aurc", "AURC", digits=4),
-        Column("excess_aurc", "excess AURC", digits=4),
         Column("aurc_normalised", "AURC, normalised logits", digits=4),
     )
 
@@ -136,7 +135,6 @@ class ClassifierAnalysis(TaskAnalysis):
             "ece": before["ece"],
             "ece_after": after.get("ece"),
             "aurc": before["selective"]["aurc"],
-            "excess_aurc": before["selective"]["excess_aurc"],
             "aurc_normalised": (split["logit_norm"] or {}).get("aurc"),
             "confidence_on_errors": before["confidence_on_errors"],
             "underconfidence": before["underconfidence"],

@@ -19,22 +19,22 @@ def runs_in(paths: Iterable[str | Path], left_out: dict[Path, str]) -> list[Path
     Of a grid these are the runs of the selected points. ``left_out`` gets the other runs in such
     folders, and why they are left out.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for path in map(Path, paths):
         inside = sorted(file.parent for file in path.rglob("recipe.yaml"))
         if path in inside or not (inside or (path / _MARK).is_file()):
-            found.append(path)
+            runs.append(path)
             continue
         scored = [run for run in inside if (run / "records" / "test.jsonl").is_file()]
         if not scored:
             raise RequestError(f"{path}: no run in it is scored yet (it has {len(inside)} runs)")
-        found += scored
+        runs += scored
         for run in inside:
             if run not in scored:
                 state = read_run(run).state
                 finished = "not scored on the test split: labo evaluate RUN does it"
                 left_out[run] = finished if state.kind == "finished" else str(state)
-    return found
+    return runs
 
 
 def check_folder(folder: Path) -> None:

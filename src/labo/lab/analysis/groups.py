@@ -52,22 +52,33 @@ class Member:
         """The content of ``results.json``; empty if the run is not finished."""
         return self.run.results or {}
 
+    @property
+    def first_step(self) -> int:
+        """The step at which the method itself begins; 0 if it has no warm-up."""
+        method = self.run.method
+        return int(method.get("warmup_steps") or 0) * int(method.get("outer_steps") or 1)
+
+    @property
+    def never_active(self) -> bool:
+        """Whether the warm-up of the method was longer than the finished run."""
+        steps = self.results.get("steps")
+        return steps is not None and self.first_step > steps
+
+    @property
+    def marked_name(self) -> str:
+        """The name of the run, with a mark if its method was never active."""
+        return f"{self.name} {NEVER_ACTIVE}" if self.never_active else self.name
+
+    @cached_property
+    def kind(self) -> TaskAnalysis:
+        """The analysis of the task."""
+        return find_analysis(self.run.task)
+
     @cached_property
     def signature(self) -> dict[str, str]:
         """The parts of the signature in ``results.json``."""
         parts = str(self.results.get("signature", "")).split("|")
         return dict(part.split(":", 1) for part in parts if ":" in part)
-
-    @cached_property
-    def data(self) -> str:
-        """The recipe's data section as one text, without the location of the data."""
-        recipe = _without(self.run.recipe, find_analysis(self.run.task).locations)
-        return _text(recipe.get("data"))
-
-    @cached_property
-    def model(self) -> str:
-        """The recipe's model section as one text."""
-        return _text(self.run.recipe.get("model"))
 
     def split(self, name: str) -> Mapping[str, Any] | None:
         """The analysis of a split; None if it has no records or was not analysed."""
@@ -79,35 +90,27 @@ class Member:
 
     def score(self, split: str) -> float | None:
         """The headline metric: that of ``results.json``, or else that of the records."""
-        kind = find_analysis(self.run.task)
-        found = self.metric(split, kind.headline.key)
+        score = self.metric(split, self.kind.headline.key)
         analysed = self.split(split)
-        if found is None and analysed is not None:
-            found = kind.measure(analysed)[kind.headline.key]
-        return found
+        if score is None and analysed is not None:
+            score = self.kind.measure(analysed)[self.kind.headline.key]
+        return score
 
     def records(self, split: str) -> Any:
         """The records of a split, read once."""
         if split not in self._records:
-            kind = find_analysis(self.run.task)
-            self._records[split] = kind.read_records(self.run, split)
+            self._records[split] = self.kind.read_records(self.run, split)
         return self._records[split]
 
     def bootstrap_scores(self, split: str) -> Floats | None:
         """The headline on the draws of the bootstrap over examples, if the task has one."""
         if split not in self._drawn:
-            kind = find_analysis(self.run.task)
             self._drawn[split] = (
-                kind.bootstrap_scores(self.run, self.records(split)) if kind.bootstraps else None
+                self.kind.bootstrap_scores(self.run, self.records(split))
+                if self.kind.bootstraps
+                else None
             )
         return self._drawn[split]
-
-    def fingerprint(self, splits: Iterable[str]) -> str | None:
-        """Which examples were predicted: that of the first of the splits with an analysis."""
-        for name in splits:
-            if (found := self.split(name)) is not None:
-                return str(found["fingerprint"])
-        return None
 
 
 def _text(section: Any) -> str:
@@ -154,14 +157,12 @@ class Variant:
     @property
     def first_step(self) -> int:
         """The step at which the method itself begins; 0 if it has no warm-up."""
-        method = self.recipe["method"]
-        return int(method.get("warmup_steps") or 0) * int(method.get("outer_steps") or 1)
+        return self.runs[0].first_step
 
     @property
     def never_active(self) -> bool:
-        """Whether the warm-up of the method was longer than each of its finished runs."""
-        steps = [member.results.get("steps") for member in self.members.values()]
-        return bool(steps) and all(count and self.first_step > count for count in steps)
+        """Whether the warm-up of the method was longer than each of its runs."""
+        return all(member.never_active for member in self.runs)
 
     @property
     def runs(self) -> list[Member]:
@@ -170,8 +171,8 @@ class Variant:
 
     def numbers(self, value: Callable[[Member], float | None]) -> dict[int, float]:
         """Seed -> a number of its run, where there is one."""
-        found = {seed: value(member) for seed, member in self.members.items()}
-        return {seed: number for seed, number in found.items() if number is not None}
+        numbers = {seed: value(member) for seed, member in self.members.items()}
+        return {seed: number for seed, number in numbers.items() if number is not None}
 
     def scores(self, split: str) -> dict[int, float]:
         """Seed -> the headline metric."""
@@ -198,9 +199,9 @@ def _canonical(run: Run, runs: Sequence[Run], locations: Iterable[str]) -> dict[
     recipe = _without(run.recipe, ["seed", *locations])
     if run.method.get("teacher"):
         teacher = find_teacher(run, runs)
-        found = teacher.method if teacher is not None and teacher.recipe else {"name": "unknown"}
-        found.pop("teacher", None)  # the teacher of the teacher does not count
-        recipe["method"]["teacher"] = found
+        method = teacher.method if teacher is not None and teacher.recipe else {"name": "unknown"}
+        method.pop("teacher", None)  # the teacher of the teacher does not count
+        recipe["method"]["teacher"] = method
     return recipe
 
 
@@ -240,19 +241,16 @@ class Difference:
     seeds: list[int]  # those that both have
     values: list[float]  # the difference for each seed
     mean: float  # their mean
-    interval: list[float] | None  # 95 % Student interval of the mean over seeds; None for one seed
+    # 95 % Student interval of the mean over seeds; None for one seed
+    interval: tuple[float, float] | None
     p: float | None  # of the exact sign-flip test over seeds; None for one seed
     smallest_p: float | None  # the smallest p that so many seeds can give
-    # for each seed {"seed", "difference", "p"} of the bootstrap over examples; None if the task has
-    # none
-    bootstrap: list[dict[str, float]] | None = None
-    p_bootstrap: float | None = None  # of the bootstrap over examples of the mean difference
+    p_bootstrap: float | None = None  # of the bootstrap over examples; None if the task has none
 
     @property
     def cell(self) -> Cell:
         """The mean with its interval."""
-        interval = None if self.interval is None else (self.interval[0], self.interval[1])
-        return Cell(self.mean, interval=interval)
+        return Cell(self.mean, interval=self.interval)
 
 
 def paired_numbers(
@@ -345,27 +343,27 @@ class Group:
         Times are compared only if both runs were made on the same device and under the same
         conditions, as ``conditions.json`` beside them says, or if nothing was noted for either.
         """
-        base, ratios = self.first(REFERENCES[0]), []
+        base, (paces, _), ratios = self.first(REFERENCES[0]), self._paces, []
         for seed, member in variant.members.items():
             other = None if base is None else base.members.get(seed)
-            ours, theirs = (self._paces[0].get(m) if m else None for m in (member, other))
-            if ours and theirs and ours.is_comparable_to(theirs) and theirs.seconds:
-                ratios.append(ours.seconds / theirs.seconds)
+            if member in paces and other in paces:
+                (ours, place), (theirs, base_place) = paces[member], paces[other]
+                if theirs and place == base_place and all(len(part) <= 1 for part in place):
+                    ratios.append(ours / theirs)
         return ratios
 
     @cached_property
-    def _paces(self) -> tuple[dict[Member, _Pace], list[str]]:
-        """How fast each run was; and notes."""
-        paces: dict[Member, _Pace] = {}
+    def _paces(self) -> tuple[dict[Member, tuple[float, tuple[list[Any], list[str]]]], list[str]]:
+        """The seconds per step of each run with its conditions and devices; and notes."""
+        paces: dict[Member, tuple[float, tuple[list[Any], list[str]]]] = {}
         notes: list[str] = []
         for member in self.members if self.first(REFERENCES[0]) is not None else ():
             seconds, steps = member.results.get("seconds"), member.results.get("steps")
             if seconds is not None and steps is not None:
                 with noted(notes, "times are not compared: "):
-                    conditions = read_conditions(member.run.path)
-                    here = member.results.get("devices", [])
-                    paces[member] = _Pace(seconds / steps, conditions, here)
-        devices = {" and ".join(pace.devices) or "unknown" for pace in paces.values()}
+                    place = read_conditions(member.run.path), member.results.get("devices", [])
+                    paces[member] = seconds / steps, place
+        devices = {" and ".join(place[1]) or "unknown" for _, place in paces.values()}
         if len(devices) > 1:
             places = "; ".join(sorted(devices))
             notes.append(f"times of different devices are not compared: {places}")
@@ -384,8 +382,8 @@ class Group:
                     continue
                 # Two references are compared in both directions; one note is enough.
                 quiet = variant in self.references[: self.references.index(reference)]
-                found = self._difference(variant, reference, [] if quiet else notes)
-                differences += [] if found is None else [found]
+                difference = self._difference(variant, reference, [] if quiet else notes)
+                differences += [] if difference is None else [difference]
         return differences, notes
 
     def _difference(
@@ -404,47 +402,31 @@ class Group:
         if not seeds:
             notes.append(f"{pair} have no seed in common")
             return None
-        found = paired_difference([ours[s] for s in seeds], [theirs[s] for s in seeds])
+        over_seeds = paired_difference([ours[s] for s in seeds], [theirs[s] for s in seeds])
         members, others = ([side.members[seed] for seed in seeds] for side in (variant, reference))
-        p, drawn = self._bootstrap(members, others, notes)
-        bootstrap = drawn and [
-            {"seed": seed, **draw} for seed, draw in zip(seeds, drawn, strict=True)
-        ]
+        p = self._bootstrap(members, others, notes)
         labels = variant.label, reference.label, reference.name
-        return Difference(*labels, seeds, **found, bootstrap=bootstrap, p_bootstrap=p)
+        return Difference(*labels, seeds, **over_seeds, p_bootstrap=p)
 
     def _bootstrap(
         self, ours: Sequence[Member], theirs: Sequence[Member], notes: list[str]
-    ) -> tuple[float | None, list[dict[str, float]] | None]:
+    ) -> float | None:
         try:
             drawn = [[member.bootstrap_scores(self.split) for member in m] for m in (ours, theirs)]
             known = [[scores for scores in side if scores is not None] for side in drawn]
             if len(known[0]) < len(ours) or len(known[1]) < len(theirs):
-                return None, None
+                return None
             prints = {m.name: m.records(self.split).fingerprint() for m in (*ours, *theirs)}
         except RequestError as error:
             notes.append(f"no bootstrap over examples: {error}")
-            return None, None
+            return None
         if len(set(prints.values())) > 1:
             notes.append(
                 f"no bootstrap over examples: the records of {', '.join(prints)} are not of the "
                 "same examples"
             )
-            return None, None
+            return None
         return paired_bootstrap(*known)
-
-
-@dataclass(frozen=True)
-class _Pace:
-    """Seconds per step, and where they were measured."""
-
-    seconds: float
-    conditions: list[dict[str, Any]]
-    devices: list[str]
-
-    def is_comparable_to(self, other: _Pace) -> bool:
-        one_place = len(self.conditions) <= 1 and len(self.devices) <= 1
-        return one_place and (self.conditions, self.devices) == (other.conditions, other.devices)
 
 
 # ------------------------------------------------------------------ grouping
@@ -458,23 +440,26 @@ def group_runs(members: Sequence[Member], split: str | None = None) -> list[Grou
     different examples are in different groups. Without a ``split`` test is compared where a run has
     been tested, else valid.
     """
-    names = {m.data: m.signature["data"] for m in members if "data" in m.signature}
-    found: dict[tuple[str, str, str], list[Member]] = {}
+    sections = {m: _text(_without(m.run.recipe, m.kind.locations).get("data")) for m in members}
+    names = {sections[m]: m.signature["data"] for m in members if "data" in m.signature}
+    by_data: dict[tuple[str, str, str], list[Member]] = {}
     for member in members:
-        data = member.signature.get("data") or names.get(member.data, member.data)
-        found.setdefault((member.run.task, data, member.model), []).append(member)
+        data = member.signature.get("data") or names.get(sections[member], sections[member])
+        key = member.run.task, data, _text(member.run.recipe.get("model"))
+        by_data.setdefault(key, []).append(member)
     runs = [member.run for member in members]
     groups = []
-    for (task, _, _), belonging in found.items():
+    for (task, _, _), belonging in by_data.items():
         splits = ("test", "valid") if split is None else (split,)
-        prints = [member.fingerprint(splits) for member in belonging]
-        known = next((print_ for print_ in prints if print_), None)
-        parts: dict[str | None, list[Member]] = {}
-        for member, print_ in zip(belonging, prints, strict=True):
-            parts.setdefault(print_ or known, []).append(member)
-        groups += [_group(task, part, split or _split(part), runs) for part in parts.values()]
-    first = {id(member): index for index, member in enumerate(members)}
-    return sorted(groups, key=lambda group: min(first[id(member)] for member in group.members))
+        analysed = [[part for name in splits if (part := m.split(name))] for m in belonging]
+        known = next((parts[0]["fingerprint"] for parts in analysed if parts), None)
+        by_examples: dict[str | None, list[Member]] = {}
+        for member, parts in zip(belonging, analysed, strict=True):
+            examples = parts[0]["fingerprint"] if parts else known
+            by_examples.setdefault(examples, []).append(member)
+        groups += [_group(task, m, split or _split(m), runs) for m in by_examples.values()]
+    first = {member: index for index, member in enumerate(members)}
+    return sorted(groups, key=lambda group: min(first[member] for member in group.members))
 
 
 def _split(members: Iterable[Member]) -> str:
@@ -484,22 +469,21 @@ def _split(members: Iterable[Member]) -> str:
 
 def _group(task: str, members: Sequence[Member], split: str, runs: Sequence[Run]) -> Group:
     locations = find_analysis(task).locations
-    recipes: dict[str, dict[str, Any]] = {}
-    found: dict[str, list[Member]] = {}
+    by_recipe: dict[str, tuple[dict[str, Any], list[Member]]] = {}
     for member in members:
         recipe = _canonical(member.run, runs, locations)
-        recipes.setdefault(_text(recipe), recipe)
-        found.setdefault(_text(recipe), []).append(member)
+        by_recipe.setdefault(_text(recipe), (recipe, []))[1].append(member)
     notes: list[str] = []
     variants = []
-    for key, label in zip(found, _labels(list(recipes.values())), strict=True):
+    labels = _labels([recipe for recipe, _ in by_recipe.values()])
+    for (recipe, repeated), label in zip(by_recipe.values(), labels, strict=True):
         seeds: dict[int, Member] = {}
         # Of two runs of one seed the one that has a score, else the one given first.
-        for member in sorted(found[key], key=lambda m: (m.run.seed, m.score(split) is None)):
+        for member in sorted(repeated, key=lambda m: (m.run.seed, m.score(split) is None)):
             kept = seeds.setdefault(member.run.seed, member)
             if kept is not member:
                 notes.append(f"{member.name} is left out: {kept.name} has the same recipe and seed")
-        variant = Variant(label, recipes[key], seeds)
+        variant = Variant(label, recipe, seeds)
         marked = f"{label} {NEVER_ACTIVE}" if variant.never_active else label
         variants.append(replace(variant, label=marked))
     return Group(task, split, variants, notes)

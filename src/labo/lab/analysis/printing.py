@@ -7,12 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..tables import Cell, Column, Row, Table, filled, to_markdown
-from .distillation import student_table
-from .groups import Difference, Group
+from .groups import Group
 from .task import find_analysis
-
-SEEDS_NOTE = "in parentheses: 95 % interval over seeds; p: exact paired test over seeds"
-EXAMPLES_NOTE = "p examples: paired bootstrap over examples, of the mean over seeds"
 
 
 def as_text(
@@ -21,22 +17,20 @@ def as_text(
     left_out: Sequence[str] = (),
 ) -> str:
     """Verdicts, tables and notes of the documents of runs and of their comparison."""
+    analysed = {document["name"]: document["splits"] for document in documents}
     verdicts = "".join(
-        f"{document['name']}: {found['verdict']}\n"
-        for document in documents
-        if (found := document["splits"].get(comparison["split"]))
+        f"{name}: {splits[comparison['split']]['verdict']}\n"
+        for name, splits in analysed.items()
+        if comparison["split"] in splits
     )
     tables = []
     for group in comparison["groups"]:
         kind = find_analysis(group["task"])
         tables.append(_methods(group, comparison["split"]))
         if group["differences"]:
-            found = {f"{d['method']} - {d['reference']}": d for d in group["differences"]}
-            tables.append(_difference_table("differences", kind.headline, found))
+            named = {f"{d['method']} - {d['reference']}": d for d in group["differences"]}
+            tables.append(_difference_table("differences", kind.headline, named))
         tables += kind.group_tables(group)
-    for task in dict.fromkeys(row["task"] for row in comparison["distillation"]):
-        rows = [row for row in comparison["distillation"] if row["task"] == task]
-        tables.append(student_table(rows, find_analysis(task).headline))
     every = dict.fromkeys([*left_out, *_run_notes(documents), *comparison["notes"]])
     notes = "".join(f"note: {note}\n" for note in every)
     return "\n".join(filter(None, [verdicts, *map(to_markdown, tables), notes]))
@@ -59,8 +53,8 @@ def _methods(group: Mapping[str, Any], split: str) -> Table:
             {
                 "runs": Cell(len(method["runs"])),
                 **{
-                    name: Cell(found["mean"], found["std"])
-                    for name, found in method["measures"].items()
+                    name: Cell(measure["mean"], measure["std"])
+                    for name, measure in method["measures"].items()
                 },
             },
         )
@@ -75,26 +69,29 @@ def _methods(group: Mapping[str, Any], split: str) -> Table:
 
 def difference_table(caption: str, groups: Mapping[str, Group]) -> Table | None:
     """The differences of groups with one headline metric; their names begin the rows."""
-    found = {
+    differences = {
         f"{name}: {difference.variant} - {difference.reference}": vars(difference)
         for name, group in groups.items()
         for difference in group.differences
     }
-    if not found:
+    if not differences:
         return None
-    return _difference_table(caption, next(iter(groups.values())).kind.headline, found)
+    return _difference_table(caption, next(iter(groups.values())).kind.headline, differences)
 
 
-def difference_notes(differences: Iterable[Difference]) -> list[str]:
-    """How the numbers of differences were computed."""
+def difference_notes(differences: Iterable[Mapping[str, Any]]) -> list[str]:
+    """How the numbers of differences were computed; each has the keys of ``Difference``."""
     differences = list(differences)
     notes = []
-    smallest = [found.smallest_p for found in differences if found.smallest_p is not None]
+    smallest = [d["smallest_p"] for d in differences if d["smallest_p"] is not None]
     if smallest:
-        seeds = max(len(found.seeds) for found in differences)
-        notes.append(f"{SEEDS_NOTE}, at least {min(smallest):.3g} with {seeds} seeds")
-    if any(found.p_bootstrap is not None for found in differences):
-        notes.append(EXAMPLES_NOTE)
+        seeds = max(len(d["seeds"]) for d in differences)
+        notes.append(
+            "in parentheses: 95 % interval over seeds; p: exact paired test over seeds, at least "
+            f"{min(smallest):.3g} with {seeds} seeds"
+        )
+    if any(d["p_bootstrap"] is not None for d in differences):
+        notes.append("p examples: paired bootstrap over examples, of the mean over seeds")
     return notes
 
 
@@ -105,22 +102,19 @@ def _difference_table(
         Row(
             label,
             {
-                "seeds": Cell(len(found["seeds"])),
-                "mean": Cell(found["mean"], interval=found["interval"]),
-                **{key: Cell(found[key]) for key in ("p", "smallest_p", "p_bootstrap")},
+                "seeds": Cell(len(difference["seeds"])),
+                "mean": Cell(difference["mean"], interval=difference["interval"]),
+                "p": Cell(difference["p"]),
+                "p_bootstrap": Cell(difference["p_bootstrap"]),
             },
         )
-        for label, found in differences.items()
+        for label, difference in differences.items()
     ]
     columns = [
         Column("seeds", "seeds", digits=0),
         replace(headline, key="mean", heading=f"Δ {headline.heading}", signed=True, better=0),
         Column("p", "p", digits=4),
-        Column("smallest_p", "smallest p", digits=4),
         Column("p_bootstrap", "p examples", digits=3),
     ]
-    shown = filled(columns, rows)
-    keys = {column.key for column in shown}
-    notes = [SEEDS_NOTE] if "p" in keys else []
-    notes += [EXAMPLES_NOTE] if "p_bootstrap" in keys else []
-    return Table(caption, shown, rows, notes=notes)
+    notes = difference_notes(differences.values())
+    return Table(caption, filled(columns, rows), rows, notes=notes)

@@ -99,8 +99,8 @@ class Run:
     @property
     def num_classes(self) -> int | None:
         """The number of classes, or of target tokens; None before there is a model."""
-        found = self.model.get("labo", self.model).get("num_classes")
-        return None if found is None else int(found)
+        number = self.model.get("labo", self.model).get("num_classes")
+        return None if number is None else int(number)
 
     def records_file(self, split: str) -> Path:
         return self.path / "records" / f"{split}.jsonl"
@@ -163,10 +163,8 @@ class _Conditions(_Content):
     threads: int
 
 
-def _object(value: Any, model: type[BaseModel], path: Path, prefix: str = "") -> dict[str, Any]:
-    """A JSON object as it is; refused if a key that labo reads is wrong."""
-    atomic.checked(value, model, path, prefix)
-    return value
+class _Launches(_Content):
+    launches: list[_Conditions]
 
 
 # ------------------------------------------------------------------ the run
@@ -186,7 +184,9 @@ def read_run(path: str | Path) -> Run:
     metrics: list[dict[str, Any]] = []
     problems: list[str] = []
     try:
-        recipe = _object(read_document(path / "recipe.yaml"), _Recipe, path / "recipe.yaml")
+        document = read_document(path / "recipe.yaml")
+        atomic.checked(document, _Recipe, path / "recipe.yaml")
+        recipe = document
         metrics = read_metrics(path / "metrics.jsonl", problems)
         results = read_results(path)
         RunDirectory(path).verify_records()
@@ -201,10 +201,10 @@ def read_run(path: str | Path) -> Run:
 
 def read_results(path: Path) -> dict[str, Any] | None:
     """``results.json`` of a run directory, checked; None if the run is not finished."""
-    found = _read_object(path / "results.json", _Results)
-    if found is not None:
-        RunDirectory(path).verify_results(found)
-    return found
+    results = _read_object(path / "results.json", _Results)
+    if results is not None:
+        RunDirectory(path).verify_results(results)
+    return results
 
 
 def sound_run(path: str | Path) -> Run:
@@ -239,8 +239,12 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_object(path: Path, model: type[BaseModel]) -> dict[str, Any] | None:
-    """A JSON object that fits a model, or None if there is no such file."""
-    return _object(_read_json(path), model, path) if path.is_file() else None
+    """A JSON object as it is, or None if there is no such file; refused if it does not fit."""
+    if not path.is_file():
+        return None
+    content = _read_json(path)
+    atomic.checked(content, model, path)
+    return content
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -277,11 +281,11 @@ def newest_metrics(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
         start = max(path.stat().st_size - size, 0)
         file.seek(start)
         lines = file.read().split(b"\n")
-    found = []
+    metrics = []
     for line in lines[1 if start else 0 : -1]:
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+            metrics.append(json.loads(line))
+    return [line for line in metrics if isinstance(line, dict)]
 
 
 def _metrics_line(text: bytes) -> dict[str, Any] | str:
@@ -297,21 +301,10 @@ def _metrics_line(text: bytes) -> dict[str, Any] | str:
 
 
 def read_conditions(path: Path) -> list[dict[str, Any]]:
-    """The conditions of each kind of launch of a run, from its ``conditions.json``.
-
-    An older version of ``labo compare`` wrote such a file beside the run directories.
-    """
-    found: list[dict[str, Any]] = []
-    for folder, key in ((path.parent, path.name), (path, "launches")):
-        file = folder / "conditions.json"
-        content = _object(_read_json(file), _Content, file) if file.is_file() else {}
-        entries = content.get(key, [])
-        if not isinstance(entries, list):
-            raise RequestError(f"{file}: {key}: not a list")
-        for entry in entries:
-            _object(entry, _Conditions, file, f"{key}.")
-        found += [entry for entry in entries if entry not in found]
-    return found
+    """The conditions of each kind of launch of a run, from its ``conditions.json``."""
+    content = _read_object(path / "conditions.json", _Launches) or {"launches": []}
+    launches: list[dict[str, Any]] = content["launches"]
+    return launches
 
 
 def digests(run: Run) -> dict[str, str]:

@@ -7,8 +7,8 @@ something is computed. Every number may be null where it is undefined.
 
 ``analysis.json``::
 
-    {"format": 4, "digest": SHA-256 of the rest,
-     "name": folder name, "task": a name of TASKS, "method": {"name", hyper-parameters}, "seed": 0,
+    {"format": 4, "name": folder name, "task": a name of TASKS, "seed": 0,
+     "method": {"name", hyper-parameters},
      "inputs": {file: sha256},                       the files it was computed from
      "options": {name: value},                       options of the task
      "training": {"loss": {"step": [], "loss": []}, "valid": {"step": [], METRIC: []},
@@ -20,52 +20,28 @@ something is computed. Every number may be null where it is undefined.
 
 A SPLIT has the number of ``examples``, their ``fingerprint`` (equal for equal examples, whatever
 was predicted), a ``temperature`` that was fitted on the validation split (or null), a ``verdict``
-(a sentence about confidence) and ``views``: a VIEW is a set of predictions, with what
-:func:`labo.lab.analysis.views.view` measures of them. The views of the tasks are:
-
-- classification: ``before`` (the predictions of the model) and, on the test split, ``after`` (with
-  the temperature);
-- translation: ``forced`` (every reference token, given the true prefix), ``forced_after`` (the same
-  with the temperature, on the test split) and ``decoded`` (the tokens of the output; those that a
-  minimum edit-distance alignment matches are right);
-- language modelling: ``forced`` and ``forced_after``, of the tokens that are recorded.
-
-Besides, a SPLIT of classification has ``"logit_norm": {"p": 2, "aurc": a} or null``: the ranking by
-the largest logit, divided by the p-norm of the centred logits; p is null if none is better on the
-validation split. One of translation has, with PART one of most, medium, least::
-
-    {"bleu": b, "bleu_signature": text, "pairs": {"de-en": {"bleu": b}},
-     "frequency": {"rule": "thirds" | "slices of 2400", "left_over": n,
-                   PART: {"examples": n, "mean_frequency": f, "bleu": b}} or null,
-     "confidence": {"edges": [21], "shares": {"all" | PART: [20]}, "mean": {...}, "peak": {...}},
-     "lengths": {"beams": {"1": {"ratio"}, ...}} or null}
-
-and one of language modelling ``bits_per_byte``, ``nll`` of a token in nats, ``tokens``, ``bytes``.
-
-LABELS are those of :func:`labo.lab.analysis.labels.shown_labels`, with title and context of the
-sample and the hyper-parameters ``alpha_ls``, ``tau`` and ``rho`` (null if alpha is fixed).
+(a sentence about confidence), ``views`` and what ``analyze_split`` of the task adds. A VIEW is what
+:func:`labo.lab.analysis.views.view` measures of a set of predictions: in classification ``before``
+and, on the test split, ``after`` the temperature; of text ``forced`` and ``forced_after`` (every
+reference token, given the true prefix) and in translation ``decoded`` (the tokens of the output;
+those that a minimum edit-distance alignment matches are right). LABELS are those of
+:func:`labo.lab.analysis.labels.shown_labels`, with the sample and the hyper-parameters.
 
 :func:`analyze_runs` returns::
 
-    {"format": 4, "split": "test", "groups": [GROUP], "notes": [sentence],
-     "distillation": [{"method", "teacher_method", "task", "student_score", "teacher_score"}]}
+    {"format": 4, "split": "test", "groups": [GROUP], "notes": [sentence]}
 
-A GROUP, see :mod:`labo.lab.analysis.groups`::
+A GROUP, see :mod:`labo.lab.analysis.groups`; a task may add to it, as translation does::
 
     {"task", "examples": n, "metric": the headline metric, "runs": [name],
      "methods": [{"method": label, "name": method name, "runs": [name], "seeds": [],
                   "measures": {MEASURE: {"mean", "std" (n-1; null for one run), "values": []}}}],
      "references": [label],                          base and ls, or else the first
-     "differences": [{"method": label, and what groups.Difference has}],
-     "frequency": {"rule", "references", "sizes", "left_over", "mean_frequency",
-                   "rows": [{"method", "bleu": {PART: b}, "differences": {label: {PART: d}}}]}}
-
-A MEASURE that no run has is absent. Only translation has ``frequency``.
+     "differences": [{"method": label, and what groups.Difference has}]}
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,16 +52,15 @@ import numpy as np
 
 from ..errors import RequestError
 from ..run import files as atomic
-from .distillation import students
 from .groups import Group, Member, Variant, group_runs
 from .labels import label_settings, shown_labels, stationary_table
 from .reading import Run, digests, noted, read_examples, read_run, sound_run
 from .significance import mean_std
 from .task import declared_options, find_analysis, read_options
-from .training import alpha_curve, training_curves
 
 FORMAT = 4
 FILE = "analysis.json"
+POINTS = 500  # at most, of the curve of the loss
 
 
 # ------------------------------------------------------------------ one run
@@ -106,14 +81,14 @@ def analyze_run(
     """
     run = sound_run(path)
     kind = find_analysis(run.task)
-    if unknown := options.keys() - _accepted(run.task):
+    if unknown := options.keys() - _chosen(options, run.task).keys():
         raise RequestError(f"{run.task} has no option {', '.join(sorted(unknown))}")
     notes: list[str] = list(run.problems)
     chosen = run.splits() if splits is None else splits
     if not chosen:
         notes.append(f"there are no records: labo evaluate {run.path} writes them")
     labels = _labels(run)
-    document: dict[str, Any] = plain(
+    return plain(
         {
             "format": FORMAT,
             "name": run.name,
@@ -132,16 +107,6 @@ def analyze_run(
             "notes": list(dict.fromkeys(notes)),
         }
     )
-    return {**document, "digest": _digest(document)}
-
-
-def _accepted(task: str) -> set[str]:
-    return {option.name for option in declared_options("analyze", task)}
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_analysis(
@@ -174,7 +139,7 @@ def write_analyses(
 
 def _chosen(options: Mapping[str, Any], task: str) -> dict[str, Any]:
     """The options that are for a task."""
-    accepted = _accepted(task)
+    accepted = {option.name for option in declared_options("analyze", task)}
     return {name: value for name, value in options.items() if name in accepted}
 
 
@@ -189,13 +154,12 @@ def read_settings(paths: Iterable[str | Path], texts: Iterable[str]) -> dict[str
 
 
 def load_analysis(path: str | Path) -> dict[str, Any]:
-    """``RUN/analysis.json`` if it is unchanged and fits the files of the run; else a new one."""
+    """``RUN/analysis.json`` if it fits the files of the run; else a new one."""
     run = sound_run(path)
     try:
         document: dict[str, Any] = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         current = (
             document["format"] == FORMAT
-            and document["digest"] == _digest(document)
             and document["inputs"] == digests(run)
             and set(document["splits"]) == set(run.splits())
         )
@@ -231,26 +195,23 @@ def analyze_runs(
             members.append(Member(run, load_analysis(path) if split in run.splits() else None))
     if not members:
         raise RequestError("\n".join(problems))
-    runs = [member.run for member in members]
     notes = [f"left out: {problem}" for problem in problems]
     notes += [
-        f"{run.name} is not compared: it has no records of the {split} split"
-        for run in runs
-        if split not in run.splits()
+        f"{member.name} is not compared: it has no records of the {split} split"
+        for member in members
+        if split not in member.run.splits()
     ]
     groups = group_runs([member for member in members if member.split(split)], split)
     documents = [_group(group, options) for group in groups]
     notes += [note for group in groups for note in group.notes]
-    document: dict[str, Any] = plain(
+    return plain(
         {
             "format": FORMAT,
             "split": split,
             "groups": documents,
-            "distillation": students(runs, split),
             "notes": list(dict.fromkeys(notes)),
         }
     )
-    return document
 
 
 def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +222,7 @@ def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
         "runs": [member.name for member in group.members],
         "methods": [_method(group, variant) for variant in group.variants],
         "references": [reference.label for reference in group.references],
-        "differences": [{"method": found.variant, **vars(found)} for found in group.differences],
+        "differences": [{"method": d.variant, **vars(d)} for d in group.differences],
         **group.kind.compare_group(group, **_chosen(options, group.task)),
     }
 
@@ -303,12 +264,60 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# ------------------------------------------------------------------ curves and labels
+
+
 def _training(run: Run) -> dict[str, Any]:
     curves = training_curves(run.metrics)
     entropy, classes, alpha = curves["valid"].get("entropy"), run.num_classes, None
     if entropy is not None and classes is not None:
         alpha = alpha_curve(entropy, classes, run.method)
     return {**curves, "alpha": alpha}
+
+
+def training_curves(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The logged steps and the evaluations of ``metrics.jsonl`` as columns.
+
+    The loss has at most ``POINTS`` steps, evenly spaced; a metric is None where a line lacks it.
+
+    Example:
+        >>> lines = [{"step": 1, "loss": 2.0}, {"step": 1, "valid": {"nll": 1.5}}]
+        >>> training_curves(lines)["valid"]
+        {'step': [1], 'nll': [1.5]}
+    """
+    metrics = list(metrics)
+    steps = [line for line in metrics if "loss" in line]
+    if len(steps) > POINTS:
+        steps = [steps[i] for i in np.linspace(0, len(steps) - 1, POINTS).round().astype(int)]
+    evaluations = [line for line in metrics if line.get("valid")]
+    names = dict.fromkeys(name for line in evaluations for name in line["valid"])
+    columns = {name: [line["valid"].get(name) for line in evaluations] for name in names}
+    return {
+        "loss": {key: [line[key] for line in steps] for key in ("step", "loss")},
+        "valid": {"step": [line["step"] for line in evaluations], **columns},
+    }
+
+
+def alpha_curve(
+    entropy: Sequence[float | None], num_classes: int, method: Mapping[str, Any]
+) -> list[float | None]:
+    """LABO's mean alpha over training: the one a run used, or that LABO would have used.
+
+    alpha is linear in the entropy, so its mean follows from the mean entropy, in nats.
+
+    Example:
+        >>> alpha_curve([0.0], 10, {"name": "labo", "alpha": 0.3})
+        [0.3]
+        >>> alpha_curve([0.0], 10, {"name": "ls", "alpha": 0.1})
+        [1.0]
+    """
+    from ...smoothing import alpha_of_entropy
+
+    ours = method if method["name"] == "labo" else {}
+    if not isinstance(ours.get("alpha", "adaptive"), str):
+        return [ours["alpha"]] * len(entropy)
+    rho = ours.get("rho", 0.5)
+    return [None if h is None else alpha_of_entropy(h, num_classes, rho) for h in entropy]
 
 
 def _labels(run: Run) -> list[dict[str, Any]]:

@@ -1,9 +1,8 @@
 r"""Selective classification: answer where the confidence is high, abstain elsewhere.
 
 The risk at coverage n / N is the share of errors among the n predictions of highest confidence. The
-area under the risk-coverage curve, AURC, is the mean of the risk over all n. The excess AURC is the
-AURC minus that of the best order of the same predictions: it measures how well confidence ranks the
-errors last, whatever the accuracy. Label smoothing is known to make it worse (Xia et al. 2025).
+area under the risk-coverage curve, AURC, is the mean of the risk over all n. Label smoothing is
+known to make it worse (Xia et al. 2025).
 
 Predictions of equal confidence share their errors evenly, which is the mean over all their orders.
 So the order of the samples does not matter.
@@ -46,31 +45,8 @@ def aurc(confidence: Floats, right: Booleans) -> float:
     return float(risk_coverage(confidence, right)[1].mean())
 
 
-def best_aurc(size: int, errors: int) -> float:
-    r"""The AURC of the order that has every error last.
-
-    .. math:: \frac1N \sum_{n > N - E} \frac{n - (N - E)}{n}
-
-    Example:
-        >>> best_aurc(size=2, errors=1)
-        0.25
-    """
-    rank = np.arange(size - errors + 1, size + 1)
-    return float(((rank - (size - errors)) / rank).sum() / size)
-
-
-def excess_aurc(confidence: Floats, right: Booleans) -> float:
-    """AURC minus that of the best order: 0 if the confidence ranks every error last.
-
-    Example:
-        >>> excess_aurc(np.array([0.5, 0.9]), np.array([True, False]))
-        0.5
-    """
-    return aurc(confidence, right) - best_aurc(len(right), int((~right).sum()))
-
-
 def selective_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
-    """AURC, excess AURC, and at most ``CURVE_POINTS`` points of the curve.
+    """AURC, and at most ``CURVE_POINTS`` points of the curve.
 
     Example:
         >>> measures = selective_measures(np.array([0.9, 0.5]), np.array([True, False]))
@@ -80,8 +56,7 @@ def selective_measures(confidence: Floats, right: Booleans) -> dict[str, Any]:
     coverage, risk = risk_coverage(confidence, right)
     shown = np.unique(np.linspace(0, len(risk) - 1, CURVE_POINTS).round().astype(int))
     return {
-        "aurc": aurc(confidence, right),
-        "excess_aurc": excess_aurc(confidence, right),
+        "aurc": float(risk.mean()),
         "curve": {"coverage": coverage[shown].tolist(), "risk": risk[shown].tolist()},
     }
 

@@ -83,8 +83,8 @@ def t_quantile(p: float, freedom: int) -> float:
     return (low + high) / 2
 
 
-def t_interval(differences: Sequence[float]) -> list[float] | None:
-    r"""Student's 95 % interval of the mean, :math:`\bar d \pm t_{n-1}\, s / \sqrt n`: [low, high].
+def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    r"""Student's 95 % interval of the mean, :math:`\bar d \pm t_{n-1}\, s / \sqrt n`: low, high.
 
     None if there is a single difference or all are equal: no deviation can be estimated.
 
@@ -97,7 +97,7 @@ def t_interval(differences: Sequence[float]) -> list[float] | None:
         return None
     n = len(differences)
     reach = t_quantile(0.975, n - 1) * std / math.sqrt(n)
-    return [mean - reach, mean + reach]
+    return mean - reach, mean + reach
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
@@ -184,29 +184,21 @@ def example_draws(size: int) -> Integers:
     return np.bincount(shifted.ravel(), minlength=DRAWS * size).reshape(DRAWS, size)
 
 
-def paired_bootstrap(
-    ours: Sequence[Floats], theirs: Sequence[Floats]
-) -> tuple[float, list[dict[str, float]]]:
-    r"""Paired bootstrap test over examples, of the mean difference over seeds.
+def paired_bootstrap(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
+    r"""The p-value of the paired bootstrap over examples, of the mean difference over seeds.
 
     With :math:`d_0` the mean over seeds of the score differences on all examples and :math:`d_b`
     the same on draw b, the p-value is the share of draws with :math:`|d_b| - \overline{|d|} >
     |d_0|`, counted as (c + 1) / (B + 1). For one seed it is the p-value of sacrebleu.
 
-    For each seed the scores of both methods are (1 + B,): on all examples, then on each draw. The
-    second result is difference and p-value of each seed by itself.
+    For each seed the scores of both methods are (1 + B,): on all examples, then on each draw.
 
     Example:
         >>> scores = np.array([30.0, 29.0, 31.0])
         >>> paired_bootstrap([scores], [scores])
-        (1.0, [{'difference': 0.0, 'p': 1.0}])
+        1.0
     """
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    seeds = [{"difference": float(d[0]), "p": _bootstrap_p(d)} for d in differences]
-    return _bootstrap_p(np.mean(differences, axis=0)), seeds
-
-
-def _bootstrap_p(differences: Floats) -> float:
+    differences = np.mean([a - b for a, b in zip(ours, theirs, strict=True)], axis=0)
     if differences[0] == 0:
         return 1.0  # equal scores; the count below would give 1 / (B + 1) for equal outputs
     drawn = np.abs(differences[1:])

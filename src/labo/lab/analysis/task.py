@@ -42,8 +42,8 @@ class TaskAnalysis(ABC):
     """The analysis of a task. A subclass must read records and analyse a split of them.
 
     Attributes:
-        headline: the metric of ``results.json`` that methods are compared by, and how it is shown.
-        higher_is_better: whether a larger headline is better.
+        headline: the metric of ``results.json`` that methods are compared by, and how it is shown;
+            ``better`` is 1 or -1.
         scores: the other metrics that tables show, in order. CSV and JSON files have all metrics.
         measures: the columns of the table of ``labo analyze``: numbers of :meth:`measure`.
         bootstraps: whether :meth:`bootstrap_scores` is defined.
@@ -57,7 +57,6 @@ class TaskAnalysis(ABC):
     """
 
     headline: Column = Column("accuracy", "accuracy %", scale=100, better=1)
-    higher_is_better: bool = True
     scores: Sequence[Column] = ()
     measures: Sequence[Column] = ()
     bootstraps: bool = False

@@ -143,9 +143,9 @@ def _check_data(comparison: Comparison) -> None:
         if not all(_is_scored(run) for run in runs):
             recipe = runs[0].recipe
             # Also whether the data are there; and they are made once, if they are made.
-            found = find_task(recipe.task)(recipe).fingerprint
+            fingerprint = find_task(recipe.task)(recipe).fingerprint
             for path in begun:
-                RunDirectory(path).check_data(found)
+                RunDirectory(path).check_data(fingerprint)
         known = {path: data for path, data in begun.items() if data is not None}
         if len(set(known.values())) > 1:
             each = "; ".join(f"{path.name}: {data}" for path, data in known.items())
@@ -205,15 +205,15 @@ def _training_status(run: PlannedRun) -> str:
     """How far a run is, and its last validation score."""
     metric = run.recipe.train.select
     if (results := run.results()) is not None:
-        found = results.get("valid", {}).get(metric)
-        score = "finished" if found is None else f"valid {metric} {found:.4f}"
+        value = results.get("valid", {}).get(metric)
+        score = "finished" if value is None else f"valid {metric} {value:.4f}"
         return f"{score} in {results.get('seconds') or 0:.0f} s"
     metric = run.recipe.selected_by
     progress, score, epochs = "starting", "", run.recipe.train.epochs
     for line in newest_metrics(run.directory.metrics_file):
         if "epoch" in line:
             progress = f"epoch {line['epoch']}" + (f"/{epochs}" if epochs else "")
-        found = line.get("valid")
-        if isinstance(found, dict) and isinstance(found.get(metric), float):
-            score = f"  {found[metric]:.4f}"
+        scores = line.get("valid")
+        if isinstance(scores, dict) and isinstance(scores.get(metric), float):
+            score = f"  {scores[metric]:.4f}"
     return progress + score

@@ -62,9 +62,9 @@ class GridAxis:
         neighbour = self.numbers[1 if here == self.numbers[0] else -2]
         ratio = here / neighbour if neighbour else 0.0
         geometric = ratio > 0 and max(ratio, 1 / ratio) >= 1.5
-        found = here * ratio if geometric else 2 * here - neighbour
+        following = here * ratio if geometric else 2 * here - neighbour
         whole = all(text.isdecimal() for text in self.values)
-        text = str(round(found)) if whole else f"{found:.4g}"
+        text = str(round(following)) if whole else f"{following:.4g}"
         return None if text in self.values else text
 
     def extended(self, value: str) -> GridAxis:

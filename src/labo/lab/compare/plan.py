@@ -59,8 +59,8 @@ class PlannedRun:
     def score(self) -> float | None:
         """The validation score that selects among runs; None without one."""
         metric = find_analysis(self.recipe.task).headline.key
-        found: float | None = (self.results() or {}).get("valid", {}).get(metric)
-        return found
+        score: float | None = (self.results() or {}).get("valid", {}).get(metric)
+        return score
 
     def problem(self) -> str | None:
         """Why a run that has ended cannot be used."""
@@ -85,7 +85,7 @@ class Choice:
     @property
     def trials(self) -> int:
         """How many places were tried."""
-        return sum(bool(found) for found in self.scores.values())
+        return sum(map(bool, self.scores.values()))
 
 
 _EXTENSIONS = 5  # values that are added to an axis, for each method
@@ -209,19 +209,19 @@ class Comparison:
         scores: dict[str, list[float]] = {}
         for run in self.runs:
             if run.variant == variant:
-                found = scores.setdefault(run.point, [])
+                of_point = scores.setdefault(run.point, [])
                 if (score := run.score()) is not None:
                     runs.setdefault(run.point, []).append(run)
                     if run.seed in self._seeds[: self.select_seeds]:
-                        found.append(score)
+                        of_point.append(score)
         if not any(scores.values()):
             return Choice("", (), {})
-        sign = 1 if find_analysis(self.runs[0].recipe.task).higher_is_better else -1
+        sign = find_analysis(self.runs[0].recipe.task).headline.better
 
         def merit(point: str) -> tuple[int, float]:
             """A point at which a seed failed is chosen only if every point has a failed seed."""
-            found = scores[point]
-            return len(found), sign * statistics.fmean(found) if found else 0.0
+            some = scores[point]
+            return len(some), sign * statistics.fmean(some) if some else 0.0
 
         point = max(scores, key=merit)
         return Choice(point, tuple(runs[point]), scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ..analysis.groups import Group, Member, Variant, group_runs, mean_cell, paired_numbers
@@ -19,45 +19,39 @@ SPLIT = "test"
 
 @dataclass(frozen=True, eq=False)
 class ComparedRow:
-    """A row of the table: a requested method and the finished runs it is about."""
+    """A row of the table: a requested method and the finished runs it is about.
+
+    Variant and group are empty if no run is finished, or if all of them repeat runs of another row.
+    """
 
     choice: Choice  # the runs that were selected
-    # What :func:`labo.lab.analysis.groups.group_runs` makes of them; None if no run is finished, or
-    # if all of them repeat runs of another row
-    variant: Variant | None
-    group: Group | None  # the group of the variant
+    variant: Variant  # what :func:`labo.lab.analysis.groups.group_runs` makes of them
+    group: Group  # the group of the variant
 
+    @property
     def scored(self) -> dict[int, Member]:
         """The runs with scores on the test split, by seed."""
-        members = {} if self.variant is None else self.variant.members
+        members = self.variant.members
         return {seed: member for seed, member in members.items() if SPLIT in member.results}
 
     def cell(self, metric: str) -> Cell:
         """Mean and standard deviation of a metric on the test split."""
-        return (
-            Cell() if self.variant is None else self.variant.cell(lambda m: m.metric(SPLIT, metric))
-        )
-
-    def base(self) -> Variant | None:
-        """The variant that times and memory are relative to."""
-        return None if self.group is None else self.group.first(BASE)
+        return self.variant.cell(lambda member: member.metric(SPLIT, metric))
 
     def time(self) -> Cell:
         """Seconds per step relative to base."""
-        if self.variant is None or self.group is None:
-            return Cell()
         return mean_cell(self.group.step_times(self.variant))
 
     def memory(self) -> Cell:
         """Peak memory minus that of the base run of the same seed, in bytes."""
-        base = self.base()
-        if self.variant is None or base is None:
+        base = self.group.first(BASE)
+        if base is None:
             return Cell()
         paired = paired_numbers(self.variant, base, lambda m: m.results.get("peak_memory"))
         return mean_cell(paired.values())
 
 
-NO_RUNS = ComparedRow(Choice("", (), {}), None, None)
+NO_RUNS = ComparedRow(Choice("", (), {}), Variant("", {}, {}), Group("", SPLIT, ()))
 
 
 def compared_rows(comparison: Comparison) -> tuple[dict[str, ComparedRow], list[Group]]:
@@ -68,17 +62,12 @@ def compared_rows(comparison: Comparison) -> tuple[dict[str, ComparedRow], list[
     groups = group_runs([Member(run) for run in runs if run.state.kind != "broken"], SPLIT)
     rows = {}
     for label, choice in choices.items():
+        rows[label] = replace(NO_RUNS, choice=choice)
         chosen = {run.path for run in choice.runs}
-        found = next(
-            (
-                (variant, group)
-                for group in groups
-                for variant in group.variants
-                if any(member.run.path in chosen for member in variant.members.values())
-            ),
-            (None, None),
-        )
-        rows[label] = ComparedRow(choice, *found)
+        for group in groups:
+            for variant in group.variants:
+                if chosen & {member.run.path for member in variant.runs}:
+                    rows[label] = ComparedRow(choice, variant, group)
     return rows, groups
 
 
@@ -89,12 +78,12 @@ def tabulate(comparison: Comparison) -> Table:
     metrics = dict.fromkeys(  # in order of appearance
         name
         for row in compared.values()
-        for member in row.scored().values()
+        for member in row.scored.values()
         for name in member.results[SPLIT]
     )
     rows, labels = [], {}
     for asked, row in compared.items():
-        labels[asked] = asked if row.variant is None else row.variant.label
+        labels[asked] = row.variant.label or asked
         point = f" ({row.choice.point})" if row.choice.point else ""
         rows.append(Row(labels[asked] + point, _cells(row, metrics)))
     known = [kind.headline, *kind.scores]
@@ -106,7 +95,7 @@ def tabulate(comparison: Comparison) -> Table:
     if comparison.grid:
         counts.append(Column("trials", "trials", digits=0))
     columns = [*counts, *scores[:1], *filled(differences, rows), *scores[1:]]
-    if any(row.base() is not None for row in compared.values()):
+    if any(group.first(BASE) for group in groups):
         columns += [
             Column("time", "time", suffix="x"),
             Column("memory", "memory MB", digits=0, scale=1e-6, signed=True),
@@ -122,15 +111,12 @@ def tabulate(comparison: Comparison) -> Table:
 
 
 def _cells(row: ComparedRow, metrics: Iterable[str]) -> dict[str, Cell]:
-    scored = row.scored()
     cells = {metric: row.cell(metric) for metric in metrics}
-    cells["runs"] = Cell(len(scored))
+    cells["runs"] = Cell(len(row.scored))
     cells["trials"] = Cell(row.choice.trials)
-    for name in ("seconds", "peak_memory"):
-        found = [member.results.get(name) for member in scored.values()]
-        cells[name] = mean_cell(number for number in found if number is not None)
-    if row.group is not None and row.variant is not None:
-        cells |= row.group.difference_cells(row.variant)
+    cells["seconds"] = row.variant.cell(lambda member: member.results.get("seconds"))
+    cells["peak_memory"] = row.variant.cell(lambda member: member.results.get("peak_memory"))
+    cells |= row.group.difference_cells(row.variant)
     return cells | {"time": row.time(), "memory": row.memory()}
 
 
@@ -147,8 +133,8 @@ def _notes(
         if row.choice.point:
             notes.append(f"{labels[asked]}: {_selection(row.choice, metric, comparison)}")
             notes += [f"{labels[asked]}: {note}" for note in _edges(comparison, row.choice)]
-        if len(row.scored()) < comparison.seeds:
-            finished = f"{len(row.scored())} of {comparison.seeds} runs are finished"
+        if len(row.scored) < comparison.seeds:
+            finished = f"{len(row.scored)} of {comparison.seeds} runs are finished"
             notes.append(f"{labels[asked]}: {finished}")
     notes += [
         f"{run.path.name} is left out: {problem}"
@@ -156,12 +142,12 @@ def _notes(
         if (problem := run.problem()) is not None
     ]
     for group in groups:
-        notes += difference_notes(group.differences)
+        notes += difference_notes(map(vars, group.differences))
         notes += group.notes
     if len(groups) > 1:
         names = " and ".join(", ".join(v.label for v in group.variants) for group in groups)
         notes.append(f"{names} were trained on different data and are not compared")
-    if any(row.base() is not None for row in rows.values()):
+    if any(group.first(BASE) for group in groups):
         notes += _cost_notes(comparison.runs)
     return notes
 

@@ -93,7 +93,6 @@ class LanguageAnalysis(TokenAnalysis):
     """Bits per byte, over all documents; calibration, over the recorded tokens."""
 
     headline = Column("bits_per_byte", "bits per byte", digits=4, better=-1)
-    higher_is_better = False
     scores = (
         Column("perplexity", "perplexity", better=-1),
         Column("nll", "NLL", digits=3, better=-1),

@@ -3,8 +3,7 @@
 ``gather`` reads the runs and sorts them into groups. ``summary`` makes the first screen,
 ``results`` and ``figures`` the tables and figures that every task has, ``task`` finds what a task
 adds. ``charts`` draws with matplotlib, in the style of ``charts.mplstyle``; ``palette`` says how a
-method looks. ``embed`` prepares the samples of the label explorer, and ``page.html.j2`` is the
-page.
+method looks, and ``page.html.j2`` is the page.
 
 Torch is needed only for runs that were not analyzed yet.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,16 +25,19 @@ import jinja2
 from markupsafe import Markup
 
 from ... import __version__
+from ..analysis.labels import DIGITS, STEP, STRENGTHS, TAUS
+from ..analysis.reading import read_examples
 from ..errors import RequestError
 from ..run import files as atomic
 from ..tables import NOTHING, Cell, Column, best_rows, shown_cell
-from . import embed, figures, palette, results, summary
+from . import figures, palette, results, summary
 from .charts import swatch
-from .gather import Listing, ReportGroup, differing, make_groups, method_text, read_runs
+from .gather import Listing, ReportGroup, make_groups, method_text, read_runs
 from .task import find_report
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "explorer.js", "sentences.js")
+_SAMPLES = 60  # at most, in the explorer
 _SENTENCES_BUDGET = 1_500_000  # characters of all sentence browsers together
 
 __all__ = ["write_report"]
@@ -124,7 +127,7 @@ def _content(
         "sections": _sections(contexts),
         "browsers": _browsers(groups),
         "label": _label(groups),
-        "explorer": embed.explorer_data(groups),
+        "explorer": explorer_data(groups),
         "left_out": _left_out(listings, groups, left_out),
     }
 
@@ -155,8 +158,7 @@ def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
         "styles": {variant.label: variant.style for variant in group.shown},
         "notes": group.notes,
         "results": results.results_table(group),
-        "bootstrapped": any(found.p_bootstrap is not None for found in group.differences),
-        "differing": differing(group),
+        "bootstrapped": any(d.p_bootstrap is not None for d in group.differences),
         "training": figures.training_figures(group, name, task.validation(group.task)),
         "confidence_table": confidence,
         "confidence_text": results.confidence_text(group, confidence),
@@ -167,19 +169,19 @@ def _group_context(group: ReportGroup, name: str) -> dict[str, Any]:
 
 def _sections(contexts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sections that tasks add, each with its groups."""
-    found: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for context in contexts:
         if section := context["section"]:
             entry = {"name": section.name, "title": section.title, "groups": []}
-            found.setdefault(section.name, entry)["groups"].append(context)
-    return list(found.values())
+            sections.setdefault(section.name, entry)["groups"].append(context)
+    return list(sections.values())
 
 
 def _browsers(groups: Sequence[ReportGroup]) -> dict[str, dict[str, Any]]:
     """Group title -> what its sentence browser shows, for the groups that have one."""
     budget = _SENTENCES_BUDGET // len(groups)
-    found = {group.title: find_report(group.task).browser(group, budget) for group in groups}
-    return {title: content for title, content in found.items() if content is not None}
+    browsers = {group.title: find_report(group.task).browser(group, budget) for group in groups}
+    return {title: content for title, content in browsers.items() if content is not None}
 
 
 def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
@@ -188,6 +190,48 @@ def _label(groups: Sequence[ReportGroup]) -> figures.Figure | None:
     if member is None:
         return None
     return figures.label_figure(member, "label", find_report(member.run.task).class_names)
+
+
+def explorer_data(groups: Sequence[ReportGroup]) -> dict[str, Any] | None:
+    """The samples of one seed of each method with examples, those of LABO first; None without."""
+    samples: list[dict[str, Any]] = []
+    stationary: dict[str, Any] = {}
+    variants = [(group, variant) for group in groups for variant in group.shown]
+    for group, variant in sorted(variants, key=lambda pair: pair[1].name != "labo"):
+        member = variant.runs[0]
+        analysis = member.analysis or {"labels": [], "stationary": {}}
+        content = read_examples(member.run) or {"examples": []}
+        class_names = find_report(group.task).class_names
+        stationary |= analysis["stationary"]
+        for label, example in zip(analysis["labels"], content["examples"], strict=True):
+            if not math.isfinite(example["logits"][example["target"]]):
+                continue  # a masked target has no label
+            image = example.get("image")
+            is_image = isinstance(image, str) and image.startswith("data:image/")
+            samples.append(
+                {
+                    "title": label["title"],
+                    "run": member.marked_name,
+                    "context": label["context"],
+                    "image": image if is_image else None,
+                    "names": class_names(label["classes"]),
+                    "target": label["target"],
+                    "onehot": label["one_hot"],
+                    "p": [round(mass, DIGITS) for mass in label["prediction"]],
+                    **label["sliders"],
+                }
+            )
+    if not samples:
+        return None
+    samples = samples[:_SAMPLES]
+    needed = {str(sample["classes"]) for sample in samples}
+    return {
+        "examples": samples,
+        "taus": TAUS,
+        "strengths": STRENGTHS,
+        "step": STEP,
+        "stationary": {count: table for count, table in stationary.items() if count in needed},
+    }
 
 
 def _missing(listings: Sequence[Listing], left_out: Mapping[Path, str]) -> list[str]:

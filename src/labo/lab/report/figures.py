@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from ..analysis.groups import Member
+from ..analysis.groups import Member, mean_cell
 from ..analysis.significance import wilson
 from ..run import files as atomic
 from ..tables import Column
@@ -366,8 +366,7 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return mean_cell(value for value in values if value is not None).value
 
 
 # ------------------------------------------------------------------ one label
@@ -399,9 +398,9 @@ def label_figure(
     caption = (
         f"The label of one sample of class “{names[shown['target']]}” ({shown['title']}) in three "
         f"methods, over the {len(names)} classes that are most probable for the model "
-        f"{member.name}. Label smoothing (α = {shown['alpha_ls']:g}) gives all other classes the "
-        f"same mass. LABO (τ = {shown['tau']:g}, {alpha} α = {shown['alpha']:.3f}) gives more mass "
-        "to the classes that the model finds probable (Figure 1c of the paper)."
+        f"{member.marked_name}. Label smoothing (α = {shown['alpha_ls']:g}) gives all other "
+        f"classes the same mass. LABO (τ = {shown['tau']:g}, {alpha} α = {shown['alpha']:.3f}) "
+        "gives more mass to the classes that the model finds probable (Figure 1c of the paper)."
     )
     return Figure(name, "Three labels of one sample", panels, caption, signature_line([member]))
 

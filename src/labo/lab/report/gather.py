@@ -12,7 +12,6 @@ from ..analysis.groups import Group, Member, Variant, group_runs
 from ..analysis.reading import Run, State, read_run
 from ..analysis.run import FILE, analyze_run, load_analysis
 from ..analysis.task import find_analysis
-from ..config import differing_keys
 from ..errors import RequestError
 from .palette import OWN, Style, styles
 
@@ -175,13 +174,6 @@ def _section(member: Member, name: str) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def differing(group: ReportGroup) -> str:
-    """The recipe keys besides method and seed in which the runs differ; empty if in none."""
-    first, *others = [variant.recipe for variant in group.shown]
-    keys = {key for other in others for key in differing_keys(first, other)}
-    return ", ".join(sorted(key for key in keys if key.split(".")[0] != "method"))
-
-
 # ------------------------------------------------------------------ signatures
 
 
@@ -192,7 +184,7 @@ def method_text(method: Mapping[str, Any]) -> str:
         >>> method_text({"name": "ls", "alpha": 0.1})
         'ls alpha=0.1'
     """
-    hyper = [f"{key}={value}" for key, value in method.items() if key != "name"]
+    hyper = [f"{k}={v}" for k, v in method.items() if k != "name" and v is not None]
     return " ".join([str(method["name"]), *hyper])
 
 

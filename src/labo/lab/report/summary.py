@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from ..analysis.groups import Difference, mean_cell
@@ -32,7 +32,7 @@ class Verdict:
 def verdict(group: ReportGroup, confidence: Table | None) -> Verdict:
     """The best method of a group, its differences to the references, its costs, and the others."""
     scored = _scored(group)
-    headline = _headline(group)
+    headline = group.kind.headline
     if not scored:
         return Verdict(group.title, (), "No run is finished yet.")
     best = scored[0]
@@ -235,7 +235,7 @@ def summary_figure(groups: Sequence[ReportGroup]) -> Figure | None:
 
 def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart:
     """The score of every method, best first; ``titled`` by the name of the data."""
-    headline, scored = _headline(group), _scored(group)
+    headline, scored = group.kind.headline, _scored(group)
     rows = []
     for index, v in enumerate(scored):
         values = [headline.scale * value for value in v.scores(group.split).values()]
@@ -257,7 +257,7 @@ def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart
 
 def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart | None:
     """The difference of every method to the last reference, ls if it is there."""
-    headline = _headline(group)
+    headline = group.kind.headline
     reference = group.references[-1]
     rows = []
     for v in _scored(group):
@@ -309,17 +309,13 @@ def _words(what: str, rows: Sequence[ChartRow]) -> str:
 # ------------------------------------------------------------------ parts
 
 
-def _headline(group: ReportGroup) -> Column:
-    return replace(group.kind.headline, better=1 if group.kind.higher_is_better else -1)
-
-
 def _unit(headline: Column) -> str:
     return " %" if headline.heading.endswith(" %") else ""
 
 
 def _scored(group: ReportGroup) -> list[DrawnVariant]:
     """The variants with a score, best first."""
-    sign = 1 if group.kind.higher_is_better else -1
+    sign = group.kind.headline.better
     means = {v.label: mean_cell(v.scores(group.split).values()).value for v in group.shown}
     scored = [v for v in group.shown if means[v.label] is not None]
     return sorted(scored, key=lambda v: -sign * (means[v.label] or 0))

@@ -12,7 +12,7 @@ also be made of finished runs of any data (:func:`of_runs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,13 +25,18 @@ from ..compare.execute import carry_out
 from ..compare.launch import Failure
 from ..compare.plan import Comparison, PlannedRun
 from ..compare.setup import Setup
-from ..compare.table import NO_RUNS, SPLIT, ComparedRow, compared_rows
+from ..compare.table import NO_RUNS, SPLIT, compared_rows
 from ..errors import RequestError
 from ..tables import Table, write_table
-from . import estimates, paper
-from .exhibits import EXHIBITS, Exhibit, Found, make_table
+from .exhibits import EXHIBITS, Exhibit, Trained, make_table
 
 SCALES = ("demo", "small", "paper")
+
+# GPU hours are floating point operations, with two forward passes for a backward pass, divided by
+# what a V100 is assumed to do per second in single precision: 8e12 in convolutions, 1e12 where they
+# are depthwise, 6e12 in a Transformer. Nothing was measured: expect an error of a factor of two.
+_EXTRA_PASSES = {"cs-kd": 1 / 3, "beta-ls": 1 / 3}  # share of the work of a step
+_TEACHER, _TEACHER_HOURS = "resnext29", 0.0505  # of CIFAR, and an epoch of its training
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Experiment:
     data: str  # the folder below ``--data``
     needs: str  # what must be in that folder
     folder_key: str  # the recipe key that names the folder
-    hours: Callable[[PlannedRun], float]  # estimated GPU hours of a run at the scale of the paper
+    hours: float  # estimated GPU hours of an epoch at the scale of the paper
     settings: tuple[str, ...] = ()  # overrides of the recipe
     small_settings: tuple[str, ...] = ()  # further overrides at the scale ``small``
     stand_in: str = "digits"  # the recipe of the demo
@@ -51,7 +56,7 @@ class Experiment:
     demo_settings: tuple[str, ...] = ()  # further overrides in the demo
     # Scale -> warm-up steps of LABO, where the paper's are more than the schedule
     labo_warmup: Mapping[str, int] = field(default_factory=dict)
-    teacher: str | None = None  # the network that distillation learns from
+    has_teacher: bool = False  # whether distillation learns from ``_TEACHER``
 
     @property
     def stand_in_name(self) -> str:
@@ -73,11 +78,7 @@ class Experiment:
         return [labo if name == "labo" else name for name in names]
 
 
-def _text(recipe: str, data: str, size: int, *pairs: str) -> Experiment:
-    def hours(run: PlannedRun) -> float:
-        preset, corpus = run.recipe.as_document()["model"]["preset"], data.partition(".")[0]
-        return estimates.text_hours(preset, corpus, size, run.recipe.train.epochs or 1)
-
+def _text(recipe: str, data: str, hours: float, *pairs: str) -> Experiment:
     return Experiment(
         recipe,
         data,
@@ -92,54 +93,37 @@ def _text(recipe: str, data: str, size: int, *pairs: str) -> Experiment:
     )
 
 
-def _images(
-    data: str, model: str, needs: str, few: tuple[str, ...] = (), teacher: str | None = None
-) -> Experiment:
-    def hours(run: PlannedRun) -> float:
-        network, epochs = run.recipe.as_document()["model"]["name"], run.recipe.train.epochs or 1
-        taught_by = teacher if run.teacher is not None else None
-        return estimates.image_hours(network, data, epochs, run.variant.method, taught_by)
-
+def _images(data: str, model: str, hours: float) -> Experiment:
+    imagenet = data == "imagenet"
+    classes = "one folder of images per class, for each split"
     return Experiment(
         data,
         data,
-        needs,
+        needs=classes if imagenet else "the binary or the python version",
         folder_key="data.root",
         hours=hours,
         settings=(f"model.name={model}",),
         small_settings=("train.epochs=5", "optim.schedule=cosine", "optim.milestones=[]"),
-        stand_in_settings=few,
-        teacher=teacher,
+        # The stand-in of CIFAR-100 is the harder one: it has a fifth of the digits to train on.
+        stand_in_settings=("data.holdout=0.8",) if data == "cifar100" else (),
+        has_teacher=not imagenet,
     )
 
 
-def _cifar(data: str, model: str) -> Experiment:
-    # The stand-in of CIFAR-100 is the harder one: it has a fifth of the digits to train on.
-    few = ("data.holdout=0.8",) if data == "cifar100" else ()
-    return _images(data, model, "the binary or the python version", few, "resnext29")
-
-
-def _imagenet(model: str) -> Experiment:
-    return _images("imagenet", model, "one folder of images per class, for each split")
-
-
-_DE, _FR, _WMT = (paper.SIZES[n][0] for n in ("iwslt14-de-en", "iwslt14-fr-en", "wmt14-en-de"))
-_BOTH = paper.SIZES["iwslt17-de-en"][0] + paper.SIZES["iwslt17-fr-en"][0]
-
 EXPERIMENTS: dict[str, Experiment] = {
-    "iwslt14-de-en": _text("iwslt14", "iwslt14.de-en", _DE, "de-en"),
-    "iwslt14-en-de": _text("iwslt14", "iwslt14.en-de", _DE, "en-de"),
-    "iwslt14-en-fr": _text("iwslt14", "iwslt14.en-fr", _FR, "en-fr"),
-    "iwslt14-fr-en": _text("iwslt14", "iwslt14.fr-en", _FR, "fr-en"),
-    "wmt14-en-de": _text("wmt14", "wmt14.en-de", _WMT, "en-de"),
-    "wmt14-de-en": _text("wmt14", "wmt14.de-en", _WMT, "de-en"),
-    "iwslt17": _text("iwslt17_multi", "iwslt17", _BOTH, "de-en", "fr-en"),
-    "cifar100-mobilenet-v2": _cifar("cifar100", "mobilenet-v2"),
-    "cifar100-resnet18": _cifar("cifar100", "resnet18"),
-    "cifar10-mobilenet-v2": _cifar("cifar10", "mobilenet-v2"),
-    "cifar10-resnet18": _cifar("cifar10", "resnet18"),
-    "imagenet-resnet50": _imagenet("resnet50"),
-    "imagenet-resnet152": _imagenet("resnet152"),
+    "iwslt14-de-en": _text("iwslt14", "iwslt14.de-en", 0.0407, "de-en"),
+    "iwslt14-en-de": _text("iwslt14", "iwslt14.en-de", 0.0407, "en-de"),
+    "iwslt14-en-fr": _text("iwslt14", "iwslt14.en-fr", 0.0427, "en-fr"),
+    "iwslt14-fr-en": _text("iwslt14", "iwslt14.fr-en", 0.0427, "fr-en"),
+    "wmt14-en-de": _text("wmt14", "wmt14.en-de", 2.1, "en-de"),
+    "wmt14-de-en": _text("wmt14", "wmt14.de-en", 2.1, "de-en"),
+    "iwslt17": _text("iwslt17_multi", "iwslt17", 0.123, "de-en", "fr-en"),
+    "cifar100-mobilenet-v2": _images("cifar100", "mobilenet-v2", 0.0049),
+    "cifar100-resnet18": _images("cifar100", "resnet18", 0.0052),
+    "cifar10-mobilenet-v2": _images("cifar10", "mobilenet-v2", 0.0049),
+    "cifar10-resnet18": _images("cifar10", "resnet18", 0.0052),
+    "imagenet-resnet50": _images("imagenet", "resnet50", 1.09),
+    "imagenet-resnet152": _images("imagenet", "resnet152", 3.07),
 }
 
 
@@ -195,9 +179,9 @@ def plan(
             continue
         recipe, settings = experiment.at(scale, folders[experiment.data])
         learned_from = None
-        if scale == "paper" and experiment.teacher and "kd" in exhibit.methods:
+        if scale == "paper" and experiment.has_teacher and "kd" in exhibit.methods:
             if experiment.data not in teachers:
-                chosen = (*settings, f"model.name={experiment.teacher}", *overrides)
+                chosen = (*settings, f"model.name={_TEACHER}", *overrides)
                 folder = out / f"{experiment.data}-teacher"
                 teachers[experiment.data] = compare.plan(
                     recipe, ["base"], 1, folder, overrides=chosen
@@ -254,18 +238,17 @@ def _find_data(exhibit: Exhibit, given: Sequence[str]) -> dict[str, Path]:
 
 def describe(plan: Plan) -> str:
     """A plan in short: a line for each group of runs, their number, and the data it lacks."""
-    owners = {comparison.out: EXPERIMENTS[key] for key, comparison in plan.comparisons.items()}
-    owners |= {
-        c.out: next(e for e in EXPERIMENTS.values() if e.data == d)
-        for d, c in plan.teachers.items()
-    }
-    head = ["folder", "recipe", "methods", "seeds", "runs", "finished", "data"]
-    lines, hours = [], 0.0
+    head = ["folder", "recipe", "methods", "seeds", "runs", "finished", "GPU h", "data"]
+    sources = {c.out: (data, _TEACHER_HOURS) for data, c in plan.teachers.items()}
+    for key, c in plan.comparisons.items():
+        sources[c.out] = EXPERIMENTS[key].data, EXPERIMENTS[key].hours
+    lines, total = [], 0.0
     for comparison in plan.all():
-        experiment = owners[comparison.out]
-        folder = plan.folders[experiment.data]
-        built_in = plan.scale == "demo"
-        data = "built in" if built_in else str(folder) if folder.is_dir() else f"{folder} (missing)"
+        data, of_epoch = sources[comparison.out]
+        folder = plan.folders[data]
+        hours = sum(_hours(run, of_epoch) for run in comparison.runs)
+        total += hours
+        where = str(folder) if folder.is_dir() else f"{folder} (missing)"
         lines.append(
             [
                 comparison.out.relative_to(plan.out).as_posix(),
@@ -274,15 +257,10 @@ def describe(plan: Plan) -> str:
                 str(comparison.seeds),
                 str(len(comparison.runs)),
                 str(sum(run.directory.finished for run in comparison.runs)),
-                data,
+                f"{hours:,.0f}" if plan.scale == "paper" else "-",
+                "built in" if plan.scale == "demo" else where,
             ]
         )
-        if plan.scale == "paper":
-            found = sum(experiment.hours(run) for run in comparison.runs)
-            lines[-1].insert(-1, f"{found:,.0f}")
-            hours += found
-    if plan.scale == "paper":
-        head.insert(-1, "GPU h")
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     text = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -291,10 +269,17 @@ def describe(plan: Plan) -> str:
     text.append(_count(plan))
     if plan.scale == "paper":
         text.append(
-            f"about {hours:,.0f} GPU hours: an estimate for a V100 in single precision "
-            "(labo.lab.reproduce.estimates), not a measurement"
+            f"about {total:,.0f} GPU hours: an estimate for a V100 in single precision, not a "
+            "measurement"
         )
     return "\n".join([*text, *(f"missing: {what}" for what in plan.missing)])
+
+
+def _hours(run: PlannedRun, of_epoch: float) -> float:
+    """Estimated GPU hours of a run; a student has the forward pass of its teacher, too."""
+    of_epoch *= 1 + _EXTRA_PASSES.get(run.variant.method, 0)
+    of_epoch += 0 if run.teacher is None else _TEACHER_HOURS / 3
+    return of_epoch * (run.recipe.train.epochs or 1)
 
 
 def _count(plan: Plan) -> str:
@@ -338,10 +323,15 @@ def reproduce(
     """
     failures = carry_out(plan.all(), plan.out, setup)
     compared = {c.out: compared_rows(c) for c in plan.comparisons.values()}
-    found = Found({key: _by_method(c, compared[c.out][0]) for key, c in plan.comparisons.items()})
+    trained = Trained(
+        {
+            key: {variant.method: compared[c.out][0][variant.label] for variant in c.variants}
+            for key, c in plan.comparisons.items()
+        }
+    )
     by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []
     groups = {folder.name: groups for folder, (_, groups) in compared.items()}
-    return _written(name, found, groups, [*_scale_notes(plan), *by_hand], plan.out), failures
+    return _written(name, trained, groups, [*_scale_notes(plan), *by_hand], plan.out), failures
 
 
 def of_runs(name: str, paths: Iterable[str | Path], out: str | Path | None = None) -> list[Table]:
@@ -362,38 +352,38 @@ def of_runs(name: str, paths: Iterable[str | Path], out: str | Path | None = Non
     for method in exhibit.methods:
         variants = [variant for variant in group.variants if variant.name == method]
         if len(variants) != 1 or not variants[0].scores(SPLIT):
-            found = ", ".join(variant.label for variant in variants) or "none"
+            settings = ", ".join(variant.label for variant in variants) or "none"
             raise RequestError(
-                f"--runs: {name} needs scored runs of {method} with one setting; found: {found}"
+                f"--runs: {name} needs scored runs of {method} with one setting; found: {settings}"
             )
         rows[method] = replace(NO_RUNS, variant=variants[0], group=group)
     (experiment,) = exhibit.experiments
     notes = [
         f"ours: {member.name} ({member.signature.get('data', 'unknown data')})"
         for row in rows.values()
-        for member in row.scored().values()
+        for member in row.scored.values()
     ]
     notes += [f"the paper's: {experiment}"]
     notes += [f"{path} is left out: {reason}" for path, reason in left_out.items()]
     check_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     claim_folder(out)
-    return _written(name, Found({experiment: rows}), {"runs": [group]}, notes, out)
+    return _written(name, Trained({experiment: rows}), {"runs": [group]}, notes, out)
 
 
 def _written(
-    name: str, found: Found, groups: Mapping[str, Sequence[Group]], notes: list[str], out: Path
+    name: str, trained: Trained, groups: Mapping[str, Sequence[Group]], notes: list[str], out: Path
 ) -> list[Table]:
     """The tables and the figure of an exhibit, also as files."""
     exhibit = EXHIBITS[name]
     notes += [note for several in groups.values() for group in several for note in group.notes]
-    tables = {name: make_table(exhibit, found, notes)}
+    tables = {name: make_table(exhibit, trained, notes)}
     if (differences := _differences(groups)) is not None:
         tables[f"{name}-differences"] = differences
     for stem, content in tables.items():
         write_table(content, out / stem)
     if exhibit.draw is not None:
-        exhibit.draw(found, out / name)
+        exhibit.draw(trained, out / name)
     return list(tables.values())
 
 
@@ -405,10 +395,6 @@ def _differences(groups: Mapping[str, Sequence[Group]]) -> Table | None:
         for number, group in enumerate(several, 1)
     }
     return difference_table("differences between methods, test split", named)
-
-
-def _by_method(comparison: Comparison, rows: Mapping[str, ComparedRow]) -> dict[str, ComparedRow]:
-    return {variant.method: rows[variant.label] for variant in comparison.variants}
 
 
 def _scale_notes(plan: Plan) -> list[str]:

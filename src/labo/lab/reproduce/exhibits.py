@@ -1,6 +1,6 @@
 """The paper's tables and figures in the paper's layout, with the paper's number in every cell.
 
-``EXHIBITS`` lists them. ``Found`` has the runs they are made of. Nothing here trains.
+``EXHIBITS`` lists them. ``Trained`` has the runs they are made of. Nothing here trains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANALYSED = "iwslt14-de-en"  # the experiment of the paper's Discussion
 
 
 @dataclass(frozen=True)
-class Found:
+class Trained:
     """The runs of an exhibit: experiment -> method -> row, as far as there are any."""
 
     rows: Mapping[str, Mapping[str, ComparedRow]]
@@ -50,7 +50,7 @@ class Found:
     def analysed(self, experiment: str, method: str, *keys: str) -> dict[int, float]:
         """Seed -> a number of the analysis of its run, given by its keys in ``analysis.json``."""
         numbers = {}
-        for seed, member in self.row(experiment, method).scored().items():
+        for seed, member in self.row(experiment, method).scored.items():
             value: Any = load_analysis(member.run.path)
             for key in keys:
                 value = None if value is None else value.get(key)
@@ -60,8 +60,8 @@ class Found:
 
     def paths(self, experiment: str, *methods: str) -> list[Path]:
         """The run directories of methods."""
-        found = (self.row(experiment, method).scored() for method in methods)
-        return [member.run.path for scored in found for member in scored.values()]
+        rows = (self.row(experiment, method) for method in methods)
+        return [member.run.path for row in rows for member in row.scored.values()]
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,14 @@ class Exhibit:
     caption: str  # what it shows
     methods: tuple[str, ...]  # its rows, as in the paper
     experiments: tuple[str, ...]  # what is trained; names of ``EXPERIMENTS``
-    lay_out: Callable[[Found], tuple[list[Column], list[Row]]]  # makes the columns and rows
+    lay_out: Callable[[Trained], tuple[list[Column], list[Row]]]  # makes the columns and rows
     seeds: int  # at the scale of the paper
     demo_seeds: int = 1  # in the demo
     grid: tuple[str, ...] = ()  # the hyper-parameters that the paper searched, for ``compare.plan``
     notes: tuple[str, ...] = ()  # below the table
-    draw: Callable[[Found, Path], None] | None = None  # writes the figure to a path without suffix
+    draw: Callable[[Trained, Path], None] | None = (
+        None  # writes the figure to a path without suffix
+    )
 
 
 def _beside(ours: Cell, value: float | None, spread: float | None = None) -> Cell:
@@ -86,7 +88,7 @@ def _beside(ours: Cell, value: float | None, spread: float | None = None) -> Cel
 # ------------------------------------------------------------------ tables
 
 
-def _bilingual(found: Found) -> tuple[list[Column], list[Row]]:
+def _bilingual(trained: Trained) -> tuple[list[Column], list[Row]]:
     columns = []
     for name in paper.BILINGUAL_COLUMNS:
         corpus, _, pair = name.partition("-")
@@ -96,19 +98,19 @@ def _bilingual(found: Found) -> tuple[list[Column], list[Row]]:
     for method, numbers in paper.BILINGUAL.items():
         cells = {}
         for name, number in zip(paper.BILINGUAL_COLUMNS, numbers, strict=True):
-            cells[name] = _beside(found.row(name, method).cell("tokenized_bleu"), *number)
-            cells[f"{name}-sacrebleu"] = found.row(name, method).cell("bleu")
+            cells[name] = _beside(trained.row(name, method).cell("tokenized_bleu"), *number)
+            cells[f"{name}-sacrebleu"] = trained.row(name, method).cell("bleu")
         rows.append(Row(paper.ROWS[method], cells, ruled=method == "labo"))
     return columns, rows
 
 
-def _multilingual(found: Found) -> tuple[list[Column], list[Row]]:
+def _multilingual(trained: Trained) -> tuple[list[Column], list[Row]]:
     pairs = paper.MULTILINGUAL_COLUMNS
     rows = []
     for method, numbers in paper.MULTILINGUAL.items():
         cells = {
             pair: _beside(
-                _mean(found.analysed("iwslt17", method, "splits", "test", "pairs", pair, "bleu")),
+                _mean(trained.analysed("iwslt17", method, "splits", "test", "pairs", pair, "bleu")),
                 number,
             )
             for pair, number in zip(pairs, numbers, strict=True)
@@ -119,8 +121,8 @@ def _multilingual(found: Found) -> tuple[list[Column], list[Row]]:
 
 def _classifiers(
     names: Sequence[str], printed: Mapping[str, Sequence[paper.Score]]
-) -> Callable[[Found], tuple[list[Column], list[Row]]]:
-    def lay_out(found: Found) -> tuple[list[Column], list[Row]]:
+) -> Callable[[Trained], tuple[list[Column], list[Row]]]:
+    def lay_out(trained: Trained) -> tuple[list[Column], list[Row]]:
         columns = []
         for name in names:
             data, _, network = name.partition("-")
@@ -130,20 +132,20 @@ def _classifiers(
         for method, numbers in printed.items():
             cells = {}
             for name, (accuracy, time) in zip(names, numbers, strict=True):
-                cells[name] = _beside(found.row(name, method).cell("accuracy"), accuracy / 100)
-                cells[f"{name}-time"] = _beside(Cell(found.row(name, method).time().value), time)
+                cells[name] = _beside(trained.row(name, method).cell("accuracy"), accuracy / 100)
+                cells[f"{name}-time"] = _beside(Cell(trained.row(name, method).time().value), time)
             rows.append(Row(paper.ROWS[method], cells, ruled=method in ("ls", "labo")))
         return columns, rows
 
     return lay_out
 
 
-def _frequency(found: Found) -> tuple[list[Column], list[Row]]:
+def _frequency(trained: Trained) -> tuple[list[Column], list[Row]]:
     parts = paper.FREQUENCY_COLUMNS
     rows = []
     for split, printed in paper.FREQUENCY.items():
         bleu = {
-            (method, part): found.analysed(
+            (method, part): trained.analysed(
                 _ANALYSED, method, "splits", split, "frequency", part, "bleu"
             )
             for method in printed
@@ -172,10 +174,10 @@ def _mean(numbers: Mapping[int, float]) -> Cell:
 # ------------------------------------------------------------------ figures
 
 
-def _one_label(found: Found) -> tuple[list[Column], list[Row]]:
+def _one_label(trained: Trained) -> tuple[list[Column], list[Row]]:
     kinds = {"one_hot": "one-hot", "ls": "LS", "labo": "LABO", "prediction": "model"}
     rows = []
-    labels = [load_analysis(path)["labels"] for path in found.paths(_ANALYSED, "labo")]
+    labels = [load_analysis(path)["labels"] for path in trained.paths(_ANALYSED, "labo")]
     for shown in (samples[0] for samples in labels[:1] if samples):
         for index, name in enumerate(token_names(shown["classes"])):
             label = f"{name} (target)" if index == shown["target"] else name
@@ -185,29 +187,29 @@ def _one_label(found: Found) -> tuple[list[Column], list[Row]]:
     return [Column(kind, heading, digits=3) for kind, heading in kinds.items()], rows
 
 
-def _peaks(found: Found) -> tuple[list[Column], list[Row]]:
+def _peaks(trained: Trained) -> tuple[list[Column], list[Row]]:
     parts = ("all", *paper.FREQUENCY_COLUMNS)
     rows = []
     for method, peak in paper.PEAKS.items():
         cells = {}
         for part in parts:
             keys = ("splits", "test", "confidence")
-            ours = _mean(found.analysed(_ANALYSED, method, *keys, "peak", part))
+            ours = _mean(trained.analysed(_ANALYSED, method, *keys, "peak", part))
             cells[part] = _beside(ours, peak)
-            cells[f"{part}-mean"] = _mean(found.analysed(_ANALYSED, method, *keys, "mean", part))
+            cells[f"{part}-mean"] = _mean(trained.analysed(_ANALYSED, method, *keys, "mean", part))
         rows.append(Row(paper.ROWS[method], cells))
     columns = [Column(part, part, "peak") for part in parts]
     return columns + [Column(f"{part}-mean", part, "mean") for part in parts], rows
 
 
-def _draw_label(found: Found, stem: Path) -> None:
-    for listing in read_runs(found.paths(_ANALYSED, "labo")[:1]):
+def _draw_label(trained: Trained, stem: Path) -> None:
+    for listing in read_runs(trained.paths(_ANALYSED, "labo")[:1]):
         if listing.member and (figure := label_figure(listing.member, stem.name, token_names)):
             figure.write(stem, (".svg", ".pdf"))
 
 
-def _draw_histograms(found: Found, stem: Path) -> None:
-    listings = read_runs(found.paths(_ANALYSED, "ls", "labo"))
+def _draw_histograms(trained: Trained, stem: Path) -> None:
+    listings = read_runs(trained.paths(_ANALYSED, "ls", "labo"))
     for group in make_groups([listing.member for listing in listings if listing.member]):
         for figure in histogram_figure(group, stem.name):
             figure.write(stem, (".svg", ".pdf"))
@@ -285,9 +287,9 @@ EXHIBITS: dict[str, Exhibit] = {
 }
 
 
-def make_table(exhibit: Exhibit, found: Found, notes: Sequence[str]) -> Table:
+def make_table(exhibit: Exhibit, trained: Trained, notes: Sequence[str]) -> Table:
     """The exhibit as a table: our number, and in brackets that of the paper."""
-    columns, rows = exhibit.lay_out(found)
+    columns, rows = exhibit.lay_out(trained)
     brackets = (
         "in brackets: the paper's number"
         if any(cell.paper for row in rows for cell in row.cells.values())

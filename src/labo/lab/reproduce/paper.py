@@ -1,7 +1,7 @@
 """The numbers of the paper (Lu et al. 2023) as printed there. None of them was measured by us.
 
 The tables by their LaTeX labels: table 1 ``tab:MT``, table 2 ``tab:MMT``, table 3 ``tab:cv-tf``,
-table 4 ``tab:split``; ImageNet (``tab:imagenet``) and the data statistics are in the appendix.
+table 4 ``tab:split``; ImageNet (``tab:imagenet``) is in the appendix.
 Figure 1 is ``fig2``, figure 2 is ``fig_analysis``. Methods have the names of ``METHODS``.
 """
 
@@ -72,19 +72,6 @@ IMAGENET: dict[str, tuple[Score, ...]] = {
     "beta-ls": ((76.13, 1.5), (78.56, 1.6)),
     "kr-ls": ((76.32, 1.3), (78.48, 1.3)),
     "labo": ((76.55, 1.1), (78.62, 1.1)),
-}
-
-# Appendix: training, validation and test examples. The test sizes of IWSLT'17 and ImageNet are
-# those of the paper, although they cannot be numbers of sentences or of images with public labels.
-SIZES: dict[str, tuple[int, int, int]] = {
-    "iwslt14-de-en": (160_239, 7_283, 6_750),
-    "iwslt14-fr-en": (168_151, 7_643, 4_493),
-    "wmt14-en-de": (3_900_502, 39_414, 3_003),
-    "iwslt17-de-en": (209_522, 7_887, 5_670),
-    "iwslt17-fr-en": (236_652, 8_277, 7_275),
-    "cifar10": (45_000, 5_000, 10_000),
-    "cifar100": (45_000, 5_000, 10_000),
-    "imagenet": (1_281_167, 50_000, 100_000),
 }
 
 # The names of the methods in the rows of the paper.

@@ -65,7 +65,7 @@ class TranslationReport(TokenReport):
             for member in variant.runs:
                 if member.split(group.split):
                     outputs.append(member.records(group.split))
-                    runs.append({"name": member.name, "colour": variant.style.colour})
+                    runs.append({"name": member.marked_name, "colour": variant.style.colour})
         if not outputs:
             return None
         total = len(outputs[0])
