@@ -103,9 +103,7 @@ def hyper(
     *,
     default: Any = REQUIRED,
     doc: str,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
+    at_least: float | None = None,
     within: Range | None = None,
     choices: Sequence[str] = (),
     word: str | None = None,
@@ -113,9 +111,8 @@ def hyper(
     module_only: bool = False,
 ) -> Any:
     """Declare a hyper-parameter; see :class:`Field`. ``within`` is a range with a name."""
-    given = Range(at_least, above, at_most)
-    if within is None and given != Range():
-        within = given
+    if at_least is not None:
+        within = Range(at_least)
     return Field(default, doc, within, tuple(choices), word, kw_only, module_only)
 
 

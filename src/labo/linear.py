@@ -439,8 +439,8 @@ def computing(loss: nn.Module, taught: bool, divided: bool) -> Loss:
     active = _rowwise(loss)
     active.check_teacher(taught)
     current: Loss = active.current()
-    if not taught and current.teacher_optional:
-        current = current.without_teacher()
+    if not taught:
+        current = current.untaught()
     if not divided:
         return current
     if current.reference_only() is not None:

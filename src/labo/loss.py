@@ -93,18 +93,16 @@ class Loss(_WithFields):
     smooths: ClassVar[bool] = False
     # The name of the function's argument for teacher logits, if it has one.
     teacher_argument: ClassVar[str | None] = None
-    teacher_optional: ClassVar[bool] = False
+    # The loss that computes if no teacher is given, where the teacher is optional.
+    without_teacher: ClassVar[type[Loss] | None] = None
     # Whether the teacher is given as stored classes and their log-probabilities, not as logits.
     teacher_is_stored: ClassVar[bool] = False
     # Whether the sums are over the classes other than the target.
     leaves_out_target: ClassVar[bool] = False
-    # The field that :meth:`class_row` is made of; None if that is made of numbers.
-    row_field: ClassVar[str | None] = None
     # Fields of a base that the loss does not have.
     without: ClassVar[tuple[str, ...]] = ()
-    # What the function takes after the target, or may take, and as keywords.
+    # What the function takes after the target, if that is not one teacher, and as keywords.
     inputs: ClassVar[tuple[str, ...]] = ()
-    optional_inputs: ClassVar[tuple[str, ...]] = ()
     keywords: ClassVar[tuple[str, ...]] = ()
 
     _registered: ClassVar[str]
@@ -145,17 +143,13 @@ class Loss(_WithFields):
     def make_state(self) -> None:
         """Register buffers and parameters; for the Module."""
 
-    def current(self: Self) -> Self:
+    def current(self) -> Loss:
         """The loss with the hyper-parameters of this epoch or step."""
         return self
 
     def own_inputs(self) -> tuple[Any, ...]:
         """The inputs that the Module itself has, such as a table."""
         return ()
-
-    def without_teacher(self) -> Loss:
-        """The loss that computes if no teacher is given, where it is optional."""
-        return self
 
     def class_row(self, num_classes: int) -> Tensor | None:
         """The row of classes, (K,), that the masses come from, if they do."""
@@ -185,10 +179,11 @@ class Loss(_WithFields):
         name = type(self).__name__
         if given and self.teacher_argument is None:
             raise TeacherError(f"{name} takes no teacher logits")
-        if not given and self.teacher_argument is not None and not self.teacher_optional:
-            raise TeacherError(
-                f"{name} needs teacher_logits: the logits of a teacher, of the shape of the logits"
-            )
+        if not given and self.teacher_argument is not None and self.without_teacher is None:
+            what = "teacher_logits: the logits of a teacher, of the shape of the logits"
+            if self.teacher_is_stored:
+                what = "indices and log_probabilities: the stored classes of a teacher"
+            raise TeacherError(f"{name} needs {what}")
 
     def extra_repr(self) -> str:
         parts = []
@@ -218,9 +213,13 @@ class Loss(_WithFields):
         """A bare copy with other hyper-parameters."""
         return type(self).bare(self.values() | changes)
 
-    def as_loss(self, other: type[Self], **own: Any) -> Self:
-        """Another loss with the shared arguments of this one."""
-        return other.bare({name: getattr(self, name) for name in _SHARED} | own)
+    def untaught(self) -> Loss:
+        """The loss that computes if no teacher is given, with the values of this one."""
+        if self.without_teacher is None:
+            return self
+        fields = self.without_teacher.fields
+        values = {name: getattr(self, name, field.default) for name, field in fields.items()}
+        return self.without_teacher.bare(values)
 
     def plan_key(self) -> tuple[Any, ...]:
         """What the sums of the formula depend on; a tensor changes none."""
@@ -238,8 +237,8 @@ class Loss(_WithFields):
             inputs: what the function takes after the target.
             keywords: further arguments of the function.
         """
-        if not inputs and self.teacher_optional:
-            return self.without_teacher().compute(logits, target)
+        if not inputs and self.without_teacher is not None:
+            return self.untaught().compute(logits, target)
         _checks.check_tensors(logits, target)
         reason = self.reference_only(*inputs)
         backend = choose(self, logits, target, reason)
@@ -305,9 +304,11 @@ class Loss(_WithFields):
     def mass_source(self, logits: Tensor, *inputs: Any) -> Tensor | None:
         """What the masses come from that are no teacher's, once it fits the logits, (N, K)."""
         row = self.class_row(logits.shape[1])
-        if row is not None and self.row_field is not None:
-            _checks.check_devices(logits, **{self.row_field: row})
-        return row if row is None else row.to(logits.device)
+        if row is None:
+            return None
+        given = {name: x for name in self._own if isinstance(x := getattr(self, name), Tensor)}
+        _checks.check_devices(logits, **given)
+        return row.to(logits.device)
 
     @staticmethod
     def _stored(
@@ -371,13 +372,15 @@ def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
 
     required = ("logits", "target", *cls.inputs)
     parameters = [inspect.Parameter(name, POSITIONAL, annotation=Tensor) for name in required]
-    parameters += [optional(name, POSITIONAL) for name in cls.optional_inputs]
+    if cls.teacher_argument is not None and not cls.inputs:
+        parameters.append(optional(cls.teacher_argument, POSITIONAL))
+    taken = len(parameters)
     parameters += [*positional, *own, *(optional(name, KEYWORD) for name in cls.keywords), *shared]
     names = tuple(parameter.name for parameter in parameters)
 
     def call(logits: Tensor, target: Tensor, *values: Any) -> Tensor:
         given = dict(zip(names[2:], values, strict=True))
-        inputs = tuple(given.pop(name) for name in (*cls.inputs, *cls.optional_inputs))
+        inputs = tuple(given.pop(name) for name in names[2:taken])
         keywords = {name: given.pop(name) for name in cls.keywords}
         for name, value in given.items():
             cls.fields[name].check(value)

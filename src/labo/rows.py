@@ -94,8 +94,9 @@ def zero_log(log_p: Tensor) -> Tensor:
 
 
 def kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b) over the last dimension, for log-probabilities with the same masked classes."""
-    return row_sum(log_a.exp() * (zero_log(log_a) - zero_log(log_b)))
+    """sum_j a_j log(a_j / b_j) over the last dimension, for logarithms, with 0 log 0 = 0."""
+    a = log_a.exp()
+    return row_sum(a * (zero_log(log_a) - log_b.masked_fill(a == 0, 0.0)))
 
 
 def entropy(log_p: Tensor) -> Tensor:
@@ -123,7 +124,12 @@ def largest(logits: Tensor, k: int) -> Tensor:
 
 
 def teacher_rows(name: str, given: Any, logits: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Teacher logits as rows without a graph, (M, K), once they are known to fit.
+    """Teacher logits as rows without a graph, (M, K); see :func:`other_rows`."""
+    return other_rows(name, given, logits, shape, dim).detach()
+
+
+def other_rows(name: str, given: Any, logits: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Other logits for the same samples as rows, (M, K), once they are known to fit.
 
     Args:
         name: of the argument.
@@ -134,7 +140,7 @@ def teacher_rows(name: str, given: Any, logits: Tensor, shape: torch.Size, dim: 
     """
     if not isinstance(given, Tensor):
         raise _checks.TeacherError(
-            f"this loss needs {name}: the logits of a teacher, of the shape of the logits"
+            f"this loss needs {name}: the logits of a teacher or a second pass, of the same shape"
         )
     given = _checks.local(name, given)
     wanted = (*shape, logits.shape[1])
@@ -144,7 +150,7 @@ def teacher_rows(name: str, given: Any, logits: Tensor, shape: torch.Size, dim: 
             f"for {logits.shape[1]} classes and targets of shape {tuple(shape)}"
         )
     _checks.check_devices(logits, **{name: given})
-    return given.detach().movedim(dim, -1).reshape(logits.shape)
+    return given.movedim(dim, -1).reshape(logits.shape)
 
 
 def log_sum(logits: Tensor) -> Tensor:
@@ -280,22 +286,29 @@ class Rows:
             )
         return x.reshape(-1).to(self.logits.dtype)
 
-    def like(self, logits: Tensor) -> Rows:
-        """The rows of other logits with the same labels; they have the layout of those given."""
+    def having(self, logits: Tensor) -> Rows:
+        """The rows with the same labels and other logits, (M, K)."""
         other = copy(self)
-        other.logits = self.of_valid(self.flatten(upcast(logits)))
-        other.shifted = shifted(other.logits)
+        other.logits, other.shifted = logits, shifted(logits)
         return other
 
-    def teacher(self, name: str, logits: Tensor | None) -> Tensor:
-        """Teacher logits as rows without a graph, (M, K).
+    def mask(self, classes: Tensor) -> None:
+        """Mask further classes, (M, K) bool."""
+        self.logits = self.logits.masked_fill(classes, -math.inf)
+        self.shifted = shifted(self.logits)
 
-        A class that is masked for the student (logit -inf) is masked for the teacher too. Ignored
-        rows become uniform.
+    def other(self, name: str, logits: Tensor | None) -> Tensor:
+        """Other logits for the same samples as rows, (M, K), in their graph.
+
+        A class that is masked here (logit -inf) is masked there too. Ignored rows become uniform.
         """
-        given = teacher_rows(name, logits, self.logits, self.shape, self.dim)
+        given = other_rows(name, logits, self.logits, self.shape, self.dim)
         rows = self.of_valid(upcast(given).to(self.logits.dtype))
         return rows.masked_fill(self.logits == -math.inf, -math.inf)
+
+    def teacher(self, name: str, logits: Tensor | None) -> Tensor:
+        """Teacher logits as rows without a graph, (M, K); masked as :meth:`other` says."""
+        return self.other(name, logits).detach()
 
     def log_probabilities(self, tau: float = 1.0) -> Tensor:
         """log softmax(z / tau), (M, K)."""

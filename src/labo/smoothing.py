@@ -40,26 +40,6 @@ def restricted(distribution: Tensor, logits: Tensor) -> Tensor:
     return kept / total.masked_fill(total == 0, 1.0)
 
 
-def group_shares(
-    groups: Tensor, shares: tuple[float, float, float], dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """The share of one class of each group in the mass of weighted label smoothing, (3,).
-
-    Args:
-        groups: (K,) integers 0, 1 and 2.
-        shares: of the groups; a group without classes has none.
-        dtype: of the result.
-    """
-    numbers = torch.arange(3, device=groups.device)
-    sizes = (groups == numbers.unsqueeze(1)).sum(1)
-    # Filled on the device: a copy of the numbers would wait for it.
-    of_groups = torch.full_like(numbers, shares[0], dtype=dtype)
-    for group in (1, 2):
-        of_groups = of_groups.masked_fill(numbers == group, shares[group])
-    each = of_groups * (sizes > 0) / sizes.clamp(min=1)
-    return each / (each * sizes).sum()
-
-
 def uniform(logits: Tensor) -> Tensor:
     """The uniform distribution U of conventional label smoothing.
 

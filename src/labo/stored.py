@@ -101,12 +101,6 @@ def renormalized(log_t: Tensor) -> Tensor:
     return log_t - zero_log(log_sum(log_t)).unsqueeze(-1)
 
 
-def divergence(log_t: Tensor, log_p: Tensor) -> Tensor:
-    """sum_j t_j log(t_j / p_j) over the stored classes, (M,), with 0 log 0 = 0."""
-    t = log_t.exp()
-    return row_sum(t * (zero_log(log_t) - log_p.masked_fill(t == 0, 0.0)))
-
-
 def log_or_0(x: Tensor) -> Tensor:
     """log x, and 0 for x = 0."""
     return torch.where(x > 0, x, 1.0).log()

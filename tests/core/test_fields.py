@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools import functional_stub, recipe_page
 from torch import Tensor
 
 import labo
+from labo import cli
 from labo.fast import dispatch
 from labo.fast.formula import plan_of
 from labo.fields import POSITIVE, Range
@@ -30,7 +32,7 @@ class Scaled(Loss):
     name, function_name = "scaled", "scaled_loss"
 
     factor: float = hyper(default=2.0, within=POSITIVE, doc="the factor f of the whole loss")
-    tau: float = hyper(default=1.5, above=0.0, doc="temperature of the logits")
+    tau: float = hyper(default=1.5, within=POSITIVE, doc="temperature of the logits")
 
     def value(self, row: RowSums) -> Tensor:
         return self.factor * row.weigh(row.tempered(self.tau).log() - row.u_y / self.tau)
@@ -77,11 +79,19 @@ def test_it_reaches_every_backend_and_the_operators():
     assert again.loss.factor == 3.0
 
 
-def test_it_is_a_recipe_key(monkeypatch):
+def test_it_is_a_recipe_key_with_help_and_a_row_on_the_page_of_keys(monkeypatch, capsys):
     monkeypatch.setitem(METHODS, "scaled", Method(Scaled))
+    monkeypatch.setenv("COLUMNS", "400")
     field = hyper_parameters("scaled", "image_classification").model_fields["factor"]
     assert (field.default, field.description) == (2.0, "the factor f of the whole loss.")
-    assert METHODS["scaled"].summary == "Cross entropy of tempered logits, times a factor"
+    cli.methods("image_classification")
+    row = next(line for line in capsys.readouterr().out.splitlines() if "scaled" in line)
+    assert "Cross entropy of tempered logits, times a factor" in row
+    assert "factor=2.0 tau=1.5" in row
+    _, _, section = recipe_page.page().partition("### `scaled`")
+    key = next(line for line in section.splitlines() if "method.factor" in line)
+    assert "2.0" in key
+    assert "The factor f of the whole loss." in key
 
 
 def test_what_all_losses_share_is_declared_once():
@@ -120,6 +130,4 @@ def test_a_formula_has_one_temperature():
 
 
 def test_the_stub_for_editors_is_current():
-    from tools import functional_stub
-
     assert functional_stub.OUT.read_text() == functional_stub.stub()

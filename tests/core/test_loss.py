@@ -256,34 +256,18 @@ def test_refuses_targets_that_are_no_probabilities(case):
         case(logits, probabilities, ignore_index=1, extra=extra)
 
 
-# A range is checked by one helper (test_fields.py): here each field has one number outside of it.
+# Ranges and choices are checked by one helper (test_fields.py): here is what else is refused.
 WRONG = [
-    (labo.LABOLoss, {"tau": 0.0}, "tau must be a finite number above 0"),
-    (labo.LABOLoss, {"rho": 1.5}, r"rho must be a number in \[0, 1\]"),
-    (labo.LABOLoss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\]"),
     (labo.LABOLoss, {"alpha": "adaptiv"}, 'or "adaptive", got'),
-    (labo.CrossEntropyLoss, {"reduction": "avg"}, "unknown reduction"),
-    (labo.LabelSmoothingLoss, {"alpha": -0.1}, r"alpha must be a number in \[0, 1\], got -0.1"),
-    (labo.LabelSmoothingLoss, {"alpha": 1.5}, r"alpha must be a number in \[0, 1\], got 1.5"),
     (labo.LabelSmoothingLoss, {"convention": "fairsec"}, "did you mean 'fairseq'"),
     (labo.LabelSmoothingLoss, {"convention": "joeynmt"}, "padding_idx go together"),
     (labo.LabelSmoothingLoss, {"padding_idx": 0}, "padding_idx go together"),
-    (labo.ConfidencePenaltyLoss, {"beta": -1}, "beta must be a finite number of 0 or more"),
-    (labo.FocalLoss, {"gamma": -1}, "gamma must be"),
-    (labo.AntiFocalLoss, {"scale": -2}, "scale must be"),
     (labo.Poly1Loss, {"epsilon": -1.1}, "epsilon must be a finite number of -1 or more"),
-    (labo.MarginSmoothingLoss, {"margin": -1}, "margin must be a finite number of 0 or more"),
     (labo.EAFTLoss, {"top_k": 1}, "top_k must be a whole number of 2 or more, got 1"),
-    (labo.EAFTLoss, {"normalizer": "log"}, 'a finite number above 0 or "log_k", got'),
-    (labo.TFRegLoss, {"mode": "papper"}, "unknown mode 'papper'; did you mean 'paper'"),
-    (labo.GeneralizedEntropyLoss, {"alpha": 2}, "alpha must be"),
     (labo.PSKDLoss, {"epochs": 0}, "epochs must be"),
-    (labo.DecoupledDistillationLoss, {"warmup_epochs": -1}, "warmup_epochs must be"),
     (labo.DecoupledDistillationLoss, {"warmup_epochs": 1.5}, "warmup_epochs must be"),
-    (labo.RDropLoss, {"label": "hard"}, "unknown label"),
     (labo.RDropLoss, {"alpha": 0.1}, "alpha goes with label"),
     (labo.RDropLoss, {"label": "smoothed", "alpha": "adaptive"}, 'goes with label="labo"'),
-    (partial(labo.OnlineLabelSmoothingLoss, 3), {"first_table": "ones"}, "unknown first_table"),
     (partial(labo.Warmup, labo.FocalLoss(), labo.LABOLoss()), {"steps": -1}, "steps must be"),
     (partial(labo.Warmup, labo.FocalLoss(), labo.LABOLoss()), {"steps": 1.5}, "steps must be"),
 ]
@@ -333,20 +317,8 @@ def test_unknown_loss_names_the_nearest():
     assert labo.LOSSES.get("lobo") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "former"),
-    [
-        ("base", "ce"),
-        ("cs-kd", "cskd"),
-        ("tf-reg", "tfreg"),
-        ("kr-ls", "krls"),
-        ("beta-ls", "betals"),
-        ("ps-kd", "pskd"),
-        ("r-drop", "rdrop"),
-        ("als-past", "alspast"),
-    ],
-)
-def test_a_loss_has_one_name_and_is_found_by_its_former_one(name, former):
+@pytest.mark.parametrize(("name", "former"), [("base", "ce"), ("cs-kd", "cskd")])
+def test_a_loss_has_one_name_and_is_found_by_other_spellings(name, former):
     loss = labo.LOSSES[name]
     assert labo.LOSSES[former] is loss is labo.LOSSES.get(former)
     assert labo.LOSSES[name.upper().replace("-", "_")] is loss
@@ -451,7 +423,7 @@ def test_teacher_logits(name):
             loss(logits, target, wrong)
     with pytest.raises(ValueError, match="is on meta, the logits are on cpu"):
         loss(logits, target, logits.to("meta"))
-    if loss.teacher_optional:
+    if loss.without_teacher is not None:
         return
     for error in (TypeError, ValueError):
         with pytest.raises(error, match=f"{type(loss).__name__} needs teacher_logits"):

@@ -35,7 +35,6 @@ class LossCase:
     hyper: dict[str, Any] = field(default_factory=dict)
     extra: Callable[[Tensor], tuple[Tensor, ...]] = lambda logits: ()
     off: dict[str, Any] | None = None
-    linear: bool = True
     rowwise: bool = True
     detached: bool = False
     shifts: bool = True  # adding a number to all logits of a row changes nothing
@@ -50,6 +49,12 @@ class LossCase:
     def take(self, extra: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
         """The extra arguments for some of the rows: a teacher has rows, a table has classes."""
         return tuple(x[index] for x in extra) if self.has_teacher else extra
+
+    @property
+    def linear(self) -> bool:
+        """Whether it takes class probabilities."""
+        linear: bool = self.function.loss.linear
+        return linear
 
     @property
     def has_teacher(self) -> bool:
@@ -102,6 +107,9 @@ def beta_smoothing(logits: Tensor, target: Tensor, ema: Tensor, **arguments: Any
     return F.beta_smoothing_loss(logits, target, ema, draws=draws(ema), **arguments)
 
 
+beta_smoothing.loss = F.beta_smoothing_loss.loss
+
+
 LOSS_CASES = [
     LossCase("base", F.cross_entropy_loss, off={}, worked=0.449313),
     LossCase("ls", F.label_smoothing_loss, off={"alpha": 0.0}, worked=0.596813),
@@ -123,13 +131,13 @@ LOSS_CASES = [
     LossCase("cp-hinge", F.confidence_penalty_loss, {"threshold": 1.0}, off={"beta": 0.0}),
     LossCase("maxsup", F.max_suppression_loss, off={"lam": 0.0}, worked=0.596813),
     LossCase("mbls", F.margin_smoothing_loss, {"margin": 1.5}, off={"lam": 0.0}, worked=0.496813),
-    LossCase("fl", F.focal_loss, {"gamma": 2.0}, off={"gamma": 0.0}, linear=False),
-    LossCase("fl-detached", F.focal_loss, {"detach_factor": True}, linear=False, detached=True),
-    LossCase("afl", F.anti_focal_loss, off={"gamma": 0.0}, linear=False, detached=True),
-    LossCase("afl-full", F.anti_focal_loss, {"detach_factor": False}, linear=False),
+    LossCase("fl", F.focal_loss, {"gamma": 2.0}, off={"gamma": 0.0}),
+    LossCase("fl-detached", F.focal_loss, {"detach_factor": True}, detached=True),
+    LossCase("afl", F.anti_focal_loss, off={"gamma": 0.0}, detached=True),
+    LossCase("afl-full", F.anti_focal_loss, {"detach_factor": False}),
     LossCase("poly", F.poly1_loss, off={"epsilon": 0.0}, worked=1.173180),
     LossCase("logitnorm", F.logit_norm_loss, {"tau": 1.0}, shifts=False, worked=0.883711),
-    LossCase("dft", F.dft_loss, linear=False, detached=True, worked=0.286692),
+    LossCase("dft", F.dft_loss, detached=True, worked=0.286692),
     LossCase("eaft", F.eaft_loss, off={"gamma": 0.0}, detached=True, worked=0.311364),
     LossCase(
         "eaft-top",
@@ -139,30 +147,10 @@ LOSS_CASES = [
         detached=True,
         worked=0.261591,
     ),
-    LossCase(
-        "gce",
-        F.generalized_cross_entropy_loss,
-        off={"gamma": 0.0},
-        linear=False,
-        worked=0.385514,
-    ),
-    LossCase("gem", F.gem_loss, linear=False, detached=True, worked=-0.308276),
-    LossCase(
-        "gem-logsigmoid",
-        F.gem_loss,
-        {"h": "logsigmoid"},
-        linear=False,
-        detached=True,
-        worked=-0.152996,
-    ),
-    LossCase(
-        "zipf",
-        F.zipf_smoothing_loss,
-        {"lam": 1.0},
-        off={"lam": 0.0},
-        linear=False,
-        worked=0.562888,
-    ),
+    LossCase("gce", F.generalized_cross_entropy_loss, off={"gamma": 0.0}, worked=0.385514),
+    LossCase("gem", F.gem_loss, detached=True, worked=-0.308276),
+    LossCase("gem-logsigmoid", F.gem_loss, {"h": "logsigmoid"}, detached=True, worked=-0.152996),
+    LossCase("zipf", F.zipf_smoothing_loss, {"lam": 1.0}, off={"lam": 0.0}, worked=0.562888),
     LossCase(
         "acls",
         F.acls_loss,
@@ -180,8 +168,8 @@ LOSS_CASES = [
     LossCase("ger-cp", F.generalized_entropy_loss, {"alpha": 0.0}),
     LossCase("ger-ls", F.generalized_entropy_loss, {"alpha": 1.0}),
     LossCase("ger-euclidean", F.generalized_entropy_loss, {"generator": "euclidean"}),
-    LossCase("tf-reg", F.tf_reg_loss, off={"alpha": 0.0}, linear=False),
-    LossCase("tf-reg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}, linear=False),
+    LossCase("tf-reg", F.tf_reg_loss, off={"alpha": 0.0}),
+    LossCase("tf-reg-paper", F.tf_reg_loss, {"mode": "paper"}, off={"alpha": 0.0}),
     LossCase("kd", F.distillation_loss, extra=teacher, off={"alpha": 0.0}),
     LossCase("kd-elementwise", F.distillation_loss, {"kl_reduction": "elementwise"}, teacher),
     LossCase("kd-standardized", F.distillation_loss, {"standardize": True}, teacher),
@@ -195,19 +183,12 @@ LOSS_CASES = [
         )
         for divergence in ("reverse", "jsd", "skew", "skew_reverse")
     ),
-    LossCase(
-        "dkd",
-        F.decoupled_distillation_loss,
-        extra=teacher,
-        off={"multiplier": 0.0},
-        linear=False,
-    ),
+    LossCase("dkd", F.decoupled_distillation_loss, extra=teacher, off={"multiplier": 0.0}),
     LossCase(
         "dkd-standardized",
         F.decoupled_distillation_loss,
         {"standardize": True, "tau": 2.0},
         teacher,
-        linear=False,
     ),
     *(
         LossCase(
@@ -232,21 +213,14 @@ LOSS_CASES = [
     ),
     LossCase("cs-kd", F.cs_kd_loss, extra=teacher, off={"lam": 0.0}),
     LossCase("ps-kd", F.ps_kd_loss, extra=teacher, off={"alpha": 0.0}),
-    LossCase(
-        "beta-ls",
-        beta_smoothing,
-        extra=teacher,
-        off={"alpha": 0.0},
-        linear=False,
-        rowwise=False,
-    ),
+    LossCase("beta-ls", beta_smoothing, extra=teacher, off={"alpha": 0.0}, rowwise=False),
     LossCase("ols", F.online_label_smoothing_loss, extra=soft_table),
-    LossCase("kr-ls", F.kr_ls_loss, extra=table, off={"alpha": 0.0}, linear=False),
-    LossCase("kr-ls-qp", F.kr_ls_loss, {"order": "qp"}, table, off={"alpha": 0.0}, linear=False),
+    LossCase("kr-ls", F.kr_ls_loss, extra=table, off={"alpha": 0.0}),
+    LossCase("kr-ls-qp", F.kr_ls_loss, {"order": "qp"}, table, off={"alpha": 0.0}),
     LossCase("mls", F.masked_label_smoothing_loss, extra=class_mask, off={"alpha": 0.0}),
     LossCase("wls", F.weighted_label_smoothing_loss, extra=class_groups, off={"alpha": 0.0}),
     LossCase("r-drop", F.r_drop_loss, {"label": "smoothed"}, teacher),
-    LossCase("connet", F.connet_loss, {"lam": 0.5}, confidence, linear=False, rowwise=False),
+    LossCase("connet", F.connet_loss, {"lam": 0.5}, confidence, rowwise=False),
     LossCase("r-drop-labo", F.r_drop_loss, {"label": "labo"}, teacher, detached=True),
 ]
 

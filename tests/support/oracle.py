@@ -153,6 +153,9 @@ def adaptive_smoothing(z, y, w, prior=None, *, rho=0.5):
     return smoothed(z, y, w, 1 / k if prior is None else softmax(prior), alpha)
 
 
+prior_smoothing = adaptive_smoothing
+
+
 def generalized_entropy(z, y, w, *, alpha=0.5, beta=0.7, prior=None, generator="kl"):
     p = softmax(z)
     u = np.full(len(z), 1 / real(len(z))) if prior is None else real(prior)

@@ -237,9 +237,5 @@ class PriorSmoothingLoss(AdaptiveSmoothingLoss):
 
     name, function_name = "als-past", "prior_smoothing_loss"
     teacher_argument = "prior_logits"
-    teacher_optional = True
-    optional_inputs = ("prior_logits",)
+    without_teacher = AdaptiveSmoothingLoss
     _masses = FROM_TEACHER
-
-    def without_teacher(self) -> Loss:
-        return self.as_loss(AdaptiveSmoothingLoss, rho=self.rho)

@@ -1,16 +1,7 @@
-r"""How far a prediction p is from a teacher t: the divergences of distillation.
+"""How far a prediction p is from a teacher t, by the table in :class:`labo.DistillationLoss`.
 
-================  ==============================================================================
-divergence        value
-================  ==============================================================================
-``forward``       KL(t || p)
-``reverse``       KL(p || t)
-``jsd``           b KL(t || m) + (1 - b) KL(p || m), m = b t + (1 - b) p; b is 0.5 unless given
-``skew``          KL(t || b t + (1 - b) p); b is 0.1 unless given
-``skew_reverse``  KL(p || b p + (1 - b) t); b is 0.1 unless given
-================  ==============================================================================
-
-Each is written twice: from the sums over a row, and for distributions over a few stored classes.
+Each divergence is written twice: from the sums over a row, and for distributions over a few stored
+classes.
 """
 
 from __future__ import annotations
@@ -20,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..stored import divergence as kl
+from ..rows import kl_divergence as kl
 from ..sums import FROM_TEACHER, RowSums, log_1_exp
 
 DIVERGENCES = ("forward", "reverse", "jsd", "skew", "skew_reverse")

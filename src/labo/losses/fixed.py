@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .. import _checks, smoothing
+from .. import _checks
 from ..fast.kernel import LABEL_SMOOTHING, Kernel
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper
@@ -100,7 +100,6 @@ class MaskedLabelSmoothingLoss(Loss):
     """
 
     name, function_name, smooths = "mls", "masked_label_smoothing_loss", True
-    row_field = "mask"
 
     mask: Tensor = hyper(
         kw_only=False, doc="(K,) bool, True for classes that may get smoothing mass (at least two)"
@@ -141,7 +140,6 @@ class WeightedLabelSmoothingLoss(Loss):
     """
 
     name, function_name, smooths = "wls", "weighted_label_smoothing_loss", True
-    row_field = "groups"
 
     groups: Tensor = hyper(
         kw_only=False,
@@ -157,7 +155,7 @@ class WeightedLabelSmoothingLoss(Loss):
 
     def value(self, row: RowSums) -> Tensor:
         mass = row.masses(FROM_ROW)
-        first = smoothing.group_shares(self.groups, self.shares, mass.q.dtype)[0]
+        first = _group_shares(self.groups, self.shares, mass.q.dtype)[0]
         total = mass.q.masked_fill(mass.q == 0, 1.0)
         of_first = self.alpha * first / total
         hard = times(1 - self.alpha - of_first, row.nll())
@@ -188,7 +186,22 @@ class WeightedLabelSmoothingLoss(Loss):
             ),
             "groups must be 0, 1 or 2",
         )
-        return smoothing.group_shares(groups, self.shares, exact(groups.device))[groups]
+        return _group_shares(groups, self.shares, exact(groups.device))[groups]
+
+
+def _group_shares(groups: Tensor, shares: tuple[float, float, float], dtype: torch.dtype) -> Tensor:
+    """The share of one class of each group in the smoothing mass, (3,); groups are (K,) integers.
+
+    A group without classes has no share.
+    """
+    numbers = torch.arange(3, device=groups.device)
+    sizes = (groups == numbers.unsqueeze(1)).sum(1)
+    # Filled on the device: a copy of the numbers would wait for it.
+    of_groups = torch.full_like(numbers, shares[0], dtype=dtype)
+    for group in (1, 2):
+        of_groups = of_groups.masked_fill(numbers == group, shares[group])
+    each = of_groups * (sizes > 0) / sizes.clamp(min=1)
+    return each / (each * sizes).sum()
 
 
 class TFRegLoss(Loss):

@@ -167,8 +167,7 @@ class HeldLABOLoss(LABOLoss):
     name, function_name = "held-labo", "held_labo_loss"
     without = ("alpha_grad",)
     teacher_argument = "held_logits"
-    teacher_optional = True
-    optional_inputs = ("held_logits",)
+    without_teacher = LABOLoss
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
         held = rows.teacher("held_logits", inputs[0])
@@ -181,10 +180,6 @@ class HeldLABOLoss(LABOLoss):
         # impl and inplace are for the call without held logits.
         loss = self.having(impl="auto", inplace=False) if inputs else self
         return super(HeldLABOLoss, loss).compute(logits, target, *inputs)
-
-    def without_teacher(self) -> Loss:
-        own = {name: getattr(self, name) for name in ("tau", "alpha", "rho", "multiplier")}
-        return self.as_loss(LABOLoss, alpha_grad=False, confidence=None, num_classes=None, **own)
 
 
 def labo_objective(rows: Rows, held: Tensor, tau: float, alpha: float | str, rho: float) -> Tensor:

@@ -296,7 +296,7 @@ class ConNetLoss(Loss):
         self.network = nn.Linear(self.features, 1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def current(self) -> ConNetLoss:
+    def current(self) -> Loss:
         left = torch.exp(-self.steps.to(exact(self.steps.device)) / self.decay_steps)
         return self.having(lam=self.lam * left)
 

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks, smoothing
-from .._checks import TeacherError
+from .. import smoothing
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
-from ..loss import Loss, hyper, state
-from ..rows import Rows, log_or_none, over_tau, row_sum, times, zero_log
-from ..stored import completed, divergence, log_or_0, renormalized
+from ..loss import Loss, hyper
+from ..rows import Rows, kl_divergence, log_or_none, over_tau, row_sum, times, zero_log
+from ..stored import completed, log_or_0, renormalized
 from ..sums import DEVIATION, FROM_TEACHER, TEMPERED, UNIFORM, RowSums
 from .divergences import DIVERGENCES, check_mixture, of_classes, of_sums
 from .labo import labo_objective, objective
-from .weights import CrossEntropyLoss, progress
+from .weights import CrossEntropyLoss, _ByEpoch
 
 
 def _standardized_kl(row: RowSums, tau: float) -> Tensor:
@@ -84,7 +83,6 @@ class DistillationLoss(Loss):
 
     name, function_name = "kd", "distillation_loss"
     teacher_argument = "teacher_logits"
-    optional_inputs = ("teacher_logits",)
 
     alpha: float = hyper(default=0.9, within=UNIT, doc="weight of the teacher, in [0, 1]")
     tau: float = hyper(default=4.0, within=POSITIVE, doc="temperature of teacher and model")
@@ -121,7 +119,7 @@ class DistillationLoss(Loss):
             raise ValueError('standardize=True goes with divergence="forward"')
 
 
-class DecoupledDistillationLoss(Loss):
+class DecoupledDistillationLoss(_ByEpoch):
     r"""Decoupled distillation (DKD): the target class and the other classes, weighted apart.
 
     Called as ``loss(logits, target, teacher_logits)``. With
@@ -149,7 +147,6 @@ class DecoupledDistillationLoss(Loss):
 
     name, function_name, linear = "dkd", "decoupled_distillation_loss", False
     teacher_argument = "teacher_logits"
-    optional_inputs = ("teacher_logits",)
     leaves_out_target = True
 
     alpha: float = hyper(
@@ -180,7 +177,6 @@ class DecoupledDistillationLoss(Loss):
         module_only=True,
         doc="epochs until the teacher has its full weight; 0 and 1 mean no warm-up",
     )
-    epoch: Tensor = state(init=False)
 
     def value(self, row: RowSums) -> Tensor:
         spread = DEVIATION if self.standardize else None
@@ -196,15 +192,8 @@ class DecoupledDistillationLoss(Loss):
         soft = self.multiplier * self.tau**2 * (self.alpha * of_target + self.beta * of_others)
         return times(self.hard_weight, row.nll()) + row.weigh(soft)
 
-    def make_state(self) -> None:
-        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
-
-    def current(self) -> DecoupledDistillationLoss:
-        part = progress(self.epoch, max(1, self.warmup_epochs))
-        return self.having(multiplier=self.multiplier * part)
-
-    def end_epoch(self) -> None:
-        self.epoch += 1
+    def current(self) -> Loss:
+        return self.having(multiplier=self.multiplier * self.progress(max(1, self.warmup_epochs)))
 
 
 def _binary_kl(a: Tensor, b: Tensor) -> Tensor:
@@ -282,7 +271,7 @@ class TopKDistillationLoss(Loss):
         if self.divergence != "forward":
             soft = self._with_one_class(row, log_t, log_p, mass)
             return times(1 - self.alpha, row.nll()) + row.weigh(self.alpha * soft)
-        soft = divergence(log_t, log_p)
+        soft = kl_divergence(log_t, log_p)
         if self.tail in ("bucket", "uniform", "labo"):
             soft = soft + mass * (log_or_0(mass) + self._tail(row))
         return times(1 - self.alpha, row.nll()) + row.weigh(self.alpha * soft)
@@ -331,15 +320,7 @@ class TopKDistillationLoss(Loss):
         indices: Tensor | None = None,
         log_probabilities: Tensor | None = None,
     ) -> Tensor:
-        self.check_teacher(indices is not None and log_probabilities is not None)
         return self.compute(logits, target, indices, log_probabilities)
-
-    def check_teacher(self, given: bool) -> None:
-        if not given:
-            raise TeacherError(
-                "TopKDistillationLoss needs indices and log_probabilities: the stored classes of "
-                "a teacher"
-            )
 
 
 class CSKDLoss(Loss):
@@ -364,7 +345,6 @@ class CSKDLoss(Loss):
 
     name, function_name = "cs-kd", "cs_kd_loss"
     teacher_argument = "peer_logits"
-    optional_inputs = ("peer_logits",)
 
     lam: float = hyper(default=1.0, within=NOT_NEGATIVE, doc="weight lambda of the KL divergence")
     tau: float = hyper(default=4.0, within=POSITIVE, doc="temperature of both predictions")
@@ -374,7 +354,7 @@ class CSKDLoss(Loss):
         return row.nll() + row.weigh(self.lam * soft)
 
 
-class PSKDLoss(Loss):
+class PSKDLoss(_ByEpoch):
     r"""PS-KD: the label mixed with the model's own prediction of the epoch before.
 
     Cross entropy with :math:`(1-\alpha_t)\,\mathrm{onehot}(y) + \alpha_t p_{past}`. Called as
@@ -396,8 +376,7 @@ class PSKDLoss(Loss):
 
     name, function_name = "ps-kd", "ps_kd_loss"
     teacher_argument = "past_logits"
-    teacher_optional = True
-    optional_inputs = ("past_logits",)
+    without_teacher = CrossEntropyLoss
 
     epochs: int = hyper(
         kw_only=False, module_only=True, at_least=1, doc="epochs of the whole training"
@@ -407,24 +386,14 @@ class PSKDLoss(Loss):
         within=UNIT,
         doc="weight of the past prediction; in the Module that of the last epoch, reached linearly",
     )
-    epoch: Tensor = state(init=False)
 
     def value(self, row: RowSums) -> Tensor:
         past = row.masses(FROM_TEACHER)
         soft = past.cross_entropy() / past.q
         return times(1 - self.alpha, row.nll()) + times(self.alpha, soft)
 
-    def make_state(self) -> None:
-        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
-
-    def current(self) -> PSKDLoss:
-        return self.having(alpha=self.alpha * progress(self.epoch, self.epochs))
-
-    def without_teacher(self) -> Loss:
-        return self.as_loss(CrossEntropyLoss)
-
-    def end_epoch(self) -> None:
-        self.epoch += 1
+    def current(self) -> Loss:
+        return self.having(alpha=self.alpha * self.progress(self.epochs))
 
 
 class BetaSmoothingLoss(Loss):
@@ -450,7 +419,6 @@ class BetaSmoothingLoss(Loss):
     name, function_name, linear = "beta-ls", "beta_smoothing_loss", False
     smooths, rowwise = True, False
     teacher_argument = "ema_logits"
-    optional_inputs = ("ema_logits",)
     keywords = ("draws", "rng")
 
     alpha: float = hyper(default=0.6, within=UNIT, doc="weight of the random label, in [0, 1]")
@@ -507,7 +475,6 @@ class RDropLoss(Loss):
     name, function_name = "r-drop", "r_drop_loss"
     rowwise = False  # linear_loss holds a second prediction constant
     teacher_argument = "other_logits"
-    optional_inputs = ("other_logits",)
 
     lam: float = hyper(
         default=1.0,
@@ -552,28 +519,9 @@ class RDropLoss(Loss):
         inputs = () if other_logits is None else (other_logits,)
         return self.compute(logits, target, *inputs)
 
-    def compute(self, logits: Tensor, target: Tensor, *inputs: Any, **keywords: Any) -> Tensor:
-        _checks.check_tensors(logits, target)
-        other = inputs[0] if inputs else None
-        if not isinstance(other, Tensor):
-            raise TeacherError(
-                "this loss needs other_logits: the logits of a second forward pass, of the shape "
-                "of the logits"
-            )
-        _checks.check_logits(logits, self.dim)
-        logits, other = _checks.local("logits", logits), _checks.local("other_logits", other)
-        if other.shape != logits.shape:
-            raise TeacherError(
-                f"other_logits must have the shape of the logits {tuple(logits.shape)}, "
-                f"got {tuple(other.shape)}"
-            )
-        _checks.check_devices(logits, other_logits=other)
-        masked = (logits == -math.inf) | (other == -math.inf)
-        both = (z.masked_fill(masked, -math.inf) for z in (logits, other))
-        return super().compute(next(both), target, next(both))
-
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        other = rows.like(inputs[0])
+        other = rows.having(rows.other("other_logits", inputs[0] if inputs else None))
+        rows.mask(other.logits == -math.inf)
         log_p, log_other = (zero_log(x.log_probabilities()) for x in (rows, other))
         # Both logarithms are 0 where a class is masked.
         agreement = row_sum((log_p.exp() - log_other.exp()) * (log_p - log_other)) / 2

@@ -16,13 +16,24 @@ from ..rows import Rows, entropy, exact, over_tau, row_sum, times, zero_log
 from ..sums import BEYOND_MARGIN, NORM, UNIFORM, RowSums
 
 
-def progress(epoch: Tensor, epochs: int) -> Tensor:
-    """min((epoch + 1) / epochs, 1), for an epoch counted from 0.
+class _ByEpoch(Loss):
+    """A loss with a strength that grows by the epoch. Call ``end_epoch()`` after each one."""
 
-    A tensor, so that torch.compile does not compile again for each epoch; in float64, so that it
-    does not limit the precision of the loss.
-    """
-    return (epoch + 1).clamp(max=epochs).to(exact(epoch.device)) / epochs
+    epoch: Tensor = state(init=False)
+
+    def make_state(self) -> None:
+        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+
+    def progress(self, epochs: int, done: int = 1) -> Tensor:
+        """min((epoch + done) / epochs, 1), for an epoch counted from 0.
+
+        A tensor, so that torch.compile does not compile again for each epoch; in float64, so that
+        it does not limit the precision of the loss.
+        """
+        return (self.epoch + done).clamp(max=epochs).to(exact(self.epoch.device)) / epochs
 
 
 class CrossEntropyLoss(Loss):
@@ -86,7 +97,7 @@ class ConfidencePenaltyLoss(Loss):
         return row.nll() + row.weigh(self.beta * penalty)
 
 
-class MaxSuppressionLoss(Loss):
+class MaxSuppressionLoss(_ByEpoch):
     r"""Max suppression (MaxSup): the penalty of label smoothing, on the largest logit.
 
     .. math:: -\log p_y + \lambda \Bigl(\max_j z_j - \frac{1}{K} \sum_j z_j\Bigr)
@@ -124,7 +135,6 @@ class MaxSuppressionLoss(Loss):
         module_only=True,
         doc="epochs of the whole training; needed with final_lam",
     )
-    epoch: Tensor = state(init=False)
 
     def value(self, row: RowSums) -> Tensor:
         flat = row.masses(UNIFORM)
@@ -134,17 +144,17 @@ class MaxSuppressionLoss(Loss):
         if self.final_lam is not None:
             if self.epochs is None:
                 raise ValueError(f"final_lam needs epochs, 1 or more, got epochs={self.epochs!r}")
-            self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+            super().make_state()
 
-    def current(self) -> MaxSuppressionLoss:
+    def current(self) -> Loss:
         if self.final_lam is None:
             return self
-        done = progress(self.epoch - 1, max(1, (self.epochs or 1) - 1))
+        done = self.progress(max(1, (self.epochs or 1) - 1), done=0)
         return self.having(lam=self.lam + (self.final_lam - self.lam) * done)
 
     def end_epoch(self) -> None:
         if self.final_lam is not None:
-            self.epoch += 1
+            super().end_epoch()
 
 
 class MarginSmoothingLoss(Loss):

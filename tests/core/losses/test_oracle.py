@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import oracle
 from labo import functional as F
 from labo import smoothing
-from layouts import LAYOUTS, arranged
 
 K = 6
 quick = settings(max_examples=20, deadline=None)
@@ -90,100 +89,60 @@ r_drop = st.one_of(
     ),
 )
 
-# Function, oracle and hyper-parameters. Numbers such as 0.1 are not dyadic: a detour through
+# The hyper-parameters of a loss, by the name that its function and its oracle have; what follows a
+# comma tells several of one loss apart. Numbers such as 0.1 are not dyadic: a detour through
 # float32 changes them by 1e-9.
-LOSSES = {
-    "base": (F.cross_entropy_loss, oracle.cross_entropy, either()),
-    "ls": (F.label_smoothing_loss, oracle.label_smoothing, either(alpha=unit)),
-    "ls-fairseq": (
-        F.label_smoothing_loss,
-        oracle.label_smoothing,
-        st.builds(lambda a: {"alpha": a, "convention": "fairseq"}, unit),
+HYPERS = {
+    "cross_entropy": either(),
+    "label_smoothing": either(alpha=unit),
+    "label_smoothing, fairseq": st.builds(lambda a: {"alpha": a, "convention": "fairseq"}, unit),
+    "label_smoothing, joeynmt": st.builds(
+        lambda a: {"alpha": a, "convention": "joeynmt", "padding_idx": 0}, unit
     ),
-    "ls-joeynmt": (
-        F.label_smoothing_loss,
-        oracle.label_smoothing,
-        st.builds(lambda a: {"alpha": a, "convention": "joeynmt", "padding_idx": 0}, unit),
+    "labo": either(**labo_like, alpha_grad=st.booleans()),
+    "held_labo": either(**labo_like),
+    "confidence_penalty": either(beta=strength, threshold=strength),
+    "max_suppression": either(lam=strength),
+    "margin_smoothing": either(lam=strength, margin=strength),
+    "acls": either(lam=strength, lam_top=strength, lam_rest=strength, margin=strength),
+    "generalized_cross_entropy": either(gamma=gamma),
+    "gem": either(beta=tau, h=st.sampled_from(["linear", "logsigmoid"])),
+    "zipf_smoothing": either(lam=strength, power=strength, correct_only=st.booleans()),
+    "adaptive_smoothing": either(rho=unit),
+    "prior_smoothing": either(rho=unit),
+    "poly1": either(epsilon=st.floats(-1, 3)),
+    "logit_norm": either(tau=tau),
+    "dft": either(),
+    "eaft": either(**eaft),
+    "focal": either(gamma=strength),
+    "anti_focal": either(gamma=strength, scale=strength),
+    "generalized_entropy": either(**ger),
+    "tf_reg": either(**tf_reg),
+    "distillation": either(**kd),
+    "distillation, divergence": together(
+        either(alpha=unit, tau=tau, tau_squared=st.booleans()), divergences
     ),
-    "labo": (F.labo_loss, oracle.labo, either(**labo_like, alpha_grad=st.booleans())),
-    "held-labo": (F.held_labo_loss, oracle.held_labo, either(**labo_like)),
-    "cp": (
-        F.confidence_penalty_loss,
-        oracle.confidence_penalty,
-        either(beta=strength, threshold=strength),
+    "decoupled_distillation": either(**dkd),
+    "topk_distillation": either(alpha=unit, tail=tails, tau=tau),
+    "topk_distillation, divergence": together(
+        either(alpha=unit),
+        divergences | mixtures.map(lambda given: given | {"tail": "renormalize"}),
     ),
-    "maxsup": (F.max_suppression_loss, oracle.max_suppression, either(lam=strength)),
-    "mbls": (
-        F.margin_smoothing_loss,
-        oracle.margin_smoothing,
-        either(lam=strength, margin=strength),
-    ),
-    "acls": (
-        F.acls_loss,
-        oracle.acls,
-        either(lam=strength, lam_top=strength, lam_rest=strength, margin=strength),
-    ),
-    "gce": (
-        F.generalized_cross_entropy_loss,
-        oracle.generalized_cross_entropy,
-        either(gamma=gamma),
-    ),
-    "gem": (
-        F.gem_loss,
-        oracle.gem,
-        either(beta=tau, h=st.sampled_from(["linear", "logsigmoid"])),
-    ),
-    "zipf": (
-        F.zipf_smoothing_loss,
-        oracle.zipf_smoothing,
-        either(lam=strength, power=strength, correct_only=st.booleans()),
-    ),
-    "als": (F.adaptive_smoothing_loss, oracle.adaptive_smoothing, either(rho=unit)),
-    "als-past": (F.prior_smoothing_loss, oracle.adaptive_smoothing, either(rho=unit)),
-    "poly": (F.poly1_loss, oracle.poly1, either(epsilon=st.floats(-1, 3))),
-    "logitnorm": (F.logit_norm_loss, oracle.logit_norm, either(tau=tau)),
-    "dft": (F.dft_loss, oracle.dft, either()),
-    "eaft": (F.eaft_loss, oracle.eaft, either(**eaft)),
-    "fl": (F.focal_loss, oracle.focal, either(gamma=strength)),
-    "afl": (F.anti_focal_loss, oracle.anti_focal, either(gamma=strength, scale=strength)),
-    "ger": (F.generalized_entropy_loss, oracle.generalized_entropy, either(**ger)),
-    "tf-reg": (F.tf_reg_loss, oracle.tf_reg, either(**tf_reg)),
-    "kd": (F.distillation_loss, oracle.distillation, either(**kd)),
-    "kd-divergence": (
-        F.distillation_loss,
-        oracle.distillation,
-        together(either(alpha=unit, tau=tau, tau_squared=st.booleans()), divergences),
-    ),
-    "dkd": (F.decoupled_distillation_loss, oracle.decoupled_distillation, either(**dkd)),
-    "topk": (from_two_stored, oracle.topk_distillation, either(alpha=unit, tail=tails, tau=tau)),
-    "topk-divergence": (
-        from_two_stored,
-        oracle.topk_distillation,
-        together(
-            either(alpha=unit),
-            divergences | mixtures.map(lambda given: given | {"tail": "renormalize"}),
-        ),
-    ),
-    "cs-kd": (F.cs_kd_loss, oracle.cs_kd, either(lam=strength, tau=tau)),
-    "ps-kd": (F.ps_kd_loss, oracle.ps_kd, either(alpha=unit)),
-    "ols": (
-        F.online_label_smoothing_loss,
-        oracle.online_label_smoothing,
-        either(hard_weight=strength, soft_weight=strength),
-    ),
-    "kr-ls": (F.kr_ls_loss, oracle.kr_ls, either(alpha=unit, order=st.sampled_from(["pq", "qp"]))),
-    "mls": (F.masked_label_smoothing_loss, oracle.masked_label_smoothing, either(alpha=unit)),
-    "wls": (F.weighted_label_smoothing_loss, oracle.weighted_label_smoothing, either(**wls)),
-    "connet": (with_confidence, oracle.connet, either(alpha=st.floats(0, 0.3), lam=strength)),
-    "r-drop": (F.r_drop_loss, oracle.r_drop, r_drop),
+    "cs_kd": either(lam=strength, tau=tau),
+    "ps_kd": either(alpha=unit),
+    "online_label_smoothing": either(hard_weight=strength, soft_weight=strength),
+    "kr_ls": either(alpha=unit, order=st.sampled_from(["pq", "qp"])),
+    "masked_label_smoothing": either(alpha=unit),
+    "weighted_label_smoothing": either(**wls),
+    "connet": either(alpha=st.floats(0, 0.3), lam=strength),
+    "r_drop": r_drop,
 }
+FUNCTIONS = {"topk_distillation": from_two_stored, "connet": with_confidence}
 # What a loss takes besides.
-NEEDS = dict.fromkeys(
-    ["held-labo", "als-past", "kd", "dkd", "topk", "cs-kd", "ps-kd", "r-drop"], "teacher"
-)
-NEEDS |= dict.fromkeys(["kd-divergence", "topk-divergence"], "teacher")
-NEEDS |= {"connet": "confidence", "ols": "soft table", "kr-ls": "table"}
-NEEDS |= {"mls": "mask", "wls": "groups"}
+NEEDS = dict.fromkeys(["held_labo", "prior_smoothing", "cs_kd", "ps_kd", "r_drop"], "teacher")
+NEEDS |= dict.fromkeys(["distillation", "decoupled_distillation", "topk_distillation"], "teacher")
+NEEDS |= {"connet": "confidence", "online_label_smoothing": "soft table", "kr_ls": "table"}
+NEEDS |= {"masked_label_smoothing": "mask", "weighted_label_smoothing": "groups"}
 ROWS = ("teacher", "confidence")  # what has a row for each sample
 
 weights = st.none() | st.lists(st.floats(0.1, 2), min_size=K, max_size=K)
@@ -236,55 +195,18 @@ def close(value: torch.Tensor, wanted: float) -> None:
     assert value.item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("case", HYPERS)
 @quick
 @given(st.integers(0, 1000), weights, st.data())
-def test_float64_is_that_of_the_oracle(name, seed, weight, data):
-    function, compute, hypers = LOSSES[name]
-    hyper, needs = data.draw(hypers), NEEDS.get(name)
+def test_float64_is_that_of_the_oracle(case, seed, weight, data):
+    hyper, name = data.draw(HYPERS[case]), case.partition(",")[0]
+    function = FUNCTIONS.get(name) or getattr(F, f"{name}_loss")
     logits, target, besides = draw(seed)
+    needs = NEEDS.get(name)
     extra = () if needs is None else (besides[needs],)
     value = function(logits, target, *extra, **as_tensors(hyper, weight))
+    compute = getattr(oracle, name)
     close(value, expected(compute, logits, target, weight, hyper, besides[needs], needs in ROWS))
-
-
-# How far from the oracle of the rounded logits a value may be, relative and absolute.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-@pytest.mark.parametrize("name", ["acls", "gce", "gem", "zipf", "als", "als-past"])
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(0, 1000),
-    weights,
-    st.lists(st.sampled_from(LAYOUTS), min_size=4, max_size=4),
-    st.sampled_from(list(TOLERANCE)),
-    st.sets(st.integers(0, 3), max_size=3),
-    st.sampled_from(["auto", "reference"]),
-    st.data(),
-)
-def test_any_layout_type_and_ignored_rows(name, seed, weight, layout, dtype, ignored, impl, data):
-    function, compute, hypers = LOSSES[name]
-    hyper, (logits, target, besides) = data.draw(hypers), draw(seed)
-    logits, target = arranged(logits.to(dtype), layout[0]), arranged(target, layout[1]).clone()
-    target[list(ignored)] = -100
-    extra = ()
-    if NEEDS.get(name):
-        extra = (arranged(besides["teacher"].to(dtype), layout[2]),)
-    shared = {"reduction": "none", "impl": impl}
-    w = np.ones(K)
-    if weight is not None:
-        shared["weight"] = arranged(torch.tensor(weight, dtype=dtype), layout[3])
-        w = shared["weight"].double().resolve_neg().numpy()
-    found = function(logits, target, *extra, **hyper, **shared)
-    rows = [oracle.real(x.double().resolve_neg().numpy()) for x in (logits, *extra)]
-    for i, y in enumerate(target.tolist()):
-        given = [x[i] for x in rows]
-        wanted = (
-            0.0 if y == -100 else float(compute(given[0], y, oracle.real(w), *given[1:], **hyper))
-        )
-        limit = TOLERANCE[dtype]
-        assert found[i].item() == pytest.approx(wanted, rel=limit, abs=limit)
 
 
 def test_float64_of_beta_smoothing():
