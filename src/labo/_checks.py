@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._torch import assert_later, inside_transform
+from .fields import UNIT
 
 
 class TargetError(IndexError, ValueError):
@@ -211,11 +212,14 @@ def check_distribution(name: str, probabilities: Tensor) -> None:
     ensure(~(off > tolerance(probabilities.dtype)) & ~(probabilities < 0).any(-1), failure, message)
 
 
-def check_alpha_tensor(alpha: Tensor) -> None:
-    ensure(
-        ~((alpha < 0) | (alpha > 1)),
-        lambda: ValueError(
-            f"alpha must lie in [0, 1], got values from {alpha.min():.3g} to {alpha.max():.3g}"
-        ),
-        "alpha must lie in [0, 1]",
-    )
+def check_alpha(alpha: float | Tensor) -> None:
+    """Refuse a strength, or strengths of rows, outside [0, 1]."""
+    if not isinstance(alpha, Tensor):
+        UNIT.check("alpha", alpha)
+        return
+    message = "alpha must lie in [0, 1]"
+
+    def failure() -> ValueError:
+        return ValueError(f"{message}, got values from {alpha.min():.3g} to {alpha.max():.3g}")
+
+    ensure(~((alpha < 0) | (alpha > 1)), failure, message)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from . import _checks
-from .fields import NOT_NEGATIVE, UNIT
+from .fields import NOT_NEGATIVE
 from .loss import Loss, function_of
 from .losses import ALL
 from .losses.labo import objective
@@ -67,7 +67,6 @@ def smoothed_cross_entropy(
         >>> smoothed_cross_entropy(logits, target, prior, alpha=0.1)
         tensor(0.5473)
     """
-    UNIT.check("alpha", alpha)
     NOT_NEGATIVE.check("beta", beta)
     Loss.fields["reduction"].check(reduction)
     rows = Rows(logits, target, weight, ignore_index, reduction, dim)
@@ -78,8 +77,7 @@ def smoothed_cross_entropy(
         )
     _checks.check_devices(logits, smoothing=smoothing)
     alpha, beta = rows.per_row("alpha", alpha), rows.per_row("beta", beta)
-    if isinstance(alpha, Tensor):
-        _checks.check_alpha_tensor(alpha)
+    _checks.check_alpha(alpha)
     p_ls = rows.flatten(smoothing)
     if rows.valid is not None:
         p_ls = p_ls.masked_fill(~rows.valid.unsqueeze(-1), 1 / rows.num_classes)

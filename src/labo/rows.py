@@ -314,6 +314,18 @@ class Rows:
         """log softmax(z / tau), (M, K)."""
         return torch.log_softmax(self.shifted if tau == 1 else self.shifted / tau, -1)
 
+    def without_label(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probabilities of the classes other than the label among themselves, (M, K).
+
+        And the classes that are left out, (M, K), and the rows that have no other class, (M,), from
+        which nothing is left out.
+        """
+        absent = self.is_label() | (self.logits == -math.inf)
+        alone = absent.all(-1)
+        absent = absent & ~alone.unsqueeze(-1)
+        others = shifted(self.logits.masked_fill(absent, -math.inf))
+        return torch.log_softmax(others, -1), absent, alone
+
     def label(self) -> Tensor:
         """The label as a distribution, (M, K): the probabilities, or one-hot."""
         return self.target if self.soft else self.is_label().to(self.logits.dtype)

@@ -241,7 +241,6 @@ def smoothed_target(target: Tensor, smoothing: Tensor, alpha: float | Tensor) ->
         >>> smoothed_target(torch.tensor(0), tempered(logits, 1.25), adaptive_alpha(logits))
         tensor([0.7181, 0.1670, 0.0813, 0.0337])
     """
-    UNIT.check("alpha", alpha)
     num_classes = smoothing.shape[-1]
     if target.is_floating_point():
         label = target
@@ -251,8 +250,8 @@ def smoothed_target(target: Tensor, smoothing: Tensor, alpha: float | Tensor) ->
         label = target.unsqueeze(-1) == torch.arange(num_classes, device=target.device)
         # A bool times a number would have the default dtype.
         label = label.to(smoothing.dtype)
+    _checks.check_alpha(alpha)
     if isinstance(alpha, Tensor):
-        _checks.check_alpha_tensor(alpha)
         alpha = alpha.unsqueeze(-1)
     return (1 - alpha) * label + alpha * smoothing
 

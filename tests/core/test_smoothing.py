@@ -85,8 +85,8 @@ def test_stationary_confidence_table(tau, alpha, rho):
 def test_tau_for_confidence_inverts(tau, k, strength, adaptive):
     setting = {"rho": strength} if adaptive else {"alpha": strength}
     p = smoothing.stationary_confidence(k, tau=tau, **setting)
-    found = smoothing.tau_for_confidence(p, k, **setting)
-    again = smoothing.stationary_confidence(k, tau=found, **setting)
+    chosen = smoothing.tau_for_confidence(p, k, **setting)
+    again = smoothing.stationary_confidence(k, tau=chosen, **setting)
     assert again == pytest.approx(p, rel=1e-9)
 
 

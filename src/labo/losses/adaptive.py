@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper
-from ..rows import Rows, row_sum, shifted, times, zero_log
+from ..rows import Rows, row_sum, times, zero_log
 from ..sums import FROM_TEACHER, TEMPERED, UNIFORM, RowSums
 from .labo import adaptive_strength
 
@@ -123,14 +123,11 @@ class ZipfSmoothingLoss(Loss):
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
         log_p, z = rows.log_probabilities(), rows.shifted.detach().contiguous()
-        absent = rows.is_label() | (z == -math.inf)
-        alone = absent.all(-1)
-        absent = absent & ~alone.unsqueeze(-1)
+        others, absent, alone = rows.without_label()
         ordered = z.sort(-1).values
         rank = z.shape[-1] - torch.searchsorted(ordered, z, right=True) + 1
         mass = rank.to(z.dtype).pow(-self.power).masked_fill(absent, 0.0)
         pi = mass / row_sum(mass).unsqueeze(-1)
-        others = torch.log_softmax(shifted(rows.logits.masked_fill(absent, -math.inf)), -1)
         divergence = row_sum(pi * (torch.where(pi > 0, pi, 1.0).log() - zero_log(others)))
         left_out = alone
         if self.correct_only:

@@ -12,7 +12,7 @@ from .. import _checks, smoothing
 from .._checks import TeacherError
 from ..fields import NOT_NEGATIVE, POSITIVE, UNIT
 from ..loss import Loss, hyper, state
-from ..rows import Rows, exact, kl_divergence, row_sum, shifted, spread, times, upcast
+from ..rows import Rows, exact, kl_divergence, row_sum, spread, times, upcast
 from ..sums import FROM_TABLE, RowSums
 
 
@@ -187,10 +187,7 @@ class KRLSLoss(Loss):
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
         table = _check_table(inputs[0], rows.logits)
-        absent = rows.is_label() | (rows.logits == -math.inf)
-        alone = absent.all(-1)  # no other class: no residual to learn from
-        absent = absent & ~alone.unsqueeze(-1)
-        p_res = torch.log_softmax(shifted(rows.logits.masked_fill(absent, -math.inf)), -1)
+        p_res, absent, alone = rows.without_label()
         table_rows = table.to(rows.logits.dtype)[rows.target]
         q_res = torch.log_softmax(table_rows.masked_fill(absent, -math.inf), -1)
         held = q_res.detach()

@@ -18,13 +18,6 @@ from .divergences import DIVERGENCES, check_mixture, of_classes, of_sums
 from .labo import labo_objective, objective
 from .weights import CrossEntropyLoss, _ByEpoch
 
-
-def _standardized_kl(row: RowSums, tau: float) -> Tensor:
-    """KL(softmax(t / tau) || softmax(z / tau)) with standardized logits."""
-    row.tempered(tau, DEVIATION)
-    return row.masses(FROM_TEACHER, tau, spread=DEVIATION).distillation()
-
-
 _DIVERGENCE = hyper(
     default="forward",
     choices=DIVERGENCES,
@@ -108,7 +101,7 @@ class DistillationLoss(Loss):
         if self.tau_squared:
             factor = factor * self.tau**2
         if self.standardize:
-            soft = _standardized_kl(row, self.tau)
+            soft = row.masses(FROM_TEACHER, self.tau, spread=DEVIATION).distillation()
         else:
             soft = of_sums(row, self.tau, self.divergence, self.mixture)
         return times(1 - self.alpha, row.nll()) + row.weigh(factor * soft)
@@ -193,7 +186,7 @@ class DecoupledDistillationLoss(_ByEpoch):
         return times(self.hard_weight, row.nll()) + row.weigh(soft)
 
     def current(self) -> Loss:
-        return self.having(multiplier=self.multiplier * self.progress(max(1, self.warmup_epochs)))
+        return self.having(multiplier=self.multiplier * self._progress(max(1, self.warmup_epochs)))
 
 
 def _binary_kl(a: Tensor, b: Tensor) -> Tensor:
@@ -393,7 +386,7 @@ class PSKDLoss(_ByEpoch):
         return times(1 - self.alpha, row.nll()) + times(self.alpha, soft)
 
     def current(self) -> Loss:
-        return self.having(alpha=self.alpha * self.progress(self.epochs))
+        return self.having(alpha=self.alpha * self._progress(self.epochs))
 
 
 class BetaSmoothingLoss(Loss):

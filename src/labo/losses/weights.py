@@ -27,7 +27,7 @@ class _ByEpoch(Loss):
     def end_epoch(self) -> None:
         self.epoch += 1
 
-    def progress(self, epochs: int, done: int = 1) -> Tensor:
+    def _progress(self, epochs: int, done: int = 1) -> Tensor:
         """min((epoch + done) / epochs, 1), for an epoch counted from 0.
 
         A tensor, so that torch.compile does not compile again for each epoch; in float64, so that
@@ -149,7 +149,7 @@ class MaxSuppressionLoss(_ByEpoch):
     def current(self) -> Loss:
         if self.final_lam is None:
             return self
-        done = self.progress(max(1, (self.epochs or 1) - 1), done=0)
+        done = self._progress(max(1, (self.epochs or 1) - 1), done=0)
         return self.having(lam=self.lam + (self.final_lam - self.lam) * done)
 
     def end_epoch(self) -> None:

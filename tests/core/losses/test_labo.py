@@ -34,7 +34,7 @@ def objective(p_ls: np.ndarray, logits: torch.Tensor, y: int, alpha: float, beta
 def test_theorem_1_against_a_numerical_minimiser(alpha, tau):
     """P* = softmax(z / tau) minimises R over the simplex."""
     for logits, y in zip(LOGITS, TARGET, strict=True):
-        found = minimize(
+        minimum = minimize(
             lambda s, z=logits, y=y: objective(
                 np.exp(s - s.max()) / np.exp(s - s.max()).sum(), z, int(y), alpha, alpha * tau
             ),
@@ -42,10 +42,10 @@ def test_theorem_1_against_a_numerical_minimiser(alpha, tau):
             method="BFGS",
             options={"gtol": 1e-10},
         )
-        best = torch.softmax(torch.from_numpy(found.x), 0)
+        best = torch.softmax(torch.from_numpy(minimum.x), 0)
         torch.testing.assert_close(best, smoothing.tempered(logits, tau), atol=1e-5, rtol=0)
         value = F.labo_loss(logits, y, alpha=alpha, tau=tau)
-        assert value.item() == pytest.approx(found.fun, abs=1e-9)
+        assert value.item() == pytest.approx(minimum.fun, abs=1e-9)
 
 
 def test_theorem_1_in_powers_of_p():

@@ -63,12 +63,12 @@ def test_bucket_is_a_lower_bound_and_has_an_upper_bound_beside_it(rows):
 @pytest.mark.parametrize("tail", ["uniform", "labo", "drop", "renormalize"])
 def test_the_other_tails_are_neither(rows, tail):
     logits, log_t, whole = rows
-    found = divergence(logits, log_t, tail)
-    assert (found > whole + 1e-3).any()
-    assert (found < whole - 1e-3).any()
+    value = divergence(logits, log_t, tail)
+    assert (value > whole + 1e-3).any()
+    assert (value < whole - 1e-3).any()
     bucket = divergence(logits, log_t, "bucket")
-    assert bool((found >= bucket - 1e-12).all()) == (tail in ("uniform", "labo"))
-    assert bool((found < 0).any()) == (tail == "drop")
+    assert bool((value >= bucket - 1e-12).all()) == (tail in ("uniform", "labo"))
+    assert bool((value < 0).any()) == (tail == "drop")
 
 
 def test_renormalize_is_above_0_where_the_model_is_the_teacher(rows):
