@@ -273,7 +273,7 @@ def _bits(x: Tensor) -> Tensor:
 def _shards(case: Case) -> None:
     """Columns of a shard; targets may be columns of another one."""
     from labo.fast import native
-    from labo.fast.columns import COEFFICIENTS, SUMS
+    from labo.fast.columns import COEFFICIENTS, SUMS, RowInputs
     from labo.fast.formula import plan_of
     from labo.linear import computing
     from labo.sums import OTHERS
@@ -285,19 +285,19 @@ def _shards(case: Case) -> None:
     plan = plan_of(loss, case.weight is not None)
     if chance.random() < 0.5:
         plan = plan._replace(asked=plan.asked | OTHERS)
-    fixed = (plan, case.weight, case.ignore_index)
+    given = RowInputs(target, plan, case.weight, case.ignore_index)
     before = logits.clone()
-    sums = native.sums(logits, target, *fixed)
+    sums = native.sums(logits, given)
     if len(logits):
         row = chance.randrange(len(logits))
         alone = slice(row, row + 1)
-        one = native.sums(logits[alone].clone(), target[alone], *fixed)
+        one = native.sums(logits[alone].clone(), given._replace(target=target[alone]))
         assert torch.equal(one.view(torch.int64), sums[alone].view(torch.int64)), f"row {row}"
     coefficients = torch.rand(len(logits), len(COEFFICIENTS), dtype=torch.float64)
     coefficients[:, COEFFICIENTS.index("top")] = sums[:, SUMS.index("top")].nan_to_num(0.0)
     out = torch.empty(len(logits), logits.shape[1] + chance.randrange(3), dtype=logits.dtype)
     out = out[:, : logits.shape[1]]
-    grad = native.gradient(logits, target, *fixed, None, coefficients, out)
+    grad = native.gradient(logits, given, coefficients, out)
     assert grad.shape == logits.shape
     assert torch.equal(_bits(before), _bits(logits)), "the logits were changed"
 

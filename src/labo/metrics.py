@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .fast.columns import SUMS
+from .fast.columns import SUMS, RowInputs
 from .fast.dispatch import backend_of
 from .fast.formula import statistics_of
 from .rows import row_sum, times
@@ -74,7 +74,7 @@ def row_statistics(
     """
     soft = target.is_floating_point()
     labels = target.argmax(1) if soft else target
-    sums = backend_of(logits).sums(logits, labels, Passes(UE), None, ignore_index)
+    sums = backend_of(logits).sums(logits, RowInputs(labels, Passes(UE), None, ignore_index))
     maximum, e, ue = (sums[:, SUMS.index(name)] for name in ("top", "e", "ue"))
     width, valid, column = logits.shape[1], labels != ignore_index, labels
     if columns is not None:

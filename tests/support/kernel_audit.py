@@ -35,7 +35,7 @@ from triton.runtime import driver
 import labo
 from defaults import with_defaults
 from labo.fast import kernels
-from labo.fast.columns import COEFFICIENTS
+from labo.fast.columns import COEFFICIENTS, RowInputs
 from labo.fast.formula import plan_of
 from labo.fast.kernel import Kernel
 from labo.loss import Loss
@@ -116,14 +116,14 @@ def launches(variant: Variant, rows: int = 2) -> Iterator[tuple[str, Callable[[]
         every = COUNT | UE | R | UR | QU | QD | WQU | TOP | OTHERS
         row_tau = RowTau(*torch.ones(4, rows, dtype=torch.float64))
         plan = Passes(every if weighted else every ^ WQU, FROM_TEACHER, 4.0, 0.0, row_tau)
-    rest = (weight, -100, logits.clone() if mode == 3 else None)
-    yield "formula sums", lambda: kernels.sums(logits, target, plan, *rest)
-    mixed = plan._replace(mixture=mixture)
-    yield "mixture sums", lambda: kernels.sums(logits, target, mixed, *rest)
-    fixed = (logits, target, mixed if mode == 2 else plan, *rest)
+    given = RowInputs(target, plan, weight, -100, logits.clone() if mode == 3 else None)
+    yield "formula sums", lambda: kernels.sums(logits, given)
+    mixed = given._replace(plan=plan._replace(mixture=mixture))
+    yield "mixture sums", lambda: kernels.sums(logits, mixed)
+    one = mixed if mode == 2 else given
     coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
     out = torch.empty_like(logits)
-    yield "formula gradient", lambda: kernels.gradient(*fixed, coefficients, out)
+    yield "formula gradient", lambda: kernels.gradient(logits, one, coefficients, out)
     if mode < 2:
         student = logits.clone() if mode else None
         yield "moments", lambda: kernels.masked_moments(logits, mode == 1, student)
@@ -192,15 +192,15 @@ def formula_launches() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         weight = torch.ones(classes) if plan.asked & WQU else None
         row = torch.ones(classes)
         source = {FROM_ROW: row, FROM_TABLE: row.expand(classes, -1), FROM_TEACHER: logits}
-        fixed = (logits, target, plan, weight, -100, source.get(plan.masses))
+        given = RowInputs(target, plan, weight, -100, source.get(plan.masses))
         coefficients = torch.ones(rows, len(COEFFICIENTS), dtype=torch.float64)
-        yield "formula sums", name, partial(kernels.sums, *fixed)
+        yield "formula sums", name, partial(kernels.sums, logits, given)
         if plan.asked & (EMIX | QMIX):
             plan = plan._replace(mixture=RowMixture(*torch.ones(3, rows, dtype=torch.float64)))
-            fixed = (*fixed[:2], plan, *fixed[3:])
-            yield "mixture sums", name, partial(kernels.sums, *fixed)
+            given = given._replace(plan=plan)
+            yield "mixture sums", name, partial(kernels.sums, logits, given)
         rest = (coefficients, torch.empty_like(logits))
-        yield "formula gradient", name, partial(kernels.gradient, *fixed, *rest)
+        yield "formula gradient", name, partial(kernels.gradient, logits, given, *rest)
 
 
 def _formulas() -> Iterator[Any]:

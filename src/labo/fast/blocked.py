@@ -11,29 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .. import sums as row_sums
 from ..rows import exact, row_sum, u_of, wide
-from ..sums import (
-    BEYOND_MARGIN,
-    COUNT,
-    FROM_ROW,
-    FROM_TABLE,
-    FROM_TEACHER,
-    NO_MASSES,
-    OTHERS,
-    QD,
-    QMIX,
-    QU,
-    RD,
-    TEMPERED,
-    TOP,
-    UE,
-    UR,
-    WQU,
-    Passes,
-    R,
-    RowMixture,
-)
-from .columns import COEFFICIENTS, SUMS
+from ..sums import Passes, RowMixture
+from .columns import COEFFICIENTS, SUMS, RowInputs
 
 # Bytes of one buffer of a block, of which three or four are in use at a time. On two cores with
 # 1 MB of L2 cache each, 2 to 4 MB were fastest and 1 MB a tenth slower. A GPU needs larger blocks.
@@ -58,7 +39,7 @@ def _rows_of(logits: Tensor, target: Tensor, plan: Passes, part: slice) -> Tenso
     z = logits[part]
     if logits.is_cpu:
         z = z.to(wide(logits.dtype))
-    if plan.asked & OTHERS:
+    if plan.asked & row_sums.OTHERS:
         classes = torch.arange(logits.shape[1], device=logits.device)
         z = z.masked_fill(classes == target[part].unsqueeze(1), -math.inf)
     return z
@@ -86,15 +67,15 @@ def _masses(
     source_tau: float | Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The masses q, 0 for masked classes, and the logits v of a teacher minus ``source_top``."""
-    if plan.masses == TEMPERED:
+    if plan.masses == row_sums.TEMPERED:
         return torch.exp(u / plan.tau), None
     if source is None or source_top is None:  # of each class the same, or 0
         there = z != -math.inf
-        if plan.masses == BEYOND_MARGIN:
+        if plan.masses == row_sums.BEYOND_MARGIN:
             there &= u < -plan.margin
         return there.to(u.dtype), None
     v, masked = None, z == -math.inf
-    if plan.masses == FROM_TEACHER:
+    if plan.masses == row_sums.FROM_TEACHER:
         v = _finite(source - source_top).masked_fill_(masked, 0.0)
         q = torch.exp(v / source_tau)
     else:
@@ -135,27 +116,21 @@ def _source_rows(
     source: Tensor | None, plan: Passes, part: slice, target: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """What the masses of a block of rows come from."""
-    if source is None or plan.masses == FROM_ROW:
+    if source is None or plan.masses == row_sums.FROM_ROW:
         return None if source is None else source.to(dtype)
-    if plan.masses == FROM_TABLE:
+    if plan.masses == row_sums.FROM_TABLE:
         return source[target[part].clamp(0, len(source) - 1)].to(dtype)
     return source[part].to(dtype) if source.is_cpu else source[part]
 
 
 def _uses_u(plan: Passes) -> bool:
     """Whether more than exp(u) is computed from u, so that 0 * u has to be 0."""
-    return plan.masses != NO_MASSES or bool(plan.asked & (UE | UR))
+    return plan.masses != row_sums.NO_MASSES or bool(plan.asked & (row_sums.UE | row_sums.UR))
 
 
-def sums(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None = None,
-) -> Tensor:
+def sums(logits: Tensor, given: RowInputs) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
+    target, plan, weight, ignore_index, source = given
     dtype, wider = wide(logits.dtype), exact(logits.device, logits.dtype)
     all_sums = torch.zeros(len(logits), len(SUMS), dtype=wider, device=logits.device)
     if logits.shape[1] == 0:
@@ -164,7 +139,7 @@ def sums(
     if plan.mixture is not None:
         for part in blocks(logits):
             z = _rows_of(logits, target, plan, part)
-            if plan.asked & QMIX:
+            if plan.asked & row_sums.QMIX:
                 tops = (x[part].to(dtype).unsqueeze(1) for x in plan.mixture[::2])
                 t = _source_rows(source, plan, part, target, dtype)
                 r, q, difference = _taught(plan, z, t, *tops)
@@ -193,27 +168,27 @@ def sums(
         u = z - top
         e = _finite(u).exp() if _uses_u(plan) else u.exp_()
         found["e"] = row_sum(e)
-        if plan.asked & TOP:
+        if plan.asked & row_sums.TOP:
             found["top_at"] = z.argmax(1)
-        if plan.asked & COUNT:
+        if plan.asked & row_sums.COUNT:
             found["count"] = row_sum((z != -math.inf).to(dtype))
-        if plan.asked & UE:
+        if plan.asked & row_sums.UE:
             found["ue"] = row_sum(u * e)
-        if plan.asked & R:
+        if plan.asked & row_sums.R:
             r = _over_tau(z, top, tau).exp_()
             found["r"] = row_sum(r)
-            if plan.asked & UR:
+            if plan.asked & row_sums.UR:
                 found["ur"] = _product_sum(u, r)
-        if plan.masses != NO_MASSES:
+        if plan.masses != row_sums.NO_MASSES:
             t, t_top = _source_rows(source, plan, part, target, dtype), torch.zeros_like(top)
-            if t is not None and plan.masses == FROM_TEACHER:
+            if t is not None and plan.masses == row_sums.FROM_TEACHER:
                 t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True).to(dtype)
                 found["source_top"] = t_top.squeeze(1)
                 t_top = t_top.masked_fill(t_top == -math.inf, 0.0)
             q, v = _masses(plan, z, u, t, t_top, source_tau)
             d = None if v is None else _finite(v / source_tau) - _finite(_over_tau(z, top, tau))
             found |= _mass_sums(plan, u, d, q, weight)
-            if plan.asked & RD:
+            if plan.asked & row_sums.RD:
                 r, _, difference = _taught(plan, z, t, top, t_top)
                 found["rd"] = _product_sum(difference.masked_fill_(r == 0, 0.0), r)
         for name, value in found.items():
@@ -234,11 +209,11 @@ def _mass_sums(
     plan: Passes, u: Tensor, d: Tensor | None, q: Tensor, weight: Tensor | None
 ) -> dict[str, Tensor]:
     found = {"q": row_sum(q)}
-    if plan.asked & QU:
+    if plan.asked & row_sums.QU:
         found["qu"] = _product_sum(u, q)
-    if plan.asked & QD and d is not None:
+    if plan.asked & row_sums.QD and d is not None:
         found["qd"] = _product_sum(d, q)
-    if plan.asked & WQU and weight is not None:
+    if plan.asked & row_sums.WQU and weight is not None:
         wq = q * weight.to(q.dtype)
         found |= {"wq": row_sum(wq), "wqu": _product_sum(u, wq)}
     return found
@@ -264,17 +239,9 @@ def _product_sum(u: Tensor, q: Tensor) -> Tensor:
     return row_sum(u * (q * unit)).to(exact(u.device, u.dtype)) / unit
 
 
-def gradient(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None,
-    coefficients: Tensor,
-    out: Tensor,
-) -> Tensor:
+def gradient(logits: Tensor, given: RowInputs, coefficients: Tensor, out: Tensor) -> Tensor:
     """The gradient of every row, written to ``out``; see :mod:`labo.fast.formula`."""
+    target, plan, weight, ignore_index, source = given
     dtype = wide(logits.dtype)
     if logits.shape[1] == 0:
         return out
@@ -286,13 +253,13 @@ def gradient(
         tau, source_tau = _taus(plan, part, dtype)
         u = z - c["top"]
         g = _finite(u).exp() if _uses_u(plan) or plan.mixture is not None else u.exp_()
-        g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & UE else c["from_e"])
-        if plan.asked & R:
+        g.mul_(c["from_e"] + c["from_ue"] * u if plan.asked & row_sums.UE else c["from_e"])
+        if plan.asked & row_sums.R:
             g.addcmul_(_over_tau(z, c["top"], tau).exp_(), c["from_r"])
-        if plan.asked & (RD | QMIX):
+        if plan.asked & (row_sums.RD | row_sums.QMIX):
             t = _source_rows(source, plan, part, target, dtype)
             r, q, d = _taught(plan, z, t, c["top"], c["source_top"])
-            if plan.asked & RD:
+            if plan.asked & row_sums.RD:
                 g.addcmul_(r * c["from_rd"], d.masked_fill(r == 0, 0.0))
             if plan.mixture is not None:
                 x = _teacher_mixture(plan.mixture, d, part)
@@ -302,16 +269,16 @@ def gradient(
             _, x = _mixture_of(plan.mixture, z, part)
             # In this order a masked class has 0 times a finite number.
             g.addcmul_(u.exp().mul_(torch.logaddexp(x.new_zeros(()), -x)), c["from_emix"])
-        if plan.asked & UR:
+        if plan.asked & row_sums.UR:
             g += (c["from_one"] + c["from_u"] * u).masked_fill_(z == -math.inf, 0.0)
-        if plan.masses != NO_MASSES:
+        if plan.masses != row_sums.NO_MASSES:
             t = _source_rows(source, plan, part, target, dtype)
             q, _ = _masses(plan, z, u, t, c["source_top"], source_tau)
             of_q = c["from_q"]
-            if plan.asked & WQU and weight is not None:
+            if plan.asked & row_sums.WQU and weight is not None:
                 of_q = of_q + c["from_wq"] * weight.to(q.dtype)
             g.addcmul_(q, of_q)
-        if plan.asked & TOP:
+        if plan.asked & row_sums.TOP:
             # From float64: float32 has no room for a large index.
             top_at = coefficients[part, COEFFICIENTS.index("top_at")].long().unsqueeze(1)
             _put(g, top_at, c["at_top"])

@@ -1,6 +1,23 @@
-"""The columns of what the functions of a backend return and take; see labo.fast.formula."""
+"""What the functions of a backend take and return; see labo.fast.formula."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..sums import Passes
+
+
+class RowInputs(NamedTuple):
+    """What both functions of a backend take beside the logits."""
+
+    target: Tensor  # (N,) int64
+    plan: Passes
+    weight: Tensor | None  # (K,) class weights
+    ignore_index: int
+    source: Tensor | None = None  # what the masses come from
+
 
 # ``top`` and ``source_top`` are the largest logits of a row and of its teacher; ``top_at`` is the
 # first class that has it, if a formula asks for that; ``u_y`` is u of the target, -inf if that is

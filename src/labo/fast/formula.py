@@ -36,14 +36,14 @@ The sums of a mixture take a second call, because s is known after the first one
 constant, as the masses are. With a temperature of each row the sums of u r and u q give the
 derivative for the temperature, and the gradient gets a term that is linear in the logits.
 
-The functions of a backend are
+The functions of a backend are, with ``given`` a :class:`RowInputs`,
 
-- ``sums(logits, target, plan, weight, ignore_index, source)``: float64, with the columns
-  :data:`SUMS`. Sums that were not asked for may hold anything; ignored rows are 0. With
-  ``plan.mixture`` only the sums of that mixture are computed.
-- ``gradient(logits, target, plan, weight, ignore_index, source, coefficients, out)``: from the
-  float64 ``coefficients``, the columns as :data:`COEFFICIENTS`. A target that is not a
-  class has no entry. Ignored rows are 0.
+- ``sums(logits, given)``: float64, with the columns :data:`SUMS`. Sums that were not asked for may
+  hold anything; ignored rows are 0. With ``plan.mixture`` only the sums of that mixture are
+  computed.
+- ``gradient(logits, given, coefficients, out)``: from the float64 ``coefficients``, the columns as
+  :data:`COEFFICIENTS`, written to ``out``. A target that is not a class has no entry. Ignored rows
+  are 0.
 - ``moments(logits, centered)``, only on the CPU: the mean of each row, or 0, and the sum of its
   squared distances from that; (N,) float64. The sum is not finite where classes are masked.
 """
@@ -58,33 +58,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import sums as row_sums
 from .._torch import autograd_enabled
 from ..rows import exact, largest, u_of, wide
-from ..sums import (
-    BEYOND_MARGIN,
-    COUNT,
-    DEVIATION,
-    EMIX,
-    FROM_TEACHER,
-    NO_MASSES,
-    OTHERS,
-    QD,
-    QMIX,
-    QU,
-    RD,
-    TEMPERED,
-    TOP,
-    UE,
-    UR,
-    WQU,
-    FoundSums,
-    Passes,
-    R,
-    RowTau,
-    passes_of,
-    value_of,
-)
-from .columns import COEFFICIENTS, MIXED, MIXED_TEACHER, SUMS
+from ..sums import FoundSums, Passes, RowTau, passes_of, value_of
+from .columns import COEFFICIENTS, MIXED, MIXED_TEACHER, SUMS, RowInputs
 
 # What a formula is differentiated for.
 _VARIABLES = (
@@ -112,9 +90,17 @@ _MOST_PLANS = 1000
 
 # The sums that have to be asked for; the others are always there.
 _ASKED = {
-    **{"top_at": TOP, "count": COUNT, "ue": UE, "r": R, "ur": UR, "qu": QU, "qd": QD},
-    **{"wq": WQU, "wqu": WQU, "mix": EMIX, "emix": EMIX},
-    **{"rd": RD, "rmix": QMIX, "qmix": QMIX, "qs": QMIX},
+    **{
+        "top_at": row_sums.TOP,
+        "count": row_sums.COUNT,
+        "ue": row_sums.UE,
+        "r": row_sums.R,
+        "ur": row_sums.UR,
+        "qu": row_sums.QU,
+        "qd": row_sums.QD,
+    },
+    **{"wq": row_sums.WQU, "wqu": row_sums.WQU, "mix": row_sums.EMIX, "emix": row_sums.EMIX},
+    **{"rd": row_sums.RD, "rmix": row_sums.QMIX, "qmix": row_sums.QMIX, "qs": row_sums.QMIX},
 }
 
 
@@ -122,7 +108,7 @@ _ASKED = {
 def columns_asked(asked: int, masses: int) -> tuple[tuple[str, int], ...]:
     """The names and places of the sums that a plan asks for."""
     there = {name for name in SUMS if name not in _ASKED or asked & _ASKED[name]}
-    if masses == NO_MASSES:
+    if masses == row_sums.NO_MASSES:
         there -= {"q", "source_top"}
     return tuple((name, i) for i, name in enumerate(SUMS) if name in there)
 
@@ -223,11 +209,11 @@ class FormulaRows:
         plan, target, wider = self.plan, self.target, exact(logits.device, logits.dtype)
         self.classes: int | Tensor = logits.shape[1]
         if statistics is not None:
-            plan = plan._replace(asked=plan.asked | UE)
+            plan = plan._replace(asked=plan.asked | row_sums.UE)
         if plan.spread is not None:
             from .spread import spread
 
-            how = (plan.spread == DEVIATION, self.backend)
+            how = (plan.spread == row_sums.DEVIATION, self.backend)
             own = spread(logits, *how)
             taught = own if self.source is None else spread(self.source, *how, logits, own)
             sizes = (plan.tau * own.size, plan.tau * taught.size)
@@ -256,10 +242,10 @@ class FormulaRows:
             sums |= {"log_t": self.log_t.to(wider), **apart(sums, z_apart, limits)}
         if z_largest is not None:
             sums["u_largest"] = u_of(z_largest, sums["top"].unsqueeze(1), limits)
-        if plan.asked & (EMIX | QMIX):
+        if plan.asked & (row_sums.EMIX | row_sums.QMIX):
             plan = plan.mixed(sums, sums["top"])
             again = self._sums(logits, plan)
-            names = MIXED_TEACHER if plan.asked & QMIX else MIXED
+            names = MIXED_TEACHER if plan.asked & row_sums.QMIX else MIXED
             sums |= {name: again[name] for name in names}
         u_y = sums.get("sums_u_y", sums["u_y"])
         sums |= masses_of(plan, y, u_y, self.source, sums.get("source_top", u_y))
@@ -272,13 +258,12 @@ class FormulaRows:
         if found < len(self.known):
             self.found.append(self.known[found])
         else:
-            self.found.append(self.backend.sums(logits, *self._fixed(plan)))
+            self.found.append(self.backend.sums(logits, self._given(plan)))
         return _by_name(plan, self.found[-1])
 
-    def _fixed(self, plan: Passes) -> tuple[Any, ...]:
-        """What both passes take beside the logits."""
-        weight = self.weight if plan.asked & WQU else None
-        return self.target, plan, weight, self.ignore_index, self.source
+    def _given(self, plan: Passes) -> RowInputs:
+        weight = self.weight if plan.asked & row_sums.WQU else None
+        return RowInputs(self.target, plan, weight, self.ignore_index, self.source)
 
     def refuse_second_backward(self) -> None:
         """Raise if an earlier backward pass has overwritten the logits."""
@@ -298,7 +283,7 @@ class FormulaRows:
             self._masked = None  # overwritten below
         elif out is None:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        grad: Tensor = self.backend.gradient(logits, *self._fixed(self.plan), coefficients, out)
+        grad: Tensor = self.backend.gradient(logits, self._given(self.plan), coefficients, out)
         return grad if stored is None else add_entries(grad, stored, entries)
 
     def _without_stored(self, logits: Tensor) -> Tensor:
@@ -344,7 +329,7 @@ def _by_name(plan: Passes, sums: Tensor) -> dict[str, Tensor]:
     # Columns in one piece: elementwise functions of PyTorch may round strided ones differently.
     columns = sums.T.contiguous()
     named = {name: columns[i] for name, i in columns_asked(plan.asked, plan.masses)}
-    if plan.asked & OTHERS:  # without other classes any finite maximum serves
+    if plan.asked & row_sums.OTHERS:  # without other classes any finite maximum serves
         for name in named.keys() & {"top", "source_top"}:
             named[name] = named[name].masked_fill(named[name] == -math.inf, 0.0)
     return named
@@ -382,16 +367,16 @@ def masses_of(
     plan: Passes, y: Tensor, u_y: Tensor, source: Tensor | None, source_top: Tensor
 ) -> dict[str, Tensor]:
     """q of the target, and v with a teacher; (N,) float64."""
-    if plan.masses == NO_MASSES:
+    if plan.masses == row_sums.NO_MASSES:
         return {}
-    if plan.masses == TEMPERED:
+    if plan.masses == row_sums.TEMPERED:
         return {"q_y": (u_y / plan.tau).exp()}
     masked = u_y == -math.inf
-    if plan.masses == BEYOND_MARGIN:
+    if plan.masses == row_sums.BEYOND_MARGIN:
         return {"q_y": (-u_y > plan.margin).to(u_y.dtype).masked_fill(masked, 0.0)}
     if source is None:
         return {"q_y": (~masked).to(u_y.dtype)}
-    if plan.masses == FROM_TEACHER:
+    if plan.masses == row_sums.FROM_TEACHER:
         v_y = source.gather(1, y.unsqueeze(1)).squeeze(1).to(u_y.dtype) - source_top
         v_y = v_y.masked_fill(masked, -math.inf)
         tau = plan.tau if plan.row_tau is None else plan.row_tau.source_tau
@@ -402,7 +387,7 @@ def masses_of(
 
 def temperatures(plan: Passes, like: Tensor) -> dict[str, Tensor]:
     """The temperatures of the rows and of a teacher's, if the formula uses them, and u_top."""
-    named = {"u_top": torch.zeros_like(like)} if plan.asked & TOP else {}
+    named = {"u_top": torch.zeros_like(like)} if plan.asked & row_sums.TOP else {}
     if plan.row_tau is not None:
         return named | {"tau": plan.row_tau.tau, "source_tau": plan.row_tau.source_tau}
     if "tau" in plan.used:
@@ -420,7 +405,11 @@ def coefficients_of(
     """The coefficients of the gradient from the derivatives for the sums; only those not 0."""
     u_y, top = (sums.get(f"sums_{name}", sums[name]) for name in ("u_y", "top"))
     zero = torch.zeros_like(u_y)
-    masked_y = u_y == -math.inf if plan.asked & (UE | UR | EMIX | RD | QMIX) else None
+    masked_y = (
+        u_y == -math.inf
+        if plan.asked & (row_sums.UE | row_sums.UR | row_sums.EMIX | row_sums.RD | row_sums.QMIX)
+        else None
+    )
 
     def of(name: str) -> Tensor:
         return slopes.get(name, zero)
@@ -440,29 +429,29 @@ def coefficients_of(
         c["from_one"] = c["from_u"] * (top - plan.row_tau.center)
         linear = c["from_one"] + c["from_u"] * u_y
         c["at_target"] = c["at_target"] + linear.masked_fill(masked_y, 0.0)
-    if plan.asked & (RD | QMIX):
+    if plan.asked & (row_sums.RD | row_sums.QMIX):
         _taught(c, plan, sums, slopes)
-    if not plan.asked & OTHERS:
+    if not plan.asked & row_sums.OTHERS:
         e_y = u_y.exp()
         terms = [c["from_e"] * e_y]
         if "ue" in slopes and masked_y is not None:
             terms.append(slopes["ue"] * (u_y * e_y).masked_fill(masked_y, 0.0))
-        if plan.asked & R:
+        if plan.asked & row_sums.R:
             terms.append(c["from_r"] * (u_y / tau).exp())
-        if plan.asked & (RD | QMIX):
+        if plan.asked & (row_sums.RD | row_sums.QMIX):
             terms.append(_taught_target(c, plan, sums, u_y))
-        if plan.asked & EMIX and plan.mixture is not None and masked_y is not None:
+        if plan.asked & row_sums.EMIX and plan.mixture is not None and masked_y is not None:
             log_y = torch.logaddexp(zero, -(u_y + plan.mixture.shift))
             terms.append(of("emix") * (e_y * log_y).masked_fill(masked_y, 0.0))
-        if plan.masses != NO_MASSES:
+        if plan.masses != row_sums.NO_MASSES:
             from_q = c["from_q"] + slopes["wqu"] * w_y if "wqu" in slopes else c["from_q"]
             terms.append(from_q * sums["q_y"])
         c["at_target"] = sum(terms, c["at_target"])
-    if plan.asked & TOP:
+    if plan.asked & row_sums.TOP:
         c["top_at"], of_top = sums["top_at"], of("u_top")
         c["at_target"] = c["at_target"] + of_top.masked_fill(c["top_at"] != y, 0.0)
         at_top = c["from_e"] + c["from_r"] + of_top
-        c["at_top"] = at_top if plan.masses == BEYOND_MARGIN else at_top + c["from_q"]
+        c["at_top"] = at_top if plan.masses == row_sums.BEYOND_MARGIN else at_top + c["from_q"]
     return torch.stack([c.get(name, zero) for name in COEFFICIENTS], 1)
 
 

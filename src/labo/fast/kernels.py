@@ -46,7 +46,7 @@ from torch import Tensor
 
 from .. import sums as row_sums
 from ..sums import Passes
-from .columns import COEFFICIENTS, SUMS
+from .columns import COEFFICIENTS, SUMS, RowInputs
 from .kernel import Kernel
 
 # Of a formula, see `labo.fast.formula`.
@@ -913,15 +913,9 @@ def row_gradient(
     return out
 
 
-def sums(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None = None,
-) -> Tensor:
+def sums(logits: Tensor, given: RowInputs) -> Tensor:
     """The sums of every row; see `labo.fast.formula`."""
+    target, plan, weight, ignore_index, source = given
     logits, target, weight = _checked(logits, target, weight)
     rows, classes = logits.shape
     found = logits.new_empty((len(SUMS), rows), dtype=torch.float64)
@@ -942,24 +936,16 @@ def sums(
         strides = (logits.stride(0), source_stride)
         numbers = (classes, 1.0 / plan.tau, float(plan.margin), ignore_index)
         tensors = (logits, target, weight, source, _columns(plan.row_tau, 2), found)
-        given = (*tensors, rows, *strides, *numbers)
-        _launch(_formula_sums_kernel, rows, given, **_of_formula(plan), **options)
+        arguments = (*tensors, rows, *strides, *numbers)
+        _launch(_formula_sums_kernel, rows, arguments, **_of_formula(plan), **options)
     if plan.masses or plan.asked & row_sums.UR:
         found[SUMS.index("ur") : SUMS.index("mix")].div_(MASS.value)
     return found.T
 
 
-def gradient(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None,
-    coefficients: Tensor,
-    out: Tensor,
-) -> Tensor:
+def gradient(logits: Tensor, given: RowInputs, coefficients: Tensor, out: Tensor) -> Tensor:
     """The gradient of every row, written to ``out``; see `labo.fast.formula`."""
+    target, plan, weight, ignore_index, source = given
     logits, target, weight = _checked(logits, target, weight)
     _check(out)
     rows, classes = logits.shape
@@ -971,8 +957,8 @@ def gradient(
         of_rows = (_columns(plan.row_tau, 2), _columns(plan.mixture, 3), coefficients.contiguous())
         sizes = (logits.stride(0), source_stride, out.stride(0), classes, blocks)
         numbers = (1.0 / plan.tau, float(plan.margin), ignore_index)
-        given = (logits, target, weight, source, *of_rows, out, *sizes, *numbers)
-        _launch(_formula_gradient_kernel, rows * blocks, given, **_of_formula(plan), **options)
+        arguments = (logits, target, weight, source, *of_rows, out, *sizes, *numbers)
+        _launch(_formula_gradient_kernel, rows * blocks, arguments, **_of_formula(plan), **options)
     return out
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import sums as row_sums
 from .._checks import out_of_range
-from ..sums import FROM_ROW, FROM_TABLE, Passes
-from .columns import COEFFICIENTS, SUMS
+from .columns import COEFFICIENTS, SUMS, RowInputs
 from .kernel import Kernel
 
 # With fewer logits per thread another thread costs more time than it saves.
@@ -326,34 +326,17 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
 # ------------------------------------------------------------------ formulas
 
 
-def sums(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None = None,
-) -> Tensor:
+def sums(logits: Tensor, given: RowInputs) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
     all_sums = torch.empty(len(logits), len(SUMS), dtype=torch.float64)
-    _run_formula(logits, target, plan, weight, ignore_index, source, sums=all_sums)
+    _run_formula(logits, given, sums=all_sums)
     return all_sums
 
 
-def gradient(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None,
-    coefficients: Tensor,
-    out: Tensor,
-) -> Tensor:
+def gradient(logits: Tensor, given: RowInputs, coefficients: Tensor, out: Tensor) -> Tensor:
     """The gradient of every row, written to ``out``; see :mod:`labo.fast.formula`."""
     _check_overlap(out, logits)
-    fixed = (logits, target, plan, weight, ignore_index, source)
-    _run_formula(*fixed, coefficients=_contiguous(coefficients), grad=out)
+    _run_formula(logits, given, coefficients=_contiguous(coefficients), grad=out)
     return out
 
 
@@ -367,16 +350,9 @@ def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     return both[:, 0].clone(), both[:, 1].clone()
 
 
-def _run_formula(
-    logits: Tensor,
-    target: Tensor,
-    plan: Passes,
-    weight: Tensor | None,
-    ignore_index: int,
-    source: Tensor | None,
-    **results: Tensor,
-) -> None:
+def _run_formula(logits: Tensor, given: RowInputs, **results: Tensor) -> None:
     """Either ``sums``, or from ``coefficients`` the gradient ``grad``."""
+    target, plan, weight, ignore_index, source = given
     count, classes = logits.shape
     logits, target = _contiguous(logits), _contiguous(target)
     batch = _batch(logits, target, ignore_index)
@@ -391,9 +367,9 @@ def _run_formula(
         give("weight", _contiguous(weight.detach().float()), torch.float32, classes)
     if source is not None:
         rows = _contiguous(_readable(source.detach()))
-        if plan.masses == FROM_ROW:
+        if plan.masses == row_sums.FROM_ROW:
             rows = rows.expand(count, classes)  # a stride of 0
-        of_table = plan.masses == FROM_TABLE
+        of_table = plan.masses == row_sums.FROM_TABLE
         give("source", rows, rows.dtype, classes if of_table else count, classes)
         batch.source_stride, batch.source_bf16 = rows.stride(0), rows.dtype == torch.bfloat16
     if plan.row_tau is not None:
@@ -403,8 +379,8 @@ def _run_formula(
     if "sums" in results:
         give("sums", results["sums"], torch.float64, count, len(SUMS))
     else:
-        given, grad = results["coefficients"], results["grad"]
-        give("coefficients", given, torch.float64, count, len(COEFFICIENTS))
+        coefficients, grad = results["coefficients"], results["grad"]
+        give("coefficients", coefficients, torch.float64, count, len(COEFFICIENTS))
         give("grad", grad, logits.dtype, count, classes)
         batch.grad_stride = grad.stride(0)
     _run(_open().formula, batch, count)

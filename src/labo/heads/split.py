@@ -324,7 +324,7 @@ class SplitRows(FormulaRows):
         return plan, found | temperatures(plan, maximum)
 
     def _local_sums(self, logits: Tensor, plan: Passes) -> dict[str, Tensor]:
-        sums = self.backend.sums(logits, *self._fixed(plan))
+        sums = self.backend.sums(logits, self._given(plan))
         return dict(zip(SUMS, sums.unbind(1), strict=True))
 
 
