@@ -918,29 +918,29 @@ def sums(logits: Tensor, given: RowInputs) -> Tensor:
     target, plan, weight, ignore_index, source = given
     logits, target, weight = _checked(logits, target, weight)
     rows, classes = logits.shape
-    found = logits.new_empty((len(SUMS), rows), dtype=torch.float64)
+    columns = logits.new_empty((len(SUMS), rows), dtype=torch.float64)
     if classes == 0:
-        found.zero_()[0] = -math.inf
+        columns.zero_()[0] = -math.inf
     elif rows:
         block, options = _tile(classes)
         options |= {"WIDTH": len(SUMS), "BLOCK": block}
         source, source_stride = _source(source, plan, rows, classes)
         if plan.mixture is not None:
             sizes = (rows, logits.stride(0), source_stride, classes, 1.0 / plan.tau)
-            mixture = (logits, target, source, _columns(plan.mixture, 3), found, *sizes)
-            arguments = (*mixture, ignore_index)
-            _launch(_mixture_sums_kernel, rows, arguments, ASKED=plan.asked, **options)
+            tensors = (logits, target, source, _columns(plan.mixture, 3), columns)
+            of_mixture = (*tensors, *sizes, ignore_index)
+            _launch(_mixture_sums_kernel, rows, of_mixture, ASKED=plan.asked, **options)
             if plan.asked & row_sums.QMIX:
-                found[SUMS.index("rmix") : SUMS.index("mix")].div_(MASS.value)
-            return found.T
+                columns[SUMS.index("rmix") : SUMS.index("mix")].div_(MASS.value)
+            return columns.T
         strides = (logits.stride(0), source_stride)
         numbers = (classes, 1.0 / plan.tau, float(plan.margin), ignore_index)
-        tensors = (logits, target, weight, source, _columns(plan.row_tau, 2), found)
-        arguments = (*tensors, rows, *strides, *numbers)
+        of_rows = (weight, source, _columns(plan.row_tau, 2), columns)
+        arguments = (logits, target, *of_rows, rows, *strides, *numbers)
         _launch(_formula_sums_kernel, rows, arguments, **_of_formula(plan), **options)
     if plan.masses or plan.asked & row_sums.UR:
-        found[SUMS.index("ur") : SUMS.index("mix")].div_(MASS.value)
-    return found.T
+        columns[SUMS.index("ur") : SUMS.index("mix")].div_(MASS.value)
+    return columns.T
 
 
 def gradient(logits: Tensor, given: RowInputs, coefficients: Tensor, out: Tensor) -> Tensor:
