@@ -79,6 +79,8 @@ def check_tensors(
     instead: str = "pass the logits of the model's output, as a tensor",
 ) -> None:
     """Refuse a call with other things than tensors, such as the whole output of a model."""
+    if isinstance(logits, Tensor) and isinstance(target, Tensor):
+        return
     check_tensor(name, logits, instead)
     check_tensor("target", target, "pass class indices or probabilities, as a tensor")
 

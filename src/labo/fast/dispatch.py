@@ -34,7 +34,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,17 +185,19 @@ def for_few_classes(loss: Any, backend: str, logits: Tensor, classes: int) -> tu
 ROW_LOSS_SCHEMA = "Tensor[] tensors, str backend, str loss"
 
 
-class FastRows(NamedTuple):
+class FastRows:
     """A loss on a backend, with what its masses come from.
 
     ``source`` is a row of classes, a table or a teacher's logits, see :mod:`labo.sums`. With stored
     classes it has their log-probabilities, (N, k), and ``stored`` has the classes, -1 for none.
     """
 
-    loss: Any
-    backend: str
-    source: Tensor | None = None
-    stored: Tensor | None = None
+    def __init__(
+        self, loss: Any, backend: str, source: Tensor | None = None, stored: Tensor | None = None
+    ) -> None:
+        self.loss, self.backend, self.source, self.stored = loss, backend, source, stored
+        # The kernel of the loss, if it has one on this backend.
+        self.kernel: Kernel | None = loss.kernel() if backend == "native" else None
 
     @classmethod
     def unpack(cls, tensors: Sequence[Tensor], backend: str, text: str) -> FastRows:
@@ -224,7 +226,7 @@ class FastRows(NamedTuple):
         A loss that :meth:`measures` also fills ``statistics``, (N, 5), with those of
         :mod:`labo.metrics`.
         """
-        kernel = self._kernel()
+        kernel = self.kernel
         if kernel is None:
             return self._formula(logits, target, out).rows(logits, factor, statistics)
         if not self.in_one_pass(logits):
@@ -251,14 +253,14 @@ class FastRows(NamedTuple):
     ) -> Tensor:
         """The values, (N,), differentiable for the logits, with the gradient in a second pass."""
         out = logits.detach() if inplace else None
-        if self._kernel() is None:
+        if self.kernel is None:
             return self._formula(logits, target, out, some_ignored).values(logits)
         values: Tensor = _KernelValues.apply(logits, target, self, out)
         return values
 
     def values_and_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The values, (N,), and what :meth:`gradient` needs to know of each row, (N, n)."""
-        kernel = self._kernel()
+        kernel = self.kernel
         if self.in_one_pass(logits):
             return self.rows(logits, target)[0], self.sums_like(logits)
         if kernel is not None:
@@ -273,7 +275,7 @@ class FastRows(NamedTuple):
         """A tensor as the second one of :meth:`values_and_sums`; no columns without two passes."""
         if self.in_one_pass(logits):
             return logits.new_empty(logits.shape[0], 0)
-        if self._kernel() is not None:
+        if self.kernel is not None:
             return logits.new_empty(logits.shape[0], native.STATISTICS, dtype=torch.float32)
         plan = formula.plan_of(self.loss, self.loss.weight is not None)
         width = len(SUMS) * (2 if plan.asked & EMIX else 1)
@@ -288,7 +290,7 @@ class FastRows(NamedTuple):
         out: Tensor | None = None,
     ) -> Tensor:
         """The gradient of sum_i factor_i value_i, (N, K), also written to ``out``."""
-        kernel = self._kernel()
+        kernel = self.kernel
         grad: Tensor | None
         if self.in_one_pass(logits):
             _, grad = self.rows(logits, target, factor, out)
@@ -304,18 +306,17 @@ class FastRows(NamedTuple):
         assert grad is not None
         return grad
 
-    def _kernel(self) -> Kernel | None:
-        """The kernel of the loss, if it has one on this backend."""
-        kernel: Kernel | None = self.loss.kernel() if self.backend == "native" else None
-        return kernel
+    def reduced(self, values: Tensor, divisor: float | Tensor) -> Tensor:
+        """Values (N,) of a C kernel to the result, without a graph."""
+        return values if self.loss.reduction == "none" else native.total(values, float(divisor))
 
     def in_one_pass(self, logits: Tensor) -> bool:
         """Whether value and gradient come from one pass over the logits."""
-        return logits.is_cpu and self._kernel() is not None
+        return self.kernel is not None and logits.is_cpu
 
     def measures(self, logits: Tensor) -> bool:
         """Whether :meth:`rows` gives the statistics of the rows in the same pass."""
-        if self._kernel() is None:
+        if self.kernel is None:
             return formula.plan_of(self.loss, self.loss.weight is not None).measures
         return self.in_one_pass(logits)
 
@@ -353,10 +354,10 @@ def denominator(
     It is a number on the CPU, where it can be read at no cost. Elsewhere it is a tensor, so that
     nothing waits. ``dtype`` is that of the logits.
     """
+    if _checks.can_read(target) and native.unavailable() is None:
+        return _count_by_kernel(dtype, target, classes, ignore_index, weight)
     if weight is not None:
         weight = weight.detach().to(wide(dtype))
-    if _checks.can_read(target) and native.unavailable() is None:
-        return native.denominator(target, classes, ignore_index, weight) or math.inf
     if target.is_cuda and _checks.is_plain(target) and _triton_unavailable() is None:
         kernels = _triton_module()
         if len(target) <= kernels.MOST_TARGETS:
@@ -374,6 +375,15 @@ def denominator(
     return float(total) if _checks.can_read(total) else total
 
 
+def _count_by_kernel(
+    dtype: torch.dtype, target: Tensor, classes: int, ignore_index: int, weight: Tensor | None
+) -> float:
+    """As :func:`denominator`, for plain targets on the CPU."""
+    if weight is not None:
+        weight = weight.detach().to(wide(dtype))
+    return native.denominator(target, classes, ignore_index, weight) or math.inf
+
+
 # ------------------------------------------------------------------ autograd
 
 
@@ -383,35 +393,25 @@ def denominator(
 LATE_GRADIENT = (torch.float16,)
 
 
-class _Call(NamedTuple):
-    """What is constant in a call: one argument for autograd to look at instead of many."""
-
-    target: Tensor
-    rows: FastRows
-    divisor: float | Tensor
-    reduction: str
-    inplace: bool
-
-    def reduced(self, values: Tensor) -> Tensor:
-        """Values (N,) of a C kernel to the result, without a graph."""
-        return values if self.reduction == "none" else native.total(values, float(self.divisor))
-
-
 class _GradientWithValue(torch.autograd.Function):
     """Value and gradient in one pass, times the upstream gradient in the backward pass.
 
     The gradient includes the factor of the mean, so that usually nothing is left to do. For a
-    second backward pass it is computed again.
+    second backward pass it is computed again. What is constant is one argument, because autograd
+    looks at each.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: _Call) -> Tensor:
-        out = logits if call.inplace else None
-        values, ctx.grad = call.rows.rows(logits, call.target, 1 / call.divisor, out)
-        ctx.call = call
-        if not call.inplace:
+    def forward(
+        ctx: Any, logits: Tensor, constant: tuple[FastRows, Tensor, float | Tensor]
+    ) -> Tensor:
+        rows, target, divisor = ctx.constant = constant
+        ctx.inplace = rows.loss.inplace
+        if not ctx.inplace:
             ctx.save_for_backward(logits)
-        return call.reduced(values)
+        out = logits if ctx.inplace else None
+        values, ctx.grad = rows.rows(logits, target, 1 / divisor, out)
+        return rows.reduced(values, divisor)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
@@ -419,11 +419,12 @@ class _GradientWithValue(torch.autograd.Function):
         grad, ctx.grad = ctx.grad, None
         if grad is not None:
             return times_upstream(grad, upstream), None
-        if ctx.call.inplace:
+        if ctx.inplace:
             raise RuntimeError(formula.SECOND_BACKWARD)
         (logits,) = ctx.saved_tensors
-        factor = (upstream / ctx.call.divisor).expand(len(logits))
-        return ctx.call.rows.rows(logits, ctx.call.target, factor)[1], None
+        rows, target, divisor = ctx.constant
+        factor = (upstream / divisor).expand(len(logits))
+        return rows.rows(logits, target, factor)[1], None
 
 
 class _KernelValues(torch.autograd.Function):
@@ -471,12 +472,17 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
     """
     loss, in_one_pass = rows.loss, rows.in_one_pass(flat)
     reduction, inplace = loss.reduction, loss.inplace
-    total = denominator(logits.dtype, labels, flat.shape[1], loss.ignore_index, loss.weight)
-    divisor = total if reduction == "mean" else 1.0
+    compiling = torch.compiler.is_compiling()
     with_grad = logits.requires_grad and torch.is_grad_enabled()
+    fixed = (flat.shape[1], loss.ignore_index, loss.weight)
+    if in_one_pass and not compiling:  # then the targets are plain
+        total: float | Tensor = _count_by_kernel(logits.dtype, labels, *fixed)
+    else:
+        total = denominator(logits.dtype, labels, *fixed)
+    divisor = total if reduction == "mean" else 1.0
     if inplace:
         _check_inplace(logits)
-    if torch.compiler.is_compiling():
+    if compiling:
         values, _ = rows_op(flat, labels, with_grad and in_one_pass, *rows.pack())
         return values if reduction == "none" else row_sum(values) / divisor
     if inplace and with_grad:
@@ -484,11 +490,10 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
         # the backward pass of an operation that saved them raises.
         logits.detach()[:0].zero_()
     if in_one_pass:
-        call = _Call(labels, rows, divisor, reduction, inplace)
         if with_grad:
-            result: Tensor = _GradientWithValue.apply(flat, call)
+            result: Tensor = _GradientWithValue.apply(flat, (rows, labels, divisor))
             return result
-        return call.reduced(rows.rows(flat, labels)[0])
+        return rows.reduced(rows.rows(flat, labels)[0], divisor)
     counted = isinstance(total, float) and loss.weight is None
     some_ignored = bool(total != len(labels)) if counted else None
     values = rows.values(flat, labels, inplace and with_grad, some_ignored)
