@@ -48,9 +48,10 @@ class Row:
         return self.value / self.rival_value if self.rival_value else float("inf")
 
 
-def _compare(
-    work: str, times: dict[str, float], pairs: Sequence[tuple[str, str, float | None]]
-) -> list[Row]:
+Pairs = Sequence[tuple[str, str, float | None]]  # labo, a rival, the target
+
+
+def _compare(work: str, times: dict[str, float], pairs: Pairs) -> list[Row]:
     return [
         Row(work, ours, rival, 1e3 * times[ours], 1e3 * times[rival], "ms", goal)
         for ours, rival, goal in pairs
@@ -58,37 +59,46 @@ def _compare(
     ]
 
 
+def _of_many_calls(work: dict[str, contenders.Work], calls: int, turns: int) -> dict[str, float]:
+    """Seconds of a call, where a turn is many of them."""
+
+    def repeated(one: contenders.Work) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(calls):
+                one()
+
+        return run
+
+    times = race({name: repeated(one) for name, one in work.items()}, turns)
+    return {name: seconds / calls for name, seconds in times.items()}
+
+
 def logits_large(smoke: bool) -> list[Row]:
     rows = []
     for n, v in [(8, 512), (4, 1024)] if smoke else [(2048, 32768), (512, 131072)]:
         times = race(contenders.logits_losses(n, v, compiled=not smoke), 1 if smoke else 9)
-        goals: list[tuple[str, str, float | None]] = [
+        pairs = [
             ("labo native", "torch LS", 0.40),
             ("labo blocked", "torch LS", 0.80),
             ("labo in place", "torch LS", 0.30),
             ("labo native", "allocate + copy", 2.0),
-            ("labo native", "torch LS compiled", None),
-            ("labo native", "naive LABO", None),
-            ("labo native", "naive LABO compiled", None),
-            ("labo LS native", "torch LS", None),
         ]
-        rows += _compare(f"loss, N={n} V={v}", times, goals)
+        rows += _compare(f"loss, N={n} V={v}", times, pairs)
+        rivals = ("torch LS compiled", "naive LABO", "naive LABO compiled")
+        others = [("labo native", rival, None) for rival in rivals]
+        others.append(("labo LS native", "torch LS", None))
+        rows += _compare(f"loss, N={n} V={v}", times, others)
     return rows
 
 
 def logits_small(smoke: bool) -> list[Row]:
     rows = []
     for n, v in [(128, 100), (256, 1000)]:
-        work = {
-            name: _repeated(contender, 1 if smoke else 200)
-            for name, contender in contenders.logits_losses(n, v, compiled=False).items()
-        }
-        times = {k: t / (1 if smoke else 200) for k, t in race(work, 1 if smoke else 9).items()}
-        goals: list[tuple[str, str, float | None]] = [
-            ("labo native", "torch LS", 0.60 if v == 100 else 0.45),
-            ("labo blocked", "torch LS", None),
-        ]
-        rows += _compare(f"loss, {n} x {v}", times, goals)
+        work = contenders.logits_losses(n, v, compiled=False)
+        times = _of_many_calls(work, 1 if smoke else 200, 1 if smoke else 9)
+        goal = 0.60 if v == 100 else 0.45
+        pairs = [("labo native", "torch LS", goal), ("labo blocked", "torch LS", None)]
+        rows += _compare(f"loss, {n} x {v}", times, pairs)
     return rows
 
 
@@ -100,9 +110,8 @@ def automatic(smoke: bool) -> list[Row]:
     cases += [(256, 1000, "float32", 20, 5), (2048, 32768, "float32", 1, 1)]
     rows = []
     for n, v, dtype, calls, turns in [(*case[:3], 1, 1) for case in cases[:4]] if smoke else cases:
-        pairs = contenders.backend_pairs(n, v, getattr(torch, dtype))
-        taken = race({name: _repeated(work, calls) for name, work in pairs.items()}, turns)
-        times = {name: seconds / calls for name, seconds in taken.items()}
+        work = contenders.backend_pairs(n, v, getattr(torch, dtype))
+        times = _of_many_calls(work, calls, turns)
         ours = [name for name in times if name.endswith(", auto")]
         goals = [(name, name.replace(", auto", ", reference"), 1.0) for name in ours]
         rows += _compare(f"backend, {n} x {v}, {dtype}", times, goals)
@@ -131,14 +140,6 @@ def linear_rowwise(smoke: bool) -> list[Row]:
     return _compare(f"linear_loss, N={n} D={d} V={v}", times, pairs)
 
 
-def _repeated(work: Callable[[], object], times: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(times):
-            work()
-
-    return run
-
-
 def linear_time(smoke: bool) -> list[Row]:
     n, d, v = (32, 16, 256) if smoke else (4096, 512, 32768)
     work = contenders.linear_losses(n, d, v)
@@ -147,35 +148,33 @@ def linear_time(smoke: bool) -> list[Row]:
     times = race(work, 1 if smoke else 5)
     rows = []
     for ours in ("labo.linear_loss LABO", "labo.linear_loss LS"):
-        goals: list[tuple[str, str, float | None]] = [
-            (ours, "three matrix products", 1.15),
-            (ours, "torch linear + LS compiled", 1.0),
-            (ours, "torch linear + LS", 0.85),
-            (ours, "torch linear_cross_entropy (CE)", 0.85),
-        ]
-        rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, goals)
-    with_metrics: list[tuple[str, str, float | None]] = [
+        goals = {
+            "three matrix products": 1.15,
+            "torch linear + LS compiled": 1.0,
+            "torch linear + LS": 0.85,
+            "torch linear_cross_entropy (CE)": 0.85,
+        }
+        pairs = [(ours, rival, goal) for rival, goal in goals.items()]
+        rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, pairs)
+    pairs = [
         ("labo.linear_loss LABO, metrics", "three matrix products", 1.10),
         ("labo.linear_loss LABO, metrics", "labo.linear_loss LABO", 1.03),
     ]
-    rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, with_metrics)
+    rows += _compare(f"output layer + loss, N={n} D={d} V={v}", times, pairs)
     ignored = race(contenders.ignored_rows(n, d, v), 1 if smoke else 3)
-    dropped: list[tuple[str, str, float | None]] = [
-        ("60 % ignored, dropped", "60 % ignored, kept", 0.50)
-    ]
-    rows += _compare(f"output layer + LABO, N={n} D={d} V={v}", ignored, dropped)
+    pairs = [("60 % ignored, dropped", "60 % ignored, kept", 0.50)]
+    rows += _compare(f"output layer + LABO, N={n} D={d} V={v}", ignored, pairs)
     names = ("labo.linear_loss LABO", "torch linear + LS")
     half = contenders.linear_losses(n, d, v, names=names, dtype=torch.bfloat16)
-    goals = [("labo.linear_loss LABO", "torch linear + LS", 0.80)]
     work_name = f"output layer + loss, bfloat16, N={n} D={d} V={v}"
-    return rows + _compare(work_name, race(half, 1 if smoke else 3), goals)
+    return rows + _compare(work_name, race(half, 1 if smoke else 3), [(*names, 0.80)])
 
 
 def distilling(smoke: bool) -> list[Row]:
     """A teacher's output layer beside that of the student, and 64 stored classes."""
     n, d, v = (32, 16, 256) if smoke else (4096, 512, 32768)
     times = race(contenders.distillation(n, d, v), 1 if smoke else 3)
-    pairs: list[tuple[str, str, float | None]] = [
+    pairs = [
         ("labo.linear_loss KD", "torch linear + KD", 0.80),
         ("labo.linear_loss top-64", "torch linear + KD", 0.70),
         ("labo.linear_loss reverse KL", "torch linear + reverse KL", 0.80),
@@ -232,11 +231,8 @@ def training_steps(smoke: bool) -> list[Row]:
     }
     for name, work in steps.items():
         times = race(work, 1 if smoke else 5)
-        goals: list[tuple[str, str, float | None]] = [
-            ("labo LABO", "torch CE", 1.02),
-            ("torch LS", "torch CE", None),
-        ]
-        rows += _compare(name, times, goals)
+        pairs = [("labo LABO", "torch CE", 1.02), ("torch LS", "torch CE", None)]
+        rows += _compare(name, times, pairs)
     return rows
 
 
@@ -305,39 +301,19 @@ def translating(smoke: bool) -> list[Row]:
     rows = []
     training, decoding = found["training"], found["decoding"]
 
-    def row(
-        work: str, rival: str, values: Callable[[str], float], unit: str, goal: float | None
-    ) -> Row:
-        return Row(work, "labo", rival, values("labo"), values(rival), unit, goal)
-
     for rival, goal in (("Seq2SeqTrainer", 1 / 1.2), ("JoeyNMT", 1.0)):
         if rival in training:
-            rows += [
-                row(
-                    "translation, training",
-                    rival,
-                    lambda name: 1e6 / training[name]["tokens_per_second"],
-                    "us/token",
-                    goal,
-                ),
-                row(
-                    "translation, peak memory",
-                    rival,
-                    lambda name: training[name]["peak"] / 2**20,
-                    "MiB",
-                    None,
-                ),
-            ]
-    for rival in [name for name in decoding if name != "labo"]:
-        rows.append(
-            row(
-                "translation, beam 5",
-                rival,
-                lambda name: 1e3 / decoding[name]["sentences_per_second"],
-                "ms/sentence",
-                None,
-            )
-        )
+            both = (training["labo"], training[rival])
+            us, other_us = (1e6 / found["tokens_per_second"] for found in both)
+            mib, other_mib = (found["peak"] / 2**20 for found in both)
+            work = "translation, training"
+            rows.append(Row(work, "labo", rival, us, other_us, "us/token", goal))
+            work = "translation, peak memory"
+            rows.append(Row(work, "labo", rival, mib, other_mib, "MiB", None))
+    times = {name: 1e3 / found["sentences_per_second"] for name, found in decoding.items()}
+    for rival in [name for name in times if name != "labo"]:
+        given = (times["labo"], times[rival], "ms/sentence", None)
+        rows.append(Row("translation, beam 5", "labo", rival, *given))
     return rows
 
 

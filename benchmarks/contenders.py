@@ -428,14 +428,10 @@ def distillation(
         ),
         "torch linear + KD": eager,
     }
+    given = (x, weight, target)
     for name, divergence in (("reverse KL", "reverse"), ("JSD", "jsd")):
         losses[f"labo.linear_loss {name}"] = partial(
-            labo.linear_loss,
-            x,
-            weight,
-            target,
-            diverging(divergence),
-            teacher_logits=(hidden, head),
+            labo.linear_loss, *given, diverging(divergence), teacher_logits=(hidden, head)
         )
         losses[f"torch linear + {name}"] = partial(eager_divergence, divergence)
 

@@ -19,7 +19,7 @@ import torch
 
 import labo
 
-from .memory import _status
+from .memory import extra_at_peak
 
 
 class Size(NamedTuple):
@@ -118,11 +118,7 @@ def measure(name: str, size: Size, evaluate: bool = False) -> int:
     """Extra bytes at the peak of one step or one evaluation, in this process."""
     run = evaluation(name, size) if evaluate else step(name, size)
     run(2)
-    with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")
-    before = _status("VmRSS")
-    run(size.length)
-    return max(0, _status("VmHWM") - before)
+    return extra_at_peak(lambda: run(size.length))
 
 
 def in_fresh_process(name: str, size: Size, evaluate: bool = False) -> int:

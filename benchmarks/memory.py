@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -29,6 +30,15 @@ def _work(name: str, rows: int, width: int, classes: int) -> Work:
     raise SystemExit(f"no contender {name}")
 
 
+def extra_at_peak(run: Callable[[], object]) -> int:
+    """Extra bytes of this process at the peak of a call."""
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    before = _status("VmRSS")
+    run()
+    return max(0, _status("VmHWM") - before)
+
+
 def measure(name: str, rows: int, width: int, classes: int) -> int:
     """Extra bytes at the peak of one forward + backward, in this process."""
     # Once at a tiny size: libraries, thread pools and compiled code are not measured.
@@ -36,11 +46,7 @@ def measure(name: str, rows: int, width: int, classes: int) -> int:
     work = _work(name, rows, width, classes)
     if "compiled" in name:
         work()
-    with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")
-    before = _status("VmRSS")
-    work()
-    return max(0, _status("VmHWM") - before - 4 * width * (rows + classes))
+    return max(0, extra_at_peak(work) - 4 * width * (rows + classes))
 
 
 def in_fresh_process(name: str, rows: int, width: int, classes: int) -> int:

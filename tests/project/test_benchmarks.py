@@ -11,7 +11,6 @@ import torch
 from benchmarks import gpu
 from benchmarks.__main__ import _plot, main
 
-import labo
 from scripts import ROOT
 
 
@@ -80,7 +79,6 @@ def test_gpu_table(capsys):
     """On the CPU, tiny: every section is in the one table, and all of it runs."""
     gpu.main(["--device", "cpu", "--smoke"])
     printed = capsys.readouterr().out
-    assert f"{len(gpu.CASES)} losses agree with float64; largest errors: float32" in printed
     table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| 16 x ")]
     assert all(len(row) == len(gpu.HEADER) for row in table)
     assert not [row for row in table if "fails" in row[3]]
@@ -104,25 +102,3 @@ def test_gpu_benchmark_on_a_device_that_computes_nothing():
     told = {row[0]: row[3] for row in rows if row[2] == "naive LABO" and row[1] == "bfloat16"}
     assert told["8192 x 256000"] == "out of memory"  # a row, and the others go on
     assert told["256 x 1000"] == "1e+03"
-
-
-@pytest.mark.parametrize("name", ["LABO, token weights", "LABO, metrics", "KD", "stored classes"])
-def test_gpu_check_sees_an_error(monkeypatch, name):
-    """A result that is off by a thousandth is refused."""
-    own = labo.linear_loss
-
-    def off(x, *arguments, return_metrics=False, **options):
-        found = own(x, *arguments, return_metrics=return_metrics, **options)
-        if x.dtype == torch.float64:
-            return found
-        return (
-            (found[0], found[1]._replace(nll=1.001 * found[1].nll))
-            if return_metrics
-            else (1.001 * found)
-        )
-
-    monkeypatch.setattr(gpu, "CASES", {name: gpu.CASES[name]})
-    gpu.check("cpu", 211)
-    monkeypatch.setattr(labo, "linear_loss", off)
-    with pytest.raises(SystemExit, match=f"{name} in float32 is off by 1"):
-        gpu.check("cpu", 211)

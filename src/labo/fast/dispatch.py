@@ -101,10 +101,9 @@ def _fused_refuses(logits: Tensor, target: Tensor, weight: Tensor | None) -> str
         return "class probabilities as targets"
     if weight is not None and weight.requires_grad:
         return "class weights that require a gradient"
-    if torch.compiler.is_compiling():
-        return None
     if not _checks.is_plain(logits, target):
-        return "tensor subclasses and torch.func transforms"
+        compiling = torch.compiler.is_compiling()
+        return None if compiling else "tensor subclasses and torch.func transforms"
     if forward_mode():
         return "forward-mode differentiation"
     return None

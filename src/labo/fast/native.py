@@ -226,12 +226,11 @@ def denominator(target: Tensor, classes: int, ignore_index: int, weight: Tensor 
 
 
 def total(values: Tensor, divisor: float) -> Tensor:
-    """The sum of ``values``, (N,) float32, over ``divisor``.
+    """The sum of ``values``, as :func:`rows` returns them, over ``divisor``.
 
     For a hundred rows, the sum and division of PyTorch would take as long as the rows themselves.
     """
-    count = values.shape[0]
-    quotient = _open().sum(_pointer("values", values, torch.float32, count), count) / divisor
+    quotient = _open().sum(values.data_ptr(), len(values)) / divisor
     if abs(quotient) > _LARGEST:  # infinite in float32, where torch.full raises
         return torch.tensor(quotient, dtype=torch.float32)
     return torch.full((), quotient, dtype=torch.float32)

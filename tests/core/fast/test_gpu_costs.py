@@ -1,7 +1,6 @@
 """What a loss would do on a GPU, counted on a device that computes nothing.
 
-A limit that fails here has grown: more launches, bytes or memory than before. If it has shrunk,
-lower it, and let ``python tests/support/gpu_costs.py --write`` write the tables of the page.
+The limits are the tables of docs/performance.md: ``python tests/support/gpu_costs.py --write``.
 """
 
 from __future__ import annotations
@@ -18,61 +17,6 @@ from scripts import ROOT
 
 SCRIPT = ROOT / "tests/support/gpu_costs.py"
 
-# Launches, bytes per bfloat16 logit, and bytes per logit alive at the peak.
-LIMITS = {
-    "base": (8, 6, 2),
-    "ls": (8, 6, 2),
-    "labo": (8, 6, 2),
-    "labo, float16": (8, 6, 2),
-    "labo, float32": (8, 12, 4),
-    "cp": (46, 6, 2),
-    "maxsup": (45, 6, 2),
-    "maxsup, final_lam": (52, 6, 2),
-    "mbls": (49, 8, 2),
-    "fl": (42, 6, 2),
-    "afl": (32, 6, 2),
-    "poly": (32, 6, 2),
-    "logitnorm": (69, 8, 2),
-    "dft": (33, 6, 2),
-    "eaft": (41, 6, 2),
-    "ger": (61, 8, 2),
-    "mls": (53, 6, 2),
-    "wls": (92, 6, 2),
-    "tf-reg": (78, 6, 2),
-    "kd": (54, 10, 2),
-    "kd, standardized": (107, 16, 2),
-    "cs-kd": (54, 10, 2),
-    "ps-kd": (63, 10, 2),
-    "dkd": (114, 10, 2),
-    "topk-kd": (191, 10.4, 2),
-    "ols": (78, 108, 17.5),
-    "gce": (32, 6, 2),
-    "gem": (37, 6, 2),
-    "als": (59, 6, 2),
-    "als-past": (63, 10, 2),
-    # The reference.
-    "acls": (105, 422, 36),
-    "zipf": (103, 496, 52),
-    "beta-ls": (118, 351, 37),
-    "r-drop": (99, 429, 55),
-    "kr-ls": (117, 583.5, 49),
-    "connet": (208, 393.1, 46),
-    "held-labo": (137, 483, 30),
-}
-# Launches and peak, MiB.
-LINEAR_LIMITS = {
-    "base": (23, 3070),
-    "ls": (23, 3070),
-    "labo": (23, 3070),
-    "labo, metrics": (90, 3070),
-    "fl": (91, 3070),
-    "cp": (99, 3070),
-    "logitnorm": (145, 3070),
-    "kd": (115, 3070),
-    "ps-kd": (128, 3070),
-    "dkd": (230, 3070),
-}
-
 
 @pytest.fixture(scope="module")
 def costs():
@@ -81,19 +25,15 @@ def costs():
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_a_loss_on_logits(costs, name):
-    record = costs["logits"][name]
-    launches, moved, peak = LIMITS[name]
-    assert record["launches"] <= launches
-    assert record["bytes"] <= moved
-    assert record["peak"] <= peak
-    assert record["waits"] == []
-
-
-def test_every_loss_has_a_limit(costs):
-    assert set(costs["logits"]) == set(LIMITS) >= set(labo.LOSSES)
-    assert set(costs["linear"]) == set(LINEAR_LIMITS)
+def test_the_page_has_what_every_loss_costs(costs, monkeypatch):
+    """A number that has grown is a regression. Otherwise run gpu_costs.py --write."""
+    assert set(costs["logits"]) >= set(labo.LOSSES)
+    for record in (*costs["logits"].values(), *costs["linear"].values()):
+        assert record["waits"] == []
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    tables = importlib.import_module("gpu_tables")
+    text = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.page(costs, text) == text
 
 
 @pytest.mark.parametrize(
@@ -108,17 +48,8 @@ def test_no_buffer_between_the_passes(costs, name):
 
 def test_the_operators_of_torch_compile_move_no_more(costs):
     for name, record in costs["compiled"].items():
-        assert record["bytes"] <= LIMITS[name][1]
+        assert record["bytes"] <= costs["logits"][name]["bytes"]
         assert record["waits"] == []
-
-
-@pytest.mark.parametrize("name", LINEAR_LIMITS)
-def test_linear_loss(costs, name):
-    record = costs["linear"][name]
-    launches, peak = LINEAR_LIMITS[name]
-    assert record["launches"] <= launches
-    assert record["peak MiB"] <= peak
-    assert record["waits"] == []
 
 
 def test_without_triton_auto_moves_less_than_the_plain_formula(costs):
@@ -133,14 +64,6 @@ def test_without_triton_auto_moves_less_than_the_plain_formula(costs):
 def test_a_device_without_float64(costs):
     """Such as MPS. Nothing there is computed in float64, and no loss raises."""
     assert costs["without float64"] == dict.fromkeys(labo.LOSSES, "torch.float32")
-
-
-def test_the_page_has_these_tables(costs, monkeypatch):
-    """Run: python tests/support/gpu_costs.py --write."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    tables = importlib.import_module("gpu_tables")
-    text = tables.PAGE.read_text(encoding="utf-8")
-    assert tables.page(costs, text) == text
 
 
 def test_it_sees_a_wait_a_copy_and_another_pass():

@@ -171,20 +171,6 @@ def test_ends_of_the_settings(kernels: ModuleType, setting: Setting) -> None:
         check(run(kernels, batch, setting), define(batch, setting))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_of_torch(kernels: ModuleType, smoothing: float) -> None:
-    batch = draw(5, 17, weighted=True)
-    batch.target[2] = IGNORE
-    z = batch.logits.clone().requires_grad_()
-    values = F.cross_entropy(
-        z, batch.target, batch.weight, label_smoothing=smoothing, reduction="none"
-    )
-    (gradient,) = torch.autograd.grad(values, z, batch.factor)
-    got = run(kernels, batch, Setting(LS if smoothing else CE, alpha=smoothing))
-    torch.testing.assert_close(got.values, values.detach(), rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(got.gradient, gradient, rtol=1e-5, atol=2e-6)
-
-
 @modes
 def test_sums_survive_every_move_of_the_maximum(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: int, weighted: bool
@@ -223,27 +209,6 @@ def test_masked_classes_and_large_logits(kernels: ModuleType, mode: int, weighte
     assert got.values[:8].isfinite().all()
     assert got.values[8] == INF
     assert (got.gradient[:8][batch.logits[:8] == -INF] == 0).all()
-    check(got, define(batch, Setting(mode)))
-
-
-def test_masked_target_without_a_share_costs_nothing(kernels: ModuleType) -> None:
-    batch = draw(1, 3)
-    batch.logits[0] = torch.tensor([0.0, -INF, -INF])
-    batch.target.fill_(1)
-    for setting in (Setting(LABO, alpha=1.0), Setting(ADAPTIVE)):  # no entropy: alpha = 1
-        got = run(kernels, batch, setting)
-        assert got.values.isfinite().all()
-        check(got, define(batch, setting))
-
-
-@pytest.mark.parametrize("mode", [CE, LS, LABO, ADAPTIVE])
-def test_classes_of_no_weight(kernels: ModuleType, mode: int) -> None:
-    batch = draw(3, 7, weighted=True)
-    batch.target.copy_(torch.tensor([2, 2, 5]))
-    batch.weight[2] = 0.0
-    batch.logits[1, 2] = -INF
-    got = run(kernels, batch, Setting(mode))
-    assert got.values.isfinite().all()
     check(got, define(batch, Setting(mode)))
 
 
