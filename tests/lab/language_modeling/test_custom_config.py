@@ -55,7 +55,6 @@ def test_a_model_of_your_own_is_trained_and_saved_as_a_plain_folder(settings):
         ("model.preset=configs:short", r"max_position_embeddings of at least 24 .* not 4"),
         ("model.preset=configs:encoder", "encoder: no causal language model: Unrecognized"),
         ("model.width=8", "dimensions and dropout of a config of your own are its own"),
-        ("model.preset=gpt2-tiiny", "unknown preset 'gpt2-tiiny'; did you mean 'gpt2-tiny'"),
     ],
 )
 def test_what_does_not_fit_is_one_line(settings, more, message):

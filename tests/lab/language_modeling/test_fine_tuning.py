@@ -88,8 +88,13 @@ def test_the_fine_tuned_model_is_a_plain_folder(pretrained, data, lora, tmp_path
 
 def test_adapters_are_merged_or_apart(pretrained, data, tmp_path):
     """Both have the logits of the trained model: merged weights, and what PEFT loads."""
-    small = task(pretrained, data, "model.lora={rank: 3, alpha: 5, save: both}")
+    first = "c_attn" if "gpt2" in pretrained.name else "q_proj"
+    lora = f"{{rank: 3, alpha: 5, save: both, targets: [{first}]}}"
+    small = task(pretrained, data, f"model.lora={lora}")
     model, ids = small.build_model().eval(), torch.arange(9)[None]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4
+    assert all(f"{first}.lora_" in name for name in trained)
     plain = AutoModelForCausalLM.from_pretrained(pretrained).eval()
     unchanged = plain(ids).logits
     weights, expected = change_adapters(small, model, tmp_path), model.causal(ids).logits
@@ -100,14 +105,6 @@ def test_adapters_are_merged_or_apart(pretrained, data, tmp_path):
     start = AutoModelForCausalLM.from_pretrained(pretrained)
     apart = PeftModel.from_pretrained(start, tmp_path / "adapter").eval()
     torch.testing.assert_close(apart(ids).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_are_all_that_is_trained(pretrained, data):
-    first = "c_attn" if "gpt2" in pretrained.name else "q_proj"
-    model = task(pretrained, data, f"model.lora={{rank: 2, targets: [{first}]}}").build_model()
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert all(f"{first}.lora_" in name for name in trained)
-    assert len(trained) == 4
 
 
 def test_frozen_weights_stay(pretrained, data, tmp_path):
@@ -123,8 +120,8 @@ def test_frozen_weights_stay(pretrained, data, tmp_path):
         assert torch.equal(tensor, after[name]) == frozen, name
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_killed_run_ends_as_if_nothing_had_happened(pretrained, data, tmp_path, world):
+def test_a_killed_run_ends_as_if_nothing_had_happened(pretrained, data, tmp_path):
+    world = 1 if "gpt2" in pretrained.name else 2
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     more = ("model.lora={rank: 4, dropout: 0.1}", "train.save_every=2")
     assert train(whole, pretrained, data, *more, world=world) == {0}, log_of(whole).read_text()
@@ -148,7 +145,6 @@ def test_the_signature_names_the_weights(pretrained, data, tmp_path):
     ("more", "message"),
     [
         (["model.preset=gpt2-tiny"], "give preset or pretrained, and not both"),
-        (["model.pretrained=null"], "give preset or pretrained"),
         (["model.width=8"], "the dimensions and dropout of a pretrained model are its own"),
         (["model.pretrained=nowhere"], "nowhere: no such folder"),
         (["data.block=128"], "data.block: 128 is more than the 96 positions of"),
@@ -159,8 +155,6 @@ def test_the_signature_names_the_weights(pretrained, data, tmp_path):
             r"model\.lora\.targets: no layer nothing \(there are .*proj",
         ),
         (["model.lora={targets: [lm_head]}"], "lm_head is the output layer"),
-        (["model.lora={rank: 0}"], r"model\.lora\.rank: should be greater than or equal to 1"),
-        (["model.lora={ranks: 3}"], "unknown key"),
     ],
 )
 def test_wrong_requests(pretrained, data, more, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -84,14 +85,8 @@ def test_what_a_line_gives_depends_neither_on_the_others_nor_on_the_batch(folder
     for number, prompt in enumerate(PROMPTS, 1):
         (alone,) = generator.generate([prompt], first_line=number)
         assert alone.tokens == together[number - 1].tokens
-
-
-def test_the_seed_decides(folder):
-    one, same, other = (
-        [c.tokens for c in Generator(folder, temperature=1.0, seed=s).generate(PROMPTS)]
-        for s in (0, 0, 1)
-    )
-    assert one == same != other
+    other = Generator(folder, seed=1, **options).generate(PROMPTS)
+    assert [c.tokens for c in other] != [c.tokens for c in together]
 
 
 def test_tokens_are_drawn_with_their_probabilities():
@@ -108,12 +103,9 @@ def test_tokens_are_drawn_with_their_probabilities():
     assert shares(temperature=0.5) == pytest.approx(cold, abs=1e-3)
     assert shares(temperature=1.0, top_p=0.7) == pytest.approx([0.6, 0, 0.4, 0], abs=1e-3)
     assert shares(temperature=1.0, top_p=0.01) == [1, 0, 0, 0]
-
-
-def test_a_number_next_to_one_draws_a_token_that_was_kept():
-    log_p = torch.tensor([[0.6, 0.3, 0.1]]).log()
-    u = torch.tensor([[1 - 2**-24]])
-    assert int(draw_tokens(log_p, u, Sampling(temperature=1.0, top_p=0.85))) == 1
+    # A number next to one draws a token that was kept.
+    sampling, last = Sampling(temperature=1.0, top_p=0.85), torch.tensor([[1 - 2**-24]])
+    assert int(draw_tokens(torch.tensor([[0.6, 0.3, 0.1]]).log(), last, sampling)) == 1
 
 
 def test_one_line_for_each_line(folder):
@@ -129,12 +121,10 @@ def test_one_line_for_each_line(folder):
 def test_long_prompts_lose_their_beginning(folder):
     notices = []
     generator = Generator(folder, max_tokens=8, notice=notices.append)
-    long = "the dog sees the cat. " * 30
-    (found,) = generator.generate([long], first_line=7)
+    (found,) = generator.generate(["the dog sees the cat. " * 30], first_line=7)
     assert len(found.tokens) <= 8
-    assert len(notices) == 1
-    assert notices[0].startswith("line 7 has ")
-    assert f"there is room for {POSITIONS - 9}" in notices[0]
+    (notice,) = notices
+    assert re.match(f"line 7 has .* there is room for {POSITIONS - 9}", notice)
 
 
 def test_a_chat_model_answers_a_message(tmp_path):

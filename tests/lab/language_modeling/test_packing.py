@@ -23,17 +23,10 @@ def test_each_pair_is_in_one_piece(lengths, block, share):
     ]
     assert sorted(found) == [(d, i) for d, n in enumerate(lengths) for i in range(n - 1)]
     assert packing.length.min(initial=1) >= 1
-
-
-@given(lengths, blocks)
-def test_no_block_is_too_long_and_none_is_empty(lengths, block):
-    packing = pack(lengths, block, 0, whole=False, share=True)
-    sizes = packing.sums(packing.length)
-    assert (sizes <= block).all()
-    assert (sizes > 0).all()
-    assert [sum(packing.length[list(packing.pieces(b))]) for b in range(len(packing))] == list(
-        sizes
-    )
+    pieces = [packing.pieces(number) for number in range(len(packing))]
+    sizes = [sum(piece.length for piece in of_block) for of_block in pieces]
+    assert packing.block_lengths().tolist() == sizes
+    assert all(0 < size <= block for size in sizes)
 
 
 @given(lengths, blocks)

@@ -61,10 +61,6 @@ def test_every_document_is_in_one_split_and_comes_back_exactly(corpus):
         ids = split.tokens(i)
         assert (ids[0], ids[-1]) == (prepared.begin, prepared.end) == (0, 2)
         assert split.labels(i).tolist() == ids.tolist()
-
-
-def test_the_manifest_counts_what_is_there(corpus):
-    prepared = run(corpus)
     manifest = prepared.manifest
     for name in ("train", "valid", "test"):
         split = prepared.split(name)
@@ -83,13 +79,10 @@ def test_the_same_text_gives_the_same_bytes(corpus, monkeypatch):
     monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 3)
     monkeypatch.setattr(preparing, "_CHARACTERS_AT_ONCE", 100)
     assert run(corpus, "two").fingerprint == one.fingerprint
-
-
-def test_other_libraries_read_the_splits_and_the_tokenizer(corpus):
-    prepared = run(corpus)
-    rows = datasets.Dataset.from_file(str(prepared.path / "valid.arrow"))
+    # Other libraries read the splits and the tokenizer.
+    rows = datasets.Dataset.from_file(str(one.path / "valid.arrow"))
     assert rows.column_names == ["input_ids", "bytes", "name"]
-    tokenizer = AutoTokenizer.from_pretrained(prepared.path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(one.path / "tokenizer")
     assert tokenizer(SENTENCES[4]).input_ids == rows["input_ids"][0][:-1]
 
 
@@ -118,14 +111,6 @@ def test_prompts_and_chats_have_labels(tmp_path):
     assert split.tokens(0).tolist() == whole
 
 
-def test_the_tokenizer_of_a_folder_is_used(corpus, tmp_path):
-    learned_tokenizer().save_pretrained(tmp_path / "gpt")
-    prepared = run(corpus, vocabulary=None, tokenizer=str(tmp_path / "gpt"))
-    assert prepared.manifest["learned"] is False
-    assert texts(prepared, "valid") == SENTENCES[4::5]
-    assert prepared.tokenizer.get_vocab() == learned_tokenizer().get_vocab()
-
-
 def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
     """A document cannot end another one, nor pretend to."""
     tokenizer = learned_tokenizer()
@@ -148,22 +133,17 @@ def test_a_prompt_is_encoded_as_it_will_be_when_it_stands_alone():
     assert tokenizer("the dog").input_ids[: len(alone)] != alone
 
 
-def test_repeated_documents_are_counted_and_warned_about(tmp_path, capsys):
-    rows = [{"text": f"text number {n % 8}"} for n in range(20)]
+def test_repeated_and_empty_documents_are_counted(tmp_path, capsys):
+    rows = [{"text": text} for text in ["", *(f"text number {n % 8}" for n in range(20)), ""]]
     prepared = run(write_rows(tmp_path / "a.jsonl", rows))
+    assert prepared.manifest["empty"] == {"train": 2, "valid": 0, "test": 0}
+    assert sum(prepared.manifest["sizes"].values()) == 20
     held = {*texts(prepared, "valid"), *texts(prepared, "test")}
     expected = sum(text in held for text in texts(prepared, "train"))
     assert prepared.manifest["repeated"] == expected > 0
     summarize(prepared)
     said = f"labo: warning: {expected} training documents are also in the held-out splits\n"
     assert capsys.readouterr().err == said
-
-
-def test_empty_documents_are_dropped_and_counted(tmp_path):
-    rows = [{"text": text} for text in ["", *SENTENCES, ""]]
-    manifest = run(write_rows(tmp_path / "a.jsonl", rows)).manifest
-    assert manifest["empty"] == {"train": 2, "valid": 0, "test": 0}
-    assert sum(manifest["sizes"].values()) == len(SENTENCES)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
@@ -209,7 +189,6 @@ def test_the_command(corpus, tmp_path, capsys):
         ({"holdout_test": None}, "--test: no such data"),
         ({"holdout": 1}, "every document held out"),
         ({"valid": ["x"]}, "--valid and --holdout exclude each other"),
-        ({"documents": "page"}, "--documents: should be 'file', 'paragraph' or 'line'"),
         ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
         ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
         ({"holdout": 1000}, "the valid split is empty: a file is one document: --documents line"),

@@ -16,13 +16,12 @@ from labo.cli import app
 from labo.lab.errors import DataError, RequestError
 from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.text.arrow import IGNORED
-from labo.lab.text.selection import ClassSelection
 from labo.lab.text.stored import StoredTeacher
-from labo.lab.text.teacher import store
+from labo.lab.text.teacher import ClassSelection, store
 from tiny_language import few_documents, learned_tokenizer, save_causal
 
 K = 5
-FORMATS = ["vllm", "vllm-server", "sglang", "openai", "openai-text", "batch"]
+FORMATS = ["vllm", "batch", "sglang", "openai", "openai-text", "generated"]
 
 
 @pytest.fixture(scope="module", params=["text", "prompt"])
@@ -42,39 +41,33 @@ def model(tmp_path_factory):
 
 
 def predictions(model, data):
-    """For each training document its tokens and log-probabilities (n, V) before each of them."""
+    """Of each training document tokens, labels, log-probabilities (n, V) before each of them."""
     causal = AutoModelForCausalLM.from_pretrained(model).eval()
     split = PreparedDocuments(data).split("train")
     for document in range(len(split)):
-        tokens = torch.tensor(np.asarray(split.tokens(document)).astype(np.int64))
+        tokens = split.tokens(document).tolist()
         with torch.inference_mode():
-            log_p = causal(input_ids=tokens[None]).logits[0].log_softmax(-1)
-        yield tokens.tolist(), log_p
+            log_p = causal(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        yield tokens, split.labels(document).tolist(), log_p
 
 
-def answer(form, tokens, log_p, k=K):
+def answer(form, tokens, labels, log_p):
     """A document as a server answers; log_p[i] predicts token i + 1."""
-    tokenizer = learned_tokenizer()
-    top = [None]
+    tokenizer, top = learned_tokenizer(), [None]
     for at, token in enumerate(tokens[1:]):
-        best = log_p[at].topk(k)
+        best = log_p[at].topk(K)
         entry = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         top.append(entry | {token: log_p[at, token].item()})
+
+    def listed(make):
+        return [None if entry is None else make(entry) for entry in top]
+
     if form == "vllm":
-        return {
-            "prompt_logprobs": [
-                None if x is None else {str(t): v for t, v in x.items()} for x in top
-            ]
-        }
-    if form in ("vllm-server", "batch"):
-        named = [
-            None
-            if entry is None
-            else {str(t): {"logprob": v, "rank": 1, "decoded_token": "?"} for t, v in entry.items()}
-            for entry in top
-        ]
-        body = {"choices": [{"text": "", "prompt_logprobs": named}]}
-        return {"custom_id": "1", "response": {"body": body}} if form == "batch" else body
+        return {"prompt_logprobs": listed(lambda entry: {str(t): v for t, v in entry.items()})}
+    if form == "batch":
+        rich = listed(lambda entry: {str(t): {"logprob": v, "rank": 1} for t, v in entry.items()})
+        body = {"choices": [{"text": "", "prompt_logprobs": rich}]}
+        return {"custom_id": "1", "response": {"body": body}}
     if form == "sglang":
         own = [[None, tokens[0], None]]
         own += [
@@ -82,19 +75,26 @@ def answer(form, tokens, log_p, k=K):
             for at, token in enumerate(tokens)
             if at
         ]
-        listed = [None if x is None else [[v, t, None] for t, v in x.items()] for x in top]
-        return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": listed}}
+        others = listed(lambda entry: [[v, t, None] for t, v in entry.items()])
+        return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": others}}
     by_id = "token_id:{}".format
+    if form == "generated":  # the learned tokens alone
+        content = [
+            {
+                "token": by_id(tokens[at]),
+                "logprob": top[at][tokens[at]],
+                "top_logprobs": [{"token": by_id(t), "logprob": v} for t, v in top[at].items()],
+            }
+            for at in range(1, len(tokens))
+            if labels[at] != IGNORED
+        ]
+        return {"choices": [{"logprobs": {"content": content}}]}
     names = list(map(by_id, tokens))
     if form == "openai-text":  # parts of characters have no text of their own
         texts = [tokenizer.decode([token]) for token in tokens]
         names = [b if "\ufffd" in a else a for a, b in zip(texts, names, strict=True)]
-    echoed = {
-        "tokens": names,
-        "token_logprobs": [],
-        "top_logprobs": [None if x is None else {by_id(t): v for t, v in x.items()} for x in top],
-    }
-    return {"choices": [{"logprobs": echoed}]}
+    named = listed(lambda entry: {by_id(t): v for t, v in entry.items()})
+    return {"choices": [{"logprobs": {"tokens": names, "top_logprobs": named}}]}
 
 
 def write(path, answers):
@@ -102,54 +102,22 @@ def write(path, answers):
     return path
 
 
-def same(one, other):
-    """Whether two folders hold the same predictions."""
-    one, other = StoredTeacher(one), StoredTeacher(other)
-    assert len(one) == len(other) > 3
-    for sample in range(len(one)):
-        for a, b in zip(one.sample(sample), other.sample(sample), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def by_model(model, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("by-model") / "out"
     store(model, data, out, top_k=K, precision="float32")
-    return out
+    return StoredTeacher(out)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_gives_the_shards_of_the_model_itself(form, model, data, by_model, tmp_path):
     file = write(tmp_path / "a.jsonl", (answer(form, *x) for x in predictions(model, data)))
     store(None, data, tmp_path / "out", served=file, top_k=K, precision="float32", part_targets=40)
-    same(tmp_path / "out", by_model)
-
-
-def test_generated_tokens_alone(model, tmp_path):
-    data = few_documents(tmp_path / "data", "prompt")
-    split, lines = PreparedDocuments(data).split("train"), []
-    for document, (tokens, log_p) in enumerate(predictions(model, data)):
-        labels, content = split.labels(document), []
-        for at in range(1, len(tokens)):
-            if labels[at] == IGNORED:
-                continue
-            best = log_p[at - 1].topk(K)
-            entries = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            listed = [{"token": f"token_id:{t}", "logprob": v} for t, v in entries]
-            own = {"token": f"token_id:{tokens[at]}", "logprob": log_p[at - 1, tokens[at]].item()}
-            content.append({**own, "top_logprobs": listed})
-        lines.append({"choices": [{"logprobs": {"content": content}}]})
-    store(model, data, tmp_path / "one", top_k=K, precision="float32")
-    file = write(tmp_path / "a.jsonl", lines)
-    store(None, data, tmp_path / "other", served=file, top_k=K, precision="float32")
-    same(tmp_path / "one", tmp_path / "other")
-
-
-def edited(answers, change):
-    """The answers with the third one changed, in the format of vLLM."""
-    answers = json.loads(json.dumps(answers))
-    change(answers[2]["prompt_logprobs"], answers)
-    return answers
+    stored = StoredTeacher(tmp_path / "out")
+    assert len(stored) == len(by_model) > 3
+    for sample in range(len(stored)):
+        for a, b in zip(stored.sample(sample), by_model.sample(sample), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def shifted(positions, _):
@@ -167,7 +135,6 @@ def first_value(value):
 BAD = {
     "line 3, position 1: the token .* of the document is .*; the file fits if it is moved": shifted,
     "line 3: .* positions for a document of .* tokens": lambda p, _: p.__delitem__(slice(2)),
-    "line 3, position 2: token .* has the log-probability 0.5": first_value(0.5),
     "line 3, position 2: token .* has the log-probability nan": first_value(math.nan),
     "line 3, position 2: 2 candidates, fewer than --top-k 5": lambda p, _: [
         p[2].pop(key) for key in list(p[2])[:-2]
@@ -186,13 +153,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_file_is_refused_with_its_place_and_nothing_is_written(
-    message,
-    model,
-    texts,
-    tmp_path,
+    message, model, texts, tmp_path
 ):
-    good = [answer("vllm", *x) for x in predictions(model, texts)]
-    file = write(tmp_path / "a.jsonl", edited(good, BAD[message]))
+    answers = [answer("vllm", *x) for x in predictions(model, texts)]
+    BAD[message](answers[2]["prompt_logprobs"], answers)
+    file = write(tmp_path / "a.jsonl", answers)
     folder = tmp_path / "stored"
     folder.mkdir()
     with pytest.raises(DataError, match=message) as error:
@@ -201,19 +166,28 @@ def test_a_bad_file_is_refused_with_its_place_and_nothing_is_written(
     assert [path.name for path in folder.iterdir() if not path.name.endswith(".lock")] == []
 
 
-def test_a_text_that_several_tokens_have_is_refused(model, texts, tmp_path):
-    lines = [answer("openai", *x) for x in predictions(model, texts)]
-    lines[1]["choices"][0]["logprobs"]["top_logprobs"][2]["\ufffd"] = -9.0
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        (
+            "openai",
+            lambda x: x["choices"][0]["logprobs"]["top_logprobs"][2].update({"\ufffd": -9.0}),
+            r"line 2, position 2: \d+ tokens .* let the server name",
+        ),
+        (
+            "sglang",
+            lambda x: x["meta_info"]["input_token_logprobs"][2].__setitem__(2, "elsewhere"),
+            "line 2, position 2: token .* is 'elsewhere' for the",
+        ),
+    ],
+)
+def test_texts_that_name_several_tokens_or_another_one_are_refused(
+    form, change, message, model, texts, tmp_path
+):
+    lines = [answer(form, *x) for x in predictions(model, texts)]
+    change(lines[1])
     file = write(tmp_path / "a.jsonl", lines)
-    with pytest.raises(DataError, match=r"line 2, position 2: \d+ tokens .* let the server name"):
-        store(None, texts, tmp_path / "out", served=file, top_k=K)
-
-
-def test_another_tokenizer_is_refused(model, texts, tmp_path):
-    lines = [answer("sglang", *x) for x in predictions(model, texts)]
-    lines[1]["meta_info"]["input_token_logprobs"][2][2] = "elsewhere"
-    file = write(tmp_path / "a.jsonl", lines)
-    with pytest.raises(DataError, match=r"line 2, position 2: token .* is 'elsewhere' for the"):
+    with pytest.raises(DataError, match=message):
         store(None, texts, tmp_path / "out", served=file, top_k=K)
 
 
@@ -227,59 +201,59 @@ def test_a_model_with_another_tokenizer_is_refused_with_both_sizes(texts, model,
         store(other, texts, tmp_path / "out", top_k=K)
 
 
-class TestSelection:
-    LOG_P = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625], [0.96, 0.01, 0.01, 0.01, 0.01]]).log()
+LOG_P = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625], [0.96, 0.01, 0.01, 0.01, 0.01]]).log()
 
-    def test_a_nucleus(self):
-        indices, log_p = ClassSelection(4, top_p=0.8)(self.LOG_P)
-        assert indices.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
-        torch.testing.assert_close(log_p[0, :3], self.LOG_P[0, :3])
-        assert (log_p[indices < 0] == -math.inf).all()
 
-    def test_draws_are_unbiased_and_repeatable(self):
-        rows, k = self.LOG_P[:1].expand(20_000, -1), 3
-        pick = ClassSelection(k, sampling="random")
-        indices, log_p = pick(rows, torch.Generator().manual_seed(1))
-        again, _ = pick(rows, torch.Generator().manual_seed(1))
-        assert torch.equal(indices, again)
-        torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(20_000))
-        mean = (
-            torch.zeros(6).index_add_(
-                0, indices.long().clamp(min=-1).add(1).flatten(), log_p.exp().flatten()
-            )
-            / 20_000
-        )
-        torch.testing.assert_close(mean[1:], self.LOG_P[0].exp(), atol=0.01, rtol=0)
-        top, values = ClassSelection(k)(rows[:1])  # leans to its own tokens
-        assert abs(values.exp()[0, 0] / values.exp().sum() - 0.5) > 0.05
-        assert top.tolist() == [[0, 1, 2]]
+def test_a_nucleus():
+    indices, log_p = ClassSelection(4, top_p=0.8)(LOG_P)
+    assert indices.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
+    torch.testing.assert_close(log_p[0, :3], LOG_P[0, :3])
+    assert (log_p[indices < 0] == -math.inf).all()
 
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({"top_p": 0.0}, "--top-p: should be greater than 0"),
-            ({"sampling": "best"}, "--sampling: should be 'top' or 'random'"),
-            ({"sampling": "random", "top_p": 0.5}, "--top-p goes with --sampling top"),
-        ],
-    )
-    def test_refused(self, given, message, tmp_path):
-        with pytest.raises(RequestError, match=message):
-            store(None, tmp_path, tmp_path / "out", **given)
 
-    def test_in_the_command(self, model, texts, tmp_path):
-        run = CliRunner()
-        base = ["teacher", str(model), str(texts), "--top-k", "4", "-o"]
-        for name, options in {"p": ["--top-p", "0.01"], "r": ["--sampling", "random"]}.items():
-            done = run.invoke(app, [*base, str(tmp_path / name), *options])
-            assert done.exit_code == 0, done.output
-            found = StoredTeacher(tmp_path / name)
-            samples = [found.sample(number) for number in range(len(found))]
-            indices, log_p = (np.concatenate(column) for column in zip(*samples, strict=True))
-            assert (indices < 0).any()
-            assert np.isfinite(log_p[indices >= 0]).all()
-        file = write(tmp_path / "a.jsonl", (answer("vllm", *x) for x in predictions(model, texts)))
-        served = ["teacher", str(texts), "--from", str(file), "-o", str(tmp_path / "s")]
-        done = run.invoke(app, [*served, "--top-k", "4"])
+def test_draws_are_unbiased_and_repeatable():
+    rows, k = LOG_P[:1].expand(20_000, -1), 3
+    pick = ClassSelection(k, sampling="random")
+    indices, log_p = pick(rows, torch.Generator().manual_seed(1))
+    again, _ = pick(rows, torch.Generator().manual_seed(1))
+    assert torch.equal(indices, again)
+    p = log_p.exp()
+    torch.testing.assert_close(p.sum(-1), torch.ones(20_000))
+    sums = torch.zeros(5).index_add_(0, indices.clamp(min=0).flatten(), p.flatten())
+    torch.testing.assert_close(sums / 20_000, LOG_P[0].exp(), atol=0.01, rtol=0)
+    top, values = ClassSelection(k)(rows[:1])  # leans to its own tokens
+    assert abs(values.exp()[0, 0] / values.exp().sum() - 0.5) > 0.05
+    assert top.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_p": 0.0}, "--top-p: should be greater than 0"),
+        ({"sampling": "best"}, "--sampling: should be 'top' or 'random'"),
+        ({"sampling": "random", "top_p": 0.5}, "--top-p goes with --sampling top"),
+    ],
+)
+def test_wrong_selections_are_refused(given, message, tmp_path):
+    with pytest.raises(RequestError, match=message):
+        store(None, tmp_path, tmp_path / "out", **given)
+
+
+def test_the_command(model, texts, tmp_path):
+    def teacher(*arguments):
+        return CliRunner().invoke(app, ["teacher", *map(str, arguments)])
+
+    for name, options in {"p": ["--top-p", "0.01"], "r": ["--sampling", "random"]}.items():
+        done = teacher(model, texts, "--top-k", 4, "-o", tmp_path / name, *options)
         assert done.exit_code == 0, done.output
-        done = run.invoke(app, [*served, "--force", "--sampling", "random"])
-        assert "needs whole predictions" in str(done.exception or done.output)
+        stored = StoredTeacher(tmp_path / name)
+        samples = [stored.sample(number) for number in range(len(stored))]
+        indices, log_p = (np.concatenate(column) for column in zip(*samples, strict=True))
+        assert (indices < 0).any()
+        assert np.isfinite(log_p[indices >= 0]).all()
+    file = write(tmp_path / "a.jsonl", (answer("vllm", *x) for x in predictions(model, texts)))
+    served = [texts, "--from", file, "-o", tmp_path / "s"]
+    done = teacher(*served, "--top-k", 4)
+    assert done.exit_code == 0, done.output
+    done = teacher(*served, "--force", "--sampling", "random")
+    assert "needs whole predictions" in str(done.exception or done.output)

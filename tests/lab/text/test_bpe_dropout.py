@@ -30,7 +30,7 @@ def encode(tokenizer, line):
     return found.ids
 
 
-@pytest.mark.parametrize("line", [*TEXT, "", "<de> the new house", "unknown ☃ letters"])
+@pytest.mark.parametrize("line", [TEXT[1], TEXT[2], "", "<de> the unknown ☃ house"])
 def test_segmentations_of_a_line(tokenizer, line):
     ids = encode(tokenizer, line)
     assert BpeDropout(tokenizer, 0.0)(ids, Random(0)) == ids

@@ -60,7 +60,6 @@ def test_every_format_holds_the_same_rows(tmp_path, form):
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl:2: not a JSON object"),
         ("a.jsonl", b'{"text": "a"}\n\xff\n', r":2: byte 0xff is not UTF-8"),
         ("a.csv", b"text,b\n1\n", r"a\.csv:2: not as many cells as the first line has names"),
-        ("a.csv", b"text\n1,2\n", r"a\.csv:2: not as many cells"),
         ("a.csv", b'text\n"1\n', r"a\.csv: not CSV"),
         ("a.parquet", b"PAR1 not", r"a\.parquet: damaged after row 0"),
         ("a.arrow", b"ARROW1 not", r"a\.arrow: damaged after row 0"),

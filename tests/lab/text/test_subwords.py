@@ -95,10 +95,9 @@ def test_private_characters_in_a_text_are_not_mixed_up_with_stand_ins():
 CODES = "#version: 0.2\nl o\nlo w</w>\ne r</w>\nn e\nl o\n"
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_published_merges_split_as_subword_nmt_does(tmp_path, compress):
-    path = tmp_path / "codes"
-    path.write_bytes(gzip.compress(CODES.encode()) if compress else CODES.encode())
+def test_published_merges_split_as_subword_nmt_does(tmp_path):
+    path = tmp_path / "codes.gz"
+    path.write_bytes(gzip.compress(CODES.encode()))
     tokenizer = make_tokenizer(read_codes(path, lambda: ["low lower newer x"]), [])
     # by hand: the first merge of the list that applies, until none does
     assert pieces(tokenizer, "low")[:-1] == ["low</w>"]
@@ -112,7 +111,6 @@ def test_published_merges_split_as_subword_nmt_does(tmp_path, compress):
     ("text", "message"),
     [
         ("l o\n", r"codes:1: merges of subword-nmt begin with '#version: 0.2'"),
-        ("", r"codes:1: "),
         ("#version: 0.2\nl o\nl o w\n", r"codes:3: not a merge of two symbols: 'l o w'"),
     ],
 )
@@ -158,16 +156,9 @@ def test_any_running_text_comes_back_exactly(text):
         assert not {0, 1, 2} & set(ids[:-1])
 
 
-KNOWN = sorted({character for line in LINES for word in line.split() for character in word[:-1]})
-
-
-@given(st.lists(st.text(alphabet=KNOWN).map(lambda inside: inside + "e"), min_size=1))
-def test_tokens_of_known_characters_come_back_with_single_spaces(tokens):
-    ids = WORDS("  ".join(tokens)).input_ids
-    assert WORDS.decode(ids, skip_special_tokens=True) == " ".join(tokens)
-
-
-def test_unknown_characters_become_unknown_tokens():
+def test_tokens_come_back_with_single_spaces_and_unknown_characters_are_unknown():
+    ids = WORDS("der  kleine\thund .").input_ids
+    assert WORDS.decode(ids, skip_special_tokens=True) == "der kleine hund ."
     assert pieces(WORDS, "ж .") == ["<unk>", ".</w>", "</s>"]
 
 
@@ -175,9 +166,7 @@ def test_special_tokens_have_the_ids_of_fairseq_and_tags_follow():
     assert BYTES.convert_tokens_to_ids([*SPECIAL_TOKENS, "<de>", "<fr>"]) == [0, 1, 2, 3, 4, 5]
     assert (BYTES.bos_token_id, BYTES.pad_token_id) == (0, 1)
     assert (BYTES.eos_token_id, BYTES.unk_token_id) == (2, 3)
-
-
-def test_a_tag_at_the_head_of_a_text_is_the_tag():
+    # A tag at the head of a text is the tag.
     plain = BYTES("der hund").input_ids
     assert BYTES("<de> der hund").input_ids == BYTES("<de>der hund").input_ids == [4, *plain]
 

@@ -148,11 +148,11 @@ def interrupted(monkeypatch, number: int) -> list[int]:
     calls: list[int] = []
     own = DocumentPredictions.samples
 
-    def stops(predictions, first, last, top_k):
+    def stops(predictions, first, last):
         calls.append(first)
         if len(calls) == number:
             raise KeyboardInterrupt
-        return own(predictions, first, last, top_k)
+        return own(predictions, first, last)
 
     monkeypatch.setattr(DocumentPredictions, "samples", stops)
     return calls

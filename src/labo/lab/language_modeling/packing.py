@@ -8,9 +8,9 @@ blocks, longest first, each into the fullest block that has room for it (best fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,14 @@ _TOKENS_AT_ONCE = 4096
 _R = TypeVar("_R")
 
 Ints = npt.NDArray[np.int64]
+
+
+class Piece(NamedTuple):
+    """A stretch of a document: its number, the first input token, and so many pairs."""
+
+    document: int
+    first: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -49,17 +57,15 @@ class Packing:
         """The number of blocks."""
         return len(self.starts) - 1
 
-    def pieces(self, block: int) -> range:
+    def pieces(self, block: int) -> Iterator[Piece]:
         """The pieces of a block."""
-        return range(int(self.starts[block]), int(self.starts[block + 1]))
+        here = slice(int(self.starts[block]), int(self.starts[block + 1]))
+        columns = (column[here].tolist() for column in (self.document, self.first, self.length))
+        return map(Piece, *columns)
 
-    def piece(self, number: int) -> tuple[int, int, int]:
-        """The document, first input token and pairs of a piece."""
-        return int(self.document[number]), int(self.first[number]), int(self.length[number])
-
-    def sums(self, values: npt.NDArray[Any]) -> Ints:
-        """(B,) the sum over the pieces of each block of values (P,)."""
-        total = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    def block_lengths(self) -> Ints:
+        """(B,) the pairs of each block."""
+        total = np.concatenate([[0], np.cumsum(self.length, dtype=np.int64)])
         return total[self.starts[1:]] - total[self.starts[:-1]]
 
 
@@ -148,12 +154,12 @@ def by_pieces(
         result: of each row of a batch, from states (n, T, D) with the output layer and the labels
             (n, T).
     """
-    columns: Any = (column.tolist() for column in cut(lengths, block, whole=False))
-    pieces = sorted(zip(*columns, strict=True), key=lambda piece: int(piece[2]))
+    columns = (column.tolist() for column in cut(lengths, block, whole=False))
+    pieces = sorted(map(Piece, *columns), key=lambda piece: piece.length)
     at_once = max(1, _TOKENS_AT_ONCE // block)
     device = next(model.parameters()).device
     pad = getattr(model.causal.config, "pad_token_id", None)
-    found: list[dict[int, _R]] = [{} for _ in lengths]
+    results: list[dict[int, _R]] = [{} for _ in lengths]
     for start in range(0, len(pieces), at_once):
         part = pieces[start : start + at_once]
         ids, labels = zip(*(read(*piece) for piece in part), strict=True)
@@ -161,6 +167,6 @@ def by_pieces(
         target = padded_rows(labels, IGNORED).to(device)
         positions = torch.arange(inputs.shape[1], device=device).expand(len(part), -1)
         rows = result(model(inputs, positions), target)
-        for (document, first, _), row in zip(part, rows, strict=True):
-            found[document][first] = row
-    return [[parts[first] for first in sorted(parts)] for parts in found]
+        for piece, row in zip(part, rows, strict=True):
+            results[piece.document][piece.first] = row
+    return [[parts[first] for first in sorted(parts)] for parts in results]

@@ -25,11 +25,10 @@ import numpy as np
 import torch
 
 from ..errors import DataError, RequestError
-from ..run.files import sha256
 from ..text.arrow import IGNORED
 from ..text.pretrained_tokenizer import vocabulary_digest
-from ..text.selection import ClassSelection
 from ..text.stored import Rows
+from ..text.teacher import ClassSelection
 from .prepared import PreparedDocuments
 
 _ROUNDING = 1e-4  # by which probabilities may sum to more than 1
@@ -68,56 +67,47 @@ class ServedPredictions:
         self.targets = np.maximum(self.split.lengths - 1, 0)
         self._lines = self._read()
 
-    def digest(self) -> str:
-        """Of the file."""
-        return sha256(self.file)
-
     def _read(self) -> Iterator[tuple[int, str]]:
         with self.file.open(encoding="utf-8") as lines:
-            yield from enumerate(lines, 1)
+            yield from enumerate(lines)
 
-    def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
+    def samples(self, first: int, last: int) -> Iterator[Rows]:
         """The predictions for the documents from ``first`` to before ``last``, in order."""
         for document in range(first, last):
-            number, line = next(self._lines, (0, ""))
-            while 0 < number <= first:  # stored before an interruption
-                number, line = next(self._lines, (0, ""))
-            if not number:
+            # Lines before it were stored before an interruption.
+            line = next((text for number, text in self._lines if number == document), None)
+            if line is None:
                 raise DataError(
                     f"{self.file}: ends after line {document}, but the data have "
                     f"{len(self.split)} training documents"
                 )
-            yield self._document(number, line)
+            yield self._document(document, line)
         if last == len(self.split) and any(line.strip() for _, line in self._lines):
             raise DataError(
                 f"{self.file}, line {last + 1}: the data have only {last} training documents"
             )
 
-    def _document(self, number: int, line: str) -> Rows:
-        place, document = f"{self.file}, line {number}", number - 1
-        tokens = np.asarray(self.split.tokens(document)).tolist()
-        labels = np.asarray(self.split.labels(document)).tolist()
+    def _document(self, document: int, line: str) -> Rows:
+        place = f"{self.file}, line {document + 1}"
+        tokens = self.split.tokens(document).tolist()
+        labels = self.split.labels(document).tolist()
         learned = [at for at in range(1, len(tokens)) if labels[at] != IGNORED]
         positions = self._positions(place, line)
-        if len(positions) == len(tokens):
-            where = learned
-            self._check_tokens(place, positions, tokens, range(len(tokens)))
-        elif len(positions) == len(learned):
-            where = list(range(len(learned)))
-            self._check_tokens(place, positions, [tokens[at] for at in learned], where)
-        else:
+        if len(positions) == len(learned):  # of the learned tokens alone
+            tokens, learned = [tokens[at] for at in learned], list(range(len(learned)))
+        if len(positions) != len(tokens):
             raise DataError(
                 f"{place}: {len(positions)} positions for a document of {len(tokens)} tokens, of "
                 f"which {len(learned)} are learned. Send token ids, without a start token"
             )
-        k = self.selection.top_k
-        indices, log_p = np.empty((len(where), k), np.int32), np.empty((len(where), k), np.float32)
-        for row, at in enumerate(where):
-            indices[row], log_p[row] = self._entries(f"{place}, position {at}", positions[at])
-        if len(where) == 0:
-            return indices, log_p
-        found = self.selection.nucleus(torch.from_numpy(indices), torch.from_numpy(log_p))
-        return found[0].numpy(), found[1].numpy()
+        self._check_tokens(place, positions, tokens)
+        shape = (len(learned), self.selection.top_k)
+        indices, log_p = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        for row, at in enumerate(learned):
+            entries = self._entries(f"{place}, position {at}", positions[at])
+            indices[row], log_p[row] = map(torch.tensor, entries)
+        indices, log_p = self.selection.nucleus(indices, log_p)
+        return indices.numpy(), log_p.numpy()
 
     def _entries(self, place: str, position: Position) -> tuple[list[int], list[float]]:
         """The k most probable tokens of a position and their log-probabilities."""
@@ -141,24 +131,19 @@ class ServedPredictions:
         return [token for token, _ in best], [min(value, 0.0) for _, value in best]
 
     def _check_tokens(
-        self,
-        place: str,
-        positions: Sequence[Position],
-        tokens: Sequence[int],
-        where: Sequence[int],
+        self, place: str, positions: Sequence[Position], tokens: Sequence[int]
     ) -> None:
         """Refuse the first position whose token is not that of the document."""
-        for at in where:
-            given, expected = positions[at], tokens[at]
+        for at, (given, expected) in enumerate(zip(positions, tokens, strict=True)):
             if given.token is None and at > 0 and expected not in given.candidates:
                 raise DataError(
                     f"{place}, position {at}: the token {self._name(expected)} of the document is "
-                    f"not among the candidates{self._shift(positions, tokens)}"
+                    f"not among the candidates{_shift(positions, tokens)}"
                 )
             if given.token is not None and given.token != expected:
                 raise DataError(
                     f"{place}, position {at}: the file has the token {self._name(given.token)}, "
-                    f"the document {self._name(expected)}{self._shift(positions, tokens)}"
+                    f"the document {self._name(expected)}{_shift(positions, tokens)}"
                 )
             text = given.text
             if text and "\ufffd" not in text:
@@ -169,18 +154,6 @@ class ServedPredictions:
                         f"{own!r} for the tokenizer of the data: another tokenizer"
                     )
 
-    def _shift(self, positions: Sequence[Position], tokens: Sequence[int]) -> str:
-        """A hint, if the file fits when it is moved by one token."""
-        for by in (1, -1):
-            pairs = [
-                (positions[at + by], tokens[at])
-                for at in range(1, len(tokens))
-                if 1 <= at + by < len(positions)
-            ]
-            if pairs and all(_holds(position, token) for position, token in pairs):
-                return f"; the file fits if it is moved by {abs(by)} token"
-        return ""
-
     def _name(self, token: int) -> str:
         known = 0 <= token < self.types
         return f"{token} {self.tokenizer.convert_ids_to_tokens(token)!r}" if known else str(token)
@@ -189,17 +162,17 @@ class ServedPredictions:
 
     def _positions(self, place: str, line: str) -> list[Position]:
         try:
-            found = self._find(place, json.loads(line))
+            positions = self._find(place, json.loads(line))
         except json.JSONDecodeError as error:
             raise DataError(f"{place}: no JSON ({error.msg})") from error
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise DataError(f"{place}: not as a server writes it ({error!r})") from error
-        if found is None:
+        if positions is None:
             raise DataError(
                 f"{place}: no log-probabilities: expected prompt_logprobs (vLLM), "
                 "meta_info.input_top_logprobs (SGLang) or logprobs (OpenAI)"
             )
-        return found
+        return positions
 
     def _find(self, place: str, answer: Any) -> list[Position] | None:
         if "response" in answer and "body" in (answer["response"] or {}):  # of a batch
@@ -212,14 +185,14 @@ class ServedPredictions:
         if about.get("input_top_logprobs") is not None:
             both = zip(about["input_token_logprobs"], about["input_top_logprobs"], strict=True)
             return [_sglang(*entry) for entry in both]
-        found = answer.get("logprobs")
-        if found is None:
+        about = answer.get("logprobs")
+        if about is None:
             return None
-        if found.get("content") is not None:
+        if about.get("content") is not None:
             return [
-                self._chat(f"{place}, position {at}", x) for at, x in enumerate(found["content"])
+                self._chat(f"{place}, position {at}", x) for at, x in enumerate(about["content"])
             ]
-        both = zip(found["tokens"], found["top_logprobs"], strict=True)
+        both = zip(about["tokens"], about["top_logprobs"], strict=True)
         return [self._echo(f"{place}, position {at}", *x) for at, x in enumerate(both)]
 
     def _chat(self, place: str, entry: Any) -> Position:
@@ -247,14 +220,22 @@ class ServedPredictions:
 
     @cached_property
     def _by_text(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        tokens: dict[str, list[int]] = {}
         for token in range(self.types):
-            found.setdefault(self.tokenizer.decode([token]), []).append(token)
-        return found
+            tokens.setdefault(self.tokenizer.decode([token]), []).append(token)
+        return tokens
 
 
-def _holds(position: Position, token: int) -> bool:
-    return token in position.candidates if position.token is None else position.token == token
+def _shift(positions: Sequence[Position], tokens: Sequence[int]) -> str:
+    """A hint, if the file fits when it is moved by one token."""
+
+    def fits(position: Position, token: int) -> bool:
+        return token in position.candidates if position.token is None else position.token == token
+
+    for moved, rest in ((positions[2:], tokens[1:]), (positions[1:], tokens[2:])):
+        if moved and rest and all(map(fits, moved, rest)):
+            return "; the file fits if it is moved by 1 token"
+    return ""
 
 
 def _vllm(entry: Any) -> Position:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -47,7 +48,7 @@ from .model import (
     fresh_model,
     load_causal,
 )
-from .packing import Packing, pack
+from .packing import Ints, Piece, pack
 from .prepared import DocumentSplit, PreparedDocuments
 from .teacher import stored_rows
 
@@ -222,20 +223,21 @@ class LanguageModelingTask(TokenTask):
                 f"train.batch_tokens: {recipe.train.batch_tokens} is less than a block of "
                 f"data.block={options.block}"
             )
-        self._train = _Packed.of(self.data.split("train"), recipe)
-        if not len(self._train.packing):
+        documents = self.data.split("train")
+        self._train = _Packed(documents, recipe)
+        self.size, self.samples = len(self._train.packing), len(documents)
+        if not self.size:
             raise RequestError(
                 f"data.block: no training example is as short as {options.block} tokens"
             )
-        lengths = torch.from_numpy(self._train.block_lengths)
+        lengths = torch.from_numpy(self._train.lengths)
         every = torch.ones(len(lengths), dtype=torch.bool)
         self.set_batches(batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed))
-        self.size = len(self._train.packing)
-        self.samples = len(self._train.documents)
-        self.notes = [*self._train.notes("training"), *self.method_notes()]
-        self._held_out = lru_cache(maxsize=2)(
-            lambda split: _Packed.of(self.data.split(split), recipe)
-        )
+        self.notes = self.method_notes()
+        if documents.masked and (long := int((documents.lengths - 1 > options.block).sum())):
+            note = f"{long} training examples are longer than a block and left out"
+            self.notes = [note, *self.notes]
+        self._held_out = lru_cache(maxsize=2)(lambda split: _Packed(self.data.split(split), recipe))
 
     # ------------------------------------------------------------------ the model
 
@@ -280,23 +282,21 @@ class LanguageModelingTask(TokenTask):
         """A new model from the config that a function of the user returns."""
         key, block = "model.preset", self.recipe.data.block
         given = {"vocab_size": self.num_classes, "positions": block, **self._special_tokens}
-        found = call_function(key, name, given, arguments)
-        if not isinstance(found, PretrainedConfig):
+        config = call_function(key, name, given, arguments)
+        must_return = f"{key}: {name} must return a config"
+        if not isinstance(config, PretrainedConfig):
+            raise RequestError(f"{must_return} of transformers, not {type(config).__name__}")
+        types = getattr(config, "vocab_size", None)
+        if types != self.num_classes:
+            raise RequestError(f"{must_return} with vocab_size={self.num_classes}, not {types}")
+        positions = getattr(config, "max_position_embeddings", block)
+        if block > positions:
             raise RequestError(
-                f"{key}: {name} must return a config of transformers, not {type(found).__name__}"
-            )
-        if getattr(found, "vocab_size", None) != self.num_classes:
-            raise RequestError(
-                f"{key}: {name} must return a config with vocab_size={self.num_classes}, not "
-                f"{getattr(found, 'vocab_size', None)}"
-            )
-        if block > getattr(found, "max_position_embeddings", block):
-            raise RequestError(
-                f"{key}: {name} must return a config with max_position_embeddings of at least "
-                f"{block} (data.block), not {found.max_position_embeddings}"
+                f"{must_return} with max_position_embeddings of at least {block} (data.block), not "
+                f"{positions}"
             )
         try:
-            return fresh_model(found)
+            return fresh_model(config)
         except ValueError as error:
             reason = first_line(error)
             raise RequestError(f"{key}: {name}: no causal language model: {reason}") from error
@@ -414,17 +414,16 @@ class LanguageModelingTask(TokenTask):
         def parts() -> Iterator[tuple[list[tuple[int, int]], list[int], Batch, Head]]:
             every = range(len(split.packing))
             for blocks, batch, head in self._heads(model, split, every, accelerator):
-                pieces = [piece for block in blocks for piece in split.packing.pieces(block)]
-                columns = split.packing.document[pieces], split.packing.first[pieces]
-                keys = list(zip(*(column.tolist() for column in columns), strict=True))
-                yield keys, split.piece_targets[pieces].tolist(), batch, head
+                pieces = list(chain.from_iterable(map(split.packing.pieces, blocks)))
+                keys = [(piece.document, piece.first) for piece in pieces]
+                yield keys, [len(split.learned(piece)) for piece in pieces], batch, head
 
-        found: dict[int, list[dict[str, Tensor]]] = {}
+        documents: dict[int, list[dict[str, Tensor]]] = {}
         for (document, _), row in self.forced_rows(parts(), temperature):
-            found.setdefault(document, []).append(row)
+            documents.setdefault(document, []).append(row)
         return {
             document: {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-            for document, rows in found.items()
+            for document, rows in documents.items()
         }
 
     @torch.no_grad()
@@ -442,10 +441,11 @@ class LanguageModelingTask(TokenTask):
         self, split: _Packed, rows: Mapping[int, Mapping[str, Tensor]], temperature: float | None
     ) -> Iterator[dict[str, Any]]:
         """One record per document; the first ones with each token."""
-        recorded = split.first_documents(self.recipe.data.recorded_tokens)
         counts = self.data.frequencies("tokens")
         names = self.data.tokenizer.convert_ids_to_tokens
         documents, nothing = split.documents, {"nll": torch.empty(0)}
+        limit = self.recipe.data.recorded_tokens
+        recorded = np.searchsorted(np.cumsum(documents.lengths), limit, side="right")
         for index in range(len(documents)):
             tokens, nll = documents.tokens(index)[1:], rows.get(index, nothing)["nll"]
             record: dict[str, Any] = {
@@ -477,41 +477,28 @@ class LanguageModelingTask(TokenTask):
 # ------------------------------------------------------------------ blocks
 
 
-@dataclass(frozen=True)
 class _Packed:
-    """A split, cut and packed.
+    """A split, cut and packed; texts longer than a block are cut, examples are not used.
 
     Attributes:
         documents: its documents.
         packing: which pieces of them share a block.
-        block_lengths: (B,) inputs of each block.
-        piece_targets: (P,) tokens of each piece that are to be learned.
-        targets: (B,) those of each block.
-        left_out: how many documents are longer than a block, and not used.
+        lengths: (B,) inputs of each block.
+        targets: (B,) tokens of each block that are to be learned.
     """
 
-    documents: DocumentSplit
-    packing: Packing
-    block_lengths: np.ndarray[Any, np.dtype[np.int64]]
-    piece_targets: np.ndarray[Any, np.dtype[np.int64]]
-    targets: np.ndarray[Any, np.dtype[np.int64]]
-    left_out: int
-
-    @classmethod
-    def of(cls, documents: DocumentSplit, recipe: DocumentRecipe) -> _Packed:
-        """Texts are cut where they are longer than a block; examples are left out."""
+    def __init__(self, documents: DocumentSplit, recipe: DocumentRecipe) -> None:
         options, whole = recipe.data, documents.masked
-        packing = pack(
+        self.documents = documents
+        self.packing = pack(
             documents.lengths, options.block, recipe.seed, whole=whole, share=options.packing
         )
-        targets = packing.length
+        self.lengths = self.packing.block_lengths()
+        self.targets = self.lengths
         if documents.masked:
-            every = map(packing.piece, range(len(packing.document)))
-            counts = [(documents.labels(d, f + 1, n) != IGNORED).sum() for d, f, n in every]
-            targets = np.array(counts, dtype=np.int64)
-        left_out = int((documents.lengths - 1 > options.block).sum()) if whole else 0
-        lengths, sums = packing.sums(packing.length), packing.sums(targets)
-        return cls(documents, packing, lengths, targets, sums, left_out)
+            blocks = range(len(self.packing))
+            learned = (map(self.learned, self.packing.pieces(block)) for block in blocks)
+            self.targets = np.array([sum(map(len, block)) for block in learned], dtype=np.int64)
 
     @property
     def bytes(self) -> int:
@@ -519,20 +506,20 @@ class _Packed:
         used = np.unique(self.packing.document)
         return int(self.documents.bytes[used].sum())
 
-    def notes(self, what: str) -> list[str]:
-        if not self.left_out:
-            return []
-        return [f"{self.left_out} {what} examples are longer than a block and left out"]
+    def learned(self, piece: Piece) -> Ints:
+        """(n,) the indices in their document of the tokens of a piece that are to be learned."""
+        labels = self.documents.labels(piece.document, piece.first + 1, piece.length)
+        return piece.first + 1 + np.flatnonzero(labels != IGNORED)
 
     def rows(self, blocks: Sequence[int], filler: int) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, positions and targets of blocks, each (N, T)."""
-        width = int(self.block_lengths[list(blocks)].max())
+        width = int(self.lengths[list(blocks)].max())
         ids = np.full((len(blocks), width), filler, dtype=np.int64)
         positions = np.zeros((len(blocks), width), dtype=np.int64)
         target = np.full((len(blocks), width), IGNORED, dtype=np.int64)
         for row, block in enumerate(blocks):
             column, length = 0, 0
-            for document, first, length in map(self.packing.piece, self.packing.pieces(block)):
+            for document, first, length in self.packing.pieces(block):
                 here = slice(column, column + length)
                 ids[row, here] = self.documents.tokens(document, first, length)
                 target[row, here] = self.documents.labels(document, first + 1, length)
@@ -542,30 +529,24 @@ class _Packed:
             positions[row, column:] = np.arange(length, length + width - column)
         return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(target)
 
-    def target_places(self, blocks: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def target_places(self, blocks: Sequence[int]) -> Ints:
         """(n, 2) of the targets of blocks: the document, and the index of the token in it."""
         places = [np.empty((0, 2), dtype=np.int64)]
-        for block in blocks:
-            for document, first, length in map(self.packing.piece, self.packing.pieces(block)):
-                labels = self.documents.labels(document, first + 1, length)
-                index = first + 1 + np.flatnonzero(labels != IGNORED)
-                places.append(np.stack([np.full_like(index, document), index], 1))
+        for piece in chain.from_iterable(map(self.packing.pieces, blocks)):
+            index = self.learned(piece)
+            places.append(np.stack([np.full_like(index, piece.document), index], 1))
         return np.concatenate(places)
-
-    def first_documents(self, tokens: int) -> int:
-        """How many documents, from the first on, have so many tokens at most in all."""
-        return int(np.searchsorted(np.cumsum(self.documents.lengths), tokens, side="right"))
 
 
 def _metrics(split: _Packed, rows: Mapping[int, Mapping[str, Tensor]]) -> dict[str, float]:
     """Scores under plain cross entropy, whatever the loss of the training."""
-    found = forced.mean_metrics([*rows.values()])
-    nll, tokens = found.pop("nll"), sum(len(row["nll"]) for row in rows.values())
+    means = forced.mean_metrics([*rows.values()])
+    nll, tokens = means.pop("nll"), sum(len(row["nll"]) for row in rows.values())
     return {
         "nll": nll,
         "perplexity": math.exp(nll) if nll < 700 else math.inf,
         "bits_per_byte": nll * tokens / math.log(2) / split.bytes,
-        **found,
+        **means,
         **forced.calibration_errors([*rows.values()]),
     }
 

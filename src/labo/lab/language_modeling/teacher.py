@@ -13,24 +13,24 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..text.arrow import IGNORED
-from ..text.head import Head
 from ..text.pretrained_tokenizer import (
     pretrained_tokenizer,
     vocabulary_difference,
     vocabulary_digest,
 )
-from ..text.selection import ClassSelection
 from ..text.stored import Rows, StoredTeacher
 from ..text.teacher import TrainingPredictions
 from .model import LanguageModel, check_head, load_causal
 from .packing import by_pieces
 from .prepared import MAKER, DocumentSplit, PreparedDocuments
+from .served import ServedPredictions
 
 
 class DocumentPredictions(TrainingPredictions):
     """What a causal language model predicts for the tokens of documents."""
 
     maker = MAKER
+    served = ServedPredictions
     model: LanguageModel
 
     def __init__(self, folder: Path, data: Path, block: int | None) -> None:
@@ -55,26 +55,15 @@ class DocumentPredictions(TrainingPredictions):
         self.split = documents.split("train")
         self.targets = np.maximum(self.split.lengths - 1, 0)
 
-    @classmethod
-    def served(cls, file: Path, data: Path, selection: ClassSelection) -> Any:
-        from .served import ServedPredictions
-
-        return ServedPredictions(file, data, selection)
-
-    def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
+    def samples(self, first: int, last: int) -> Iterator[Rows]:
         def read(number: int, begin: int, length: int) -> tuple[Any, Any]:
             document = first + number
             labels = self.split.labels(document, begin + 1, length)
             return self.split.tokens(document, begin, length), labels
 
-        def result(head: Head, target: Tensor) -> list[Rows]:
-            return self.most_probable(head, target, top_k)
-
-        for parts in by_pieces(
-            self.model, self.split.lengths[first:last], self.block, read, result
-        ):
-            none = np.empty((0, top_k))
-            indices, log_p = zip(*parts, strict=True) if parts else ((none,), (none,))
+        lengths, none = self.split.lengths[first:last], np.empty((0, self.selection.top_k))
+        for parts in by_pieces(self.model, lengths, self.block, read, self.most_probable):
+            indices, log_p = zip(*parts or [(none, none)], strict=True)
             yield np.concatenate(indices), np.concatenate(log_p)
 
 

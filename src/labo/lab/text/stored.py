@@ -55,7 +55,7 @@ class StoredSettings(Document):
         vocabulary, model: digests of the vocabulary and of the teacher's folder.
         top_k: classes that are stored for a target.
         block: the most tokens that the teacher saw at once.
-        selection: which classes are stored, see :class:`labo.lab.text.selection.ClassSelection`.
+        selection: which classes are stored, see :class:`labo.lab.text.teacher.ClassSelection`.
     """
 
     data: str

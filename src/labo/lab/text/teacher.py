@@ -10,9 +10,11 @@ batch the samples as it likes. The package of a task has a module ``teacher`` wi
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,17 +28,65 @@ from ..command_options import validated
 from ..errors import DataError, LabError, RequestError
 from ..pretrained import folder_digest
 from ..run.checksums import verify_folder
-from ..run.files import Document, read_json, remove_folder
+from ..run.files import Document, read_json, remove_folder, sha256
 from ..tasks import TASKS
 from .arrow import IGNORED
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
-from .options import TeacherOptions
-from .selection import ClassSelection
+from .options import Sampling, TeacherOptions
 from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
 _PART_TARGETS = 1 << 17  # of a part, of which the last unfinished one is lost when interrupted
+
+
+@dataclass(frozen=True)
+class ClassSelection:
+    """How k entries are taken from a prediction; what is left of k is padding, -1 and -inf.
+
+    "top" takes the most probable tokens, no more than reach ``top_p`` together. "random" draws k
+    times from the prediction; each token has the share of the draws that it got. The mean of these
+    is the prediction, so that the gradient of a KL divergence to them is unbiased; the k most
+    probable tokens lean to their own.
+    """
+
+    top_k: int
+    top_p: float = 1.0
+    sampling: Sampling = "top"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampling == "random" and self.top_p < 1:
+            raise RequestError("--top-p goes with --sampling top")
+
+    def __str__(self) -> str:
+        if self.sampling == "random":
+            return f"random, seed {self.seed}"
+        return "top" if self.top_p == 1 else f"top, p {self.top_p:g}"
+
+    def __call__(self, log_p: Tensor, rng: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Indices, int32, and log-probabilities, (N, k), of predictions (N, V)."""
+        if self.sampling == "random":
+            return self._drawn(log_p, rng)
+        top = log_p.topk(self.top_k)
+        return self.nucleus(top.indices, top.values)
+
+    def nucleus(self, indices: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the most probable tokens, in order, those that are needed to reach top_p."""
+        before = log_p.double().exp().cumsum(-1) - log_p.double().exp()
+        beyond = before >= self.top_p
+        return indices.int().masked_fill(beyond, -1), log_p.masked_fill(beyond, -math.inf)
+
+    def _drawn(self, log_p: Tensor, rng: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        k = self.top_k
+        draws = torch.multinomial(log_p.float().cpu().exp(), k, replacement=True, generator=rng)
+        draws = draws.sort(-1).values
+        new = torch.ones_like(draws, dtype=torch.bool)
+        new[:, 1:] = draws[:, 1:] != draws[:, :-1]
+        place = new.long().cumsum(-1) - 1  # of each draw among the different tokens of its row
+        counts = torch.zeros(draws.shape).scatter_add_(-1, place, torch.ones(draws.shape))
+        indices = torch.full_like(draws, -1).scatter_(-1, place, draws)
+        return indices.int(), (counts / k).log()
 
 
 class TrainingPredictions(ABC):
@@ -54,6 +104,9 @@ class TrainingPredictions(ABC):
     """
 
     maker: ClassVar[Maker]
+    served: ClassVar[Callable[[Path, Path, ClassSelection], Any] | None] = None
+    """What takes the place of this class for answers of a server: of a file, the data and a
+    selection."""
     fingerprint: str
     vocabulary: str
     types: int
@@ -67,23 +120,18 @@ class TrainingPredictions(ABC):
     def __init__(self, folder: Path, data: Path, block: int | None) -> None: ...
 
     @abstractmethod
-    def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
+    def samples(self, first: int, last: int) -> Iterator[Rows]:
         """The predictions for the samples from ``first`` to before ``last``, in order."""
 
-    @classmethod
-    def served(cls, file: Path, data: Path, selection: ClassSelection) -> Any:
-        """The predictions that a server gave, which have a ``digest``, too."""
-        raise RequestError(f"--from is for documents of `labo prepare-text`; {data} has none")
-
-    def most_probable(self, head: Head, target: Tensor, top_k: int) -> list[Rows]:
+    def most_probable(self, head: Head, target: Tensor) -> list[Rows]:
         """The most probable tokens at the targets (N, T) of each row; IGNORED is no target."""
         learned = target != IGNORED
-        found = []
+        selected = []
         for logits, _ in blocks(head.at(learned.to(head.states.device)), target[learned]):
             indices, log_p = self.selection(logits.log_softmax(-1)[:, : self.types], self.rng)
-            found.append((indices.cpu(), log_p.cpu()))
+            selected.append((indices.cpu(), log_p.cpu()))
         counts = learned.sum(-1).tolist()
-        columns = [torch.cat(column).split(counts) for column in zip(*found, strict=True)]
+        columns = [torch.cat(column).split(counts) for column in zip(*selected, strict=True)]
         return [(i.numpy(), v.numpy()) for i, v in zip(*columns, strict=True)]
 
 
@@ -120,9 +168,12 @@ def store(
     if served is not None:
         if chosen.block is not None:
             raise RequestError("--block goes with a model, not with --from")
+        if kind.served is None:
+            raise RequestError(f"--from is for documents of `labo prepare-text`; {data} has none")
         check_apart(out, [data])
-        predictions = kind.served(served.expanduser(), data, selection)
-        teacher, digest = served.name, predictions.digest()
+        served = served.expanduser()
+        predictions = kind.served(served, data, selection)
+        teacher, digest = served.name, sha256(served)
     else:
         folder = _model_folder(model, task)
         check_apart(out, [data, folder])
@@ -148,7 +199,7 @@ def store(
             for first, last in _ranges(predictions.targets, writer.samples, part_targets):
                 # The draws of a part do not depend on whether the work was interrupted.
                 predictions.rng = torch.Generator().manual_seed(chosen.seed * 1_000_003 + first)
-                writer.add(predictions.samples(first, last, top_k))
+                writer.add(predictions.samples(first, last))
             writer.finish({"teacher": teacher})
     except DataError:
         remove_folder(writer.folder)  # of a file that is refused nothing is kept
@@ -180,15 +231,15 @@ def _find_predictions(data: Path) -> tuple[str, type[TrainingPredictions]]:
 
 def _model_folder(model: Path, task: str) -> Path:
     """The model folder of a run, or the folder itself; a model for another task is refused."""
-    found = [folder for folder in (model / "best", model) if (folder / "config.json").is_file()]
-    if not found:
+    folders = [path for path in (model / "best", model) if (path / "config.json").is_file()]
+    if not folders:
         raise RequestError(f"{model} is neither a run nor a model folder: it has no config.json")
-    verify_folder(found[0])
-    facts = read_json(found[0] / "config.json", Document).model_dump()
+    verify_folder(folders[0])
+    facts = read_json(folders[0] / "config.json", Document).model_dump()
     theirs = facts.get("labo", facts).get("task", task)
     if theirs != task:
         raise RequestError(f"{model} holds a model for {theirs}, not for {task}, as the data are")
-    return found[0]
+    return folders[0]
 
 
 def _ranges(

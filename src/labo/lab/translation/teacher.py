@@ -45,16 +45,16 @@ class SentencePredictions(TrainingPredictions):
             )
         self.model = load_translator(folder).eval()
 
-    def samples(self, first: int, last: int, top_k: int) -> Iterator[Rows]:
+    def samples(self, first: int, last: int) -> Iterator[Rows]:
         found: list[Rows] = [(np.empty(0), np.empty(0))] * (last - first)
         for part in by_tokens(self.split.longest()[first:last]):
-            rows = self._sentences(torch.from_numpy(first + part), top_k)
+            rows = self._sentences(torch.from_numpy(first + part))
             for number, row in zip(part.tolist(), rows, strict=True):
                 found[number] = row
         yield from found
 
     @torch.inference_mode()
-    def _sentences(self, index: Tensor, top_k: int) -> list[Rows]:
+    def _sentences(self, index: Tensor) -> list[Rows]:
         source, target = (
             padded(self.split, side, index, self.data.pad) for side in ("source", "target")
         )
@@ -62,7 +62,7 @@ class SentencePredictions(TrainingPredictions):
         inputs, labels = forced(source, target, start, self.data.pad)
         inputs = inputs.to(next(self.model.parameters()).device)
         head = self.model(inputs.source, inputs.mask, inputs.prefix)
-        return self.most_probable(head, labels, top_k)
+        return self.most_probable(head, labels)
 
 
 PREDICTIONS = SentencePredictions
