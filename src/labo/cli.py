@@ -609,7 +609,7 @@ def prepare_text(context: typer.Context, out: PreparedOut, force: Force = False)
     from .lab.language_modeling.prepare import prepare as prepare_documents
     from .lab.language_modeling.prepare import summarize
 
-    summarize(prepare_documents(context.obj, out, force=force))
+    summarize(prepare_documents(context.obj, out, force=force), context.obj.tokenizer)
 
 
 @app.command(cls=_options_of("language_modeling.options:GenerateOptions"), rich_help_panel=_USE)

@@ -21,7 +21,7 @@ from labo.lab.language_modeling.tokenizers import encode
 from labo.lab.text import arrow
 from labo.lab.text.arrow import IGNORED
 from tiny_corpus import digests, labo
-from tiny_language import CHAT, SENTENCES, learned_tokenizer, write_rows
+from tiny_language import CHAT, SENTENCES, learned_tokenizer, save_causal, write_rows
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     assert peak(1600) < 1.2 * peak(400)
 
 
-def test_the_command(corpus, tmp_path, capsys):
+def test_the_command(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "data"
     arguments = ("prepare-text", out, "--train", corpus, "--holdout", 5, "--holdout-test", 4)
     assert labo(*arguments, "--vocabulary", 290) == 0
@@ -179,6 +179,17 @@ def test_the_command(corpus, tmp_path, capsys):
     assert capsys.readouterr().err == f"labo: {out} exists; --force replaces it\n"
     assert labo(*arguments, "--force", "--vocabulary", 280) == 0
     assert PreparedDocuments(out).manifest["vocabulary"] == 280
+    capsys.readouterr()
+    # With the tokenizer of a model, that model is the one to train.
+    folder = save_causal(tmp_path / "gpt", 24)
+    assert labo(*arguments, "--force", "--tokenizer", folder) == 0
+    assert f"labo train lm-sft data.path={out} model.pretrained={folder}" in capsys.readouterr().out
+    assert PreparedDocuments(out).tokenizer.get_vocab() == learned_tokenizer().get_vocab()
+    # A tokenizer alone is for a new model, and much text for a large one.
+    (folder / "config.json").unlink()
+    monkeypatch.setattr(preparing, "_LARGE", 1)
+    assert labo(*arguments, "--force", "--tokenizer", folder) == 0
+    assert f"labo train lm-124m data.path={out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -192,7 +203,6 @@ def test_the_command(corpus, tmp_path, capsys):
         ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
         ({"vocabulary": 200}, "a vocabulary of 200 cannot hold"),
         ({"holdout": 1000}, "the valid split is empty: a file is one document: --documents line"),
-        ({"train": ["{raw}/000.txt"]}, "is empty: a file is one document: --documents line"),
         ({"train": ["{raw}/000.txt"], "documents": "line"}, "the valid split is empty$"),
     ],
 )

@@ -41,47 +41,39 @@ class ScoredDocument:
     forced: Forced | None
 
 
-@dataclass(frozen=True, eq=False)
-class Documents:
+class Documents(list[ScoredDocument]):
     """The records of a split."""
-
-    documents: list[ScoredDocument]
-
-    def __len__(self) -> int:
-        return len(self.documents)
 
     @property
     def used(self) -> list[ScoredDocument]:
-        return [document for document in self.documents if document.tokens]
+        return [document for document in self if document.tokens]
 
     @property
     def forced(self) -> list[Forced]:
         """The recorded tokens."""
-        return [document.forced for document in self.documents if document.forced is not None]
+        return [document.forced for document in self if document.forced is not None]
 
     def fingerprint(self) -> str:
         """Equal for two runs that predicted the same documents."""
-        return digest([(d.name, d.tokens, d.bytes, d.frequency) for d in self.documents])
+        return digest([(d.name, d.tokens, d.bytes, d.frequency) for d in self])
 
 
 def read_documents(run: Run, split: str) -> Documents:
     """The records of a split, checked."""
-    found = Documents(
-        [
-            ScoredDocument(
-                name=line.text("name"),
-                tokens=line.integer("tokens"),
-                bytes=line.integer("bytes"),
-                nll=line.number("nll"),
-                frequency=line.number("frequency"),
-                forced=read_forced(line.section("forced")) if "forced" in line.content else None,
-            )
-            for line in record_lines(run, split)
-        ]
+    documents = Documents(
+        ScoredDocument(
+            name=line.text("name"),
+            tokens=line.integer("tokens"),
+            bytes=line.integer("bytes"),
+            nll=line.number("nll"),
+            frequency=line.number("frequency"),
+            forced=read_forced(line.section("forced")) if "forced" in line.content else None,
+        )
+        for line in record_lines(run, split)
     )
-    if not all(document.bytes > 0 for document in found.used) or not found.used:
+    if not documents.used or any(document.bytes <= 0 for document in documents.used):
         raise RequestError(f"{run.records_file(split)}: no tokens, or tokens without bytes")
-    return found
+    return documents
 
 
 def bits_per_byte(nll: Any, size: Any) -> Any:
@@ -129,7 +121,7 @@ class LanguageAnalysis(TokenAnalysis):
 
     def views(self, records: Documents, split: str, notes: list[str]) -> dict[str, Any]:
         recorded, used = len(records.forced), len(records.used)
-        if (found := forced_view(records.forced)) is None:
+        if (forced := forced_view(records.forced)) is None:
             notes.append(f"the {split} records have no tokens: data.recorded_tokens is 0 or small")
             return {}
         if recorded < used:
@@ -137,7 +129,7 @@ class LanguageAnalysis(TokenAnalysis):
                 f"calibration of the {split} split is that of its first {recorded} "
                 f"documents of {used}: data.recorded_tokens"
             )
-        return {"forced": found}
+        return {"forced": forced}
 
     def findings(
         self, run: Run, records: Documents, notes: list[str], **options: Any

@@ -132,16 +132,15 @@ class Generator(SavedModel):
             advance: called with the number of prompts after each batch.
         """
         encoded = [self._encode(text, first_line + i) for i, text in enumerate(prompts)]
-        found: list[Continuation | None] = [None] * len(prompts)
+        continuations: dict[int, Continuation] = {}
         lengths = [len(ids) + self.max_tokens for ids in encoded]
         for batch in grouped(longest_first(lengths), lengths, self.options.batch_tokens):
             lines = torch.tensor([first_line + i for i in batch])
             made = self._generate([encoded[i] for i in batch], lines)
-            for i, continuation in zip(batch, made, strict=True):
-                found[i] = continuation
+            continuations |= zip(batch, made, strict=True)
             if advance is not None:
                 advance(len(batch))
-        return [continuation for continuation in found if continuation is not None]
+        return [continuations[i] for i in range(len(prompts))]
 
     def _encode(self, text: str, line: int) -> list[int]:
         raw = self.tokenizer.backend_tokenizer
@@ -218,8 +217,8 @@ def generate_stream(
         def answer(
             lines: Sequence[str], first: int, advance: Callable[[int], object]
         ) -> Iterator[str]:
-            found = generator.generate(lines, first_line=first, advance=advance)
-            for number, (prompt, one) in enumerate(zip(lines, found, strict=True), first):
+            said = generator.generate(lines, first_line=first, advance=advance)
+            for number, (prompt, one) in enumerate(zip(lines, said, strict=True), first):
                 if scores:
                     yield json_line({"line": number, "prompt": prompt, **asdict(one)})
                 else:

@@ -9,6 +9,7 @@ folder beside the result, which is renamed at the very end: a folder that is the
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,18 +40,14 @@ from ..text.records import is_table
 from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents
 from .options import DEFAULT_VOCABULARY, DocumentOptions, Tokenization
 from .prepared import MAKER, TASK, PreparedDocuments, schema
-from .tokenizers import (
-    begin_token,
-    chat_renderer,
-    encode,
-    learn_tokenizer,
-)
+from .tokenizers import begin_token, chat_renderer, encode, learn_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 22
+_LARGE = 300_000_000  # bytes of text for which the large recipe is the right one
 _SPILL = pa.schema(
     [
         ("name", pa.string()),
@@ -85,7 +82,7 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
         options,
         tokenizer=tokenizer,
         inputs=[{"file": file.name, "sha256": sha256(file)} for file in files],
-        few="a file is one document: --documents line makes one of each line" * whole_files,
+        few="a file is one document: --documents line or paragraph makes many of it" * whole_files,
         force=force,
     )
 
@@ -122,10 +119,11 @@ class _Preparation(Preparation):
         super().__init__(folder, bars)
         self.options = options
         self.kind: Kind | None = None
-        self.tokens: Counter[str] = Counter()
-        self.learned: Counter[str] = Counter()  # tokens
-        self.learned_bytes: Counter[str] = Counter()
-        self.empty: Counter[str] = Counter()  # documents, which are dropped
+        # Of each split: documents without text, which are dropped; tokens, those that are learned,
+        # and UTF-8 bytes of these.
+        self.empty, self.tokens, self.learned_tokens, self.bytes = (
+            Counter(dict.fromkeys(SPLITS, 0)) for _ in range(4)
+        )
         self.held_out: set[bytes] = set()  # digests of the documents held out
         self.repeated = 0  # training documents that are held out too
         self.tokenizer: dict[str, object] = {}
@@ -147,7 +145,10 @@ class _Preparation(Preparation):
                         if (chosen := self._split_of(split, document)) is not None:
                             parts[chosen].append(document)
                     for name, part in parts.items():
-                        files[name].add(_columns(part))
+                        names = [document.name for document in part]
+                        texts = [[piece.text for piece in document.parts] for document in part]
+                        learned = [[piece.learned for piece in document.parts] for document in part]
+                        files[name].add([names, texts, learned])
                     advance(len(chunk))
         for split in SPLITS:
             self.sizes[split] = files[split].rows
@@ -169,18 +170,16 @@ class _Preparation(Preparation):
             self.empty[split] += 1
             return None
         if split == "train":
+            every, every_test = self.options.holdout, self.options.holdout_test
             kept = self.read[split] - self.empty[split]
-            if _is_nth(kept, self.options.holdout):
+            rest = kept - kept // every if every else kept  # not held out for validation
+            if every and kept % every == 0:
                 split = "valid"
-            elif _is_nth(self._not_valid(kept), self.options.holdout_test):
+            elif every_test and rest % every_test == 0:
                 split = "test"
         if split != "train":
             self.held_out.add(_digest(document))
         return split
-
-    def _not_valid(self, kept: int) -> int:
-        """How many of the documents so far were not held out for validation."""
-        return kept - kept // self.options.holdout if self.options.holdout else kept
 
     def _documents(self, split: str) -> Iterator[RawDocument]:
         assert self.kind is not None
@@ -241,10 +240,10 @@ class _Preparation(Preparation):
                 file.add(columns)
                 for _, labels in encoded:
                     learned = [label for label in labels[1:] if label != IGNORED]
-                    self.learned[split] += len(learned)
+                    self.learned_tokens[split] += len(learned)
                     ends.update(learned[-1:])
                 counts += np.bincount(np.concatenate(ids), minlength=len(counts))
-                self.learned_bytes[split] += sum(sizes)
+                self.bytes[split] += sum(sizes)
                 if split == "train":
                     self.repeated += sum(_digest(document) in self.held_out for document in chunk)
                 advance(len(chunk))
@@ -263,11 +262,11 @@ class _Preparation(Preparation):
                 **self.tokenizer,
                 "holdout": {"valid": self.options.holdout, "test": self.options.holdout_test},
                 "read": dict(self.read),
-                "empty": {split: self.empty[split] for split in SPLITS},
-                "sizes": {split: self.sizes[split] for split in SPLITS},
-                "tokens": {split: self.tokens[split] for split in SPLITS},
-                "learned_tokens": {split: self.learned[split] for split in SPLITS},
-                "bytes": {split: self.learned_bytes[split] for split in SPLITS},
+                "empty": dict(self.empty),
+                "sizes": dict(self.sizes),
+                "tokens": dict(self.tokens),
+                "learned_tokens": dict(self.learned_tokens),
+                "bytes": dict(self.bytes),
                 "repeated": self.repeated,
                 "inputs": list(inputs),
             },
@@ -281,20 +280,8 @@ _KINDS: dict[Kind, str] = {
 }
 
 
-def _is_nth(number: int, n: int) -> bool:
-    return n > 0 and number % n == 0
-
-
 def _digest(document: RawDocument) -> bytes:
     return hashlib.blake2b(document.text.encode(), digest_size=16).digest()
-
-
-def _columns(documents: Sequence[RawDocument]) -> list[list[object]]:
-    return [
-        [document.name for document in documents],
-        [[part.text for part in document.parts] for document in documents],
-        [[part.learned for part in document.parts] for document in documents],
-    ]
 
 
 def _chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
@@ -311,8 +298,11 @@ def _chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
         yield chunk
 
 
-def summarize(prepared: PreparedDocuments) -> None:
-    """Print what became of the documents, where they are, and what to do next."""
+def summarize(prepared: PreparedDocuments, tokenizer: str | None = None) -> None:
+    """Print what became of the documents, where they are, and the command that trains on them.
+
+    With a ``tokenizer`` of a folder that also holds a model, that model is the one to train.
+    """
     manifest, console = prepared.manifest, Console(highlight=False, soft_wrap=True)
     table = Table("split", "read", "empty", "documents", "tokens", "learned", "bytes", box=None)
     for split in SPLITS:
@@ -332,6 +322,8 @@ def summarize(prepared: PreparedDocuments) -> None:
         notice(
             f"warning: {manifest['repeated']} training documents are also in the held-out splits"
         )
-    # With the tokenizer of a model, that model is the one to train.
-    recipe = "lm-text" if manifest["learned"] else "lm-sft model.pretrained=MODEL"
-    print_ready(console, prepared.path, recipe)
+    if tokenizer is not None and (Path(tokenizer).expanduser() / "config.json").is_file():
+        print_ready(console, prepared.path, "lm-sft", f"model.pretrained={shlex.quote(tokenizer)}")
+    else:
+        large = manifest["bytes"]["train"] >= _LARGE
+        print_ready(console, prepared.path, "lm-124m" if large else "lm-text")

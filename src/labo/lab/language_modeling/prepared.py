@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt
 
 from ..errors import DataError
 from ..text.arrow import IGNORED, Lists
@@ -92,13 +92,6 @@ class _TextManifest(FolderManifest):
     end: NonNegativeInt
     vocabulary: PositiveInt
 
-    @model_validator(mode="after")
-    def _consistent(self) -> _TextManifest:
-        for name, token in (("begin", self.begin), ("end", self.end)):
-            if token is not None and token >= self.vocabulary:
-                raise ValueError(f"{name}: {token} is outside [0, {self.vocabulary})")
-        return self
-
 
 class PreparedDocuments(PreparedFolder[_TextManifest, DocumentSplit]):
     """Prepared documents, see :class:`labo.lab.text.folder.PreparedFolder`.
@@ -112,7 +105,6 @@ class PreparedDocuments(PreparedFolder[_TextManifest, DocumentSplit]):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self.must_list("tokenizer/tokenizer.json")
         self.kind: str = self.checked.kind
         self.begin, self.end = self.checked.begin, self.checked.end
 

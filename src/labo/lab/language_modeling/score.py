@@ -70,23 +70,22 @@ class Scorer(SavedModel):
             return tokens[first : first + length], labels[first + 1 : first + 1 + length]
 
         lengths = np.array([len(ids) for ids, _ in encoded])
-        found = by_pieces(self.model, lengths, self.positions, read, self._log_probabilities)
+        every = by_pieces(self.model, lengths, self.positions, read, self._log_probabilities)
         scores = []
-        for document, (_, labels), parts in zip(documents, encoded, found, strict=True):
-            log_p = [x for column in parts for x in column.tolist()]
-            if not log_p or not document.learned_bytes:
+        for document, (_, labels), parts in zip(documents, encoded, every, strict=True):
+            log_p, size = [x for column in parts for x in column.tolist()], document.learned_bytes
+            if not log_p or not size:
                 raise RequestError(f"{document.name or 'a document'}: nothing to score in it")
             tokens = [label for label in labels[1:] if label != IGNORED]
             names = self.tokenizer.convert_ids_to_tokens(tokens)
-            about = document.name, document.learned_bytes
-            scores.append(Score(tuple(names), tuple(log_p), *about))
+            scores.append(Score(tuple(names), tuple(log_p), document.name, size))
         return scores
 
     def _log_probabilities(self, head: Head, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Those of the learned tokens of each row."""
         learned = target != IGNORED
-        found = token_statistics(head.at(learned), target[learned], self.divisor)
-        nll = found["nll"] if self.divisor == 1 else found["tempered_nll"]
+        statistics = token_statistics(head.at(learned), target[learned], self.divisor)
+        nll = statistics["nll" if self.divisor == 1 else "tempered_nll"]
         return (-nll).cpu().split(learned.sum(-1).tolist())
 
 
@@ -111,13 +110,14 @@ def score_stream(
         scorer = Scorer(run)
 
         def answer(lines: Sequence[str], first: int, advance: object) -> Iterator[str]:
-            named = {
-                f"line {number}": RawDocument.of_text(f"line {number}", line)
+            documents = [
+                RawDocument.of_text(f"line {number}", line)
                 for number, line in enumerate(lines, first)
-            }
-            scores = scorer.score([document for document in named.values() if document.text])
-            found = {score.name: score.record(name=score.name, tokens=tokens) for score in scores}
-            return (json_line(found.get(name)) for name in named)
+            ]
+            scores = iter(scorer.score([document for document in documents if document.text]))
+            for document in documents:
+                score = next(scores) if document.text else None
+                yield json_line(score.record(name=score.name, tokens=tokens) if score else None)
 
         return answer
 
@@ -133,5 +133,5 @@ def score_command(
     if not files:
         score_stream(run, source, target, tokens=options.tokens)
         return
-    found = score_files(run, files, documents=options.documents, column=options.column)
-    write_records((s.record(name=s.name, tokens=options.tokens) for s in found), target)
+    scores = score_files(run, files, documents=options.documents, column=options.column)
+    write_records((s.record(name=s.name, tokens=options.tokens) for s in scores), target)

@@ -85,11 +85,8 @@ def _token_view(forced: Sequence[Forced], predicted: Sequence[Forced | Tempered]
     units = np.repeat(np.arange(len(forced)), [len(one.tokens) for one in forced])
     confidence = np.concatenate([one.confidence for one in predicted])
     right = np.concatenate([one.right for one in forced])
-    return view(confidence, right, units, _nll(predicted))
-
-
-def _nll(predicted: Sequence[Forced | Tempered]) -> float:
-    return float(-floored_log(np.concatenate([one.probabilities for one in predicted])).mean())
+    log_p = floored_log(np.concatenate([one.probabilities for one in predicted]))
+    return view(confidence, right, units, float(-log_p.mean()))
 
 
 def digest(content: Sequence[object]) -> str:

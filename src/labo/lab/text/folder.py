@@ -256,8 +256,8 @@ def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = 
 # ------------------------------------------------------------------ reading
 
 
-def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[str]) -> _M:
-    """The manifest of a folder, which must list the ``needed`` files; all files are verified."""
+def read_manifest(folder: Path, model: type[_M], maker: Maker) -> _M:
+    """The manifest of a folder, all of whose files are verified."""
     path = folder / MANIFEST
     command, task = maker
     again = f"run `{command}` again"
@@ -277,18 +277,11 @@ def read_manifest(folder: Path, model: type[_M], maker: Maker, needed: Sequence[
         raise DataError(f"{error}; {again}") from error
     if not seal_fits(document):
         raise DataError(f"{path} is damaged (its checksum does not fit); {again}")
-    _must_list(path, manifest, needed)
     try:
         checksums.verify(folder, manifest.sha256, remember=True)
     except RequestError as error:
         raise DataError(f"{error}; {again}") from error
     return manifest
-
-
-def _must_list(path: Path, manifest: FolderManifest, files: Iterable[str]) -> None:
-    for name in files:
-        if name not in manifest.sha256:
-            raise DataError(f"{path}: sha256 has no {name}")
 
 
 class PreparedFolder(ABC, Generic[_M, _S]):
@@ -308,15 +301,10 @@ class PreparedFolder(ABC, Generic[_M, _S]):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        needed = [*(f"{split}.arrow" for split in SPLITS), "frequencies.json"]
-        self.checked: _M = read_manifest(self.path, self.Manifest, self.maker, needed)
+        self.checked: _M = read_manifest(self.path, self.Manifest, self.maker)
         self.manifest: dict[str, Any] = self.checked.model_dump()
         self.fingerprint = self.checked.content_fingerprint
         self._splits: dict[str, _S] = {}
-
-    def must_list(self, *files: str) -> None:
-        """Refuse a manifest without these files."""
-        _must_list(self.path / MANIFEST, self.checked, files)
 
     def hold(self) -> None:
         """Read or map every file; refuse a folder that was replaced meanwhile."""
@@ -360,9 +348,7 @@ class PreparedFolder(ABC, Generic[_M, _S]):
     def frequencies(self, vocabulary: str) -> npt.NDArray[np.int64]:
         """(V,), how often each type occurs in the training split; special tokens count too."""
         path, size = self.path / "frequencies.json", self.types[vocabulary]
-        counts = self._counts.get(vocabulary)
-        if counts is None:
-            raise DataError(f"{path}: {vocabulary}: missing")
+        counts = self._counts.get(vocabulary, [])
         if len(counts) != size:
             raise DataError(f"{path}: {len(counts)} counts of {vocabulary} types, not {size}")
         return np.asarray(counts, dtype=np.int64)

@@ -35,7 +35,7 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
         TextColumn("{task.completed} lines"),
         TimeElapsedColumn(),
         console=Console(stderr=True, highlight=False, soft_wrap=True),
-        disable=not _show(target),
+        disable=not sys.stderr.isatty() or target.isatty(),  # nor among the output
         transient=True,
     ) as progress:
         task = progress.add_task("", total=None)
@@ -46,13 +46,16 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
         answer = start(notice)
         first = 1
         for chunk in _chunks(source, notice):
-            found = answer(chunk, first, lambda done: progress.advance(task, done))
-            output = "".join(f"{line}\n" for line in found)
+            answers = answer(chunk, first, lambda done: progress.advance(task, done))
+            output = "".join(f"{line}\n" for line in answers)
             try:
                 target.write(printable_on(target, output).encode())
                 target.flush()
             except BrokenPipeError:
-                _forget(target)
+                # Let Python flush a closed pipe at its end without complaint.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, target.fileno())
+                os.close(nowhere)
                 return
             first += len(chunk)
 
@@ -64,7 +67,13 @@ def _chunks(source: BinaryIO, notice: Notice) -> Iterator[list[str]]:
         chunk = []
         for line in raw:
             number += 1
-            chunk.append(_text(line, number, notice).removesuffix("\n").removesuffix("\r"))
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
+                text = line.decode(errors="replace")
+            chunk.append(text.removesuffix("\n").removesuffix("\r"))
         yield chunk
 
 
@@ -97,24 +106,3 @@ def _is_live(source: BinaryIO) -> bool:
     except (OSError, ValueError):  # in memory
         return False
     return not stat.S_ISREG(mode)
-
-
-def _text(line: bytes, number: int, notice: Notice) -> str:
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        notice(f"line {number}: byte {byte:#04x} is not UTF-8, it is read as U+FFFD")
-        return line.decode(errors="replace")
-
-
-def _show(target: BinaryIO) -> bool:
-    """Whether progress is to be seen: on a terminal that the translations do not go to."""
-    return sys.stderr.isatty() and not target.isatty()
-
-
-def _forget(target: BinaryIO) -> None:
-    """Let Python flush a closed pipe at its end without complaint."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, target.fileno())
-    os.close(nowhere)

@@ -130,12 +130,12 @@ class StoredWriter:
     def _complete(self) -> list[_Part]:
         """The parts of the same work that are complete, up to the first that is damaged."""
         try:
-            found = read_json(self.folder / _PROGRESS, _Progress)
+            progress = read_json(self.folder / _PROGRESS, _Progress)
         except RequestError:
             return []
         intact: list[_Part] = []
         try:
-            for part in found.parts if found.settings == self.settings else []:
+            for part in progress.parts if progress.settings == self.settings else []:
                 verify(self.folder, {_part(len(intact)): part.sha256})
                 intact.append(part)
         except DamagedError as error:
@@ -216,7 +216,7 @@ class StoredTeacher:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.about = read_manifest(self.path, _Manifest, MAKER, ())
+        self.about = read_manifest(self.path, _Manifest, MAKER)
         counts = [(p, b, n) for p, part in enumerate(self.about.parts) for b, n in enumerate(part)]
         self._batches = [(part, batch) for part, batch, _ in counts]
         self._starts = np.cumsum([0, *(number for _, _, number in counts)])

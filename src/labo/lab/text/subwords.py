@@ -36,8 +36,8 @@ _LONGEST = 1024  # tokens; what tokenizers say of themselves, nothing is cut
 _PRIVATE_USE = 0xF0000
 _MOST_COUNTED = 4_000_000  # different words, about 100 bytes each
 _MOST_LEARNED = 1_000_000  # different words, about 1000 bytes each in the trainer
-_LONGEST_LEARNED = 1000  # characters of a word; the trainer's time grows with their square
 _MOST_GROWTH = 10_000  # by replacements, one after the other
+_LONGEST_LEARNED = 1000  # characters of a word; the trainer's time grows with their square
 _LAST_CHARACTER = re.compile(r"\S(?!\S)")
 
 Lines = Callable[[], Iterable[str]]  # text that can be read more than once
@@ -72,7 +72,7 @@ def learn_merges(lines: Lines, *, words: bool, size: Size, reserved: int) -> Mer
     where tokens are separated by spaces. Pairs that occur once are never merged. ``reserved`` types
     of the vocabulary are special tokens and tags.
     """
-    inventory = _take_inventory(lines())
+    inventory = _Inventory(lines())
     text = _without_endless_words(inventory.frequent(lines()), words)
     if not words:
         from tokenizers.pre_tokenizers import ByteLevel
@@ -125,13 +125,30 @@ def _run_trainer(
     return [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-@dataclass(frozen=True)
 class _Inventory:
-    """The words of a text, with their counts, and the characters inside and at the end of words."""
+    """The words of a text of any size, and the characters inside and at the end of words.
 
-    counts: Counter[str]
-    inner: set[str]
-    last: set[str]
+    If there are too many words, the rarest are not counted.
+    """
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.inner: set[str] = set()
+        self.last: set[str] = set()
+        floor = 0
+        for line in lines:
+            self.counts.update(line.split())
+            if len(self.counts) > _MOST_COUNTED:
+                floor += 1
+                self._note_characters()
+                for word in [word for word, n in self.counts.items() if n <= floor]:
+                    del self.counts[word]
+        self._note_characters()
+
+    def _note_characters(self) -> None:
+        for word in self.counts:
+            self.inner.update(word[:-1])
+            self.last.add(word[-1])
 
     def frequent(self, lines: Iterable[str]) -> Iterable[str]:
         """The lines, without rare words if there are more words than the trainer can hold."""
@@ -157,28 +174,6 @@ def _without_endless_words(lines: Iterable[str], words: bool) -> Iterator[str]:
             yield from (line[start : start + _LONGEST_LEARNED] for start in starts)
 
 
-def _take_inventory(lines: Iterable[str]) -> _Inventory:
-    """Count the words of a text of any size. If there are too many, the rarest are dropped."""
-    inventory = _Inventory(Counter(), set(), set())
-    floor = 0
-
-    def note_characters(words: Iterable[str]) -> None:
-        for word in words:
-            inventory.inner.update(word[:-1])
-            inventory.last.add(word[-1])
-
-    for line in lines:
-        inventory.counts.update(line.split())
-        if len(inventory.counts) > _MOST_COUNTED:
-            floor += 1
-            note_characters(inventory.counts)
-            kept = {word: n for word, n in inventory.counts.items() if n > floor}
-            inventory.counts.clear()
-            inventory.counts.update(kept)
-    note_characters(inventory.counts)
-    return inventory
-
-
 def read_codes(path: Path, lines: Lines) -> Merges:
     """Published merges, as subword-nmt writes them (format 0.2), plain or gzipped.
 
@@ -195,7 +190,7 @@ def read_codes(path: Path, lines: Lines) -> Merges:
             case _:
                 raise DataError(f"{path}:{number}: not a merge of two symbols: {row!r}")
     merged = {a + b for a, b in merges}
-    inventory = _take_inventory(lines())
+    inventory = _Inventory(lines())
     alphabet = {symbol for pair in merges for symbol in pair if symbol not in merged}
     alphabet |= inventory.inner | {character + MARK for character in inventory.last}
     return Merges(True, tuple(sorted(alphabet)), tuple(merges))

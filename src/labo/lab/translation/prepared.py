@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Side = Literal["source", "target"]
 
 MAKER = Maker("labo prepare", None)
-_SOURCE, _TARGET = "tokenizer/tokenizer.json", "target_tokenizer/tokenizer.json"
 
 
 def schema(split: str) -> pa.Schema:
@@ -154,8 +153,6 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
         self.pairs = self.checked.pairs
         self.pretrained = any(pair.frame for pair in self.pairs)
         self.text = self.checked.text
-        joint = self.checked.vocabulary.kind == "joint"
-        self.must_list(*([] if self.pretrained else [_SOURCE]), *([] if joint else [_TARGET]))
 
     @property
     def types(self) -> dict[str, int]:
