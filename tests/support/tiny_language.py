@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from labo.lab.language_modeling.documents import Part, RawDocument
-from labo.lab.language_modeling.model import causal_config
+from labo.lab.language_modeling.model import causal_config, fresh_model
 from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.language_modeling.tokenizers import learn_tokenizer
@@ -67,18 +68,39 @@ def few_documents(folder: Path, kind: str) -> Path:
     return prepare_prompts(folder, [text[:9] for text in texts])
 
 
-def save_causal(folder: Path, positions: int) -> Path:
-    """A Hugging Face folder of a model with opinions, and of :func:`learned_tokenizer`."""
-    torch.manual_seed(3)
-    tokenizer, size = learned_tokenizer(), {"width": 16, "layers": 1, "heads": 2}
-    config = causal_config("gpt2-tiny", len(tokenizer), positions=positions, dimensions=size)
-    causal = AutoModelForCausalLM.from_config(config)
+def save_causal(
+    folder: Path, positions: int, *, preset: str = "gpt2-tiny", kind: str = "text"
+) -> Path:
+    """A folder as a run leaves it in ``best``, of a model with opinions of its own."""
+    torch.manual_seed(0)
+    tokenizer, size = learned_tokenizer(chat=kind == "chat"), {"width": 16, "layers": 2, "heads": 2}
+    config = causal_config(
+        preset, len(tokenizer), positions=positions, begin=0, end=2, pad=1, dimensions=size
+    )
+    begin = None if kind == "chat" else 0
+    config.labo = {"task": "language_modeling", "kind": kind, "begin": begin, "end": 2}
+    causal = fresh_model(config).causal
     with torch.no_grad():
         for parameter in causal.parameters():
-            parameter.mul_(4)
+            parameter.add_(torch.randn_like(parameter) * 0.3)
     causal.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def log_probabilities(
+    causal: Any, ids: Sequence[int], learned: Sequence[bool], block: int
+) -> list[float]:
+    """Those of the learned tokens of a document, from all logits of a plain model, by blocks."""
+    found = []
+    for first in range(0, len(ids) - 1, block):
+        inputs = torch.tensor([ids[first : min(first + block, len(ids) - 1)]])
+        log_p = causal(inputs).logits[0].double().log_softmax(-1)
+        for row, place in enumerate(range(first + 1, first + 1 + inputs.shape[1])):
+            if learned[place]:
+                found.append(float(log_p[row, ids[place]]))
+    return found
 
 
 def _prepare(folder: Path, documents: list[RawDocument], **options: Any) -> Path:

@@ -18,36 +18,16 @@ from labo.lab.language_modeling.generate import (
     draw_tokens,
     generate_stream,
 )
-from labo.lab.language_modeling.model import causal_config, fresh_model
 from tiny_corpus import labo
-from tiny_language import learned_tokenizer
+from tiny_language import learned_tokenizer, save_causal
 
 PROMPTS = ["the dog", "", "3: the über-bär sees the cat", "the", "owl\tfox  </s> <s>"]
 POSITIONS = 48
 
 
-def save_model(folder, *, kind="text", preset="gpt2-tiny", seed=0):
-    """A folder as a run leaves it in ``best``, of a model with opinions of its own."""
-    tokenizer = learned_tokenizer(chat=kind == "chat")
-    torch.manual_seed(seed)
-    dimensions = {"width": 16, "layers": 2, "heads": 2}
-    config = causal_config(
-        preset, len(tokenizer), positions=POSITIONS, begin=0, end=2, pad=1, dimensions=dimensions
-    )
-    causal = fresh_model(config).causal
-    with torch.no_grad():
-        for parameter in causal.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    begin = None if kind == "chat" else 0
-    causal.config.labo = {"task": "language_modeling", "kind": kind, "begin": begin, "end": 2}
-    causal.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["gpt2-tiny", "llama-tiny"])
 def folder(request, tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model") / "best", preset=request.param)
+    return save_causal(tmp_path_factory.mktemp("model"), POSITIONS, preset=request.param)
 
 
 def stream(folder, text: bytes, **options) -> bytes:
@@ -128,7 +108,7 @@ def test_long_prompts_lose_their_beginning(folder):
 
 
 def test_a_chat_model_answers_a_message(tmp_path):
-    folder = save_model(tmp_path / "chat", kind="chat")
+    folder = save_causal(tmp_path / "chat", POSITIONS, kind="chat")
     generator = Generator(folder, max_tokens=4)
     tokenizer = learned_tokenizer(chat=True)
     expected = tokenizer.apply_chat_template(

@@ -14,9 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig
 
-import labo
 from lab_runs import log_of, losses, metrics, outcome, run, settings_of, trained_methods
-from labo.calibration import fit_temperature
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.language_modeling.manual import manual_data, manual_sections
@@ -32,10 +30,10 @@ from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
 from labo.lab.text.arrow import IGNORED
-from tiny_language import SENTENCES, prepare_prompts, prepare_texts
+from tiny_language import SENTENCES, log_probabilities, prepare_prompts, prepare_texts
 
-# Stored teachers have a file of their own.
-METHODS_HERE = [name for name in trained_methods("language_modeling") if name != "topk-kd"]
+# Stored teachers have a file of their own; ls learns examples.
+METHODS_HERE = [m for m in trained_methods("language_modeling") if m not in ("topk-kd", "ls", "fl")]
 TINY = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0"]
 
 
@@ -207,20 +205,13 @@ def test_wrong_keys_of_the_config_are_refused(texts):
 
 def by_hand(small, model, split: str) -> tuple[list[list[float]], list[int]]:
     """-log p of every learned token of each document, by itself and by all logits."""
-    documents = small.data.split(split)
-    block = small.recipe.data.block
+    documents, block = small.data.split(split), small.recipe.data.block
     rows = []
     for i in range(len(documents)):
-        ids, labels = documents.tokens(i).tolist(), documents.labels(i).tolist()
-        row = []
-        if not documents.masked or len(ids) - 1 <= block:
-            for first in range(0, len(ids) - 1, block):
-                inputs = torch.tensor([ids[first : first + block][: len(ids) - 1 - first]])
-                target = torch.tensor(labels[first + 1 : first + 1 + block])
-                log_p = model.causal(inputs).logits[0].double().log_softmax(-1)
-                learned = target != IGNORED
-                row += (-log_p[learned].gather(-1, target[learned, None])).squeeze(-1).tolist()
-        rows.append(row)
+        ids, learned = documents.tokens(i).tolist(), (documents.labels(i) != IGNORED).tolist()
+        used = not documents.masked or len(ids) - 1 <= block
+        log_p = log_probabilities(model.causal, ids, learned, block) if used else []
+        rows.append([-x for x in log_p])
     return rows, documents.bytes.tolist()
 
 
@@ -245,35 +236,6 @@ def test_scores_are_those_of_each_document_by_itself(kind, packing, request):
             recorded = -np.log(record["forced"]["probabilities"])
             np.testing.assert_allclose(recorded, row, rtol=1e-4, atol=1e-5)
     assert evaluation.about["counted"] == {"tokens": len(nll), "bytes": used}
-
-
-def test_calibration_before_and_after_one_temperature(texts):
-    small = task(texts)
-    torch.manual_seed(0)
-    model = small.build_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    loss = labo.CrossEntropyLoss()
-    for step in range(80):
-        batch = small.batch(small.global_batch(step, 0), 0)
-        optimizer.zero_grad()
-        small.loss(loss, small.outputs(model, batch), batch, ()).backward()
-        optimizer.step()
-    with torch.no_grad():  # three times as sure of itself
-        for parameter in model.causal.transformer.ln_f.parameters():
-            parameter.mul_(3)
-    accelerator = Accelerator(cpu=True)
-    temperature = fit_temperature(lambda: small.logits(model, "valid", accelerator)).temperature
-    assert temperature > 1
-    evaluation = small.evaluate(model, "valid", accelerator, temperature=temperature)
-    metrics, records = evaluation.metrics, list(evaluation.records)
-    assert metrics["calibrated_nll"] < metrics["nll"]
-    assert metrics["calibrated_ece"] < metrics["ece"]
-    confidence = np.concatenate([r["forced"]["confidence"] for r in records])
-    right = np.concatenate([r["forced"]["right"] for r in records])
-    bins = np.minimum((confidence * 15).astype(int), 14)
-    gaps = [abs((confidence - right)[bins == b].sum()) for b in range(15)]
-    assert metrics["ece"] == pytest.approx(sum(gaps) / len(right), abs=1e-4)
-    assert metrics["token_accuracy"] == pytest.approx(right.mean())
 
 
 @torch.no_grad()
@@ -394,16 +356,22 @@ def test_the_selected_model_is_a_plain_folder(finished):
 
 
 def test_evaluate_writes_records(finished):
-    scores = evaluate_run(finished, ["test"])
-    results = json.loads((finished / "results.json").read_text())
-    calibrated = {name for name in scores["test"] if name.startswith("calibrated_")}
+    scores = evaluate_run(finished, ["test"])["test"]
+    results = json.loads((finished / "results.json").read_text())["test"]
+    calibrated = {name for name in scores if name.startswith("calibrated_")}
     assert calibrated == {"calibrated_nll", "calibrated_ece"}
-    plain = {name: x for name, x in scores["test"].items() if name not in calibrated}
-    assert plain == pytest.approx({name: results["test"][name] for name in plain})
+    assert {name: scores[name] for name in results} == pytest.approx(results)
     lines = (finished / "records" / "test.jsonl").read_text().splitlines()
     forced = [json.loads(line)["forced"] for line in lines]
-    nll = -np.log(np.concatenate([row["probabilities"] for row in forced])).mean()
-    assert nll == pytest.approx(scores["test"]["nll"], rel=1e-4)
+    p, confidence, right = (
+        np.concatenate([row[name] for row in forced])
+        for name in ("probabilities", "confidence", "right")
+    )
+    assert scores["nll"] == pytest.approx(-np.log(p).mean(), rel=1e-4)
+    assert scores["token_accuracy"] == pytest.approx(right.mean())
+    bins = np.minimum((confidence * 15).astype(int), 14)
+    gaps = [abs((confidence - right)[bins == b].sum()) for b in range(15)]
+    assert scores["ece"] == pytest.approx(sum(gaps) / len(right), abs=1e-4)
     assert (finished / "records" / "examples.json").is_file()
 
 

@@ -8,37 +8,27 @@ import math
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from test_generate import POSITIONS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from labo.lab.errors import RequestError
 from labo.lab.language_modeling.documents import RawDocument
 from labo.lab.language_modeling.score import Scorer, score_files, score_stream
 from tiny_corpus import labo
-from tiny_language import CHAT, SENTENCES, write_rows
+from tiny_language import CHAT, SENTENCES, log_probabilities, save_causal, write_rows
 
+POSITIONS = 48
 LONG = " ".join(SENTENCES[:12])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model") / "best", preset="llama-tiny")
+    return save_causal(tmp_path_factory.mktemp("model"), POSITIONS, preset="llama-tiny")
 
 
 def by_hand(folder, ids: list[int], learned: list[bool]) -> list[float]:
-    """By all logits, block by block."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = []
-    for first in range(0, len(ids) - 1, POSITIONS):
-        inputs = ids[first : min(first + POSITIONS, len(ids) - 1)]
-        with torch.no_grad():
-            log_p = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)
-        for row, position in enumerate(range(first + 1, first + 1 + len(inputs))):
-            if learned[position]:
-                found.append(float(log_p[row, ids[position]]))
-    return found
+    return log_probabilities(model, ids, learned, POSITIONS)
 
 
 def text(value: str) -> RawDocument:
@@ -82,7 +72,7 @@ def test_of_a_prompt_only_the_completion_is_scored(folder, tmp_path):
 
 
 def test_a_chat_is_scored_by_its_answers(tmp_path):
-    folder = save_model(tmp_path / "chat", kind="chat")
+    folder = save_causal(tmp_path / "chat", POSITIONS, kind="chat")
     rows = [{"messages": [*CHAT, {"role": "assistant", "content": "Two."}]}]
     (score,) = score_files(folder, [str(write_rows(tmp_path / "a.jsonl", rows))])
     tokenizer = AutoTokenizer.from_pretrained(folder)
