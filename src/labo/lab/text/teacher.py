@@ -13,7 +13,7 @@ import importlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,9 +104,8 @@ class TrainingPredictions(ABC):
     """
 
     maker: ClassVar[Maker]
-    served: ClassVar[Callable[[Path, Path, ClassSelection], Any] | None] = None
-    """What takes the place of this class for answers of a server: of a file, the data and a
-    selection."""
+    served: ClassVar[type[Any] | None] = None
+    """What takes the place of this class for the answers of a server."""
     fingerprint: str
     vocabulary: str
     types: int
