@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -194,7 +195,7 @@ def test_texts_that_name_several_tokens_or_another_one_are_refused(
 def test_a_model_with_another_tokenizer_is_refused_with_both_sizes(texts, model, tmp_path):
     other = tmp_path / "model"
     shutil.copytree(model, other)
-    tokenizer = learned_tokenizer()
+    tokenizer = copy.deepcopy(learned_tokenizer())
     tokenizer.add_tokens(["quite-new"])
     tokenizer.save_pretrained(other)
     with pytest.raises(RequestError, match=f"{len(tokenizer) - 1} and {len(tokenizer)} types"):
