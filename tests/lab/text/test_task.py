@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from labo.lab.text.head import Head
 from labo.lab.text.task import TokenTask
 from labo.lab.text.token_text import token_name
 from labo.lab.translation.task import TranslationTask
-from tiny_language import prepare_prompts, prepare_texts
+from tiny_language import prepare_prompts
 
 Make = Callable[..., TokenTask]
 # A formula, LABO, a table, the vocabulary of translation, and a sum over the batch.
@@ -35,26 +33,18 @@ DOCUMENTS = ["data.name=prepared", "data.block=64", "train.batch_tokens=128", "m
 DOCUMENTS += ["model.layers=3", "model.heads=2", "model.dropout=0"]
 
 
-def make_task(kind: type[TokenTask], recipe: str, given: list[str], *settings: str) -> TokenTask:
-    return kind(load_recipe(recipe, [*given, *settings]))
-
-
-@pytest.fixture(scope="module", params=["phrases", "fixnorm", "texts", "prompts"])
-def make(request, tmp_path_factory) -> Make:
+@pytest.fixture(scope="module", params=["phrases", "fixnorm", "prompts"])
+def make(request, tmp_path_factory) -> Iterator[Make]:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param in ("phrases", "fixnorm"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LABO_CACHE", str(folder))
-            given = [*PHRASES, f"model.fixnorm={str(request.param == 'fixnorm').lower()}"]
-            make_task(TranslationTask, "cldr", given)
-            path = next(folder.glob("cldr-*"))
-        # Read from its folder, so that the cache is not needed again.
-        size = ["data.size=20000", "data.vocabulary=2000"]
-        given += [*size, "data.name=prepared", "data.languages=[]", f"data.path={path}"]
-        return partial(make_task, TranslationTask, "cldr", given)
-    prepare: Any = prepare_texts if request.param == "texts" else prepare_prompts
-    path: Path = prepare(folder / "data")
-    return partial(make_task, LanguageModelingTask, "lm-manual", [*DOCUMENTS, f"data.path={path}"])
+    if request.param == "prompts":
+        given = [*DOCUMENTS, f"data.path={prepare_prompts(folder / 'data')}"]
+        kind, recipe = LanguageModelingTask, "lm-manual"
+    else:
+        given = [*PHRASES, f"model.fixnorm={str(request.param == 'fixnorm').lower()}"]
+        kind, recipe = TranslationTask, "cldr"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LABO_CACHE", str(folder))
+        yield lambda *settings: kind(load_recipe(recipe, [*given, *settings]))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from lab_runs import losses
 from labo.lab.errors import DataError, RequestError
 from labo.lab.language_modeling.model import LanguageModel
 from labo.lab.language_modeling.prepared import PreparedDocuments
-from labo.lab.language_modeling.task import LanguageModelingTask
+from labo.lab.language_modeling.task import DocumentRecipe, LanguageModelingTask
 from labo.lab.language_modeling.teacher import DocumentPredictions
 from labo.lab.methods import METHODS
 from labo.lab.recipes import load_recipe
@@ -69,13 +69,9 @@ def own(tmp_path_factory) -> Path:
     return out
 
 
-def language_settings(data: Path, *settings: str) -> list[str]:
+def language_recipe(data: Path, *settings: str) -> DocumentRecipe:
     chosen = ["data.name=prepared", f"data.path={data}", f"data.block={BLOCK}"]
-    return [*chosen, "train.batch_tokens=96", *TINY, *settings]
-
-
-def language_task(data: Path) -> LanguageModelingTask:
-    return LanguageModelingTask(load_recipe("lm-manual", language_settings(data)))
+    return load_recipe("lm-manual", [*chosen, "train.batch_tokens=96", *TINY, *settings])
 
 
 def cldr(*settings: str) -> TranslationTask:
@@ -89,7 +85,7 @@ def case(request, tmp_path_factory):
     if kind == "prompt":
         model, data = request.getfixturevalue("model"), few_documents(folder / "data", kind)
         beside = LanguageModel(GPT2LMHeadModel.from_pretrained(model))
-        return model, data, language_task(data), beside
+        return model, data, LanguageModelingTask(language_recipe(data)), beside
     if kind == "own":
         model, task = request.getfixturevalue("own"), cldr(BOTH)
         return model, task.data.path, task, load_translator(model / "best")
@@ -117,7 +113,7 @@ def test_all_classes_are_dense_distillation(case, tmp_path):
         for parameter in student.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     dense = labo.DistillationLoss(alpha=0.5, tau=1.0)
-    stored = labo.TopKDistillationLoss(alpha=0.5, tail="bucket")
+    from_files = labo.TopKDistillationLoss(alpha=0.5, tail="bucket")
     for position in range(task.steps_per_epoch):
         batch = task.batch(task.global_batch(0, position), 0)
         head, target = task.outputs(student, batch), task.tokens(batch)
@@ -131,7 +127,7 @@ def test_all_classes_are_dense_distillation(case, tmp_path):
             continue
         values = [
             head_loss(dense, head, target, theirs),
-            head_loss(stored, head, target, (indices, log_p)),
+            head_loss(from_files, head, target, (indices, log_p)),
         ]
         torch.testing.assert_close(*values, rtol=1e-5, atol=1e-6)
         slopes = [torch.autograd.grad(v, head.weight, retain_graph=True)[0] for v in values]
@@ -229,7 +225,7 @@ def test_documents_are_learned_from_files(texts, model, tmp_path):
     stored = tmp_path / "stored"
     store(model, texts, stored, top_k=8)
     method = ["method=topk-kd", f"method.stored={stored}", "method.tail=labo", "train.epochs=2"]
-    recipe = load_recipe("lm-manual", language_settings(texts, *method))
+    recipe = language_recipe(texts, *method)
     train(recipe, tmp_path / "run")
     values = losses(tmp_path / "run")
     assert values[-1] < values[0]
@@ -283,7 +279,7 @@ def test_wrong_requests_for_documents(texts, model, tmp_path):
         store(model, texts, out, top_k=2)
     other = few_documents(tmp_path / "other", "prompt")
     with pytest.raises(RequestError, match="was made for other data"):
-        language_task(other).stored_teacher(str(out))
+        LanguageModelingTask(language_recipe(other)).stored_teacher(str(out))
     with pytest.raises(DataError, match="no prepared data here; `labo teacher` makes it"):
         StoredTeacher(tmp_path / "nothing")
     part = out / "part-00000.arrow"

@@ -61,23 +61,20 @@ class RawDocument:
 
 def find_inputs(names: Sequence[str]) -> list[Path]:
     """Files and tables, folders replaced by what is in them."""
-    found: list[Path] = []
+    inputs: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
         if path.is_file() or is_table(path):
-            found.append(path)
+            inputs.append(path)
         elif path.is_dir():
-            inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _readable(p)]
+            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            inside = [file for file in files if is_table(file) or file.name.lower().endswith(_TEXT)]
             if not inside:
                 raise DataError(f"{path}: no files that end in {', '.join(_TEXT)}, .jsonl, ...")
-            found += inside
+            inputs += inside
         else:
             raise DataError(f"{path}: no such file or folder")
-    return found
-
-
-def _readable(path: Path) -> bool:
-    return is_table(path) or path.name.lower().endswith(_TEXT)
+    return inputs
 
 
 def input_files(path: Path) -> list[Path]:

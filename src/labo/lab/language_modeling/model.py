@@ -123,12 +123,12 @@ class LanguageModel(TokenModel):
         body = getattr(self.causal, self.causal.base_model_prefix)
         asked = {"output_hidden_states": True} if inner_layers else {}
         with FastDropout():
-            found = body(input_ids=ids, position_ids=positions, use_cache=False, **asked)
-        inner = mean_of_layers(found.hidden_states, inner_layers) if inner_layers else None
+            outputs = body(input_ids=ids, position_ids=positions, use_cache=False, **asked)
+        inner = mean_of_layers(outputs.hidden_states, inner_layers) if inner_layers else None
         layer = self.causal.get_output_embeddings()
         softcap = getattr(self.causal.config, "final_logit_softcapping", None)
         bias = getattr(layer, "bias", None)
-        return Head(found.last_hidden_state, layer.weight, bias, softcap, inner)
+        return Head(outputs.last_hidden_state, layer.weight, bias, softcap, inner)
 
     def fold_temperature(self, temperature: float) -> None:
         """Divide the logits by a temperature for good; refused if that is not exact.

@@ -22,6 +22,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from ..config import RECIPES, read_document
 from ..errors import DataError
 from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
@@ -324,6 +325,16 @@ def summarize(prepared: PreparedDocuments, tokenizer: str | None = None) -> None
         )
     if tokenizer is not None and (Path(tokenizer).expanduser() / "config.json").is_file():
         print_ready(console, prepared.path, "lm-sft", f"model.pretrained={shlex.quote(tokenizer)}")
+    elif manifest["bytes"]["train"] >= _LARGE:
+        print_ready(console, prepared.path, "lm-124m")
     else:
-        large = manifest["bytes"]["train"] >= _LARGE
-        print_ready(console, prepared.path, "lm-124m" if large else "lm-text")
+        print_ready(console, prepared.path, "lm-text", *_short_warmup(manifest["tokens"]["train"]))
+
+
+def _short_warmup(tokens: int) -> list[str]:
+    """The setting without which lm-text would spend most of a run on so few tokens warming up."""
+    recipe = read_document(RECIPES / "lm-text.yaml")
+    steps = recipe["train"]["epochs"] * tokens // recipe["train"]["batch_tokens"]
+    if recipe["method"]["warmup_steps"] <= steps // 2:
+        return []
+    return [f"method.warmup_steps={steps // 4}"]

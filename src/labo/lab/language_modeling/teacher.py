@@ -85,6 +85,6 @@ def stored_rows(
         number = places[start:stop, 1] - 1
         if split.masked:  # predictions are stored for the learned tokens only
             number = np.searchsorted(np.flatnonzero(split.labels(document)[1:] != IGNORED), number)
-        found = stored.sample(document)
-        indices[start:stop], log_p[start:stop] = (column[number] for column in found)
+        classes = stored.sample(document)
+        indices[start:stop], log_p[start:stop] = (column[number] for column in classes)
     return torch.from_numpy(indices), torch.from_numpy(log_p)

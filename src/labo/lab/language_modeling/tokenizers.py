@@ -108,4 +108,4 @@ def _ids(
     raw.no_truncation()
     raw.no_padding()
     raw.encode_special_tokens = not special
-    return [found.ids for found in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [text.ids for text in raw.encode_batch_fast(list(texts), add_special_tokens=False)]

@@ -9,9 +9,9 @@ here the draws are given, so that a run can be repeated and resumed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -48,8 +48,7 @@ class BpeDropout:
             self._made_from.setdefault(made, pair)
         self._atoms = lru_cache(maxsize=None)(self._expand)
         self._names = {index: name for name, index in vocabulary.items()}
-        special = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(special)
+        self._special = frozenset(tokenizer.backend_tokenizer.get_added_tokens_decoder())
         self._words = model.get("end_of_word_suffix") == MARK
         self._spaces = "Metaspace" in json.dumps(document["pre_tokenizer"])
         self._tokenizer = tokenizer.backend_tokenizer
@@ -57,18 +56,14 @@ class BpeDropout:
 
     def __call__(self, ids: Sequence[int], draws: Random) -> list[int]:
         """The ids of a sentence in another segmentation. Special tokens and tags stay."""
-        found: list[int] = []
-        plain: list[int] = []
-        for index in [*ids, None]:
-            if index is not None and index not in self._special:
-                plain.append(index)
-                continue
-            for word in self._split(plain):
-                found += self._segment(word, draws)
-            plain = []
-            if index is not None:
-                found.append(index)
-        return found
+        segmented: list[int] = []
+        for is_special, stretch in groupby(ids, key=self._special.__contains__):
+            if is_special:
+                segmented += stretch
+            else:
+                for word in self._split(stretch):
+                    segmented += self._segment(word, draws)
+        return segmented
 
     def _expand(self, index: int) -> tuple[int, ...]:
         """What a token is made of if all merges are left out."""
@@ -77,7 +72,7 @@ class BpeDropout:
         first, second = self._made_from[index]
         return (*self._atoms(first), *self._atoms(second))
 
-    def _split(self, ids: list[int]) -> list[tuple[int, ...]]:
+    def _split(self, ids: Iterable[int]) -> list[tuple[int, ...]]:
         """The atoms of each word; merges are made within words only."""
         atoms = [atom for index in ids for atom in self._atoms(index)]
         names = [self._names[atom] for atom in atoms]

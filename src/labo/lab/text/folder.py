@@ -244,8 +244,8 @@ def seal(folder: Path, manifest: Mapping[str, Any], *, without: Sequence[str] = 
 
     Files whose names are in ``without`` are not part of the content.
     """
-    found = (path for path in folder.rglob("*") if path.name not in without)
-    files = sorted(path for path in found if path.is_file())
+    every = (path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in every if path.name not in without)
     digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
     for path in (*files, *{path.parent for path in files}):
         flush(path)
@@ -370,10 +370,10 @@ def load_tokenizer(folder: Path, size: int | None = None) -> PreTrainedTokenizer
     try:
         with panics_refused(folder):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            found = len(tokenizer)
+            types = len(tokenizer)
             tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong type show here
     except Exception as error:  # tokenizers raises Exception itself
         raise DataError(f"{folder}: cannot be read ({error})") from error
-    if size is not None and found != size:
-        raise DataError(f"{folder}: {found} types, but {MANIFEST} says {size}")
+    if size is not None and types != size:
+        raise DataError(f"{folder}: {types} types, but {MANIFEST} says {size}")
     return tokenizer

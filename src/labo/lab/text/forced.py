@@ -27,11 +27,11 @@ def token_statistics(
     A temperature adds ``tempered_nll`` and ``tempered_confidence``, those of ``softmax(logits /
     temperature)``.
     """
-    columns: dict[str, list[Tensor]] = {}
+    parts = []
     for logits, labels in blocks(head, target):
         log_p = logits.log_softmax(-1)
         top, token = log_p.max(-1)
-        found = {
+        columns = {
             "nll": -_of(log_p, labels),
             "entropy": -(log_p.exp() * log_p).sum(-1),
             "confidence": top.exp(),
@@ -39,11 +39,10 @@ def token_statistics(
         }
         if temperature is not None:
             tempered = (log_p / temperature).log_softmax(-1)
-            found["tempered_nll"] = -_of(tempered, labels)
-            found["tempered_confidence"] = tempered.amax(-1).exp()
-        for name, column in found.items():
-            columns.setdefault(name, []).append(column)
-    return {name: torch.cat(parts) for name, parts in columns.items()}
+            columns["tempered_nll"] = -_of(tempered, labels)
+            columns["tempered_confidence"] = tempered.amax(-1).exp()
+        parts.append(columns)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -67,13 +66,13 @@ def calibration_errors(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]
     """The expected calibration error of all tokens, as trained and with the temperature."""
     columns = {"confidence": "ece", "tempered_confidence": "calibrated_ece"}
     right = torch.cat([row["right"] for row in rows])
-    found = {}
+    errors = {}
     for name, metric in columns.items():
         if name in rows[0]:
             # A probability may be rounded up to above 1.
             confidence = torch.cat([row[name] for row in rows]).clamp(max=1)
-            found[metric] = ReliabilityBins.of(confidence, right).expected_error
-    return found
+            errors[metric] = ReliabilityBins.of(confidence, right).expected_error
+    return errors
 
 
 def forced_record(

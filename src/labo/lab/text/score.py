@@ -25,16 +25,16 @@ class TokenScore:
 
     def record(self, *, tokens: bool, **about: object) -> dict[str, object]:
         """As a line of JSON that begins with ``about``; with each token if asked for."""
-        found = {
+        record = {
             **about,
             "log_probability": self.log_probability,
             "tokens": len(self.tokens),
             **self.further(),
         }
         if tokens:
-            found["token"] = self.tokens
-            found["token_log_probability"] = rounded(self.log_probabilities)
-        return found
+            record["token"] = self.tokens
+            record["token_log_probability"] = rounded(self.log_probabilities)
+        return record
 
     def further(self) -> dict[str, object]:
         """Further entries of a record."""

@@ -157,15 +157,15 @@ class TokenTask(Task):
         ``parts`` are this process's batches: a key for each of its pieces, how many targets each
         piece has, the batch, and the model's states at its targets.
         """
-        found = []
+        rows = []
         for keys, lengths, batch, head in parts:
             stats = forced.token_statistics(head, self.tokens(batch), temperature)
             columns = {name: column.cpu().split(lengths) for name, column in stats.items()}
             for number, key in enumerate(keys):
                 # A copy: what is sent to another process is all of a tensor's memory.
                 row = {name: pieces[number].clone() for name, pieces in columns.items()}
-                found.append((key, row))
-        return sorted(gather_object(found), key=lambda pair: pair[0])
+                rows.append((key, row))
+        return sorted(gather_object(rows), key=lambda pair: pair[0])
 
     # ------------------------------------------------------------------ the report
 
