@@ -185,7 +185,8 @@ def test_the_command(corpus, tmp_path, monkeypatch, capsys):
     # With the tokenizer of a model, that model is the one to train.
     folder = save_causal(tmp_path / "gpt", 24)
     assert labo(*arguments, "--force", "--tokenizer", folder) == 0
-    assert f"labo train lm-sft data.path={out} model.pretrained={folder}" in capsys.readouterr().out
+    line = f"labo train lm-sft data.path={out} model.pretrained={folder} data.block=24\n"
+    assert line in capsys.readouterr().out
     assert PreparedDocuments(out).tokenizer.get_vocab() == learned_tokenizer().get_vocab()
     # A tokenizer alone is for a new model, and much text for a large one.
     (folder / "config.json").unlink()

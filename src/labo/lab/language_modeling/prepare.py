@@ -12,9 +12,9 @@ import hashlib
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RECIPES, read_document
-from ..errors import DataError
+from ..errors import DataError, RequestError
+from ..pretrained import load_config
 from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
 from ..text.arrow import IGNORED, ArrowFile, read_batches
@@ -323,18 +324,22 @@ def summarize(prepared: PreparedDocuments, tokenizer: str | None = None) -> None
         notice(
             f"warning: {manifest['repeated']} training documents are also in the held-out splits"
         )
-    if tokenizer is not None and (Path(tokenizer).expanduser() / "config.json").is_file():
-        print_ready(console, prepared.path, "lm-sft", f"model.pretrained={shlex.quote(tokenizer)}")
-    elif manifest["bytes"]["train"] >= _LARGE:
-        print_ready(console, prepared.path, "lm-124m")
-    else:
-        print_ready(console, prepared.path, "lm-text", *_short_warmup(manifest["tokens"]["train"]))
+    print_ready(console, prepared.path, *_fitting_recipe(manifest, tokenizer))
 
 
-def _short_warmup(tokens: int) -> list[str]:
-    """The setting without which lm-text would spend most of a run on so few tokens warming up."""
+def _fitting_recipe(manifest: Mapping[str, Any], tokenizer: str | None) -> list[str]:
+    """The name of the recipe to train with, and the settings that it needs for the documents."""
+    if tokenizer is not None:
+        with suppress(RequestError):  # a tokenizer without a model is for a new one
+            block = read_document(RECIPES / "lm-sft.yaml")["data"]["block"]
+            positions = getattr(load_config(tokenizer), "max_position_embeddings", block)
+            model = ["lm-sft", f"model.pretrained={shlex.quote(tokenizer)}"]
+            return model if positions >= block else [*model, f"data.block={positions}"]
+    if manifest["bytes"]["train"] >= _LARGE:
+        return ["lm-124m"]
     recipe = read_document(RECIPES / "lm-text.yaml")
-    steps = recipe["train"]["epochs"] * tokens // recipe["train"]["batch_tokens"]
-    if recipe["method"]["warmup_steps"] <= steps // 2:
-        return []
-    return [f"method.warmup_steps={steps // 4}"]
+    train, warmup = recipe["train"], recipe["method"]["warmup_steps"]
+    steps = train["epochs"] * manifest["tokens"]["train"] // train["batch_tokens"]
+    if warmup <= steps // 2:
+        return ["lm-text"]
+    return ["lm-text", f"method.warmup_steps={steps // 4}"]  # or most of the run would be warm-up
