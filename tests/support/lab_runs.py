@@ -34,6 +34,7 @@ TEXT_METHODS = methods_for("translation")
 # make soak trains every method; otherwise those with a state, a teacher or draws, and two others.
 SOAK = int(os.environ.get("LABO_SOAK", "0"))
 _STATEFUL = {"kd", "ps-kd", "r-drop", "connet", "labo", "topk-kd", "ls", "fl"}
+_STATEFUL |= {"beta-ls", "ols", "kr-ls", "cs-kd"}  # of images alone
 
 
 def trained_methods(task: str) -> list[str]:

@@ -31,9 +31,6 @@ from .run.state import KeptModel
 from .selection import ranked
 from .tasks import find_task
 
-__all__ = ["Averaged", "average_models", "average_weights"]
-
-
 _MARK = "average.json"  # in a folder that ``labo average`` made
 
 

@@ -19,8 +19,6 @@ from typing import Any, BinaryIO
 from .errors import DataError
 from .run.files import open_regular
 
-__all__ = ["DAMAGED", "MAX_INFLATION", "open_compressed", "read_compressed", "read_to_the_end"]
-
 # What the decompressors raise on a damaged or truncated file.
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 

@@ -27,8 +27,6 @@ from .errors import RequestError
 from .run.files import sha256
 from .run.progress import notice
 
-__all__ = ["call_function", "function_version", "is_reference", "trust", "trust_code"]
-
 # In the environment, for the processes that a command starts: a line for each call that may be
 # made, or _ALL.
 _TRUSTED = "LABO_TRUSTED_CODE"

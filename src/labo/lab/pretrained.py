@@ -23,22 +23,6 @@ from .config import Names, Section
 from .errors import RequestError
 from .run.files import Document, open_regular, read_json, sha256
 
-__all__ = [
-    "Lora",
-    "StartingModel",
-    "adapter_files",
-    "add_lora",
-    "check_finite",
-    "check_sizes",
-    "first_line",
-    "folder_digest",
-    "freeze",
-    "load_config",
-    "load_folder",
-    "merged",
-    "published",
-]
-
 _BASE = "base_layer."  # PEFT's name for the layer that an adapter belongs to
 
 
@@ -369,10 +353,8 @@ def published(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tens
 
     In memory transformers may have other names, or several matrices as one.
     """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # an older transformers, which has one set of names
-        return dict(weights)
+    from transformers.core_model_loading import revert_weight_conversion
+
     return dict(revert_weight_conversion(model, dict(weights)))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +12,6 @@ from labo.lab.images import augment
 from labo.lab.images.task import ImageTask
 from labo.lab.recipes import load_recipe
 from labo.lab.run.seeds import mix, permutation, uniforms
-
-INDEX = torch.arange(4096)
 
 
 def numbered(n: int, channels: int = 2, height: int = 6, width: int = 5) -> torch.Tensor:
@@ -50,34 +46,6 @@ def test_uniforms_never_change():
     assert augment.beta_draw(0, 4, 1.0) == pytest.approx(0.5628753004362427, abs=1e-12)
 
 
-def test_uniforms_are_uniform():
-    u = uniforms(1, 0, INDEX, 16)
-    assert u.dtype == torch.float32
-    assert u.min() >= 0
-    assert u.max() < 1
-    counts = torch.histc(u, bins=64, min=0, max=1)
-    expected = u.numel() / 64
-    chi_squared = ((counts - expected) ** 2 / expected).sum().item()
-    assert 63 - 5 * math.sqrt(126) < chi_squared < 63 + 5 * math.sqrt(126)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda u: uniforms(1, 0, INDEX + 1, 4),
-        lambda u: uniforms(1, 1, INDEX, 4),
-        lambda u: uniforms(2, 0, INDEX, 4),
-        lambda u: uniforms(1, 0, INDEX, 4, stream="other"),
-        lambda u: u.roll(1, 1),
-    ],
-    ids=["sample", "epoch", "seed", "stream", "draw"],
-)
-def test_neighbouring_uniforms_are_uncorrelated(other):
-    u = uniforms(1, 0, INDEX, 4)
-    pair = torch.stack([u.flatten(), other(u).flatten()])
-    assert torch.corrcoef(pair)[0, 1].abs() < 5 / math.sqrt(u.numel())
-
-
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=20), st.integers(0, 19))
 @settings(max_examples=50, deadline=None)
 def test_a_sample_draws_the_same_alone_and_in_any_batch(samples, place):
@@ -89,7 +57,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(samples, place):
 
 def test_global_generator_is_not_touched():
     before = torch.get_rng_state()
-    uniforms(0, 0, INDEX, 3)
+    uniforms(0, 0, torch.arange(4096), 3)
     permutation(0, 0, 100)
     augment.beta_draw(0, 0, 0.2)
     assert torch.equal(torch.get_rng_state(), before)
@@ -100,17 +68,6 @@ def test_permutation_is_one():
     assert order.sort().values.tolist() == list(range(1000))
     assert not torch.equal(order, permutation(0, 1, 1000))
     assert not torch.equal(order, permutation(1, 0, 1000))
-    displaced = (order - torch.arange(1000)).abs().float().mean()
-    assert displaced.item() == pytest.approx(1000 / 3, rel=0.1)
-
-
-@pytest.mark.parametrize("a", [0.2, 1.0, 3.0])
-def test_beta_draws_have_the_moments_of_beta(a):
-    draws = torch.tensor([augment.beta_draw(0, step, a) for step in range(4000)])
-    variance = 1 / (4 * (2 * a + 1))
-    assert ((draws >= 0) & (draws <= 1)).all()
-    assert draws.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(variance / 4000))
-    assert draws.var().item() == pytest.approx(variance, rel=0.1)
 
 
 BATCHED = {
@@ -151,12 +108,10 @@ def test_every_crop_is_a_shifted_copy():
 
 
 def test_crops_reach_every_place_and_nothing_beyond():
-    image = torch.full((1, 1, 1, 1), 9, dtype=torch.uint8)
+    image = torch.full((3, 1, 1, 1), 9, dtype=torch.uint8)
     extremes = torch.tensor([[0.0, 0.0], [1 - 2**-24, 1 - 2**-24], [0.5, 0.5]])
-    crops = augment.random_crop(image.expand(3, 1, 1, 1), extremes, 4)
-    assert crops.flatten().tolist() == [0, 0, 9]
-    large = augment.random_crop(torch.ones(1, 1, 3, 3), extremes[1:2], 300)
-    assert large.shape == (1, 1, 3, 3)
+    assert augment.random_crop(image, extremes, 4).flatten().tolist() == [0, 0, 9]
+    assert augment.random_crop(image, extremes, 300).shape == (3, 1, 1, 1)
 
 
 @given(st.integers(2, 9), st.integers(2, 9), st.data())
@@ -170,13 +125,6 @@ def test_a_reflected_crop_is_a_window_of_torchs_reflection(height, width, data):
     padded = torch.nn.functional.pad(images.float(), (padding,) * 4, mode="reflect")
     expected = padded[:, :, top : top + height, left : left + width]
     assert torch.equal(crops, expected.to(torch.uint8))
-
-
-def test_half_of_the_images_are_flipped():
-    u = uniforms(0, 0, INDEX, 1)[:, 0]
-    images = torch.tensor([[0, 1]], dtype=torch.uint8).view(1, 1, 1, 2).expand(4096, 1, 1, 2)
-    share = augment.random_flip(images, u)[..., 0].float().mean()
-    assert share.item() == pytest.approx(0.5, abs=0.04)
 
 
 def test_alternating_flips_show_every_image_once_in_each_direction():
@@ -261,11 +209,3 @@ def test_cutmix_box():
     """Half of each side about the middle; at a corner a quarter of that is left."""
     assert augment.cutmix_box(8, 6, 0.75, (0.5, 0.5)) == (2, 6, 2, 4, pytest.approx(1 - 8 / 48))
     assert augment.cutmix_box(8, 6, 0.75, (0.0, 0.0)) == (0, 2, 0, 1, pytest.approx(1 - 2 / 48))
-
-
-@pytest.mark.parametrize(("lam", "source"), [(1.0, torch.arange(5)), (0.0, ORDER)])
-def test_mixing_with_all_or_nothing(lam, source):
-    box = augment.cutmix_box(8, 6, lam, (0.5, 0.5))
-    assert box.kept == lam
-    assert torch.equal(augment.mixup(IMAGES, lam, ORDER), IMAGES[source])
-    assert torch.equal(augment.cutmix(IMAGES, box, ORDER), IMAGES[source])

@@ -132,7 +132,9 @@ def test_adapters_and_the_output_layer_are_trained_and_saved_merged(tmp_path):
     RunDirectory(out).verify_best()
 
 
-def test_a_killed_run_ends_as_if_nothing_had_happened(folder, tmp_path):
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
+    folder = tmp_path / "vit"
+    vit(labels=7).save_pretrained(folder)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     more = ("train.epochs=2", "train.save_every=2")
     assert train(whole, folder, *more) == {0}, log_of(whole).read_text()

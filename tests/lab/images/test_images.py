@@ -153,27 +153,19 @@ def compressed(files: dict[str, bytes], compress: Callable, suffix: str) -> dict
 
 
 CIFAR10_FORMS = {
-    "binary": ("", binary_cifar10()),
     "binary in its folder": ("cifar-10-batches-bin", binary_cifar10()),
     "binary xz": ("", compressed(binary_cifar10(), lzma.compress, ".xz")),
-    "binary gz": ("", compressed(binary_cifar10(), gzip.compress, ".gz")),
     "binary archive": ("cifar-10-binary.tar.gz", binary_cifar10()),
-    "python 2": ("", python2_cifar10()),
     "python in its folder": ("cifar-10-batches-py", python2_cifar10()),
     "python archive": ("cifar-10-python.tar.gz", python2_cifar10()),
-    "protocol 2": ("", python3_cifar10(2)),
     "protocol 4": ("", python3_cifar10(4)),
     "protocol 5": ("", python3_cifar10(5)),
     "protocol 2 of numpy 1": ("", old_numpy_names(python3_cifar10(2))),
-    "fortran order": ("", python3_cifar10(2, "F")),
     "fortran order, protocol 5": ("", python3_cifar10(5, "F")),
 }
 CIFAR100_FORMS = {
-    "binary": ("", binary_cifar100()),
-    "binary in its folder": ("cifar-100-binary", binary_cifar100()),
     "binary archive": ("cifar-100-binary.tar.gz", binary_cifar100()),
     "python in its folder": ("cifar-100-python", python_cifar100()),
-    "python archive": ("cifar-100-python.tar.gz", python_cifar100()),
 }
 
 
@@ -223,11 +215,6 @@ def test_cifar100_in_every_form(tmp_path, form):
     assert data.std == (0.26733429, 0.25643846, 0.27615047)
 
 
-def test_the_archive_itself(tmp_path):
-    archive = write_tar(tmp_path / "downloaded.tgz", python2_cifar10(), "cifar-10-batches-py")
-    whole_train(load_images("cifar10", archive), TEN_LABELS)
-
-
 def test_one_batch_alone_is_a_sample(tmp_path):
     files = binary_cifar10()
     sample = {name: files[name] for name in ("data_batch_1.bin", "test_batch.bin")}
@@ -256,7 +243,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_a_malicious_pickle_is_refused_unexecuted(tmp_path, protocol):
     trap = tmp_path / "executed"
     batch = pickle.dumps({"data": Evil(trap), "labels": [1]}, protocol)
@@ -266,15 +253,6 @@ def test_a_malicious_pickle_is_refused_unexecuted(tmp_path, protocol):
     assert not trap.exists()
     pickle.loads(batch)
     assert trap.exists(), "the trap does not work"
-
-
-@pytest.mark.parametrize(
-    "name", ["builtins eval", "builtins getattr", "numpy load", "torch load", "os system"]
-)
-def test_no_other_name_is_known(tmp_path, name):
-    batch = b"c" + name.replace(" ", "\n").encode() + b"\n."
-    with refused(f"refused, not a pickle of plain arrays .it asks for {name.replace(' ', '.')!r}"):
-        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), {"test_batch": batch})))
 
 
 def test_archive_members_go_nowhere(tmp_path):
@@ -298,15 +276,10 @@ DAMAGED = "test_batch.bin: truncated or damaged compressed file"
 WRONG_BINARY = {
     "missing batch": ({"data_batch_4.bin": None}, "no data_batch_4.bin, which CIFAR-10 needs"),
     "missing test": ({"test_batch.bin": None}, "no test_batch.bin"),
-    "missing train": (
-        {f"data_batch_{i}.bin": None for i in range(1, 6)},
-        "no data_batch_1.bin",
-    ),
     "truncated": (
         {"test_batch.bin": FULL[:-1]},
         "test_batch.bin: 18437 bytes are not a whole number of 3073-byte records",
     ),
-    "empty": ({"test_batch.bin": b""}, "test_batch.bin: 0 bytes"),
     "label": (
         {"test_batch.bin": FULL[:3073] + b"\x0a" + FULL[3074:]},
         r"test_batch.bin: label 10 of sample 1 is outside \[0, 10\)",
@@ -316,7 +289,6 @@ WRONG_BINARY = {
         "batches.meta.txt: 2 class names, but CIFAR-10 has 10",
     ),
     "truncated gz": ({"test_batch.bin": gzip.compress(FULL)[:-20]}, DAMAGED),
-    "truncated xz": ({"test_batch.bin": lzma.compress(FULL)[:-20]}, DAMAGED),
     "damaged gz": ({"test_batch.bin": b"\x1f\x8b\x08" + bytes(50)}, DAMAGED),
 }
 
@@ -328,10 +300,9 @@ def test_wrong_binary_cifar_is_refused(tmp_path, wrong):
         load_images("cifar10", write(tmp_path, edited(binary_cifar10(), changes)))
 
 
-@pytest.mark.parametrize("files", [binary_cifar100(), {"readme.txt": b"hello"}])
-def test_another_folder_says_what_it_should_hold(tmp_path, files):
+def test_another_folder_says_what_it_should_hold(tmp_path):
     with refused("no CIFAR-10 here; it should hold cifar-10-batches-bin"):
-        load_images("cifar10", write(tmp_path, files))
+        load_images("cifar10", write(tmp_path, binary_cifar100()))
 
 
 REFUSED = "test_batch: refused, not a pickle of plain arrays"
@@ -345,17 +316,13 @@ WRONG_PICKLES = {
     ),
     "truncated": (python2_cifar10()["test_batch"][:500], REFUSED),
     "list": (pickle.dumps([1]), "holds a list, not a dict"),
-    "other dict": (pickle.dumps({"data": 1}), OTHER),
+    "another name of numpy": (b"cnumpy\nload\n.", "it asks for 'numpy.load'"),
     "labels missing": (python2_batch(*samples(4, 10, 0), "fine_labels"), OTHER),
     "labels too few": (
         python2_batch(samples(4, 10, 0)[0], [1], "labels"),
         r"shape \(4, 3072\); its labels need bytes of shape \(1, 3072\)",
     ),
     "huge label": (pickle.dumps({"data": ZEROS, "labels": [2**70]}), OTHER),
-    "label": (
-        python2_batch(samples(2, 10, 0)[0], [1, 77], "labels"),
-        r"test_batch: label 77 of sample 1 is outside \[0, 10\)",
-    ),
     "floats": (
         pickle.dumps({"data": ZEROS.astype(float), "labels": [1]}, 2),
         "an array of type 'f8'",
@@ -385,12 +352,6 @@ def test_a_wrong_pickle_is_refused(tmp_path, wrong):
     batch, message = WRONG_PICKLES[wrong]
     with refused(message):
         load_images("cifar10", write(tmp_path, edited(python2_cifar10(), {"test_batch": batch})))
-
-
-def test_wrong_pickled_names_are_refused(tmp_path):
-    names = {"batches.meta": pickle.dumps({"label_names": 7})}
-    with refused("batches.meta: 0 class names, but CIFAR-10 has 10"):
-        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), names)))
 
 
 def test_damaged_archives_are_refused(tmp_path):
@@ -450,10 +411,8 @@ GZ = {f"{name}.gz": gzip.compress(data) for name, data in IDX.items()}
 
 IDX_FORMS = {
     "plain": lambda root: write(root, IDX),
-    "gz": lambda root: write(root, GZ),
     "raw": lambda root: write(root / "raw", GZ).parent,
     "torchvision": lambda root: write(root / "FashionMNIST" / "raw", IDX).parent.parent,
-    "folder": lambda root: write(root / "FashionMNIST", GZ).parent,
     "dots": lambda root: write(root, {k.replace("-idx", ".idx"): v for k, v in IDX.items()}),
     "unpacked, yet called .gz": lambda root: write(root, {f"{k}.gz": v for k, v in IDX.items()}),
 }
@@ -485,24 +444,17 @@ WRONG_IDX = {
         {"train-images-idx3-ubyte": LABELS},
         "train-images-idx3-ubyte: magic number 0x00000801, but an idx3-ubyte file has 0x00000803",
     ),
-    "html": ({"t10k-labels-idx1-ubyte": b"<html>"}, "magic number 0x3c68746d"),
     "empty": ({"t10k-labels-idx1-ubyte": b""}, "magic number 0x, but"),
     "header": ({"t10k-labels-idx1-ubyte": LABELS[:6]}, "truncated, only 6 bytes"),
     "truncated": (
         {"train-images-idx3-ubyte": IDX["train-images-idx3-ubyte"][:-1]},
         "truncated or damaged, 23519 bytes of data where its header says 30 x 28 x 28",
     ),
-    "surplus": ({"t10k-labels-idx1-ubyte": LABELS + b"x"}, "truncated or damaged, 11 bytes"),
     "counts": (
         {"train-labels-idx1-ubyte": LABELS},
         r"30 images but 10 labels in train-\*",
     ),
-    "label": (
-        {"t10k-labels-idx1-ubyte": LABELS[:-1] + b"\x0b"},
-        r"t10k-labels-idx1-ubyte: label 11 of sample 9 is outside \[0, 10\)",
-    ),
     "missing": ({"t10k-images-idx3-ubyte": None}, "no t10k-images-idx3-ubyte .* mnist needs"),
-    "nothing": (dict.fromkeys(IDX), "no mnist here; it should hold train-images-idx3-ubyte"),
     "no samples": (
         {
             "t10k-images-idx3-ubyte": idx(np.zeros((0, 28, 28), np.uint8)),
@@ -630,15 +582,18 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch)
         chosen.build_model()
 
 
-def test_every_file_is_looked_at_once(tmp_path, monkeypatch):
-    """Its name, whether it is a regular file, and its size."""
+def test_of_many_gigabytes_every_file_is_looked_at_once(tmp_path, monkeypatch):
+    """Its name, whether it is a regular file, and its size: the fingerprint covers no content."""
     make_folders(tmp_path)
-    monkeypatch.setattr(sources, "HASHED_BYTES", 0)  # the fingerprint covers names and sizes
+    monkeypatch.setattr(sources, "HASHED_BYTES", 0)
     looked_at = []
     status = os.stat
     monkeypatch.setattr(os, "stat", lambda path, **more: looked_at.append(path) or status(path))
-    load_images("folder", tmp_path, holdout=0)
+    data = load_images("folder", tmp_path, holdout=0)
     assert not [path for path in looked_at if str(path).lower().endswith((".png", ".jpg", ".jpeg"))]
+    assert not data.covers_content
+    picture(tmp_path / "val" / "cat" / "x.png", (1, 2, 3), (30, 20))
+    assert load_images("folder", tmp_path).fingerprint != data.fingerprint
 
 
 def test_records_carry_file_names(tmp_path):
@@ -678,7 +633,7 @@ def test_an_unlabelled_test_folder_is_passed_over(tmp_path):
     assert len(load_images("folder", tmp_path).test) == 2
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+@pytest.mark.parametrize("mode", ["P", "RGBA", "CMYK"])
 def test_every_kind_of_image_becomes_rgb(tmp_path, mode):
     make_folders(tmp_path)
     suffix = "jpg" if mode == "CMYK" else "png"
@@ -742,14 +697,6 @@ def test_fingerprint_of_folders_sees_names_and_content(tmp_path, monkeypatch):
     assert load_images("folder", tmp_path / "b").fingerprint not in (first, second)
 
 
-def test_fingerprint_of_many_gigabytes_sees_names_and_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "HASHED_BYTES", 10)
-    data = load_images("folder", make_folders(tmp_path))
-    assert not data.covers_content
-    picture(tmp_path / "val" / "cat" / "x.png", (1, 2, 3), (30, 20))
-    assert load_images("folder", tmp_path).fingerprint != data.fingerprint
-
-
 def test_files_of_a_folder_are_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("LABO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(checksums, "_SETTLED", -(10**18))
@@ -778,6 +725,10 @@ def test_a_pipe_among_the_images_is_refused(tmp_path):
 
 
 def test_digits():
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images, found = read_digits()
+    assert torch.equal(images, torch.tensor(pixels, dtype=torch.float32) / 16)
+    assert torch.equal(found, torch.tensor(labels))
     data = load_images("digits")
     assert data.train.images.shape == (1294, 1, 8, 8)
     assert data.valid.images.shape == (144, 1, 8, 8)
@@ -788,19 +739,6 @@ def test_digits():
     assert data.mean == pytest.approx([published.mean().item()])
     assert data.std == pytest.approx([published.std(correction=0).item()])
     assert data.classes == tuple("0123456789")
-
-
-def test_folders_without_pillow(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused("pip install pillow"):
-        load_images("folder", tmp_path)
-
-
-def test_the_digits_are_those_of_scikit_learn():
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    images, found = read_digits()
-    assert torch.equal(images, torch.tensor(pixels, dtype=torch.float32) / 16)
-    assert torch.equal(found, torch.tensor(labels))
 
 
 def test_holdout_is_a_function_of_its_seed_alone():
@@ -827,11 +765,6 @@ def test_holdout_parts_the_training_split(tmp_path):
         assert places == sorted(places)
 
 
-def test_one_sample_is_always_left_to_train_on(tmp_path):
-    data = load_images("fashion-mnist", write(tmp_path, IDX), holdout=0.999)
-    assert (len(data.train), len(data.valid)) == (1, 29)
-
-
 def test_requests_that_cannot_be_met(tmp_path):
     with refused("unknown data set 'cifar-10'; did you mean 'cifar10'"):
         load_images("cifar-10", tmp_path)
@@ -844,9 +777,3 @@ def test_requests_that_cannot_be_met(tmp_path):
     with refused("nowhere: no such folder; data.root must name the folder that holds mnist"):
         load_images("mnist", tmp_path / "nowhere")
     assert issubclass(DataError, RequestError)
-
-
-def test_root_may_start_with_a_tilde(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "data", IDX)
-    assert len(load_images("mnist", "~/data").test) == 10

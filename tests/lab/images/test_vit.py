@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageClassification
 
-from lab_runs import log_of, losses, outcome, run
+from lab_runs import log_of, outcome, run
 from labo.lab.errors import RequestError
 from labo.lab.images.task import ImageTask
-from labo.lab.images.vit import TRANSFORMERS, VisionTransformer, _DropPath
+from labo.lab.images.vit import VisionTransformer, _DropPath
+from labo.lab.optim import build_optimizer
 from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
 from labo.lab.tasks import load_model
@@ -35,8 +36,9 @@ def test_published_number_of_parameters(name):
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-@pytest.mark.parametrize("pooling", ["class", "mean", "sequence"])
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("vit-lite", "sequence"), ("vit-tiny", "class"), ("deit-tiny", "mean")]
+)
 def test_images_to_logits_with_gradients_everywhere(name, pooling):
     model = VisionTransformer(name, 7, 1, **SMALL, pooling=pooling)
     logits = model(torch.randn(2, 1, 8, 8))
@@ -94,15 +96,12 @@ def test_stochastic_depth_grows_with_the_layers():
 
 
 def test_weight_decay_of_matrices_only():
-    from labo.lab.optim import build_optimizer
-
     model = VisionTransformer("vit-tiny", 7, 1, **SMALL)
-    recipe = load_recipe("cifar10-vit")
-    groups = build_optimizer(recipe.optim, model, nn.Identity()).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.06, 0.0]
-    assert all(p.dim() >= 2 for p in groups[0]["params"])
-    assert all(p.dim() < 2 for p in groups[1]["params"])
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    optim = load_recipe("cifar10-vit").optim
+    matrices, vectors = build_optimizer(optim, model, nn.Identity()).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.06, 0.0)
+    assert all(p.dim() >= 2 for p in matrices["params"])
+    assert len(vectors["params"]) == sum(p.dim() < 2 for p in model.parameters()) > 0
 
 
 # ------------------------------------------------------------------ runs
@@ -113,9 +112,9 @@ RUN = ["optim.name=adamw", "optim.lr=3e-3", "train.epochs=2", "train.batch_size=
 RUN += ["train.save_every=4", "train.log_every=3", "data.mixup=0.8", "data.cutmix=1.0"]
 
 
-def train(out, *settings: str, world: int = 1, kill=None) -> set[int]:
+def train(out, *settings: str, kill=None) -> set[int]:
     arguments = ["train", "digits", *TINY, *RUN, *settings, "--out", str(out)]
-    return run(arguments, log_of(out), world, kill)
+    return run(arguments, log_of(out), kill=kill)
 
 
 @pytest.mark.parametrize("name", ["vit-tiny", "deit-tiny"])
@@ -146,14 +145,6 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     assert train(killed, *settings, kill=("step", 11)) != {0}
     assert train(killed, *settings) == {0}, log_of(killed).read_text()
     assert outcome(killed) == outcome(whole)
-
-
-def test_two_processes_give_the_curve_of_one(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    settings = ("model.name=vit-tiny", "train.max_steps=8", "data.mixup=0", "data.cutmix=0")
-    assert train(one, *settings, "train.log_every=1") == {0}, log_of(one).read_text()
-    assert train(two, *settings, "train.log_every=1", world=2) == {0}, log_of(two).read_text()
-    torch.testing.assert_close(losses(two), losses(one), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("recipe", ["cifar10-vit", "imagenet-vit"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import shutil
@@ -13,13 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab_runs import IMAGE_METHODS, Kill, log_of, outcome, settings_of, train
+from lab_runs import SOAK, Kill, log_of, outcome, settings_of, train, trained_methods
 from labo.lab.run.checksums import MANIFEST
 from labo.lab.run.directory import KEPT, RunDirectory
 from labo.lab.run.files import sha256
-
-# make soak: so many killed runs of every method in one and in two processes, instead of a sample.
-SOAK = int(os.environ.get("LABO_SOAK", "0"))
 
 # Accumulation, a short last batch, saves inside an epoch, and three evaluations.
 RUN = ["train.epochs=3", "train.batch_size=160", "train.accumulate=3", "train.save_every=4"]
@@ -55,11 +51,13 @@ def train_and_kill(out: Path, settings: list[str], world: int, chance: random.Ra
     raise AssertionError("the run never ended")
 
 
-CASES = [(method, world) for method in IMAGE_METHODS for world in (1, 2)]
-SAMPLE = [(method, 1) for method in IMAGE_METHODS] + [("ols", 2), ("ps-kd", 2)]
+# make soak: so many killed runs of every method in one and in two processes, instead of a sample.
+METHODS = trained_methods("image_classification")
+IN_TWO = METHODS if SOAK else ["ols", "ps-kd"]
+CASES = [*((method, 1) for method in METHODS), *((method, 2) for method in IN_TWO)]
 
 
-@pytest.mark.parametrize(("method", "world"), CASES if SOAK else SAMPLE)
+@pytest.mark.parametrize(("method", "world"), CASES)
 def test_a_killed_run_ends_as_if_nothing_had_happened(method, world, teacher, tmp_path):
     settings = [*RUN, *settings_of(method, teacher)]
     assert train(tmp_path / "whole", settings, world) == {0}

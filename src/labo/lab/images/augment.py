@@ -44,20 +44,12 @@ def random_crop(images: Tensor, u: Tensor, padding: int = 4, *, reflect: bool = 
     """
     height, width = images.shape[-2:]
     top, left = choice(u.to(images.device), 2 * padding + 1).unbind(1)
-    if reflect:  # by indices: torch's own reflection has no uint8
-        rows, columns = (_reflected(size, padding).to(images.device) for size in (height, width))
-        padded = images[:, :, rows[:, None], columns]
+    if reflect:  # as float32: older versions of torch reflect no uint8
+        padded = F.pad(images.float(), (padding,) * 4, mode="reflect").to(images.dtype)
     else:
-        padded = F.pad(images, (padding, padding, padding, padding))
+        padded = F.pad(images, (padding,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, tops, lefts, H, W)
     return windows[torch.arange(len(images), device=images.device), :, top, left]
-
-
-def _reflected(size: int, padding: int) -> Tensor:
-    """The indices 0 to size - 1, continued on both sides by reflection: 2 1 0 1 2 3 2 1."""
-    period = max(2 * (size - 1), 1)
-    indices = torch.arange(-padding, size + padding).remainder(period)
-    return torch.minimum(indices, period - indices)
 
 
 def random_flip(images: Tensor, u: Tensor) -> Tensor:

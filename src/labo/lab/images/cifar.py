@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeGuard
 
@@ -16,14 +14,100 @@ from .files import read_files
 from .pickles import ByteArray, read_pickle
 from .splits import ImageSource, ImageSplit, check_labels
 
-__all__ = ["load_cifar"]
-
 _PIXELS = 3 * 32 * 32
 _Samples = tuple[Tensor, Tensor]  # images (N, 3, 32, 32) uint8, labels (N,) int64
 
 
-def _parse_binary(data: bytes, path: Path, *, label_bytes: int) -> _Samples:
-    """Records of ``label_bytes`` labels, of which the last is the class, and the pixels."""
+@dataclass(frozen=True)
+class _Version:
+    """One of the two forms in which a set is published: its places, and its files."""
+
+    folder: str
+    archive: str
+    train: tuple[str, ...]
+    test: str
+    names: str
+
+    def files(self) -> tuple[str, ...]:
+        return (*self.train, self.test, self.names)
+
+    def missing(self, files: dict[str, bytes]) -> list[str]:
+        """The files that are missing. The first training file alone is a valid sample set."""
+        whole = any(name in files for name in self.train[1:])
+        needed = (*(self.train if whole else self.train[:1]), self.test)
+        return [name for name in needed if name not in files]
+
+
+@dataclass(frozen=True)
+class _DataSet:
+    """A set in its binary version, its python version, and what differs between the sets.
+
+    mean and std are those of the 50,000 training images.
+    """
+
+    title: str
+    num_classes: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    binary: _Version
+    pickled: _Version
+    label_bytes: int  # before the pixels of a binary record; the last one is the class
+    labels_key: str  # in a pickle
+    names_key: str
+
+
+_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+_DATA_SETS = {
+    "cifar10": _DataSet(
+        title="CIFAR-10",
+        num_classes=10,
+        mean=(0.49139968, 0.48215841, 0.44653091),
+        std=(0.24703223, 0.24348513, 0.26158784),
+        binary=_Version(
+            folder="cifar-10-batches-bin",
+            archive="cifar-10-binary.tar.gz",
+            train=tuple(f"{batch}.bin" for batch in _BATCHES),
+            test="test_batch.bin",
+            names="batches.meta.txt",
+        ),
+        pickled=_Version(
+            folder="cifar-10-batches-py",
+            archive="cifar-10-python.tar.gz",
+            train=_BATCHES,
+            test="test_batch",
+            names="batches.meta",
+        ),
+        label_bytes=1,
+        labels_key="labels",
+        names_key="label_names",
+    ),
+    "cifar100": _DataSet(
+        title="CIFAR-100",
+        num_classes=100,
+        mean=(0.50707516, 0.48654887, 0.44091784),
+        std=(0.26733429, 0.25643846, 0.27615047),
+        binary=_Version(
+            folder="cifar-100-binary",
+            archive="cifar-100-binary.tar.gz",
+            train=("train.bin",),
+            test="test.bin",
+            names="fine_label_names.txt",
+        ),
+        pickled=_Version(
+            folder="cifar-100-python",
+            archive="cifar-100-python.tar.gz",
+            train=("train",),
+            test="test",
+            names="meta",
+        ),
+        label_bytes=2,
+        labels_key="fine_labels",
+        names_key="fine_label_names",
+    ),
+}
+
+
+def _parse_binary(data: bytes, path: Path, label_bytes: int) -> _Samples:
     record = label_bytes + _PIXELS
     if not data or len(data) % record:
         raise DataError(
@@ -41,7 +125,7 @@ def _is_list_of_bytes(labels: object) -> TypeGuard[list[int]]:
     )
 
 
-def _parse_pickle(data: bytes, path: Path, *, labels_key: str) -> _Samples:
+def _parse_pickle(data: bytes, path: Path, labels_key: str) -> _Samples:
     """A dict of an array of pixels, one image per row, and a list of labels."""
     content = read_pickle(data, path)
     array, labels = content.get("data"), content.get(labels_key)
@@ -55,151 +139,61 @@ def _parse_pickle(data: bytes, path: Path, *, labels_key: str) -> _Samples:
     return images, torch.tensor(labels, dtype=torch.int64)
 
 
-def _names_in_text(data: bytes, path: Path) -> list[str]:
-    return data.decode("latin1").split()
-
-
-def _names_in_pickle(data: bytes, path: Path, *, key: str) -> list[str]:
+def _names_in_pickle(data: bytes, path: Path, key: str) -> list[str]:
     names = read_pickle(data, path).get(key)
     if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
         return []
     return [name.decode("latin1") if isinstance(name, bytes) else name for name in names]
 
 
-@dataclass(frozen=True)
-class _Version:
-    """One of the two forms in which a set is published: its files, and how they are read."""
-
-    folder: str
-    archive: str
-    train: tuple[str, ...]
-    test: str
-    names: str
-    parse: Callable[[bytes, Path], _Samples]
-    parse_names: Callable[[bytes, Path], list[str]]
-
-    def files(self) -> tuple[str, ...]:
-        return (*self.train, self.test, self.names)
-
-    def missing(self, found: dict[str, bytes]) -> list[str]:
-        """The files that are missing. The first training file alone is a valid sample set."""
-        whole = any(name in found for name in self.train[1:])
-        needed = (*(self.train if whole else self.train[:1]), self.test)
-        return [name for name in needed if name not in found]
-
-
-@dataclass(frozen=True)
-class _DataSet:
-    """mean and std are those of the 50,000 training images."""
-
-    title: str
-    num_classes: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    versions: tuple[_Version, ...]
-
-
-_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
-_DATA_SETS = {
-    "cifar10": _DataSet(
-        title="CIFAR-10",
-        num_classes=10,
-        mean=(0.49139968, 0.48215841, 0.44653091),
-        std=(0.24703223, 0.24348513, 0.26158784),
-        versions=(
-            _Version(
-                folder="cifar-10-batches-bin",
-                archive="cifar-10-binary.tar.gz",
-                train=tuple(f"{batch}.bin" for batch in _BATCHES),
-                test="test_batch.bin",
-                names="batches.meta.txt",
-                parse=partial(_parse_binary, label_bytes=1),
-                parse_names=_names_in_text,
-            ),
-            _Version(
-                folder="cifar-10-batches-py",
-                archive="cifar-10-python.tar.gz",
-                train=_BATCHES,
-                test="test_batch",
-                names="batches.meta",
-                parse=partial(_parse_pickle, labels_key="labels"),
-                parse_names=partial(_names_in_pickle, key="label_names"),
-            ),
-        ),
-    ),
-    "cifar100": _DataSet(
-        title="CIFAR-100",
-        num_classes=100,
-        mean=(0.50707516, 0.48654887, 0.44091784),
-        std=(0.26733429, 0.25643846, 0.27615047),
-        versions=(
-            _Version(
-                folder="cifar-100-binary",
-                archive="cifar-100-binary.tar.gz",
-                train=("train.bin",),
-                test="test.bin",
-                names="fine_label_names.txt",
-                parse=partial(_parse_binary, label_bytes=2),
-                parse_names=_names_in_text,
-            ),
-            _Version(
-                folder="cifar-100-python",
-                archive="cifar-100-python.tar.gz",
-                train=("train",),
-                test="test",
-                names="meta",
-                parse=partial(_parse_pickle, labels_key="fine_labels"),
-                parse_names=partial(_names_in_pickle, key="fine_label_names"),
-            ),
-        ),
-    ),
-}
-
-
 def _find(data_set: _DataSet, root: Path) -> tuple[_Version, Path, dict[str, bytes]]:
     """The version that is at ``root``, its folder or archive, and its files."""
-    for version in data_set.versions:
+    versions = (data_set.binary, data_set.pickled)
+    for version in versions:
         for path in (root, root / version.folder, root / version.archive):
-            found = read_files(path, version.files())
-            if any(name in found for name in (*version.train, version.test)):
-                return version, path, found
-    likely = " or ".join(f"{version.folder}, {version.archive}" for version in data_set.versions)
+            files = read_files(path, version.files())
+            if any(name in files for name in (*version.train, version.test)):
+                return version, path, files
+    likely = " or ".join(f"{version.folder}, {version.archive}" for version in versions)
     raise DataError(f"{root}: no {data_set.title} here; it should hold {likely}, or their files")
-
-
-def _classes(
-    data_set: _DataSet, version: _Version, files: dict[str, bytes], path: Path
-) -> list[str]:
-    """The names of the classes, or their numbers where the file with the names is missing."""
-    if version.names not in files:
-        return [str(label) for label in range(data_set.num_classes)]
-    names = version.parse_names(files[version.names], path / version.names)
-    if len(names) != data_set.num_classes:
-        raise DataError(
-            f"{path / version.names}: {len(names)} class names, "
-            f"but {data_set.title} has {data_set.num_classes}"
-        )
-    return names
 
 
 def load_cifar(name: str, root: Path) -> ImageSource:
     """CIFAR-10 or CIFAR-100 from a folder that holds it, unpacked or not, or from its archive."""
     data_set = _DATA_SETS[name]
     version, path, files = _find(data_set, root)
-    missing = version.missing(files)
-    if missing:
+    if missing := version.missing(files):
         raise DataError(f"{path}: no {missing[0]}, which {data_set.title} needs")
 
     def read(file: str) -> _Samples:
-        images, labels = version.parse(files[file], path / file)
+        if version is data_set.binary:
+            images, labels = _parse_binary(files[file], path / file, data_set.label_bytes)
+        else:
+            images, labels = _parse_pickle(files[file], path / file, data_set.labels_key)
         check_labels(labels, data_set.num_classes, path / file)
         return images, labels
+
+    def names() -> list[str]:
+        """Of the classes, or their numbers where the file with the names is missing."""
+        if version.names not in files:
+            return [str(label) for label in range(data_set.num_classes)]
+        content, where = files[version.names], path / version.names
+        if version is data_set.binary:
+            names = content.decode("latin1").split()
+        else:
+            names = _names_in_pickle(content, where, data_set.names_key)
+        if len(names) != data_set.num_classes:
+            raise DataError(
+                f"{where}: {len(names)} class names, but {data_set.title} has "
+                f"{data_set.num_classes}"
+            )
+        return names
 
     images, labels = zip(*(read(file) for file in version.train if file in files), strict=True)
     return ImageSource(
         train=ImageSplit(torch.cat(images), torch.cat(labels)),
         test=ImageSplit(*read(version.test)),
-        classes=tuple(_classes(data_set, version, files, path)),
+        classes=tuple(names()),
         mean=data_set.mean,
         std=data_set.std,
     )

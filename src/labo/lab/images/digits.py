@@ -11,8 +11,6 @@ from torch import Tensor
 from ..run.seeds import permutation
 from .splits import ImageSource, ImageSplit, channel_statistics
 
-__all__ = ["load_digits", "read_digits"]
-
 _FILE = Path(__file__).with_name("data") / "digits.csv.gz"
 _TEST_SHARE = 0.2
 _WHITE = 16  # the brightest pixel in the file

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,8 +26,6 @@ try:
     import onnxscript  # noqa: F401  # the exporter of PyTorch needs it
 except ModuleNotFoundError as error:
     raise RequestError("to export an image classifier, install torch-labo[onnx]") from error
-
-__all__ = ["export"]
 
 
 class _FromPixels(nn.Module):
@@ -91,7 +90,7 @@ def export(run: str | Path, out: str | Path) -> str:
     model = program.model_proto
     facts = {
         "classes": list(predictor.classes),
-        "input": predictor.view.facts(),
+        "input": asdict(predictor.view),
         "temperature": predictor.temperature,
         "calibrated": predictor.calibrated,
     }

@@ -13,8 +13,6 @@ from pathlib import Path, PurePosixPath
 from ..compressed import DAMAGED, open_compressed, read_compressed, read_to_the_end
 from ..errors import DataError
 
-__all__ = ["read_files"]
-
 _SUFFIXES = ("", ".gz", ".xz")
 
 

@@ -14,8 +14,6 @@ from ..errors import RequestError
 from ..pretrained import load_config, load_folder, merged, published
 from .vit import named_config
 
-__all__ = ["FolderClassifier", "head_note", "load_classifier", "normalization"]
-
 
 class FolderClassifier(nn.Module):
     """A classifier of transformers: images (N, C, H, W) to logits (N, num_classes).
@@ -93,7 +91,7 @@ def head_note(folder: str, classes: Sequence[str]) -> list[str]:
     return []
 
 
-def normalization(folder: str, channels: int) -> tuple[Sequence[float], Sequence[float]] | None:
+def normalization(folder: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Mean and standard deviation of pixels that a folder asks for, if it asks for any."""
     path = Path(folder).expanduser() / "preprocessor_config.json"
     if not path.is_file():
@@ -105,4 +103,4 @@ def normalization(folder: str, channels: int) -> tuple[Sequence[float], Sequence
         raise RequestError(f"{path}: has no image_mean and image_std ({error!r})") from error
     if len(mean) != channels or len(std) != channels:
         return None
-    return [float(value) for value in mean], [float(value) for value in std]
+    return tuple(map(float, mean)), tuple(map(float, std))

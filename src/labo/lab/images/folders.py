@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import stat
 import statistics
@@ -17,8 +16,6 @@ from ..errors import DataError
 from ..run import checksums
 from .splits import IMAGENET_MEAN, IMAGENET_STD, ImageSource, ImageSplit
 from .windows import Chooser, image_size, read_image
-
-__all__ = ["SUFFIXES", "FolderImages", "load_folders"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _MEASURED = 64  # images that are looked at for the size of all
@@ -52,9 +49,7 @@ class FolderImages:
 
     def select(self, index: Tensor) -> FolderImages:
         """The images with these indices, (M,) int64."""
-        chosen = index.tolist()
-        sizes = None if self.known_sizes is None else tuple(self.known_sizes[i] for i in chosen)
-        return FolderImages(self.root, tuple(self.names[i] for i in chosen), sizes)
+        return FolderImages(self.root, tuple(self.names[i] for i in index.tolist()))
 
     def sizes(self) -> list[int]:
         """The sizes of the files in bytes."""
@@ -86,33 +81,24 @@ def _images_in(folder: Path) -> list[os.DirEntry[str]]:
         return [e for e in entries if e.name.lower().endswith(SUFFIXES) and e.name[0] != "."]
 
 
-def _image_files(folder: Path) -> list[tuple[str, int]]:
-    """The names and sizes of the image files, sorted; each file is looked at once."""
-    files = []
-    for entry in _images_in(folder):
-        status = entry.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait forever
-            raise DataError(f"{folder / entry.name}: not a regular file")
-        files.append((entry.name, status.st_size))
-    return sorted(files)
-
-
 def _split(folder: Path, classes: list[str]) -> ImageSplit:
-    """The images of a split, class after class."""
-    names: list[str] = []
-    sizes: list[int] = []
+    """The images of a split, class after class; each file is looked at once."""
+    files: list[tuple[str, int]] = []
     labels: list[int] = []
-    numbers = {name: number for number, name in enumerate(classes)}
     for kind in _class_folders(folder):
-        if kind not in numbers:
+        if kind not in classes:
             raise DataError(f"{folder / kind}: a class that is not among the training classes")
-        files = _image_files(folder / kind)
-        if not files:
+        entries = sorted(_images_in(folder / kind), key=lambda entry: entry.name)
+        if not entries:
             raise DataError(f"{folder / kind}: no image in it ({', '.join(SUFFIXES)})")
-        names += [f"{kind}/{name}" for name, _ in files]
-        sizes += [size for _, size in files]
-        labels += [numbers[kind]] * len(files)
-    return ImageSplit(FolderImages(folder, tuple(names), tuple(sizes)), torch.tensor(labels))
+        for entry in entries:
+            status = entry.stat()
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait forever
+                raise DataError(f"{entry.path}: not a regular file")
+            files.append((f"{kind}/{entry.name}", status.st_size))
+        labels += [classes.index(kind)] * len(entries)
+    names, sizes = zip(*files, strict=True)
+    return ImageSplit(FolderImages(folder, names, sizes), torch.tensor(labels))
 
 
 def load_folders(root: Path) -> ImageSource:
@@ -121,8 +107,6 @@ def load_folders(root: Path) -> ImageSource:
     If both ``val`` and ``test`` have class folders, ``val`` is the validation split. A ``test``
     without class folders, such as that of ImageNet, which has no labels, is ignored.
     """
-    if importlib.util.find_spec("PIL") is None:
-        raise DataError("decoding image files needs Pillow: pip install pillow")
     source = partial(ImageSource, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     classes, plain = _class_folders(root / "train"), _class_folders(root)
     if not classes and plain and all(_images_in(root / name) for name in plain):

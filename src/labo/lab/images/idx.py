@@ -13,8 +13,6 @@ from ..errors import DataError
 from .files import read_files
 from .splits import ImageSource, ImageSplit, channel_statistics, check_labels
 
-__all__ = ["load_idx"]
-
 _FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 _CLASSES = {
     "mnist": tuple("0123456789"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,18 +54,20 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions and a shortcut. With groups it is the block of a ResNeXt.
 
-    The stride is on the 3x3 convolution, as in torchvision.
+    The stride is on the 3x3 convolution, as in torchvision. ``width`` is that of the 3x3
+    convolution, relative to the outputs.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, stride: int, *, width: int, groups: int = 1
+        self, inputs: int, outputs: int, stride: int, *, width: float, groups: int = 1
     ) -> None:
         super().__init__()
-        self.conv1 = _conv(inputs, width, 1)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = _conv(width, width, 3, stride, groups)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = _conv(width, outputs, 1)
+        channels = int(width * outputs)
+        self.conv1 = _conv(inputs, channels, 1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _conv(channels, channels, 3, stride, groups)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv3 = _conv(channels, outputs, 1)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample = _shortcut(inputs, outputs, stride)
 
@@ -105,18 +108,13 @@ class InvertedResidual(nn.Module):
         return x + y if self.has_shortcut else y
 
 
-def _stage(
-    block: Callable[..., nn.Module],
-    inputs: int,
-    outputs: int,
-    stride: int,
-    depth: int,
-    **options: int,
-) -> nn.Module:
+Block = Callable[[int, int, int], nn.Module]  # of input channels, output channels and stride
+
+
+def _stage(block: Block, inputs: int, outputs: int, stride: int, depth: int) -> nn.Module:
     """``depth`` blocks. The first one changes the number of channels and the size."""
-    first = block(inputs, outputs, stride, **options)
-    rest = (block(outputs, outputs, 1, **options) for _ in range(depth - 1))
-    return nn.Sequential(first, *rest)
+    first = block(inputs, outputs, stride)
+    return nn.Sequential(first, *(block(outputs, outputs, 1) for _ in range(depth - 1)))
 
 
 def _sequential(parts: dict[str, nn.Module]) -> nn.Module:
@@ -124,17 +122,25 @@ def _sequential(parts: dict[str, nn.Module]) -> nn.Module:
     return nn.Sequential(OrderedDict(parts))
 
 
+def _stages(block: Block, depths: dict[int, int]) -> dict[str, nn.Module]:
+    """The stages after a stem of 64 channels, by the names of torchvision: channels -> depth."""
+    stages, inputs = {}, 64
+    for number, (outputs, depth) in enumerate(depths.items(), start=1):
+        stages[f"layer{number}"] = _stage(block, inputs, outputs, min(number, 2), depth)
+        inputs = outputs
+    return stages
+
+
 def _resnet(
-    stem: dict[str, nn.Module], stages: list[nn.Module], features: int, num_classes: int
+    stem: dict[str, nn.Module], stages: dict[str, nn.Module], features: int, num_classes: int
 ) -> nn.Module:
     """A residual network with the part names of torchvision."""
-    layers = {f"layer{i}": stage for i, stage in enumerate(stages, start=1)}
     head = {
         "avgpool": nn.AdaptiveAvgPool2d(1),
         "flatten": nn.Flatten(),
         "fc": nn.Linear(features, num_classes),
     }
-    return _sequential({**stem, **layers, **head})
+    return _sequential({**stem, **stages, **head})
 
 
 def _stem(convolution: nn.Conv2d) -> dict[str, nn.Module]:
@@ -155,22 +161,14 @@ def _fan_out_init(model: nn.Module) -> nn.Module:
 
 def cifar_resnet18(num_classes: int, in_channels: int = 3) -> nn.Module:
     """ResNet18 for 32x32 images: 3x3 stem, no max-pool. 11,220,132 parameters for 100 classes."""
-    stages = [
-        _stage(BasicBlock, 64, 64, 1, 2),
-        _stage(BasicBlock, 64, 128, 2, 2),
-        _stage(BasicBlock, 128, 256, 2, 2),
-        _stage(BasicBlock, 256, 512, 2, 2),
-    ]
+    # Made before the stem: the weights that a seed gives depend on the order.
+    stages = _stages(BasicBlock, {64: 2, 128: 2, 256: 2, 512: 2})
     return _resnet(_stem(_conv(in_channels, 64, 3)), stages, 512, num_classes)
 
 
 def cifar_resnext29(num_classes: int, in_channels: int = 3) -> nn.Module:
     """ResNeXt29 8x64d of Tf-KD, the teacher of KD. 34,518,948 parameters for 100 classes."""
-    stages = [
-        _stage(Bottleneck, 64, 256, 1, 3, width=512, groups=8),
-        _stage(Bottleneck, 256, 512, 2, 3, width=1024, groups=8),
-        _stage(Bottleneck, 512, 1024, 2, 3, width=2048, groups=8),
-    ]
+    stages = _stages(partial(Bottleneck, width=2, groups=8), {256: 3, 512: 3, 1024: 3})
     model = _resnet(_stem(_conv(in_channels, 64, 3)), stages, 1024, num_classes)
     # Tf-KD initializes the classifier as well.
     nn.init.kaiming_normal_(model.get_parameter("fc.weight"))
@@ -182,12 +180,8 @@ def _imagenet_resnet(depths: tuple[int, ...], num_classes: int, in_channels: int
     """A bottleneck ResNet for 224x224 images, with ``depths`` blocks in its four stages."""
     stem = _stem(_conv(in_channels, 64, 7, stride=2))
     stem["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
-    stages = [
-        _stage(Bottleneck, 64, 256, 1, depths[0], width=64),
-        _stage(Bottleneck, 256, 512, 2, depths[1], width=128),
-        _stage(Bottleneck, 512, 1024, 2, depths[2], width=256),
-        _stage(Bottleneck, 1024, 2048, 2, depths[3], width=512),
-    ]
+    channels = (256, 512, 1024, 2048)
+    stages = _stages(partial(Bottleneck, width=1 / 4), dict(zip(channels, depths, strict=True)))
     return _fan_out_init(_resnet(stem, stages, 2048, num_classes))
 
 
@@ -206,16 +200,17 @@ def cifar_mobilenet_v2(num_classes: int, in_channels: int = 3) -> nn.Module:
 
     The 1x1 stem pads by one pixel, so the feature maps are 34, 17, 9 and 5 pixels wide.
     """
+    block = partial(InvertedResidual, expansion=6)
     return _sequential(
         {
             "stem": nn.Sequential(*_conv_bn_relu6(in_channels, 32, 1, padding=1)),
-            "stage1": _stage(InvertedResidual, 32, 16, 1, 1, expansion=1),
-            "stage2": _stage(InvertedResidual, 16, 24, 2, 2, expansion=6),
-            "stage3": _stage(InvertedResidual, 24, 32, 2, 3, expansion=6),
-            "stage4": _stage(InvertedResidual, 32, 64, 2, 4, expansion=6),
-            "stage5": _stage(InvertedResidual, 64, 96, 1, 3, expansion=6),
-            "stage6": _stage(InvertedResidual, 96, 160, 1, 3, expansion=6),
-            "stage7": _stage(InvertedResidual, 160, 320, 1, 1, expansion=6),
+            "stage1": _stage(partial(InvertedResidual, expansion=1), 32, 16, 1, 1),
+            "stage2": _stage(block, 16, 24, 2, 2),
+            "stage3": _stage(block, 24, 32, 2, 3),
+            "stage4": _stage(block, 32, 64, 2, 4),
+            "stage5": _stage(block, 64, 96, 1, 3),
+            "stage6": _stage(block, 96, 160, 1, 3),
+            "stage7": _stage(block, 160, 320, 1, 1),
             "head": nn.Sequential(*_conv_bn_relu6(320, 1280, 1)),
             "avgpool": nn.AdaptiveAvgPool2d(1),
             "classifier": nn.Conv2d(1280, num_classes, 1),

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from ..errors import DataError
 
-__all__ = ["ByteArray", "read_pickle"]
-
 
 class _Dtype:
     """Replaces numpy.dtype; only its name is kept."""

@@ -29,8 +29,6 @@ from .folders import SUFFIXES
 from .task import ImageTask
 from .windows import View, read_image, stacked
 
-__all__ = ["Format", "Prediction", "Predictor", "find_files", "read_list", "write_predictions"]
-
 Format = Literal["csv", "jsonl"]
 
 _TASK = "image_classification"

@@ -19,9 +19,9 @@ from ..run.distributed import once
 from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
-from .folders import load_folders
+from .folders import FolderImages, load_folders
 from .idx import load_idx
-from .splits import ImageSource, ImageSplit, check_source
+from .splits import ImageSource, ImageSplit, check_labels
 
 HASHED_BYTES = 8 << 30  # the most bytes of image files that are hashed for a fingerprint
 
@@ -48,9 +48,9 @@ class ImageDataset:
         classes: the names of the classes, in the order of the labels.
         mean: per channel, of the pixels in [0, 1] of the published training split.
         std: likewise.
-        fingerprint: SHA-256 of the images and labels. It is the same for every format with the
-            same images, and does not depend on what is held out. For folders it covers the name
-            and content of every file, or the name and size if ``covers_content`` is False.
+        fingerprint: SHA-256 of the images and labels, whatever their format and hold-out. For
+            folders it covers the name and content of every file, or the name and size if
+            ``covers_content`` is False.
         covers_content: False for folders with more than ``HASHED_BYTES`` of images.
     """
 
@@ -87,9 +87,13 @@ def load_images(
     Raises:
         DataError: the data is missing, damaged or something else than ``name``.
     """
+
+    def load() -> tuple[ImageSource, str, bool]:
+        source = _source(name, root, arguments or {})
+        return source, *_fingerprint(source)
+
     try:
         # A million files are listed by one process only.
-        load = partial(_load_source, name, root, arguments or {})
         source, fingerprint, covers_content = once(load) if name == "folder" else load()
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
@@ -113,18 +117,10 @@ def load_images(
     return ImageDataset(train, valid, test, *facts, fingerprint, covers_content)
 
 
-def _load_source(
-    name: str, root: str | Path | None, arguments: Mapping[str, Any]
-) -> tuple[ImageSource, str, bool]:
-    """The data, their fingerprint, and whether it covers the content of all files."""
-    source = _source(name, root, arguments)
-    return source, *_fingerprint(source)
-
-
 def _source(name: str, root: str | Path | None, arguments: Mapping[str, Any]) -> ImageSource:
     if is_reference(name):
         given = {"root": None if root is None else Path(root).expanduser()}
-        return check_source(call_function("data.name", name, given, arguments), name)
+        return _checked(call_function("data.name", name, given, arguments), name)
     if name in BUILT_IN:
         if root is not None:
             raise DataError(
@@ -175,11 +171,62 @@ def _divide(
     return train, valid, test
 
 
+def _checked(source: object, where: str) -> ImageSource:
+    """What a function of the user returned, if it is a data set whose parts fit together."""
+    if not isinstance(source, ImageSource):
+        kind = type(source).__name__
+        raise DataError(f"{where} must return an ImageSource (labo.lab.ImageSource), not {kind}")
+    if len(source.classes) < 2:
+        raise DataError(f"{where}: there must be at least 2 classes, not {len(source.classes)}")
+    if len(source.mean) != len(source.std) or not all(spread > 0 for spread in source.std):
+        raise DataError(f"{where}: mean and std must have a number per channel, std above 0")
+    for name in ("train", "valid", "test"):
+        split: ImageSplit | None = getattr(source, name)
+        if split is not None:
+            _check_split(split, source, f"{where}: {name}")
+    return source
+
+
+def _check_split(split: ImageSplit, source: ImageSource, where: str) -> None:
+    images, labels = split.images, split.labels
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.dim() != 1:
+        raise DataError(f"{where}: labels must be an int64 tensor (N,), not {_described(labels)}")
+    if isinstance(images, Tensor):
+        if images.dtype != torch.uint8 or images.dim() != 4:
+            raise DataError(
+                f"{where}: images must be a uint8 tensor (N, C, H, W), not {_described(images)}"
+            )
+        if images.shape[1] != len(source.mean):
+            raise DataError(
+                f"{where}: the images have {images.shape[1]} channels, mean has {len(source.mean)}"
+            )
+        first = source.train.images
+        if isinstance(first, Tensor) and images.shape[1:] != first.shape[1:]:
+            raise DataError(
+                f"{where}: images of {_described(images)}, but those of train are "
+                f"{_described(first)}"
+            )
+    elif not isinstance(images, FolderImages):
+        raise DataError(
+            f"{where}: images must be a uint8 tensor (N, C, H, W) or FolderImages, not "
+            f"{_described(images)}"
+        )
+    if len(images) != len(labels):
+        raise DataError(f"{where}: {len(images)} images, but {len(labels)} labels")
+    check_labels(labels, len(source.classes), where)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def _fingerprint(source: ImageSource) -> tuple[str, bool]:
     """SHA-256 over the published splits, and whether it covers the content of all files."""
     splits = [split for split in (source.train, source.valid, source.test) if split is not None]
-    sizes = [split.images.sizes() for split in splits if not isinstance(split.images, Tensor)]
-    covers_content = sum(map(sum, sizes)) <= HASHED_BYTES
+    in_files = [split.images for split in splits if isinstance(split.images, FolderImages)]
+    covers_content = sum(sum(images.sizes()) for images in in_files) <= HASHED_BYTES
     digest = hashlib.sha256()
     for split in splits:
         if isinstance(split.images, Tensor):
@@ -187,9 +234,9 @@ def _fingerprint(source: ImageSource) -> tuple[str, bool]:
             digest.update(split.images.contiguous().numpy().data)
         else:
             images = split.images
-            sizes_of = dict(zip(images.names, images.sizes(), strict=True))
-            found = images.digests() if covers_content else sizes_of
+            sizes = dict(zip(images.names, images.sizes(), strict=True))
+            known = images.digests() if covers_content else sizes
             for name in images.names:
-                digest.update(f"{name} {found[name]}\n".encode("utf-8", "surrogateescape"))
+                digest.update(f"{name} {known[name]}\n".encode("utf-8", "surrogateescape"))
         digest.update(split.labels.numpy().data)
     return digest.hexdigest(), covers_content

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,7 +46,7 @@ from .networks import CONVNETS
 from .randaugment import LARGEST, rand_augment
 from .scores import classification_scores
 from .sources import BUILT_IN, HASHED_BYTES, ON_DISK, load_images
-from .splits import ImageFiles, ImageSplit
+from .splits import ImageSplit
 from .vit import TRANSFORMERS, Pooling, VisionTransformer, plain_config
 from .windows import (
     RESIZED_CROP_DRAWS,
@@ -159,18 +159,18 @@ class ImageData(config.Section):
         return self
 
     def unused(self) -> dict[str, str]:
-        found = {}
+        reasons = {}
         if self.padding == 0:
-            found["padding_mode"] = "padding=0"
+            reasons["padding_mode"] = "padding=0"
         if self.name == "folder":
-            found |= dict.fromkeys(("padding", "padding_mode"), "name=folder")
+            reasons |= dict.fromkeys(("padding", "padding_mode"), "name=folder")
         elif not is_reference(self.name):
-            found["size"] = f"name={self.name}"
+            reasons["size"] = f"name={self.name}"
         if self.randaugment == 0:
-            found["magnitude"] = "randaugment=0"
+            reasons["magnitude"] = "randaugment=0"
         if self.mixup == self.cutmix == 0:
-            found["mix_probability"] = "mixup=0 and data.cutmix=0"
-        return found
+            reasons["mix_probability"] = "mixup=0 and data.cutmix=0"
+        return reasons
 
 
 class ImageModel(config.Section):
@@ -339,7 +339,7 @@ class ImageTask(Task):
                 f"data.holdout: {options.holdout} of {len(self.data.train)} images leaves no "
                 "validation images"
             )
-        self._view, enlarged = self._model_view()
+        self._view, self.notes = self._model_view()
         smallest = min(self._view.height, self._view.width)
         if options.padding_mode == "reflect" and options.padding >= smallest:
             raise RequestError(
@@ -348,17 +348,20 @@ class ImageTask(Task):
             )
         self.fingerprint = f"{options.name}@{self.data.fingerprint[:12]}"
         self.mean, self.std = self.data.mean, self.data.std
-        self.notes: Sequence[str] = [*enlarged, *self._small_splits()]
+        self.notes += self._small_splits()
         if not self.data.covers_content:
-            self.notes = [*self.notes, _SIZES_ONLY]
-        if recipe.model.pretrained is not None:
-            self._take_up(recipe.model.pretrained)
+            self.notes.append(_SIZES_ONLY)
+        if (folder := recipe.model.pretrained) is not None:
+            self.fingerprint += f"~{folder_digest(folder)}"
+            self.notes += head_note(folder, self.data.classes)
+            if (wanted := normalization(folder, len(self.mean))) is not None:
+                self.mean, self.std = wanted
         if recipe.model.is_custom:
             self.fingerprint += f"~{recipe.model.name}@{self._model_version}"
         self.labels = self.data.train.labels
         self.size, self.num_classes = len(self.labels), len(self.data.classes)
         self.steps_per_epoch = -(-self.size // recipe.train.batch_size)
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self._order = lru_cache(maxsize=2)(partial(permutation, recipe.seed, size=self.size))
         workers = recipe.train.workers
         self._map: Callable[..., Iterator[Tensor]] = (
             ThreadPoolExecutor(workers).map if workers else map
@@ -370,14 +373,6 @@ class ImageTask(Task):
 
     # ------------------------------------------------------------------ the model
 
-    def _take_up(self, folder: str) -> None:
-        """What a pre-trained folder decides besides the weights."""
-        self.fingerprint += f"~{folder_digest(folder)}"
-        self.notes = [*self.notes, *head_note(folder, self.data.classes)]
-        found = normalization(folder, len(self.mean))
-        if found is not None:
-            self.mean, self.std = tuple(found[0]), tuple(found[1])
-
     def build_model(self) -> nn.Module:
         model = self._new_model()
         if on_cpu() and isinstance(self.data.train.images, FolderImages):
@@ -387,7 +382,8 @@ class ImageTask(Task):
     def _check_memory(self, model: nn.Module) -> None:
         """Refuse a batch whose activations do not fit into memory, before the machine swaps."""
         train = self.recipe.train
-        images = -(-train.batch_size // train.accumulate)  # at once, on this machine
+        # At once, on this machine.
+        images = -(-min(train.batch_size, self.size) // train.accumulate)
         needed = images * _activation_bytes(model, len(self.mean), self._view)
         free = free_memory()
         if needed > free:
@@ -470,22 +466,21 @@ class ImageTask(Task):
         return model
 
     def facts(self) -> dict[str, Any]:
-        options = self.recipe.model.options()
-        if self.recipe.model.is_custom:
-            options = dict(self.recipe.model.arguments)
-        elif self.recipe.model.name in TRANSFORMERS:
+        model = self.recipe.model
+        options = dict(model.arguments) if model.is_custom else model.options()
+        if model.name in TRANSFORMERS:
             options.setdefault("image_size", self._view.width)
         return {
             "task": self.recipe.task,
-            "model": self.recipe.model.name,
+            "model": model.name,
             **({"options": options} if options else {}),
-            **({"version": self._model_version} if self.recipe.model.is_custom else {}),
+            **({"version": self._model_version} if model.is_custom else {}),
             "num_classes": self.num_classes,
             "in_channels": len(self.data.mean),
             "classes": list(self.data.classes),
             "mean": list(self.mean),
             "std": list(self.std),
-            "input": self._view.facts(),
+            "input": asdict(self._view),
         }
 
     def model_files(
@@ -513,7 +508,7 @@ class ImageTask(Task):
         images, size = self.data.train.images, self.recipe.data.size
         if isinstance(images, Tensor):
             return View(int(images.shape[-2]), int(images.shape[-1])), []
-        shorter = images.shorter_side() if isinstance(images, FolderImages) else _LARGEST_AUTO
+        shorter = images.shorter_side()
         fitting = min(max(shorter // 32 * 32, 32), _LARGEST_AUTO)
         size = fitting if size == "auto" else size
         note = (
@@ -535,15 +530,9 @@ class ImageTask(Task):
 
     # ------------------------------------------------------------------ training batches
 
-    def _epoch_order(self, epoch: int) -> Tensor:
-        return permutation(self.recipe.seed, epoch, self.size)
-
     def global_batch(self, epoch: int, position: int) -> Tensor:
         first = position * self.recipe.train.batch_size
         return self._order(epoch)[first : first + self.recipe.train.batch_size]
-
-    def count(self, index: Tensor, epoch: int) -> int:
-        return len(index)
 
     def batch(self, index: Tensor, epoch: int) -> Batch:
         views = self._views(index, epoch, index, "augment")
@@ -598,7 +587,7 @@ class ImageTask(Task):
     def _normalized(self, images: Tensor) -> Tensor:
         return augment.normalize(images, self.mean, self.std)
 
-    def _read(self, images: ImageFiles, index: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+    def _read(self, images: FolderImages, index: Tensor, choosers: Sequence[Chooser]) -> Tensor:
         """Windows of image files, (N, C, H, W) uint8, by several threads if there are any.
 
         A thread takes many images in a row: handing them over one by one would cost more time of
@@ -607,9 +596,7 @@ class ImageTask(Task):
 
         def read(part: slice) -> list[Tensor]:
             jobs = zip(index[part].tolist(), choosers[part], strict=True)
-            if isinstance(images, FolderImages):
-                return [images.window(i, choose) for i, choose in jobs]
-            return [resized(images[i], choose) for i, choose in jobs]
+            return [images.window(i, choose) for i, choose in jobs]
 
         parts = [
             slice(first, first + _READ_AT_ONCE) for first in range(0, len(index), _READ_AT_ONCE)
@@ -642,9 +629,6 @@ class ImageTask(Task):
         return mixed, augment.mixup(target, box.kept, order)
 
     # ------------------------------------------------------------------ scores
-
-    def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        return self.evaluate(model, "valid", accelerator).metrics
 
     @torch.no_grad()
     def evaluate(  # type: ignore[override]  # the options are those of this task

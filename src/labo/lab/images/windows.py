@@ -13,12 +13,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import DataError
@@ -114,9 +115,8 @@ class View:
 
     height: int  # in pixels
     width: int  # in pixels
-    # length to which the shorter side is resized before the center crop, for models of image files.
-    # None for models of images of one size: such images are taken as they are, others are resized
-    # to the smallest size that covers ``height`` x ``width`` and cropped.
+    # The length of the shorter side before the center crop. None for models of images of one size:
+    # other images are resized to the smallest size that covers ``height`` x ``width`` and cropped.
     resize: int | None = None
 
     def __call__(self, height: int, width: int) -> Window:
@@ -125,16 +125,10 @@ class View:
             return center_window(height, width, self.resize, self.height)
         return cover_window(height, width, self.height, self.width)
 
-    def facts(self) -> dict[str, Any]:
-        """As it is saved with a model."""
-        return asdict(self)
-
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """A file as Pillow opens it. What is wrong with it is a DataError."""
-    from PIL import Image, UnidentifiedImageError
-
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
     try:
         with open_regular(path) as content, Image.open(content) as file:
@@ -179,8 +173,6 @@ def read_image(path: Path, choose: Chooser | None = None, channels: int = 3) -> 
 
 def _cut(image: Any, window: Window, height: int, width: int) -> Any:
     """A window of a Pillow image that may have been decoded at a fraction of its size."""
-    from PIL import Image
-
     down, across = image.height / height, image.width / width
     left, top = window.left * across, window.top * down
     right = min(left + window.width * across, image.width)
@@ -191,8 +183,6 @@ def _cut(image: Any, window: Window, height: int, width: int) -> Any:
 
 def resized(image: Tensor, choose: Chooser) -> Tensor:
     """A window of an image in memory, (C, H, W) uint8, as :func:`read_image` takes it."""
-    from PIL import Image
-
     height, width = image.shape[-2:]
     window = choose(height, width)
     planes = [_cut(Image.fromarray(plane.numpy()), window, height, width) for plane in image]
