@@ -40,9 +40,9 @@ def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     assert train(one, settings) == {0}, log_of(one).read_text()
     assert train(two, settings, world=2) == {0}, log_of(two).read_text()
     # tf-kd-self (make soak): at tau = 20 teacher and model are nearly uniform. Their KL divergence
-    # of about 5e-4 is a difference of sums of about log 10, so that its rounding error is 1e-8, and it is multiplied
-    # by tau^2 = 400. Most of it cancels over a batch, but not in the batch of one sample, where the
-    # losses differ by 3e-5. (At tau = 5 they differ by 2e-6.)
+    # of about 5e-4 is a difference of sums of about log 10, so that its rounding error is 1e-8, and
+    # it is multiplied by tau^2 = 400. Most of it cancels over a batch, but not in the batch of one
+    # sample, where the losses differ by 3e-5. (At tau = 5 they differ by 2e-6.)
     assert_same_curve(one, two, 5e-5 if method == "tf-kd-self" else 2e-5)
 
 
