@@ -51,6 +51,12 @@ class _Batch(ctypes.Structure):
         *(("coefficients", _POINTER), ("source_bf16", _INT), ("centered", _INT)),
         ("moments", _POINTER),
     )
+    alive: list[Tensor]  # what the pointers point to
+
+    def give(self, name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+        """Set a pointer to a tensor that is what C takes it for."""
+        setattr(self, name, _pointer(name, x, dtype, *shape))
+        self.alive.append(x)
 
 
 class _Library:
@@ -85,8 +91,7 @@ def _load() -> tuple[_Library | None, str | None]:
         return None, str(problem)
 
 
-# What the functions for formulas and shards take.
-SHARD_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 # At import: it takes a millisecond, and torch.compile can read the result as a constant.
@@ -100,7 +105,7 @@ def unavailable() -> str | None:
 
 def refuses(logits: Tensor) -> str | None:
     """Why the kernel cannot take these logits, or None if it can."""
-    if logits.dtype not in (torch.float32, torch.bfloat16):
+    if logits.dtype not in DTYPES:
         return f"the C kernel takes float32 and bfloat16, not {logits.dtype}"
     return unavailable()
 
@@ -250,16 +255,15 @@ def rows(
 
     ``statistics``, (N, 5) float64, is filled as by :func:`labo.metrics.row_statistics`.
     """
-    if problem := refuses(logits):
-        raise ValueError(problem)
+    if logits.dtype not in DTYPES:
+        raise ValueError(refuses(logits))
     count, classes = logits.shape
-    logits, target = _contiguous(logits), _contiguous(target)
+    logits = _contiguous(logits)
     batch = _batch(logits, target, ignore_index)
     batch.mode, batch.alpha, batch.tau, batch.rho = kernel[:4]
     batch.log_classes = math.log(classes) if classes else 0.0
     if weight is not None:
-        weight = _contiguous(weight.detach().float())
-        batch.weight = _pointer("weight", weight, torch.float32, classes)
+        batch.give("weight", _contiguous(weight.detach().float()), torch.float32, classes)
     # What is allocated here needs no check.
     values = torch.empty(count, dtype=torch.float32)
     batch.values = values.data_ptr()
@@ -268,26 +272,25 @@ def rows(
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
             batch.grad = out.data_ptr()
         else:
-            batch.grad = _pointer("out", out, logits.dtype, count, classes)
+            batch.give("grad", out, logits.dtype, count, classes)
             _check_overlap(out, logits)
         batch.grad_stride = out.stride(0)
         batch.scale = 1.0
         if isinstance(factor, Tensor):
-            factor = _contiguous(factor.detach().float())
-            batch.row_scale = _pointer("factor", factor, torch.float32, count)
+            batch.give("row_scale", _contiguous(factor.detach().float()), torch.float32, count)
         else:
             batch.scale = factor
     if statistics is not None:
-        shape = (count, STATISTICS)
-        batch.statistics = _pointer("statistics", statistics, torch.float64, *shape)
+        batch.give("statistics", statistics, torch.float64, count, STATISTICS)
     _run(_open().rows, batch, count)
     return values, None if factor is None else out
 
 
 def _batch(logits: Tensor, target: Tensor, ignore_index: int) -> _Batch:
-    """The arguments that all functions have. The caller keeps the tensors alive."""
+    """The arguments that all functions have, for logits that are contiguous by rows."""
     count, classes = logits.shape
-    return _Batch(
+    target = _contiguous(target)
+    batch = _Batch(
         logits=_pointer("logits", logits, logits.dtype, count, classes),
         classes=classes,
         stride=logits.stride(0),
@@ -295,6 +298,8 @@ def _batch(logits: Tensor, target: Tensor, ignore_index: int) -> _Batch:
         target=_pointer("target", target, torch.int64, count),
         bf16=logits.dtype == torch.bfloat16,
     )
+    batch.alive = [logits, target]
+    return batch
 
 
 def _run(function: Callable[[Any, int, int], None], batch: _Batch, count: int) -> None:
@@ -327,15 +332,22 @@ def _check_overlap(out: Tensor, logits: Tensor) -> None:
 
 def sums(logits: Tensor, given: RowInputs) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
-    all_sums = torch.empty(len(logits), len(SUMS), dtype=torch.float64)
-    _run_formula(logits, given, sums=all_sums)
+    batch, count = _formula_batch(logits, given), len(logits)
+    all_sums = torch.empty(count, len(SUMS), dtype=torch.float64)
+    batch.give("sums", all_sums, torch.float64, count, len(SUMS))
+    _run(_open().formula, batch, count)
     return all_sums
 
 
 def gradient(logits: Tensor, given: RowInputs, coefficients: Tensor, out: Tensor) -> Tensor:
     """The gradient of every row, written to ``out``; see :mod:`labo.fast.formula`."""
     _check_overlap(out, logits)
-    _run_formula(logits, given, coefficients=_contiguous(coefficients), grad=out)
+    batch, count = _formula_batch(logits, given), len(logits)
+    coefficients = _contiguous(coefficients)
+    batch.give("coefficients", coefficients, torch.float64, count, len(COEFFICIENTS))
+    batch.give("grad", out, logits.dtype, *logits.shape)
+    batch.grad_stride = out.stride(0)
+    _run(_open().formula, batch, count)
     return out
 
 
@@ -349,41 +361,27 @@ def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     return both[:, 0].clone(), both[:, 1].clone()
 
 
-def _run_formula(logits: Tensor, given: RowInputs, **results: Tensor) -> None:
-    """Either ``sums``, or from ``coefficients`` the gradient ``grad``."""
+def _formula_batch(logits: Tensor, given: RowInputs) -> _Batch:
+    """What both functions of a formula have."""
     target, plan, weight, ignore_index, source = given
     count, classes = logits.shape
-    logits, target = _contiguous(logits), _contiguous(target)
-    batch = _batch(logits, target, ignore_index)
+    batch = _batch(_contiguous(logits), target, ignore_index)
     batch.asked, batch.masses, batch.tau, batch.margin = plan[:4]
-    alive: list[Tensor] = []  # while C reads them
-
-    def give(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
-        alive.append(x)
-        setattr(batch, name, _pointer(name, x, dtype, *shape))
-
     if weight is not None:
-        give("weight", _contiguous(weight.detach().float()), torch.float32, classes)
+        batch.give("weight", _contiguous(weight.detach().float()), torch.float32, classes)
     if source is not None:
         rows = _contiguous(_readable(source.detach()))
         if plan.masses == row_sums.FROM_ROW:
             rows = rows.expand(count, classes)  # a stride of 0
         of_table = plan.masses == row_sums.FROM_TABLE
-        give("source", rows, rows.dtype, classes if of_table else count, classes)
+        batch.give("source", rows, rows.dtype, classes if of_table else count, classes)
         batch.source_stride, batch.source_bf16 = rows.stride(0), rows.dtype == torch.bfloat16
     if plan.row_tau is not None:
-        give("row_tau", torch.stack(plan.row_tau[:2], 1), torch.float64, count, 2)
+        batch.give("row_tau", torch.stack(plan.row_tau[:2], 1), torch.float64, count, 2)
     if plan.mixture is not None:
-        give("row_mixture", torch.stack(plan.mixture, 1), torch.float64, count, 3)
-    if "sums" in results:
-        give("sums", results["sums"], torch.float64, count, len(SUMS))
-    else:
-        coefficients, grad = results["coefficients"], results["grad"]
-        give("coefficients", coefficients, torch.float64, count, len(COEFFICIENTS))
-        give("grad", grad, logits.dtype, count, classes)
-        batch.grad_stride = grad.stride(0)
-    _run(_open().formula, batch, count)
+        batch.give("row_mixture", torch.stack(plan.mixture, 1), torch.float64, count, 3)
+    return batch
 
 
 def _readable(matrix: Tensor) -> Tensor:
-    return matrix if matrix.dtype in SHARD_DTYPES else matrix.float()
+    return matrix if matrix.dtype in DTYPES else matrix.float()
