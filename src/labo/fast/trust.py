@@ -19,10 +19,9 @@ from .formula import plan_of
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 _ROWS = 4
 
-# What was wrong, or "", by (device, loss, dtype), and what was compared: these with the kernel or
-# the sums of the loss and whether there are class weights.
-_found: dict[tuple[str, ...], str] = {}
-_compared: set[tuple[Any, ...]] = set()
+# What was wrong, or "", by device, loss, dtype, whether there are class weights, and the kernel or
+# the sums of the loss.
+_known: dict[tuple[Any, ...], str] = {}
 
 
 def refuses(loss: Any, logits: Tensor) -> str | None:
@@ -30,7 +29,7 @@ def refuses(loss: Any, logits: Tensor) -> str | None:
     key = (str(logits.device), type(loss).__name__, str(logits.dtype)[6:])
     if not torch.compiler.is_compiling():
         _first_use(key, loss, logits)
-    problem = _found.get(key)
+    problem = next((p for known, p in _known.items() if p and known[:3] == key), None)
     return f"the kernels of {key[1]} in {key[2]}: {problem}" if problem else None
 
 
@@ -38,15 +37,15 @@ def _first_use(key: tuple[str, ...], loss: Any, logits: Tensor) -> None:
     """Compare what was not compared before. A warning says what is wrong."""
     weighted, kernel = loss.weight is not None, loss.kernel()
     kind = (kernel.mode,) if kernel is not None else plan_of(loss, weighted)[:2]
-    if (*key, weighted, *kind) in _compared or not _may_check(logits):
+    compared = (*key, weighted, *kind)
+    if compared in _known or not _may_check(logits):
         return
-    _compared.add((*key, weighted, *kind))  # the comparison itself comes here
+    _known[compared] = ""  # the comparison itself comes here
     problem = _compare(loss, logits)
     if problem is None:
-        _compared.remove((*key, weighted, *kind))
-        return
-    _found[key] = _found.get(key) or problem
-    if problem:
+        del _known[compared]
+    elif problem:
+        _known[compared] = problem
         warnings.warn(
             f"labo: the Triton kernels of {key[1]} in {key[2]} are not used on {key[0]}, because "
             f"{problem}; another backend is slower and right. Please report this with the name of "
@@ -58,10 +57,10 @@ def _first_use(key: tuple[str, ...], loss: Any, logits: Tensor) -> None:
 
 def checked() -> str:
     """What was compared so far, for `labo.backends`."""
-    good = sorted({f"{key[1]} {key[2]}" for key, problem in _found.items() if not problem})
-    bad = sorted({f"{key[1]} {key[2]}" for key, problem in _found.items() if problem})
-    parts = [f"compared with the plain formula: {', '.join(good)}"] if good else []
-    return "; ".join(parts + ([f"not used: {', '.join(bad)}"] if bad else []))
+    bad = {f"{known[1]} {known[2]}" for known, problem in _known.items() if problem}
+    good = {f"{known[1]} {known[2]}" for known in _known} - bad
+    parts = [f"compared with the plain formula: {', '.join(sorted(good))}"] if good else []
+    return "; ".join(parts + ([f"not used: {', '.join(sorted(bad))}"] if bad else []))
 
 
 def _may_check(logits: Tensor) -> bool:
@@ -105,10 +104,10 @@ def _compare(loss: Any, logits: Tensor) -> str | None:
     except (TypeError, ValueError):
         return None  # hyper-parameters that do not fit: the call itself says so
     try:
-        found = run("native")
+        given = run("native")
     except Exception as error:
         return f"they raise {type(error).__name__}: {str(error)[:200]}"
-    for name, ours, theirs in zip(("value", "gradient"), found, wanted, strict=True):
+    for name, ours, theirs in zip(("value", "gradient"), given, wanted, strict=True):
         off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
         if not off <= _TOLERANCE[logits.dtype]:
             return f"the {name} is off by {off:.1e} of the largest"

@@ -19,8 +19,7 @@ K = 70
 def gpu(monkeypatch):
     """CPU tensors are served as on a GPU: by the Triton kernels, which are checked first."""
     triton_for_native(monkeypatch)
-    monkeypatch.setattr(trust, "_found", {})
-    monkeypatch.setattr(trust, "_compared", set())
+    monkeypatch.setattr(trust, "_known", {})
     monkeypatch.delenv("LABO_CHECK_KERNELS", raising=False)
     monkeypatch.setattr(
         dispatch,
