@@ -235,7 +235,7 @@ def total(values: Tensor, divisor: float) -> Tensor:
 
     For a hundred rows, the sum and division of PyTorch would take as long as the rows themselves.
     """
-    quotient = _open().sum(values.data_ptr(), len(values)) / divisor
+    quotient = _open().sum(values.data_ptr(), values.shape[0]) / divisor
     if abs(quotient) > _LARGEST:  # infinite in float32, where torch.full raises
         return torch.tensor(quotient, dtype=torch.float32)
     return torch.full((), quotient, dtype=torch.float32)
@@ -288,16 +288,11 @@ def rows(
 
 def _batch(logits: Tensor, target: Tensor, ignore_index: int) -> _Batch:
     """The arguments that all functions have, for logits that are contiguous by rows."""
-    count, classes = logits.shape
-    target = _contiguous(target)
-    batch = _Batch(
-        logits=_pointer("logits", logits, logits.dtype, count, classes),
-        classes=classes,
-        stride=logits.stride(0),
-        ignore_index=ignore_index,
-        target=_pointer("target", target, torch.int64, count),
-        bf16=logits.dtype == torch.bfloat16,
-    )
+    batch, (count, classes), target = _Batch(), logits.shape, _contiguous(target)
+    batch.logits = _pointer("logits", logits, logits.dtype, count, classes)
+    batch.classes, batch.stride, batch.ignore_index = classes, logits.stride(0), ignore_index
+    batch.target = _pointer("target", target, torch.int64, count)
+    batch.bf16 = logits.dtype == torch.bfloat16
     batch.alive = [logits, target]
     return batch
 
