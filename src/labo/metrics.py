@@ -94,8 +94,7 @@ def row_statistics(
     if soft:
         q, u = target.double(), logits.double() - maximum.unsqueeze(1)
         columns[NLL] = columns[LOG_E] * row_sum(q) - row_sum(times(q, u))
-    found = torch.stack(columns, 1)
-    return found.masked_fill_(~valid.unsqueeze(1), 0.0)
+    return torch.stack(columns, 1).masked_fill_(~valid.unsqueeze(1), 0.0)
 
 
 def loss_metrics(logits: Tensor, target: Tensor, loss: Any) -> LossMetrics:

@@ -130,70 +130,86 @@ def _uses_u(plan: Passes) -> bool:
 
 def sums(logits: Tensor, given: RowInputs) -> Tensor:
     """The sums of every row; see :mod:`labo.fast.formula`."""
-    target, plan, weight, ignore_index, source = given
-    dtype, wider = wide(logits.dtype), exact(logits.device, logits.dtype)
+    wider = exact(logits.device, logits.dtype)
     all_sums = torch.zeros(len(logits), len(SUMS), dtype=wider, device=logits.device)
     if logits.shape[1] == 0:
         all_sums[:, 0] = -math.inf
         return all_sums
-    if plan.mixture is not None:
-        for part in blocks(logits):
-            z = _rows_of(logits, target, plan, part)
-            if plan.asked & row_sums.QMIX:
-                tops = (x[part].to(dtype).unsqueeze(1) for x in plan.mixture[::2])
-                t = _source_rows(source, plan, part, target, dtype)
-                r, q, difference = _taught(plan, z, t, *tops)
-                x = _teacher_mixture(plan.mixture, difference, part)
-                zero, at = x.new_zeros(()), SUMS.index("rmix")
-                all_sums[part, at] = _product_sum(torch.logaddexp(zero, x), r)
-                all_sums[part, at + 1] = _product_sum(torch.logaddexp(zero, -x), q)
-                all_sums[part, at + 2] = row_sum(torch.sigmoid(-x) * q).to(wider)
-                continue
-            u, x = _mixture_of(plan.mixture, z, part)
-            zero = x.new_zeros(())
-            sums_of = {
-                "mix": torch.logaddexp(zero, x),
-                "emix": u.exp_().mul_(torch.logaddexp(zero, -x)),
-            }
-            for name, terms in sums_of.items():
-                all_sums[part, SUMS.index(name)] = row_sum(terms).to(wider)
-        return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
+    of_block = _sums if given.plan.mixture is None else _mixture_sums
     for part in blocks(logits):
-        z = _rows_of(logits, target, plan, part)
-        tau, source_tau = _taus(plan, part, dtype)
-        top = z.amax(1, keepdim=True).to(dtype)
-        found = {"top": top.squeeze(1)}
-        top = top.masked_fill(top == -math.inf, 0.0)
-        found["u_y"] = _u_of_target(logits[part], target[part], top, plan)
-        u = z - top
-        e = _finite(u).exp() if _uses_u(plan) else u.exp_()
-        found["e"] = row_sum(e)
-        if plan.asked & row_sums.TOP:
-            found["top_at"] = z.argmax(1)
-        if plan.asked & row_sums.COUNT:
-            found["count"] = row_sum((z != -math.inf).to(dtype))
-        if plan.asked & row_sums.UE:
-            found["ue"] = row_sum(u * e)
-        if plan.asked & row_sums.R:
-            r = _over_tau(z, top, tau).exp_()
-            found["r"] = row_sum(r)
-            if plan.asked & row_sums.UR:
-                found["ur"] = _product_sum(u, r)
-        if plan.masses != row_sums.NO_MASSES:
-            t, t_top = _source_rows(source, plan, part, target, dtype), torch.zeros_like(top)
-            if t is not None and plan.masses == row_sums.FROM_TEACHER:
-                t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True).to(dtype)
-                found["source_top"] = t_top.squeeze(1)
-                t_top = t_top.masked_fill(t_top == -math.inf, 0.0)
-            q, v = _masses(plan, z, u, t, t_top, source_tau)
-            d = None if v is None else _finite(v / source_tau) - _finite(_over_tau(z, top, tau))
-            found |= _mass_sums(plan, u, d, q, weight)
-            if plan.asked & row_sums.RD:
-                r, _, difference = _taught(plan, z, t, top, t_top)
-                found["rd"] = _product_sum(difference.masked_fill_(r == 0, 0.0), r)
-        for name, value in found.items():
-            all_sums[part, SUMS.index(name)] = value.to(all_sums.dtype)
-    return all_sums.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
+        for name, column in of_block(logits, given, part).items():
+            all_sums[part, SUMS.index(name)] = column.to(wider)
+    return all_sums.masked_fill_((given.target == given.ignore_index).unsqueeze(1), 0.0)
+
+
+def _sums(logits: Tensor, given: RowInputs, part: slice) -> dict[str, Tensor]:
+    """The sums of a block of rows that a formula asks for."""
+    target, plan, weight, _, source = given
+    dtype, z = wide(logits.dtype), _rows_of(logits, target, plan, part)
+    tau, source_tau = _taus(plan, part, dtype)
+    top = z.amax(1, keepdim=True).to(dtype)
+    named = {"top": top.squeeze(1)}
+    top = top.masked_fill(top == -math.inf, 0.0)
+    named["u_y"] = _u_of_target(logits[part], target[part], top, plan)
+    u = z - top
+    e = _finite(u).exp() if _uses_u(plan) else u.exp_()
+    named["e"] = row_sum(e)
+    if plan.asked & row_sums.TOP:
+        named["top_at"] = z.argmax(1)
+    if plan.asked & row_sums.COUNT:
+        named["count"] = row_sum((z != -math.inf).to(dtype))
+    if plan.asked & row_sums.UE:
+        named["ue"] = row_sum(u * e)
+    if plan.asked & row_sums.R:
+        r = _over_tau(z, top, tau).exp_()
+        named["r"] = row_sum(r)
+        if plan.asked & row_sums.UR:
+            named["ur"] = _product_sum(u, r)
+    if plan.masses == row_sums.NO_MASSES:
+        return named
+    t, t_top = _source_rows(source, plan, part, target, dtype), torch.zeros_like(top)
+    if t is not None and plan.masses == row_sums.FROM_TEACHER:
+        t_top = t.masked_fill(z == -math.inf, -math.inf).amax(1, keepdim=True).to(dtype)
+        named["source_top"] = t_top.squeeze(1)
+        t_top = t_top.masked_fill(t_top == -math.inf, 0.0)
+    q, v = _masses(plan, z, u, t, t_top, source_tau)
+    named["q"] = row_sum(q)
+    if plan.asked & row_sums.QU:
+        named["qu"] = _product_sum(u, q)
+    if plan.asked & row_sums.QD and v is not None:
+        d = _finite(v / source_tau) - _finite(_over_tau(z, top, tau))
+        named["qd"] = _product_sum(d, q)
+    if plan.asked & row_sums.WQU and weight is not None:
+        wq = q * weight.to(q.dtype)
+        named |= {"wq": row_sum(wq), "wqu": _product_sum(u, wq)}
+    if plan.asked & row_sums.RD:
+        r, _, difference = _taught(plan, z, t, top, t_top)
+        named["rd"] = _product_sum(difference.masked_fill_(r == 0, 0.0), r)
+    return named
+
+
+def _mixture_sums(logits: Tensor, given: RowInputs, part: slice) -> dict[str, Tensor]:
+    """The sums of a block of rows whose mixture is known."""
+    target, plan, _, _, source = given
+    assert plan.mixture is not None
+    dtype, z = wide(logits.dtype), _rows_of(logits, target, plan, part)
+    if plan.asked & row_sums.QMIX:
+        tops = (x[part].to(dtype).unsqueeze(1) for x in plan.mixture[::2])
+        t = _source_rows(source, plan, part, target, dtype)
+        r, q, difference = _taught(plan, z, t, *tops)
+        x = _teacher_mixture(plan.mixture, difference, part)
+        zero = x.new_zeros(())
+        return {
+            "rmix": _product_sum(torch.logaddexp(zero, x), r),
+            "qmix": _product_sum(torch.logaddexp(zero, -x), q),
+            "qs": row_sum(torch.sigmoid(-x) * q),
+        }
+    u, x = _mixture_of(plan.mixture, z, part)
+    zero = x.new_zeros(())
+    return {
+        "mix": row_sum(torch.logaddexp(zero, x)),
+        "emix": row_sum(u.exp_().mul_(torch.logaddexp(zero, -x))),
+    }
 
 
 def _u_of_target(logits: Tensor, target: Tensor, top: Tensor, plan: Passes) -> Tensor:
@@ -205,32 +221,18 @@ def _u_of_target(logits: Tensor, target: Tensor, top: Tensor, plan: Passes) -> T
     return u_y.masked_fill((target < 0) | (target >= classes), 0.0)
 
 
-def _mass_sums(
-    plan: Passes, u: Tensor, d: Tensor | None, q: Tensor, weight: Tensor | None
-) -> dict[str, Tensor]:
-    found = {"q": row_sum(q)}
-    if plan.asked & row_sums.QU:
-        found["qu"] = _product_sum(u, q)
-    if plan.asked & row_sums.QD and d is not None:
-        found["qd"] = _product_sum(d, q)
-    if plan.asked & row_sums.WQU and weight is not None:
-        wq = q * weight.to(q.dtype)
-        found |= {"wq": row_sum(wq), "wqu": _product_sum(u, wq)}
-    return found
-
-
 def moments(logits: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
     """See :mod:`labo.fast.formula`."""
     wider = exact(logits.device, logits.dtype)
-    found = torch.zeros(2, len(logits), dtype=wider, device=logits.device)
+    centers, squares = torch.zeros(2, len(logits), dtype=wider, device=logits.device)
     for part in blocks(logits):
         x = logits[part].to(wide(logits.dtype)).contiguous()  # bits depend on the strides
         if centered:
             center = row_sum(x) / x.shape[1]
-            found[0, part] = center.to(wider)
+            centers[part] = center.to(wider)
             x = x - center.unsqueeze(1)
-        found[1, part] = row_sum(x * x).to(wider)
-    return found[0], found[1]
+        squares[part] = row_sum(x * x).to(wider)
+    return centers, squares
 
 
 def _product_sum(u: Tensor, q: Tensor) -> Tensor:

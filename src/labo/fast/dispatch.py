@@ -63,7 +63,8 @@ def backends() -> dict[str, str]:
     """
     cpu = native.unavailable()
     cuda = _triton_unavailable()
-    checked = f"; {found}" if (found := trust.checked()) else ""
+    compared = trust.checked()
+    checked = f"; {compared}" if compared else ""
     return {
         "reference": "available",
         "blocked": "available",
@@ -268,7 +269,7 @@ class FastRows:
             return kernel.scaled(values), statistics
         rows = self._formula(logits, target, None)
         values, _ = rows.rows(logits, None)
-        return values, torch.cat(rows.found, 1)
+        return values, torch.cat(rows.backend_sums, 1)
 
     def sums_like(self, logits: Tensor) -> Tensor:
         """A tensor as the second one of :meth:`values_and_sums`; no columns without two passes."""
@@ -300,7 +301,7 @@ class FastRows:
             )
         else:
             rows = self._formula(logits, target, out)
-            rows.known = list(sums.split(len(SUMS), 1))
+            rows.known_sums = list(sums.split(len(SUMS), 1))
             _, grad = rows.rows(logits, factor)
         assert grad is not None
         return grad
@@ -360,9 +361,9 @@ def denominator(
     if target.is_cuda and _checks.is_plain(target) and _triton_unavailable() is None:
         kernels = _triton_module()
         if len(target) <= kernels.MOST_TARGETS:
-            found, good = kernels.count_targets(target, classes, ignore_index, weight)
+            counted, good = kernels.count_targets(target, classes, ignore_index, weight)
             _checks.check_range(target, classes, ignore_index, good)
-            return found if weight is None else found.to(weight.dtype)
+            return counted if weight is None else counted.to(weight.dtype)
     _checks.check_range(target, classes, ignore_index)
     valid = target != ignore_index
     if weight is None:

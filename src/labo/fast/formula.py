@@ -168,8 +168,8 @@ class FormulaRows:
         self._masked: Tensor | None = None
         self._overwritten = False  # whether the logits may hold the gradient
         # What the backend gave, (N, 16) for each call, and what it gave before for the same rows.
-        self.found: list[Tensor] = []
-        self.known: list[Tensor] = []
+        self.backend_sums: list[Tensor] = []
+        self.known_sums: list[Tensor] = []
 
     def values(self, logits: Tensor, statistics: Tensor | None = None) -> Tensor:
         """The values, (N,) float64, differentiable for the logits; 0 for ignored rows.
@@ -254,12 +254,12 @@ class FormulaRows:
         return self.w_y
 
     def _sums(self, logits: Tensor, plan: Passes) -> dict[str, Tensor]:
-        found = len(self.found)
-        if found < len(self.known):
-            self.found.append(self.known[found])
+        call = len(self.backend_sums)
+        if call < len(self.known_sums):
+            self.backend_sums.append(self.known_sums[call])
         else:
-            self.found.append(self.backend.sums(logits, self._given(plan)))
-        return _by_name(plan, self.found[-1])
+            self.backend_sums.append(self.backend.sums(logits, self._given(plan)))
+        return _by_name(plan, self.backend_sums[-1])
 
     def _given(self, plan: Passes) -> RowInputs:
         weight = self.weight if plan.asked & row_sums.WQU else None

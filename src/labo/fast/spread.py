@@ -64,24 +64,24 @@ def spread(
     if own is not None:
         plain &= own.plain
     count = torch.full_like(squares, classes)
-    found = _finish(squares.sqrt(), center, count, centered, plain)
+    of_rows = _finish(squares.sqrt(), center, count, centered, plain)
     if not bool(plain.all()):
         rest = (~plain).nonzero().squeeze(1)
         masked = _masked_rows(logits, centered, student, rest.split(at_once))
-        for x, y in zip(found, masked, strict=True):
+        for x, y in zip(of_rows, masked, strict=True):
             x[rest] = y
-    return found
+    return of_rows
 
 
 def _masked_rows(
     logits: Tensor, centered: bool, student: Tensor | None, blocks: Sequence[slice | Tensor]
 ) -> Spread:
     """The spread of the rows in these blocks, of which classes may be masked."""
-    found = []
+    of_blocks = []
     for part in blocks:
         z = logits[part].to(wide(logits.dtype))
-        found.append(_masked(z, None if student is None else student[part], centered))
-    return Spread(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+        of_blocks.append(_masked(z, None if student is None else student[part], centered))
+    return Spread(*(torch.cat(columns) for columns in zip(*of_blocks, strict=True)))
 
 
 def _masked(z: Tensor, student: Tensor | None, centered: bool) -> Spread:
