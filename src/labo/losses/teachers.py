@@ -101,6 +101,7 @@ class DistillationLoss(Loss):
         if self.tau_squared:
             factor = factor * self.tau**2
         if self.standardize:
+            row.tempered(self.tau, DEVIATION)
             soft = row.masses(FROM_TEACHER, self.tau, spread=DEVIATION).distillation()
         else:
             soft = of_sums(row, self.tau, self.divergence, self.mixture)
