@@ -197,9 +197,7 @@ class LanguageModelingTask(TokenTask):
     provides: ClassVar = frozenset({"inner_states", "stored_teacher"})
     shardable: ClassVar = True
     method_defaults: ClassVar = {
-        "kd": {"alpha": 0.5, "tau": 1.0},
-        "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
-        "ps-kd": {"alpha": 0.7},
+        **TokenTask.method_defaults,
         "labo": {"warmup_steps": 1000},
         # The only published setting, which is for language models.
         "eaft": {"top_k": 20},

@@ -79,7 +79,11 @@ def _chunks(source: BinaryIO, notice: Notice) -> Iterator[list[str]]:
 
 def _raw_chunks(source: BinaryIO) -> Iterator[list[bytes]]:
     """From a file as many lines as are worth a batch; otherwise those that have come."""
-    if not _is_live(source):
+    try:
+        is_live = not stat.S_ISREG(os.fstat(source.fileno()).st_mode)
+    except (OSError, ValueError):  # in memory
+        is_live = False
+    if not is_live:
         while chunk := list(islice(iter(source.readline, b""), _LINES_AT_ONCE)):
             yield chunk
         return
@@ -97,12 +101,3 @@ def _raw_chunks(source: BinaryIO) -> Iterator[list[bytes]]:
         lines.append(rest)
     if lines:
         yield lines
-
-
-def _is_live(source: BinaryIO) -> bool:
-    """Whether lines come one by one, as from a pipe or a terminal."""
-    try:
-        mode = os.fstat(source.fileno()).st_mode
-    except (OSError, ValueError):  # in memory
-        return False
-    return not stat.S_ISREG(mode)

@@ -37,6 +37,11 @@ class TokenTask(Task):
     """
 
     tempered_records: ClassVar = True
+    method_defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "kd": {"alpha": 0.5, "tau": 1.0},
+        "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
+        "ps-kd": {"alpha": 0.7},
+    }
     data: PreparedFolder[Any, Any]
     samples: int
 

@@ -238,9 +238,7 @@ class TranslationTask(TokenTask):
     higher_is_better: ClassVar = {"bleu": True, "nll": False}
     provides: ClassVar = frozenset({"vocabulary_groups", "inner_states", "stored_teacher"})
     method_defaults: ClassVar = {
-        "kd": {"alpha": 0.5, "tau": 1.0},
-        "tf-kd-self": {"alpha": 0.5, "tau": 1.0},
-        "ps-kd": {"alpha": 0.7},
+        **TokenTask.method_defaults,
         "labo": {"warmup_steps": 5000},
         # That of the authors' translation code.
         "r-drop": {"lam": 5.0, "hard_weight": 1.0, "label": "smoothed"},
