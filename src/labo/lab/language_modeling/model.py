@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..._names import Registry
-from ...calibration import fold_temperature
 from ...calibration.folding import evaluating
 from ..errors import RequestError
 from ..pretrained import load_folder
@@ -129,23 +128,6 @@ class LanguageModel(TokenModel):
         softcap = getattr(self.causal.config, "final_logit_softcapping", None)
         bias = getattr(layer, "bias", None)
         return Head(outputs.last_hidden_state, layer.weight, bias, softcap, inner)
-
-    def fold_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature for good; refused if that is not exact.
-
-        An output layer that is tied to the embeddings gets a weight of its own first, since the
-        embeddings must stay as they are. The saved model is larger by that weight.
-        """
-        layer = self.causal.get_output_embeddings()
-        if self.causal.all_tied_weights_keys:
-            layer.weight = nn.Parameter(layer.weight.detach().clone())
-            self.causal.config.get_text_config(decoder=True).tie_word_embeddings = False
-            self.causal.config.tie_word_embeddings = False
-            self.causal.all_tied_weights_keys = {}
-        try:
-            fold_temperature(self.causal, temperature)
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
 
 
 def fresh_model(config: PretrainedConfig) -> LanguageModel:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...calibration import fold_temperature
+from ..errors import RequestError
 from ..pretrained import merged, published
 
 
@@ -72,8 +74,15 @@ class TokenModel(nn.Module):
         return config | {"architectures": [type(network).__name__]}
 
     def fold_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature for good; refused if that is not exact."""
-        raise NotImplementedError
+        """Divide the logits by a temperature for good; refused if that is not exact.
+
+        An output layer that is tied to the embeddings gets a weight of its own first, since the
+        embeddings must stay as they are. The saved model is larger by that weight.
+        """
+        try:
+            fold_temperature(self.inside, temperature, untie=True)
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error)) from error
 
     def probe_ids(self, length: int) -> Tensor:
         """(1, length) token ids to try the model with; no padding among them."""
