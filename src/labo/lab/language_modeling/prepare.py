@@ -84,7 +84,7 @@ def prepare(options: DocumentOptions, out: str | Path, *, force: bool = False) -
         options,
         tokenizer=tokenizer,
         inputs=[{"file": file.name, "sha256": sha256(file)} for file in files],
-        few="a file is one document: --documents line or paragraph makes many of it" * whole_files,
+        few="a file is one document: --documents line or paragraph divides it" * whole_files,
         force=force,
     )
 
