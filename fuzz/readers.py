@@ -461,7 +461,7 @@ def make_model(folder: Path) -> list[Path]:
 
 
 def _read_model(folder: Path) -> None:
-    found = ModelFolder.find(folder)
+    found = ModelFolder(folder)
     found.tokenizers()
     found.load()
 

@@ -254,14 +254,14 @@ def test_translate_prints_calibrated_probabilities_and_searches_as_before(text, 
     p = (logits / found.temperature).softmax(-1)[torch.arange(len(tokens)), tokens]
     assert calibrated[0]["probabilities"] == pytest.approx(p.tolist(), rel=1e-4)
     calibrate_run(path, fold=True)
-    assert ModelFolder.find(path).temperature == 1.0
+    assert ModelFolder(path).temperature == 1.0
 
 
 def test_it_goes_with_a_copy_of_the_model_folder_and_with_an_export(text, copied, tmp_path):
     path = copied(text)
     found = calibrate_run(path)
     folder = shutil.copytree(path / "best", tmp_path / "elsewhere")
-    assert ModelFolder.find(folder).temperature == found.temperature
+    assert ModelFolder(folder).temperature == found.temperature
     export(folder, tmp_path / "exported")
     facts = json.loads((tmp_path / "exported" / "labo.json").read_text())
     assert facts["temperature"] == found.temperature

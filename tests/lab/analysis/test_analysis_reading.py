@@ -206,10 +206,10 @@ def test_translation_records(tmp_path):
     assert found.hypotheses == ["the cat sat down", "a"]
     assert found.references == ["the cat sat down", "a b"]
     assert found.frequency.tolist() == [10.0, 3.0]
-    assert found.probabilities[1].tolist() == [0.25, 0.25]
-    assert found.sentences[0].lengths is None
-    assert found.sentences[1].lengths == lengths
-    assert found.sentences[1].forced.tokens == ["a", "b", "</s>"]
+    assert found[1].probabilities.tolist() == [0.25, 0.25]
+    assert found[0].lengths == {}
+    assert found[1].lengths == lengths
+    assert found[1].forced.tokens == ["a", "b", "</s>"]
 
 
 def forced(**fields):

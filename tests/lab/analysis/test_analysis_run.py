@@ -195,7 +195,6 @@ def test_a_translation_run(tmp_path):
     json.dumps(found, allow_nan=False)
     test = found["splits"]["test"]
     assert test["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs(2), [TEXTS]).score)
-    assert test["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
     decoded, forced = test["views"]["decoded"], test["views"]["forced"]
     assert sum(decoded["reliability"]["count"]) == sum(forced["reliability"]["count"]) == 6 * 7
     assert decoded["accuracy"] == pytest.approx(5 / 7)
@@ -204,10 +203,8 @@ def test_a_translation_run(tmp_path):
     assert forced["accuracy"] == 1.0
     assert forced["nll"] == pytest.approx(-math.log(0.4))
     parts = test["frequency"]
-    assert parts["rule"] == "thirds"
     assert parts["most"]["examples"] == 2
     assert parts["most"]["mean_frequency"] == 99.5
-    assert parts["left_over"] == 0
     assert test["confidence"]["peak"]["least"] == 0.425
     assert test["lengths"]["beams"]["20"]["ratio"] == pytest.approx(39 / 42)
     assert test["verdict"] == (
@@ -246,11 +243,8 @@ def test_the_interval_of_tokens_is_drawn_by_the_sentence(tmp_path):
     assert expected[1] - expected[0] > 0.4
 
 
-def test_slices_leave_sentences_over(tmp_path):
+def test_slices_may_be_empty(tmp_path):
     path = translation_run(tmp_path / "r")
-    parts = analyze_run(path, part_size=1)["splits"]["test"]["frequency"]
-    assert parts["rule"] == "slices of 1"
-    assert parts["left_over"] == 3
     parts = analyze_run(path, part_size=4)["splits"]["test"]["frequency"]
     assert [parts[part]["examples"] for part in ("most", "medium", "least")] == [4, 2, 0]
     assert parts["least"] == {"examples": 0, "mean_frequency": None, "bleu": None}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from labo.lab.errors import RequestError
 from labo.lab.translation import decoding
@@ -60,9 +59,7 @@ def oracle(model, source, options):
     [
         (1, 1.0, "shared"),
         (2, 0.0, "shared"),
-        (5, 0.6, "shared"),
-        (5, 1.0, "shared"),
-        (5, 1.0, "separate"),
+        (5, 0.6, "separate"),
         (9, 2.0, "shared"),
     ],
 )
@@ -106,18 +103,6 @@ def test_beams_that_no_memory_holds_are_refused():
         Decode(min_length=30)
 
 
-def test_beam_search_of_a_trained_model():
-    options = Decode()
-    sources = sentences(12, seed=1000, longest=6)
-    found = decode(trained_model(), sources, options)
-    for source, (best,) in zip(sources, found, strict=True):
-        score, ids = oracle(trained_model(), source, options)[0]
-        assert (*best.ids, *[EOS] * best.ended) == ids
-        assert best.score == pytest.approx(score, abs=1e-5)
-    right = [best.ids == tuple(reversed(s[:-1])) for s, (best,) in zip(sources, found, strict=True)]
-    assert any(right)
-
-
 @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
 def test_a_translation_does_not_hang_on_its_batch(batch_tokens):
     model, sources = random_model(seed=3), sentences(20, seed=3)
@@ -129,19 +114,6 @@ def test_a_translation_does_not_hang_on_its_batch(batch_tokens):
         for one, other in zip(alone, hypotheses, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-5)
             assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
-
-
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 1.7])
-def test_the_score_follows_from_the_probabilities(penalty):
-    model = random_model()
-    for hypotheses in decode(model, sentences(8), Decode(length_penalty=penalty), nbest=5):
-        for found in hypotheses:
-            assert len(found.probabilities) == len(found.ids) + found.ended
-            log_p = sum(map(math.log, found.probabilities))
-            assert found.score == pytest.approx(log_p / len(found.probabilities) ** penalty)
-        scores = [found.score for found in hypotheses]
-        assert scores == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
-        assert len({found.ids for found in hypotheses}) == 5
 
 
 def test_probabilities_are_the_models_own(monkeypatch):
@@ -169,12 +141,7 @@ def test_each_sentence_has_its_own_longest_output(beam):
     found = [best for (best, *_) in decode(model, sources, options)]
     assert [len(best.ids) for best in found] == [5, 11, 3]
     assert not any(best.ended for best in found)
-
-
-def test_no_output_outgrows_the_positions():
-    model = random_model()
-    model.final_logits_bias[0, EOS] = -1e4
-    ((best,),) = decode(model, [[5] * (POSITIONS - 1) + [EOS]], Decode())
+    ((best, *_),) = decode(model, [[5] * (POSITIONS - 1) + [EOS]], Decode(beam=beam))
     assert len(best.ids) == POSITIONS - 1
 
 
@@ -196,6 +163,7 @@ def test_order_is_kept_and_progress_told():
     backwards = decode(model, sources[::-1], options)
     assert [h[0].ids for h in found] == [h[0].ids for h in backwards[::-1]]
     assert len({h[0].ids for h in found}) > 3
+    assert decode(model, [], options) == []
 
 
 def test_the_mode_of_the_model_is_restored_whatever_happens():
@@ -216,22 +184,9 @@ def test_the_mode_of_the_model_is_restored_whatever_happens():
     assert model.training
 
 
-def test_nothing_to_decode():
-    assert decode(random_model(), [], Decode()) == []
-
-
-@pytest.mark.parametrize(
-    ("sources", "nbest", "line"),
-    [
-        ([[EOS], [5] * POSITIONS + [EOS]], 1, "source 1 has 41 tokens; the model takes 1 to 40"),
-        ([[]], 1, "source 0 has 0 tokens; the model takes 1 to 40"),
-        ([[EOS]], 6, "nbest must be 1 to 5, the beam size; got 6"),
-        ([[EOS]], 0, "nbest must be 1 to 5, the beam size; got 0"),
-    ],
-)
-def test_what_cannot_be_decoded_is_refused(sources, nbest, line):
-    with pytest.raises(RequestError, match=line):
-        decode(random_model(), sources, Decode(), nbest=nbest)
+def test_more_hypotheses_than_the_beam_has_are_refused():
+    with pytest.raises(RequestError, match="nbest must be 1 to 5, the beam size; got 6"):
+        decode(random_model(), [[EOS]], Decode(), nbest=6)
 
 
 def test_a_saved_folder_translates_the_same_with_transformers_alone(tmp_path):
@@ -246,18 +201,6 @@ def test_a_saved_folder_translates_the_same_with_transformers_alone(tmp_path):
     for text, (best,) in zip(texts, decode(trained_model(), sources, options), strict=True):
         (said,) = model.generate(**tokenizer(text, return_tensors="pt"))
         assert said.tolist() == [EOS, *best.ids, EOS]
-
-
-@pytest.mark.parametrize("beam", [1, 5])
-def test_a_generation_config_survives_its_file(beam, tmp_path):
-    config = generation_config(Decode(beam=beam), random_model().config)
-    (tmp_path / "generation_config.json").write_text(config.to_json_string())
-    read = GenerationConfig.from_pretrained(tmp_path)
-    keys = ("num_beams", "length_penalty", "early_stopping", "max_length", "suppress_tokens")
-    for key in (*keys, "min_length"):
-        assert getattr(read, key) == getattr(config, key)
-    assert read.min_length == 2  # the start token counts
-    assert read.eos_token_id == read.decoder_start_token_id == EOS
 
 
 def test_transformers_has_nothing_to_remark(caplog, monkeypatch):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import io
 import json
 import shutil
+import sys
 
 import ctranslate2
 import pytest
-import torch
 from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
 from labo.lab.errors import LabError, RequestError
@@ -118,19 +119,19 @@ def test_the_printed_lines_translate(text, sentence, tmp_path):
     assert expected
 
 
-def test_the_printed_lines_of_a_tagged_pair(tmp_path):
+def test_the_printed_lines_of_a_tagged_pair(tmp_path, capsys):
     pairs = (
         {"source": "de", "target": "en", "tag": "<de>"},
         {"source": "fr", "target": "en", "tag": "<fr>"},
     )
     byte_folder(tmp_path / "best", pairs=pairs)
-    lines = export(tmp_path, tmp_path / "out")
+    out = tmp_path / "deep" / "out"
+    assert labo("export", tmp_path, "--out", out) == 0
+    lines = capsys.readouterr().out
     assert "['<de>'] + tokenizer" in lines
     assert "# fr-en: <fr>" in lines
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(lines.replace("'...'", "'Äpfel'"), {})
-    assert json.loads((tmp_path / "out" / "labo.json").read_text())["pairs"] == list(pairs)
+    exec(lines.replace("'...'", "'Äpfel'"), {})
+    assert json.loads((out / "labo.json").read_text())["pairs"] == list(pairs)
 
 
 def test_a_smaller_model(tmp_path):
@@ -186,22 +187,8 @@ def test_a_failed_export_leaves_nothing_and_a_killed_one_is_swept_up(tmp_path, m
     assert ctranslate2.contains_model(str(tmp_path / "out"))
 
 
-def test_the_command_prints_the_lines(tmp_path, capsys):
-    byte_folder(tmp_path / "best")
-    assert labo("export", tmp_path, "--out", tmp_path / "deep" / "out") == 0
-    assert "import ctranslate2" in capsys.readouterr().out
-    assert torch.is_grad_enabled()
-
-
 def test_a_missing_ctranslate2_is_said(monkeypatch):
-    with pytest.raises(RequestError, match=r"install torch-labo\[ctranslate2\]"):
-        exec_without_ctranslate2(monkeypatch)
-
-
-def exec_without_ctranslate2(monkeypatch):
-    import importlib.util
-    import sys
-
     monkeypatch.setitem(sys.modules, "ctranslate2.converters", None)
     spec = importlib.util.find_spec("labo.lab.translation.export")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    with pytest.raises(RequestError, match=r"install torch-labo\[ctranslate2\]"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -34,13 +34,10 @@ def test_groups_are_connected_components(pairs, n):
     [
         ("Добрый день", "ru", False),
         ("Добрый день", "de", True),
-        ("Good day", "ru", True),
         ("Größe", "de", False),
         ("日本語です", "ja", False),
-        ("漢字", "zh", False),
         ("한국어", "ko", False),
         ("hello", "ja", True),
-        ("12.5 %", "ru", False),
         ("anything", "qq", False),
         ("GPT-4 и Python", "ru", True),
     ],
@@ -53,10 +50,8 @@ def test_scripts_of_languages(line, language, wrong):
     ("source", "target", "count"),
     [
         ("de", "xx", 44),  # no table of words
-        ("en", "en", 44),
         ("en_GB", "en_US", 44),
         ("de", "en", 19),  # too few sentences
-        ("fr", "it", 44),  # neither is there
     ],
 )
 def test_what_is_not_clearly_swapped_is_not_called_so(source, target, count):

@@ -43,10 +43,8 @@ PREFIX = torch.tensor([[EOS, 9, 10], [EOS, 11, PAD]])
     [
         # recipes.md, sections 1 and 3
         ("iwslt", (8848, 6632), "decoder", 39_469_056),
-        ("iwslt", (6632, 8848), "decoder", 39_469_056),
         ("iwslt", (10152, 10152), "shared", 36_741_120),
         ("base", (32768, 32768), "shared", 60_915_712),
-        ("base", (4, 4), "shared", 44_138_496 + 4 * 512),
         ("small", (6000, 6000), "shared", 7_065_600),
         ("tiny", (2000, 2000), "shared", 2 * (198_272 + 264_576) + 2000 * 128),
     ],
@@ -66,13 +64,6 @@ def test_states_and_output_layer_make_the_logits_of_marian(embeddings):
     states, weight, *_ = model(SOURCE, mask, PREFIX)
     expected = model.marian(input_ids=SOURCE, attention_mask=mask, decoder_input_ids=PREFIX).logits
     torch.testing.assert_close(states @ weight.T, expected)
-
-
-def test_padding_changes_nothing():
-    model = tiny()
-    together, *_ = model(SOURCE, SOURCE != PAD, PREFIX)
-    alone, *_ = model(SOURCE[1:, :2], None, PREFIX[1:, :2])
-    torch.testing.assert_close(together[1, :2], alone[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("embeddings", ["shared", "decoder", "separate"])
@@ -123,13 +114,3 @@ def test_the_start_is_fairseqs():
     bound = (6 / (64 + 64)) ** 0.5 / 2**0.5
     assert query.weight.abs().max().item() == pytest.approx(bound, rel=0.01)
     assert query.bias.eq(0).all()
-
-
-def test_the_embeddings_are_tied_as_asked():
-    shared = tiny("shared").marian
-    assert shared.lm_head.weight is shared.model.encoder.embed_tokens.weight
-    decoder = tiny("decoder").marian
-    assert decoder.lm_head.weight is decoder.model.decoder.embed_tokens.weight
-    assert decoder.lm_head.weight is not decoder.model.encoder.embed_tokens.weight
-    separate = tiny("separate").marian
-    assert separate.lm_head.weight is not separate.model.decoder.embed_tokens.weight

@@ -23,7 +23,6 @@ CORPUS = Path("corpus")  # is not read
     [
         (["de-en"], None, [None]),
         (["de-en", "fr-en"], None, ["<de>", "<fr>"]),
-        (["en-de", "en-fr"], None, ["<de>", "<fr>"]),
         (["de-en", "en-de"], None, ["<en>", "<de>"]),
         (["de-en", "fr-en"], "target", ["<en>", "<en>"]),
         (["de-en", "fr-en"], "none", [None, None]),
@@ -44,19 +43,16 @@ def test_tags_name_what_the_model_must_be_told(names, tag, tags):
             {"pair": ["german-english"]},
             "--pair: each is two languages, .*got german-english",
         ),
-        ({"pair": ["de-de"]}, "got de-de"),
         ({"pair": ["de-en", "de-en"]}, "given once; got de-en, de-en"),
         ({"train": []}, "--train: no training data"),
         ({"valid": []}, "--valid: no such data; give --valid or --holdout"),
-        ({"test": []}, "--test: no such data; give --test or --holdout-test"),
         ({"holdout": 23}, "--valid and --holdout exclude each other"),
         ({"valid": [], "holdout": 1}, "leaves none to train on"),
         ({"merges": 9}, "--vocabulary and --merges exclude each other"),
         ({"vocabulary": None, "codes": "x"}, "they need --moses, or text that is --tokenized"),
-        ({"share": "some"}, "--share: .*'all', 'merges' or 'nothing'"),
         ({"max_tokens": -1}, "--max-tokens: .*greater than or equal to 0"),
-        ({"tag": "german"}, "--tag: "),
         ({"aggressive_hyphens": True}, "^--aggressive-hyphens is an option of --moses$"),
+        ({"moses": True, "tokenized": True}, "must not be --tokenized already"),
     ],
 )
 def test_wrong_requests_are_refused(settings, message):

@@ -17,8 +17,8 @@ from ..report.figures import label_figure
 from ..report.gather import make_groups, read_runs
 from ..tables import Cell, Column, Row, Table
 from ..text.token_text import token_names
-from ..translation.confidence import BINS
 from ..translation.figures import histogram_figure
+from ..translation.frequency import BINS
 from . import paper
 
 _GROUPS = {

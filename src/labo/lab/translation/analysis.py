@@ -7,30 +7,26 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..analysis.groups import Group, Member, Variant, paired_numbers
+from ..analysis.groups import Group, Variant, paired_numbers
 from ..analysis.reading import Floats, Integers, Run
 from ..analysis.task import TaskOption
 from ..analysis.views import view
 from ..tables import Cell, Column, Row, Table, filled
 from ..text.analysis import TokenAnalysis, forced_view
 from .alignment import matched_tokens
-from .bleu import bleu_metric, bootstrap_bleu
-from .confidence import chosen_probabilities
-from .frequency import PARTS, bleu_by_part, frequency_parts, rule
+from .bleu import bootstrap_bleu
+from .frequency import PARTS, bleu_by_part, chosen_probabilities, frequency_parts
 from .records import Translations, read_translations
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise ValueError
-    return sizes
 
 
 def _size(text: str) -> int:
     if int(text) < 1:
         raise ValueError
     return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    return [_size(size) for size in text.split(",")]
 
 
 class TranslationAnalysis(TokenAnalysis):
@@ -86,41 +82,31 @@ class TranslationAnalysis(TokenAnalysis):
     # ------------------------------------------------------------------ one run
 
     def views(self, records: Translations, split: str, notes: list[str]) -> dict[str, Any]:
-        made = {"forced": forced_view(records.forced), "decoded": decoded_view(records)}
-        for name, found in made.items():
-            if found is None:
-                notes.append(f"the {split} records have no {name} tokens")
-        return {name: found for name, found in made.items() if found is not None}
+        views = {"forced": forced_view(records.forced), "decoded": decoded_view(records)}
+        missing = [name for name, one in views.items() if one is None]
+        notes += [f"the {split} records have no {name} tokens" for name in missing]
+        return {name: one for name, one in views.items() if one is not None}
 
     def findings(
         self, run: Run, records: Translations, notes: list[str], **options: Any
     ) -> dict[str, Any]:
-        part_size: int | None = options.get("part_size")
-        signature = bleu_signature(run)
-        metric = bleu_metric(signature)
-        hypotheses, references = records.hypotheses, records.references
-        parts = frequency_parts(records.frequency, part_size)
-        part_bleu = bleu_by_part(hypotheses, references, parts, signature)
-        names = np.array([sentence.pair for sentence in records.sentences])
+        parts = frequency_parts(records.frequency, options.get("part_size"))
+        names = np.array([sentence.pair for sentence in records])
         pairs = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
-        pair_bleu = bleu_by_part(hypotheses, references, pairs, signature)
+        bleu = _bleu(run, records, {"all": np.arange(len(records)), **parts, **pairs})
+        probabilities = [sentence.probabilities for sentence in records]
         return {
-            "bleu": float(metric.corpus_score(hypotheses, [references]).score),
-            "bleu_signature": str(metric.get_signature()),
-            "pairs": {name: {"bleu": pair_bleu[name]} for name in pairs},
+            "bleu": bleu["all"],
+            "pairs": {name: {"bleu": bleu[name]} for name in pairs},
             "frequency": {
-                "rule": rule(part_size),
-                "left_over": len(records) - sum(len(index) for index in parts.values()),
-                **{
-                    part: {
-                        "examples": len(index),
-                        "mean_frequency": _mean(records.frequency[index]),
-                        "bleu": part_bleu[part],
-                    }
-                    for part, index in parts.items()
-                },
+                part: {
+                    "examples": len(index),
+                    "mean_frequency": _mean(records.frequency[index]),
+                    "bleu": bleu[part],
+                }
+                for part, index in parts.items()
             },
-            "confidence": chosen_probabilities(records.probabilities, parts),
+            "confidence": chosen_probabilities(probabilities, parts),
             "lengths": _lengths(records, notes),
         }
 
@@ -150,15 +136,15 @@ class TranslationAnalysis(TokenAnalysis):
         return {"frequency": _frequency(group, options.get("part_size"))}
 
     def group_tables(self, document: Mapping[str, Any]) -> list[Table]:
-        found = document["frequency"]
+        frequency = document["frequency"]
         columns = [Column(part, part, "BLEU") for part in PARTS]
-        for reference in found["references"]:
-            columns += [
-                Column(f"delta_{reference}_{part}", part, f"Δ {reference}", signed=True)
-                for part in PARTS
-            ]
+        columns += [
+            Column(f"delta_{reference}_{part}", part, f"Δ {reference}", signed=True)
+            for reference in frequency["references"]
+            for part in PARTS
+        ]
         rows = []
-        for row in found["rows"]:
+        for row in frequency["rows"]:
             cells = {part: Cell(row["bleu"][part]) for part in PARTS}
             for reference, differences in row["differences"].items():
                 cells |= {
@@ -166,12 +152,12 @@ class TranslationAnalysis(TokenAnalysis):
                 }
             rows.append(Row(row["method"], cells))
         sizes = ", ".join(
-            f"{part} {size} (mean count {found['mean_frequency'][part] or 0:.0f})"
-            for part, size in found["sizes"].items()
+            f"{part} {size} (mean count {frequency['mean_frequency'][part] or 0:.0f})"
+            for part, size in frequency["sizes"].items()
         )
-        notes = [f"{found['rule']} by token frequency: {sizes}"]
-        if found["left_over"]:
-            notes.append(f"{found['left_over']} sentences are in no part")
+        notes = [f"{frequency['rule']} by token frequency: {sizes}"]
+        if frequency["left_over"]:
+            notes.append(f"{frequency['left_over']} sentences are in no part")
         caption = "BLEU by frequency of the source tokens"
         return [Table(caption, filled(columns, rows), rows, notes=notes)]
 
@@ -180,8 +166,8 @@ ANALYSIS = TranslationAnalysis()
 
 
 def _signature(results: Mapping[str, Any]) -> str | None:
-    found = results.get("sacrebleu")
-    signature = found.get("bleu") if isinstance(found, Mapping) else None
+    signatures = results.get("sacrebleu")
+    signature = signatures.get("bleu") if isinstance(signatures, Mapping) else None
     return signature if isinstance(signature, str) else None
 
 
@@ -199,39 +185,30 @@ def _mean(values: Floats) -> float | None:
 
 def decoded_view(records: Translations) -> dict[str, Any] | None:
     """A VIEW of the tokens of the output, right if aligned with the reference; None without any."""
-    units = np.repeat(np.arange(len(records)), [len(p) for p in records.probabilities])
+    units = np.repeat(np.arange(len(records)), [len(s.tokens) for s in records])
     if len(units) == 0:
         return None
-    right = [matched_tokens(s.tokens, s.forced.tokens) for s in records.sentences]
-    return view(np.concatenate(records.probabilities), np.concatenate(right), units)
+    right = np.concatenate([matched_tokens(s.tokens, s.forced.tokens) for s in records])
+    return view(np.concatenate([s.probabilities for s in records]), right, units)
 
 
 def _lengths(records: Translations, notes: list[str]) -> dict[str, Any] | None:
-    lengths = [sentence.lengths for sentence in records.sentences]
-    beams = set.intersection(*(set(found or ()) for found in lengths))
+    """For every beam size the output length relative to the reference, summed over sentences.
+
+    A wider beam finds more probable outputs. With label smoothing these are shorter (Liang et al.
+    2022), which a comparison at one beam size does not show.
+    """
+    beams = set.intersection(*(set(sentence.lengths) for sentence in records))
     if not beams:
         notes.append(
             "the records have no output lengths by beam size: "
             "labo evaluate RUN beams=1,5,20 writes them"
         )
         return None
-    by_beam = {beam: np.array([found[beam] for found in lengths if found]) for beam in beams}
-    return length_bias(by_beam, np.array([s.reference_length for s in records.sentences]))
-
-
-def length_bias(lengths: Mapping[str, Integers], reference: Integers) -> dict[str, Any]:
-    """For every beam size the output length relative to the reference, summed over sentences.
-
-    A wider beam finds more probable outputs. With label smoothing these are shorter (Liang et al.
-    2022), which a comparison at one beam size does not show.
-    """
-    total = int(reference.sum())
-    return {
-        "beams": {
-            beam: {"ratio": float(lengths[beam].sum() / total) if total else None}
-            for beam in sorted(lengths, key=int)
-        }
-    }
+    total = sum(sentence.reference_length for sentence in records)
+    lengths = {beam: sum(s.lengths[beam] for s in records) for beam in sorted(beams, key=int)}
+    ratios = {beam: length / total if total else None for beam, length in lengths.items()}
+    return {"beams": {beam: {"ratio": ratio} for beam, ratio in ratios.items()}}
 
 
 # ------------------------------------------------------------------ variants by part
@@ -242,7 +219,7 @@ def _frequency(group: Group, part_size: int | None) -> dict[str, Any]:
     first = next(iter(group.references[0].members.values()))
     records: Translations = first.records(group.split)
     parts = frequency_parts(records.frequency, part_size)
-    scores = {member: _part_bleu(member, group.split, parts) for member in group.members}
+    scores = {m: _bleu(m.run, m.records(group.split), parts) for m in group.members}
 
     def numbers(variant: Variant, part: str) -> list[float]:
         return list(variant.numbers(lambda member: scores[member][part]).values())
@@ -264,7 +241,7 @@ def _frequency(group: Group, part_size: int | None) -> dict[str, Any]:
         for variant in group.variants
     ]
     return {
-        "rule": rule(part_size),
+        "rule": "thirds" if part_size is None else f"slices of {part_size}",
         "references": [reference.label for reference in group.references],
         "sizes": {part: len(index) for part, index in parts.items()},
         "left_over": len(records) - sum(len(index) for index in parts.values()),
@@ -273,9 +250,8 @@ def _frequency(group: Group, part_size: int | None) -> dict[str, Any]:
     }
 
 
-def _part_bleu(
-    member: Member, split: str, parts: Mapping[str, Integers]
+def _bleu(
+    run: Run, records: Translations, parts: Mapping[str, Integers]
 ) -> dict[str, float | None]:
-    records: Translations = member.records(split)
-    signature = bleu_signature(member.run)
+    signature = bleu_signature(run)
     return bleu_by_part(records.hypotheses, records.references, parts, signature)

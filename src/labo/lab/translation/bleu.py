@@ -32,7 +32,6 @@ def scores(
         >>> {name: round(value, 1) for name, value in found.items()}
         {'bleu': 53.7, 'chrf': 72.1}
     """
-    _check(hypotheses, references)
     bleu, chrf = _metrics(lowercase)
     return {
         "bleu": bleu.corpus_score(hypotheses, [references]).score,
@@ -47,11 +46,11 @@ def signatures(lowercase: bool) -> dict[str, str]:
         >>> signatures(lowercase=True)["bleu"].rpartition("|")[0]
         'nrefs:1|case:lc|eff:no|tok:13a|smooth:exp'
     """
-    found = {}
+    signed = {}
     for name, metric in zip(("bleu", "chrf"), _metrics(lowercase), strict=True):
         metric.corpus_score([""], [[""]])  # the signature includes the number of references seen
-        found[name] = str(metric.get_signature())
-    return found
+        signed[name] = str(metric.get_signature())
+    return signed
 
 
 def tokenized_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
@@ -63,7 +62,6 @@ def tokenized_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> floa
         >>> round(tokenized_bleu(["a b c d <unk> f"], ["a b c d <unk> f"]), 1)
         53.7
     """
-    _check(hypotheses, references)
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
     matchable = [
         " ".join(_UNMATCHED if token == _UNKNOWN else token for token in line.split())
@@ -97,13 +95,12 @@ def bootstrap_bleu(
         >>> bootstrap_bleu(text, text).shape, round(float(bootstrap_bleu(text, text)[0]), 6)
         ((1001,), 100.0)
     """
-    _check(hypotheses, references)
     metric = bleu_metric(signature)
     # Corpus BLEU is a function of sums over sentences: those of a draw are products of matrices.
     rows = []
     for hypothesis, reference in zip(hypotheses, references, strict=True):
-        found = metric.corpus_score([hypothesis], [[reference]])
-        rows.append([found.sys_len, found.ref_len, *found.counts, *found.totals])
+        score = metric.corpus_score([hypothesis], [[reference]])
+        rows.append([score.sys_len, score.ref_len, *score.counts, *score.totals])
     every = np.ones((1, len(rows)), dtype=np.int64)
     sums = np.concatenate([every, example_draws(len(rows))]).astype(np.float64) @ np.array(rows)
     order = metric.max_ngram_order
@@ -126,11 +123,3 @@ def bootstrap_bleu(
 def _metrics(lowercase: bool) -> tuple[BLEU, CHRF]:
     # force: no warning about text that looks tokenized
     return BLEU(lowercase=lowercase, force=True), CHRF(lowercase=lowercase)
-
-
-def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
-    if len(hypotheses) != len(references) or not hypotheses:
-        raise RequestError(
-            f"{len(hypotheses)} hypotheses for {len(references)} references: BLEU needs one "
-            "hypothesis for each reference, and at least one"
-        )

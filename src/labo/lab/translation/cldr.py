@@ -11,14 +11,11 @@ from __future__ import annotations
 import datetime
 import random
 import re
-from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from babel import Locale
 from babel.dates import (
@@ -35,7 +32,7 @@ from babel.units import UnknownUnitError, format_compound_unit, format_unit
 
 from ..errors import DataError
 from ..run.seeds import mix
-from ..text.folder import FORMAT, SPLITS, cached_folder
+from ..text.folder import FORMAT, cached_folder
 from .cleaning import RawPair
 from .options import Processing, parse_pairs
 from .prepare import prepare_pairs
@@ -48,7 +45,7 @@ _HELD_OUT = 500  # phrases for validation, and as many for the test
 _PATIENCE = 100_000  # phrases drawn again and again before there are no others
 _FIRST_DAY, _DAYS = datetime.date(1950, 1, 1), 75 * 365
 _Time = Literal["year", "month", "week", "day", "hour", "minute", "second"]
-_TIMES: tuple[_Time, ...] = ("year", "month", "week", "day", "hour", "minute", "second")
+_TIMES: tuple[_Time, ...] = get_args(_Time)
 _SECONDS = dict(zip(_TIMES, (31_536_000, 2_592_000, 604_800, 86_400, 3600, 60, 1), strict=True))
 _RATES = {
     "kilometer": ("hour", "second", "day", "liter"),
@@ -58,26 +55,19 @@ _RATES = {
     "gram": ("liter", "day", "cubic-centimeter"),
     "megabyte": ("second", "minute"),
 }
-_SPACES = re.compile(r"\s+")
 
 Content = Callable[[str], str]  # formats one content in a language
 
 
-@dataclass(frozen=True)
 class _Zipf:
-    """Names of which the k-th is drawn with probability proportional to 1 / k."""
+    """Names in an order of the seed; the k-th is drawn with probability proportional to 1 / k."""
 
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
-
-    @classmethod
-    def over(cls, names: Sequence[str], seed: int) -> _Zipf:
-        """The order of the names, which decides how often each is drawn, comes from the seed."""
-        ranked = random.Random(seed).sample(names, len(names))
-        return cls(tuple(ranked), tuple(accumulate(1 / k for k in range(1, len(ranked) + 1))))
+    def __init__(self, names: Sequence[str], seed: int) -> None:
+        self.names = random.Random(seed).sample(names, len(names))
+        self._weights = list(accumulate(1 / k for k in range(1, len(names) + 1)))
 
     def draw(self, generator: random.Random) -> str:
-        return self.names[bisect(self.weights, generator.random() * self.weights[-1])]
+        return generator.choices(self.names, cum_weights=self._weights)[0]
 
     def draw_several(self, generator: random.Random, count: int) -> list[str]:
         """Different names."""
@@ -95,7 +85,7 @@ class _Phrasebook:
 
         def ranked(kind: str, names: Iterable[Iterable[Any]]) -> _Zipf:
             common = set.intersection(*map(set, names))
-            return _Zipf.over(sorted(map(str, common)), mix(seed, "cldr", kind))
+            return _Zipf(sorted(map(str, common)), mix(seed, "cldr", kind))
 
         territories = ([n for n in locale.territories if str(n).isalpha()] for locale in locales)
         self.territories = ranked("territories", territories)
@@ -281,8 +271,7 @@ def draw_phrases(
             repeated += 1
             content = book.draw(generator)
             source, target = (
-                _SPACES.sub(" ", content(language)).strip()
-                for language in (pair.source, pair.target)
+                " ".join(content(language).split()) for language in (pair.source, pair.target)
             )
             if not {source, target} & seen:
                 seen |= {source, target}
@@ -299,10 +288,9 @@ def draw_phrases(
 def cldr_data(
     languages: Sequence[str], *, size: int = 20_000, seed: int = 0, vocabulary: int = 2000
 ) -> Prepared:
-    """The built-in phrases, prepared. They are kept in a cache folder for the next time.
+    """The built-in phrases, prepared and kept in the cache folder of the user.
 
-    The folder is $LABO_CACHE, or labo in the user's cache folder. ``size`` counts the training
-    pairs of each direction.
+    ``size`` counts the training pairs of each direction.
     """
     for name in languages:
         if not set(name.split("-")) <= set(LANGUAGES):
@@ -316,12 +304,7 @@ def cldr_data(
 
     def prepare(folder: Path) -> None:
         held_out = min(_HELD_OUT, size // 10)
-        draw = lru_cache(lambda: draw_phrases(pairs, size=size, held_out=held_out, seed=seed))
-
-        def rows(split: str) -> Iterator[RawPair]:  # drawn when first asked for
-            yield from draw()[split]
-
-        splits = {split: rows(split) for split in SPLITS}
+        splits = draw_phrases(pairs, size=size, held_out=held_out, seed=seed)
         prepare_pairs(folder, pairs, splits, Processing(vocabulary=vocabulary))
 
     return Prepared(cached_folder(f"cldr-{'+'.join(languages)}", key, prepare))

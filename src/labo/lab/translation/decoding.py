@@ -151,24 +151,18 @@ def decode(
     if not 1 <= nbest <= options.beam:
         raise RequestError(f"nbest must be 1 to {options.beam}, the beam size; got {nbest}")
     start = tuple(start or (model.config.decoder_start_token_id,))
-    positions = positions_of(model.config)
-    for index, source in enumerate(sources):
-        if not 1 <= len(source) <= positions:
-            raise RequestError(
-                f"source {index} has {len(source)} tokens; the model takes 1 to {positions}"
-            )
-    found: list[list[Hypothesis]] = [[] for _ in sources]
+    translations: list[list[Hypothesis]] = [[] for _ in sources]
     lengths = [len(source) for source in sources]
     limit = options.batch_tokens // options.beam
     with evaluating(model), torch.inference_mode():
         for batch in grouped(longest_first(lengths), lengths, limit):
             part = [sources[i] for i in batch]
-            translated = _decode_batch(model, part, options, start, nbest, temperature)
-            for i, hypotheses in zip(batch, translated, strict=True):
-                found[i] = hypotheses
+            decoded = _decode_batch(model, part, options, start, nbest, temperature)
+            for i, hypotheses in zip(batch, decoded, strict=True):
+                translations[i] = hypotheses
             if advance is not None:
                 advance(len(batch))
-    return found
+    return translations
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]
@@ -214,12 +208,23 @@ def _decode_batch(
         past_key_values=_BeamCache(DynamicCache(), DynamicCache()),
     )
     log_p = _log_probabilities(model, encoded, mask, sequences, given, nbest, (1.0, temperature))
-    tokens = config.eos_token_id, config.pad_token_id
+
+    def hypothesis(ids: list[int], log_p: list[float], tempered: list[float]) -> Hypothesis:
+        """A row of ``generate``, without what is given before it and what follows its end."""
+        if config.eos_token_id in ids:
+            end = ids.index(config.eos_token_id)
+            length = end + 1
+        else:  # at the length limit; padded if another sentence of the batch is longer
+            padded = config.pad_token_id in ids
+            length = end = ids.index(config.pad_token_id) if padded else len(ids)
+        return Hypothesis(
+            ids=tuple(ids[:end]),
+            score=sum(log_p[:length]) / (length + given - 1) ** options.length_penalty,
+            probabilities=tuple(map(math.exp, tempered[:length])),
+        )
+
     rows = zip(sequences[:, given:].tolist(), log_p.tolist(), strict=True)
-    hypotheses = [
-        _hypothesis(ids, found, tempered, options.length_penalty, tokens, given - 1)
-        for ids, (found, tempered) in rows
-    ]
+    hypotheses = [hypothesis(ids, *of_tokens) for ids, of_tokens in rows]
     return [hypotheses[i : i + nbest] for i in range(0, len(hypotheses), nbest)]
 
 
@@ -244,31 +249,9 @@ def _log_probabilities(
             decoder_input_ids=prefixes[index],
             use_cache=False,
         )
-        logits, found = output.logits[:, given - 1 :].float(), {}
+        logits, log_p = output.logits[:, given - 1 :].float(), {}
         for t in {*temperatures}:
             scaled = logits if t == 1 else logits / t
-            found[t] = scaled.gather(-1, tokens[index]).squeeze(-1) - scaled.logsumexp(-1)
-        blocks.append(torch.stack([found[t] for t in temperatures], 1))
+            log_p[t] = scaled.gather(-1, tokens[index]).squeeze(-1) - scaled.logsumexp(-1)
+        blocks.append(torch.stack([log_p[t] for t in temperatures], 1))
     return torch.cat(blocks)
-
-
-def _hypothesis(
-    ids: list[int],
-    log_p: list[float],
-    tempered: list[float],
-    length_penalty: float,
-    tokens: tuple[int, int],
-    forced: int,
-) -> Hypothesis:
-    """A row of ``generate``, without what is given before it and what follows its end."""
-    eos, pad = tokens
-    if eos in ids:
-        end = ids.index(eos)
-        length = end + 1
-    else:  # at the length limit; padded if another sentence of the batch is longer
-        length = end = ids.index(pad) if pad in ids else len(ids)
-    return Hypothesis(
-        ids=tuple(ids[:end]),
-        score=sum(log_p[:length]) / (length + forced) ** length_penalty,
-        probabilities=tuple(map(math.exp, tempered[:length])),
-    )

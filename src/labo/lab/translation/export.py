@@ -78,7 +78,7 @@ def export(run: str | Path, out: str | Path, quantization: str | None = None) ->
         )
     if out.exists():
         raise RequestError(f"{out} exists: choose another --out")
-    folder = ModelFolder.find(run)
+    folder = ModelFolder(run)
     if folder.pretrained:
         raise RequestError(
             f"{folder.path} started from a pre-trained model; CTranslate2 has a converter for "

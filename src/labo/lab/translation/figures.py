@@ -9,7 +9,7 @@ from ..analysis.groups import Member
 from ..report.charts import Axis, Line, line_chart
 from ..report.figures import Figure, Panels, Points, pairs
 from ..report.gather import ReportGroup
-from .frequency import PARTS
+from .frequency import PARTS, peak
 
 
 def _entry(member: Member, group: ReportGroup, key: str) -> Mapping[str, Any] | None:
@@ -48,8 +48,7 @@ def histogram_figure(group: ReportGroup, name: str) -> Iterator[Figure]:
             if shares:
                 mean = [sum(column) / len(column) for column in zip(*shares, strict=True)]
                 lines.append(Line(_steps(mean), variant.style, variant.label, filled=True))
-                peak = (mean.index(max(mean)) + 0.5) / len(mean)
-                words.append(f"{variant.label} peaks at {peak:.2f}")
+                words.append(f"{variant.label} peaks at {peak(mean):.2f}")
                 panels.use(member for member, shown in found if shown)
         if lines:
             panels.charts.append(

@@ -5,54 +5,68 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from babel import Locale
 from babel.core import get_global
 
-from .prepared import TextSplit
 
-Markup = Literal["tokenized", "subwords"]
+class Markup(NamedTuple):
+    """A sort of earlier processing."""
 
-_MARKS: dict[Markup, re.Pattern[str]] = {
-    "subwords": re.compile(r"@@(?=\s|$)|▁"),
-    "tokenized": re.compile(r"&(?:apos|quot|#91|#93|#124);|(?:^|\s)@[-/]@(?=\s|$)"),
-}
+    looks: str
+    evidence: str
+    remedy: str
+    pattern: re.Pattern[str]
+
+
+SUBWORDS = Markup(
+    "split into subwords",
+    "@@ or ▁",
+    "--join-subwords joins them first",
+    re.compile(r"@@(?=\s|$)|▁"),
+)
+TOKENIZED = Markup(
+    "tokenized",
+    "&apos; or @-@",
+    "--tokenized takes it as such",
+    re.compile(r"&(?:apos|quot|#91|#93|#124);|(?:^|\s)@[-/]@(?=\s|$)"),
+)
 _SHARE = 0.01  # of the lines with a mark, from which on the text counts as marked
 
 # The scripts of ISO 15924 by the first words of the Unicode names of their letters. The text of a
 # language whose script is not listed is not checked.
 _SCRIPTS = {
-    "Arab": ("ARABIC",),
-    "Armn": ("ARMENIAN",),
-    "Beng": ("BENGALI",),
-    "Cyrl": ("CYRILLIC",),
-    "Deva": ("DEVANAGARI",),
-    "Ethi": ("ETHIOPIC",),
-    "Geor": ("GEORGIAN",),
-    "Grek": ("GREEK",),
-    "Gujr": ("GUJARATI",),
-    "Guru": ("GURMUKHI",),
-    "Hans": ("CJK",),
-    "Hant": ("CJK",),
-    "Hebr": ("HEBREW",),
-    "Jpan": ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"),
-    "Khmr": ("KHMER",),
-    "Knda": ("KANNADA",),
-    "Kore": ("HANGUL", "CJK"),
-    "Laoo": ("LAO",),
-    "Latn": ("LATIN",),
-    "Mlym": ("MALAYALAM",),
-    "Mymr": ("MYANMAR",),
-    "Sinh": ("SINHALA",),
-    "Taml": ("TAMIL",),
-    "Telu": ("TELUGU",),
-    "Thai": ("THAI",),
+    "Arab": "ARABIC",
+    "Armn": "ARMENIAN",
+    "Beng": "BENGALI",
+    "Cyrl": "CYRILLIC",
+    "Deva": "DEVANAGARI",
+    "Ethi": "ETHIOPIC",
+    "Geor": "GEORGIAN",
+    "Grek": "GREEK",
+    "Gujr": "GUJARATI",
+    "Guru": "GURMUKHI",
+    "Hans": "CJK",
+    "Hant": "CJK",
+    "Hebr": "HEBREW",
+    "Jpan": "CJK HIRAGANA KATAKANA KATAKANA-HIRAGANA",
+    "Khmr": "KHMER",
+    "Knda": "KANNADA",
+    "Kore": "HANGUL CJK",
+    "Laoo": "LAO",
+    "Latn": "LATIN",
+    "Mlym": "MALAYALAM",
+    "Mymr": "MYANMAR",
+    "Sinh": "SINHALA",
+    "Taml": "TAMIL",
+    "Telu": "TELUGU",
+    "Thai": "THAI",
 }
 
 # The most frequent words of running text. Only words that two languages do not share tell them
@@ -84,18 +98,17 @@ _WORD = re.compile(r"[^\W\d_]+")
 def markup(lines: Sequence[str]) -> tuple[Markup, float] | None:
     """How lines were processed before, and the share of the lines that show it.
 
-    Text counts as split into subwords (``@@ `` or ``▁``) or as Moses-tokenized (``&apos;``,
-    ``@-@``) if at least two lines and 1 % of them have such a mark.
+    Text counts as processed if at least two lines and 1 % of them have a mark of it.
 
     Example:
-        >>> markup(["it &apos;s low .", "a well @-@ known man"])
-        ('tokenized', 1.0)
+        >>> markup(["it &apos;s low .", "a well @-@ known man"]) == (TOKENIZED, 1.0)
+        True
         >>> markup(["It's low.", "A well-known man."])
     """
-    for kind, pattern in _MARKS.items():
-        found = sum(1 for line in lines if pattern.search(line))
-        if found >= 2 and found >= _SHARE * len(lines):
-            return kind, found / len(lines)
+    for kind in (SUBWORDS, TOKENIZED):
+        marked = sum(1 for line in lines if kind.pattern.search(line))
+        if marked >= 2 and marked >= _SHARE * len(lines):
+            return kind, marked / len(lines)
     return None
 
 
@@ -115,10 +128,10 @@ def join_subwords(line: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _expected(language: str) -> tuple[str, ...]:
+def _expected(language: str) -> list[str]:
     likely = get_global("likely_subtags")
     tag = likely.get(language) or likely.get(language.partition("_")[0]) or ""
-    return _SCRIPTS.get(tag.split("_")[1] if "_" in tag else "", ())
+    return _SCRIPTS.get(tag.split("_")[1] if "_" in tag else "", "").split()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -137,7 +150,7 @@ def wrong_script(line: str, language: str) -> bool:
         (True, False)
     """
     expected = _expected(language)
-    if not expected or (line.isascii() and expected == ("LATIN",)):
+    if not expected or (line.isascii() and expected == ["LATIN"]):
         return False
     letters: Counter[str] = Counter()
     for character, count in Counter(line).items():
@@ -157,13 +170,26 @@ def sentence_key(language: str, text: str) -> int:
 Keys = npt.NDArray[np.uint64]  # (N,), of :func:`sentence_key`
 
 
+def pair_keys(source: Keys, target: Keys) -> Keys:
+    """(N,), what identifies pairs of sentences."""
+    return source * np.uint64(0x9E3779B97F4A7C15) ^ target
+
+
 def duplicates(source: Keys, target: Keys) -> npt.NDArray[np.bool_]:
     """(N,), whether the same pair occurs before."""
-    with np.errstate(over="ignore"):
-        both = source * np.uint64(0x9E3779B97F4A7C15) ^ target
-    repeated = np.ones(len(both), dtype=bool)
-    repeated[np.unique(both, return_index=True)[1]] = False
+    repeated = np.ones(len(source), dtype=bool)
+    repeated[np.unique(pair_keys(source, target), return_index=True)[1]] = False
     return repeated
+
+
+def overlap(train: tuple[Keys, Keys], held_out: tuple[Keys, Keys]) -> dict[str, int]:
+    """How many pairs of a split have their source, target or both in the training split.
+
+    The splits are given as keys of their sources and targets.
+    """
+    columns = [(*keys, pair_keys(*keys)) for keys in (held_out, train)]
+    named = zip(("source", "target", "pair"), *columns, strict=True)
+    return {name: int(np.isin(held, seen).sum()) for name, held, seen in named}
 
 
 def sentence_groups(source: Keys, target: Keys) -> npt.NDArray[np.int64]:
@@ -181,10 +207,10 @@ def sentence_groups(source: Keys, target: Keys) -> npt.NDArray[np.int64]:
     while True:
         # Each sentence takes the smallest label of its pairs, each pair that of its sentences.
         smallest = np.minimum.reduceat(labels[order % size], starts)
-        found = np.minimum(smallest[keys[:size]], smallest[keys[size:]])
-        if np.array_equal(found, labels):
+        smaller = np.minimum(smallest[keys[:size]], smallest[keys[size:]])
+        if np.array_equal(smaller, labels):
             return labels
-        labels = found
+        labels = smaller
 
 
 def hold_out(groups: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.bool_]:
@@ -202,33 +228,6 @@ def hold_out(groups: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.bool_]:
     names, sizes = np.unique(groups, return_counts=True)
     candidates = names[sizes <= n]
     return np.isin(groups, candidates[n - 1 :: n])
-
-
-def overlap(train: TextSplit, held_out: TextSplit) -> dict[str, int]:
-    """How many pairs of a split have their source, target or both in the training split.
-
-    Sentences are compared as token ids, so after cleaning, and with the tag of the source.
-    """
-    asked = list(_sentences(held_out))
-    sources, targets, pairs = {s for s, _ in asked}, {t for _, t in asked}, set(asked)
-    seen_sources, seen_targets, seen_pairs = set(), set(), set()
-    for source, target in _sentences(train):
-        if source in sources:
-            seen_sources.add(source)
-            if (source, target) in pairs:
-                seen_pairs.add((source, target))
-        if target in targets:
-            seen_targets.add(target)
-    return {
-        "source": sum(source in seen_sources for source, _ in asked),
-        "target": sum(target in seen_targets for _, target in asked),
-        "pair": sum(pair in seen_pairs for pair in asked),
-    }
-
-
-def _sentences(split: TextSplit) -> Iterator[tuple[bytes, bytes]]:
-    for i in range(len(split)):
-        yield split.source(i).tobytes(), split.target(i).tobytes()
 
 
 # ------------------------------------------------------------------ languages

@@ -249,11 +249,6 @@ class TranslationModel(EncoderDecoder):
                 plain[name] = _unit(plain[name])
         return plain
 
-    def fold_temperature(self, temperature: float) -> None:
-        if self.fixnorm:
-            raise ValueError("fold the temperature into the saved model, which is a plain one")
-        super().fold_temperature(temperature)
-
     @torch.no_grad()
     def plain(self) -> MarianMTModel:
         """The Marian model for decoding. It shares memory with this one unless fixnorm is on."""

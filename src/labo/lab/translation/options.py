@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..._names import unknown_name
 from ..command_options import Separated, validated
 from ..config import Names, Section, read_document
 from ..errors import RequestError
+from ..run.files import checked
 from ..text.folder import check_splits
 from ..text.subwords import Size
 from .prepared import Pair
@@ -26,6 +27,7 @@ _WIDEST = 4096  # a beam that is wider must be allowed by batch_tokens
 Tag = Literal["source", "target", "none"]
 
 Inputs = Names | dict[str, Names]  # of all pairs, or by language pair
+_Listing = Annotated[Names, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 # What ``drop`` can name, and the words for it in the counts.
 DROPPED = {"duplicates": "duplicate", "copies": "copy", "script": "wrong script"}
@@ -227,6 +229,14 @@ class PrepareOptions(Processing):
         return names.get(str(pair), ()) if isinstance(names, Mapping) else names
 
 
+class _Listed(Section):
+    """The inputs of a language pair in a YAML file, each an input or a list of them."""
+
+    train: _Listing = ()
+    valid: _Listing = ()
+    test: _Listing = ()
+
+
 def read_inputs(path: str | Path) -> dict[str, Any]:
     """The settings ``pair``, ``train``, ``valid`` and ``test`` from a YAML file.
 
@@ -239,29 +249,26 @@ def read_inputs(path: str | Path) -> dict[str, Any]:
     Relative names start at the folder of the file.
     """
     path = Path(path).expanduser()
-    document = read_document(path)
-    if not isinstance(document, dict) or not document:
-        raise RequestError(f"{path}: must have a section for each language pair, such as de-en")
-    settings: dict[str, Any] = {"pair": list(map(str, document))}
-    for pair, section in document.items():
-        if not isinstance(section, dict) or not section:
-            raise RequestError(f"{path}: {pair}: must have train and perhaps valid and test")
-        for split, names in section.items():
-            names = [names] if isinstance(names, str) else names
-            if split not in ("train", "valid", "test"):
-                raise RequestError(f"{path}: {pair}.{split}: must be train, valid or test")
-            if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-                raise RequestError(f"{path}: {pair}.{split}: must be an input or a list of them")
-            beside = [",".join(_beside(path, part) for part in name.split(",")) for name in names]
-            settings.setdefault(split, {})[str(pair)] = beside
-    for split in settings.keys() - {"pair"}:
-        if missing := [pair for pair in settings["pair"] if pair not in settings[split]]:
+    listed = {
+        str(pair): checked(section, _Listed, path, f"{pair}.")
+        for pair, section in read_document(path).items()
+    }
+    settings: dict[str, Any] = {"pair": list(listed)}
+    for split in _Listed.model_fields:
+        inputs = {pair: getattr(section, split) for pair, section in listed.items()}
+        missing = [pair for pair, names in inputs.items() if not names]
+        if len(missing) == len(listed):
+            continue
+        if missing:
             raise RequestError(f"{path}: {missing[0]} has no {split}, but another pair has")
+        settings[split] = {
+            pair: [
+                ",".join(str(path.parent / Path(part).expanduser()) for part in name.split(","))
+                for name in names
+            ]
+            for pair, names in inputs.items()
+        }
     return settings
-
-
-def _beside(path: Path, name: str) -> str:
-    return str(path.parent / Path(name).expanduser())
 
 
 # The public recipes of the paper's experiments. Two of them process training text differently.

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,13 @@ def _segments(path: Path) -> Iterator[tuple[str, str]]:
         for tag in _TAG.finditer(line):
             closes, name, attributes = bool(tag[1]), tag[2].lower(), tag[3]
             if name == "doc":
-                if not closes and (found := _DOCUMENT.search(attributes)):
-                    document = found[1]
+                if not closes and (match := _DOCUMENT.search(attributes)):
+                    document = match[1]
             elif not closes:
                 if text is not None:
                     raise DataError(f"{path}:{begun}: a <seg> without its end")
-                found = _ID.search(attributes)
-                key, begun, text = found[1] if found else "", number, []
+                match = _ID.search(attributes)
+                key, begun, text = match[1] if match else "", number, []
                 position, opened = tag.end(), opened + 1
             elif text is not None:
                 text.append(line[position : tag.start()])
@@ -85,31 +86,22 @@ def _segments(path: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class ParallelText:
-    """Files of sentence pairs. Iterating reads them, any number of times.
-
-    They are a file for each side, a file with tab-separated ``columns`` (the indices of source and
-    target), or files with named columns (the ``names`` that source and target may have).
-    """
+    """Files of sentence pairs. Iterating reads them, any number of times."""
 
     files: tuple[Path, ...]
-    columns: tuple[int, int] | None = None
-    names: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    read: Callable[[], Iterator[tuple[str, str]]]
+    two_sided: bool = False  # a file for the source and one for the target
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        if self.names is not None:
-            source_names, target_names = self.names
-            return chain.from_iterable(
-                _read_table(path, source_names, target_names) for path in self.files
-            )
-        if self.columns is not None:
-            return _read_columns(self.files[0], *self.columns)
-        source, target = self.files
-        marked_up = [bool(_MARKED_UP.search(path.name)) for path in self.files]
-        if all(marked_up):
-            return _pair_segments(source, target)
-        if any(marked_up):
-            raise DataError(f"{source} and {target}: one has <seg> elements, the other has not")
-        return _pair_lines(source, target)
+        return self.read()
+
+
+def _two_files(source: Path, target: Path) -> ParallelText:
+    marked_up = {bool(_MARKED_UP.search(path.name)) for path in (source, target)}
+    if len(marked_up) == 2:
+        raise DataError(f"{source} and {target}: one has <seg> elements, the other has not")
+    read = _pair_segments if marked_up == {True} else _pair_lines
+    return ParallelText((source, target), partial(read, source, target), two_sided=True)
 
 
 def _pair_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
@@ -154,17 +146,18 @@ def _read_columns(path: Path, source: int, target: int) -> Iterator[tuple[str, s
         yield cells[source], cells[target]
 
 
-def _read_table(
-    path: Path, source: Sequence[str], target: Sequence[str]
+def _read_tables(
+    paths: Sequence[Path], source: Sequence[str], target: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """The pairs of a file, a few at a time, from the first of the named columns that it has."""
-    chosen: tuple[str, str] | None = None
-    for where, row in read_rows(path):
-        if isinstance(row.get(_NESTED), Mapping):
-            row = row[_NESTED]
-        if chosen is None:
-            chosen = _named_column(path, row, source), _named_column(path, row, target)
-        yield _cell(where, row, chosen[0]), _cell(where, row, chosen[1])
+    """The pairs of files, from the first of the named columns that each file has."""
+    for path in paths:
+        chosen: tuple[str, str] | None = None
+        for where, row in read_rows(path):
+            if isinstance(row.get(_NESTED), Mapping):
+                row = row[_NESTED]
+            if chosen is None:
+                chosen = _named_column(path, row, source), _named_column(path, row, target)
+            yield _cell(where, row, chosen[0]), _cell(where, row, chosen[1])
 
 
 def _named_column(path: Path, row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -209,16 +202,16 @@ def find_parallel_text(
         for path in files:
             if not path.is_file():
                 raise DataError(f"{path}: no such file")
-        return ParallelText(files)
+        return _two_files(*files)
     prefix = Path(name).expanduser()
+    sides = ("source", source), ("target", target)
     if files := _table_files(prefix):
-        names = _names(columns, "source", source), _names(columns, "target", target)
-        return ParallelText(files, names=names)
+        names = [_names(columns, *side) for side in sides]
+        return ParallelText(files, partial(_read_tables, files, *names))
     if prefix.is_file():
-        return ParallelText(
-            (prefix,), (_column(columns, "source", source), _column(columns, "target", target))
-        )
-    return ParallelText((_language_file(prefix, source), _language_file(prefix, target)))
+        indices = [_column(columns, *side) for side in sides]
+        return ParallelText((prefix,), partial(_read_columns, prefix, *indices))
+    return _two_files(_language_file(prefix, source), _language_file(prefix, target))
 
 
 def _table_files(path: Path) -> tuple[Path, ...]:

@@ -1,7 +1,7 @@
 """Parallel text to prepared data: ``labo prepare``.
 
 Three passes, none of which holds the corpus in memory. The first cleans the text, counts what looks
-wrong, and separates the held-out splits from the training split; of each pair it keeps 16 bytes, by
+wrong, and separates the held-out splits from the training split; of each pair it keeps 17 bytes, by
 which equal sentences are found. The second learns the subwords from the training split. The
 third writes token ids and counts them. All of it happens in a hidden folder beside the result. The
 hidden folder is renamed at the very end, so a folder that is there is complete.
@@ -54,8 +54,9 @@ from ..text.subwords import (
 from .cleaning import CleanPair, RawPair, chunks, clean_pairs, map_in_order, pipeline_for
 from .framing import PairTokens, folder_tokenizers, frame_pairs
 from .guard import (
+    SUBWORDS,
+    TOKENIZED,
     Keys,
-    Markup,
     duplicates,
     hold_out,
     join_subwords,
@@ -69,7 +70,7 @@ from .guard import (
 )
 from .options import DROPPED, RECIPES, PrepareOptions, Processing, parse_pairs
 from .parallel import ParallelText, find_parallel_text
-from .prepared import MAKER, Pair, Prepared, read_split, schema
+from .prepared import MAKER, Pair, Prepared, schema
 from .text import languages_without_moses_rules
 
 if TYPE_CHECKING:
@@ -79,11 +80,17 @@ _CHUNK = 5_000  # pairs worked on at a time
 _SAMPLE = 10_000  # pairs of a file that are looked at for marks of earlier processing
 _SHOWN = 200  # characters of a sentence
 _MANY = 200_000  # pairs for which it pays to start processes
-_PROCESSED: dict[Markup, tuple[str, str, str]] = {  # how it looks, what shows it, what helps
-    "tokenized": ("tokenized", "&apos; or @-@", "--tokenized takes it as such"),
-    "subwords": ("split into subwords", "@@ or ▁", "--join-subwords joins them first"),
-}
-_TEXT = pa.schema([(name, pa.string()) for name in ("source", "target")] + [("pair", pa.int8())])
+_SPILL = pa.schema(
+    [
+        ("source", pa.string()),
+        ("target", pa.string()),
+        ("pair", pa.int8()),
+        ("source_text", pa.string()),
+        ("target_text", pa.string()),
+    ]
+)
+
+Texts = Mapping[str, Sequence[tuple[int, ParallelText]]]  # by split, with the number of the pair
 
 
 def prepare(
@@ -98,75 +105,65 @@ def prepare(
     pairs = parse_pairs(options.pair, options.tag)
     texts = {
         split: [
-            [
-                find_parallel_text(name, pair.source, pair.target, options.columns)
-                for name in options.inputs(split, pair)
-            ]
-            for pair in pairs
+            (number, find_parallel_text(name, pair.source, pair.target, options.columns))
+            for number, pair in enumerate(pairs)
+            for name in options.inputs(split, pair)
         ]
         for split in SPLITS
         if getattr(options, split)
     }
-    for split, by_pair in texts.items():
-        for pair, parts in zip(pairs, by_pair, strict=True):
-            check_apart(out, options.inputs(split, pair))  # folders
-            check_apart(out, (file for part in parts for file in part.files))
+    parts = [part for of_split in texts.values() for _, part in of_split]
+    files = list(dict.fromkeys(file for part in parts for file in part.files))
+    names = (name for split in texts for pair in pairs for name in options.inputs(split, pair))
+    check_apart(out, [*names, *files])  # names may be those of folders
     # Everything is read once before any work, so that errors are found at once.
-    with ProgressBars() as bars:
-        sizes, inputs, notes, warnings = _survey(pairs, texts, options, bars)
-    for warning in warnings:
-        notice(f"warning: {warning}")
+    sizes, notes = _survey(pairs, texts, options)
     if workers is None:
         pays = options.text.moses and sizes["train"] >= _MANY
         workers = os.cpu_count() or 1 if pays else 1
     return prepare_pairs(
         out,
         pairs,
-        {split: _rows(by_pair, options.join_subwords) for split, by_pair in texts.items()},
+        {split: _rows(of_split, options.join_subwords) for split, of_split in texts.items()},
         options,
         sizes=sizes,
-        inputs=inputs,
-        notes=[*notes, *warnings],
+        inputs=[{"file": path.name, "sha256": sha256(path)} for path in files],
+        notes=notes,
         workers=workers,
         force=force,
     )
 
 
-def _rows(texts: Sequence[Sequence[ParallelText]], join: bool) -> Iterator[RawPair]:
-    for number, parts in enumerate(texts):
-        for source, target in chain.from_iterable(parts):
+def _rows(parts: Iterable[tuple[int, ParallelText]], join: bool) -> Iterator[RawPair]:
+    for number, part in parts:
+        for source, target in part:
             if join:
                 source, target = join_subwords(source), join_subwords(target)
             yield number, source, target
 
 
 def _survey(
-    pairs: Sequence[Pair],
-    texts: Mapping[str, Sequence[Sequence[ParallelText]]],
-    options: PrepareOptions,
-    bars: ProgressBars,
-) -> tuple[dict[str, int], list[dict[str, str]], list[str], list[str]]:
-    """How many pairs each split has, the digests of all files, notes on their text, warnings."""
-    sizes: dict[str, int] = {}
-    digests: dict[Path, str] = {}
+    pairs: Sequence[Pair], texts: Texts, options: PrepareOptions
+) -> tuple[dict[str, int], list[str]]:
+    """How many pairs each split has, and notes on their text. The user is warned of some."""
+    sizes: Counter[str] = Counter()
     notes: list[str] = []
     warnings: list[str] = []
-    for split, by_pair in texts.items():
-        parts = [(pair, part) for pair, of in zip(pairs, by_pair, strict=True) for part in of]
-        with bars.bar(f"reading {split}", None) as advance:
-            sizes[split] = 0
-            for pair, part in parts:
-                sample: list[tuple[str, str]] = []
-                for chunk in chunks(part, _CHUNK):
-                    sample += chunk if len(sample) < _SAMPLE else ()
-                    sizes[split] += len(chunk)
-                    advance(len(chunk))
-                notes += _check_markup(part, sample, options)
-                if look_swapped(sample, pair.source, pair.target):
-                    warnings.append(_swapped(part, pair))
-        digests |= {path: sha256(path) for _, part in parts for path in part.files}
-    inputs = [{"file": path.name, "sha256": digest} for path, digest in digests.items()]
-    return sizes, inputs, list(dict.fromkeys(notes)), list(dict.fromkeys(warnings))
+    with ProgressBars() as bars:
+        for split, parts in texts.items():
+            with bars.bar(f"reading {split}", None) as advance:
+                for number, part in parts:
+                    sample: list[tuple[str, str]] = []
+                    for chunk in chunks(part, _CHUNK):
+                        sample += chunk if len(sample) < _SAMPLE else ()
+                        sizes[split] += len(chunk)
+                        advance(len(chunk))
+                    notes += _check_markup(part, sample, options)
+                    if look_swapped(sample, pairs[number].source, pairs[number].target):
+                        warnings.append(_swapped(part, pairs[number]))
+    for warning in dict.fromkeys(warnings):
+        notice(f"warning: {warning}")
+    return sizes, list(dict.fromkeys([*notes, *warnings]))
 
 
 def _swapped(part: ParallelText, pair: Pair) -> str:
@@ -184,23 +181,23 @@ def _check_markup(
 ) -> Iterator[str]:
     """Notes on text that was processed before; refused if the options do not say so."""
     for side, lines in enumerate(zip(*sample, strict=True)):
-        file = part.files[side if part.columns is None and part.names is None else 0]
+        file = part.files[side if part.two_sided else 0]
+        marked = markup(lines)
         if options.join_subwords:
-            if (found := markup(lines)) is not None and found[0] == "subwords":
+            if marked is not None and marked[0] == SUBWORDS:
                 yield "the text is split into subwords: they are joined first"
-            lines = tuple(map(join_subwords, lines))
-        if (found := markup(lines)) is None:
+            marked = markup([*map(join_subwords, lines)])
+        if marked is None:
             continue
-        kind, share = found
-        looks, evidence, remedy = _PROCESSED[kind]
-        if kind == "tokenized" and options.text.tokenized:
+        kind, share = marked
+        if kind == TOKENIZED and options.text.tokenized:
             yield "the text is tokenized and taken as such"
         elif options.force_raw:
-            yield f"{file.name} looks {looks} already and is taken as running text"
+            yield f"{file.name} looks {kind.looks} already and is taken as running text"
         else:
             raise DataError(
-                f"{file}: the text is {looks} already ({share:.0%} of {len(lines)} lines have "
-                f"{evidence}): {remedy}; --force-raw takes it as running text"
+                f"{file}: the text is {kind.looks} already ({share:.0%} of {len(lines)} lines have "
+                f"{kind.evidence}): {kind.remedy}; --force-raw takes it as running text"
             )
 
 
@@ -240,10 +237,10 @@ def prepare_pairs(
         given = folder_tokenizers(processing.tokenizer)
         pairs = frame_pairs(pairs, processing.tokenizer, *given, processing.prefix)
     with building(out, MAKER, force) as folder, ProgressBars() as bars:
-        work = _Work(folder, bars, list(pairs), processing, list(notes), given)
+        work = _Work(folder, bars, list(pairs), processing)
         work.clean(splits, sizes or {}, workers)
-        work.write_splits(*(given or work.learn_subwords()))
-        work.write_manifest(inputs)
+        work.write_splits(*(given or work.learn_subwords()), learned=given is None)
+        work.write_manifest(inputs, notes)
     return Prepared(out)
 
 
@@ -251,28 +248,20 @@ class _Work(Preparation):
     """The three passes over one corpus, and their counts."""
 
     def __init__(
-        self,
-        folder: Path,
-        bars: ProgressBars,
-        pairs: list[Pair],
-        processing: Processing,
-        notes: list[str],
-        given: tuple[Any, Any] | None,  # tokenizers of a pre-trained model
+        self, folder: Path, bars: ProgressBars, pairs: list[Pair], processing: Processing
     ) -> None:
         super().__init__(folder, bars)
-        self.pairs, self.processing, self.notes, self.given = pairs, processing, notes, given
-        self.cleaned: Counter[str] = Counter()
+        self.pairs, self.processing = pairs, processing
+        self.tags = list(dict.fromkeys(pair.tag for pair in pairs if pair.tag))
+        self.holds_out = bool(processing.holdout or processing.holdout_test)
         self.dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
         self.found: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}  # kept
-        # Of the kept sources and targets.
-        self.keys = {split: (array("Q"), array("Q")) for split in SPLITS}
+        # Of the kept sources and targets, and the numbers of their language pairs.
+        self.keys = {split: (array("Q"), array("Q"), array("b")) for split in SPLITS}
+        self.overlap: dict[str, dict[str, int]] = {}
         self.tokens: dict[str, dict[str, int]] = {}
         self.unknown: dict[str, dict[str, int]] = {}
-        self.vocabulary: dict[str, Any] = {}
-
-    @property
-    def tags(self) -> list[str]:
-        return list(dict.fromkeys(pair.tag for pair in self.pairs if pair.tag))
+        self.tokenizers: dict[str, Any] = {}  # what the manifest says of them
 
     # -------------------------------------------------------------- pass 1: clean text
 
@@ -284,11 +273,9 @@ class _Work(Preparation):
         for split, rows in splits.items():
             text = options.training_text if split == "train" else options.text
             run = partial(clean_pairs, text, self.pairs)
-            columns = _text_schema("valid" if self._holds_out else split)
+            path = self._unsplit if split == "train" else self.spill(split)
             with (
-                ArrowFile(
-                    self._unsplit if split == "train" else self.spill(split), columns
-                ) as file,
+                ArrowFile(path, _SPILL) as file,
                 self.bars.bar(f"cleaning {split}", sizes.get(split)) as advance,
                 closing(
                     map_in_order(run, chunks(self._short_enough(split, rows), _CHUNK), workers)
@@ -300,10 +287,10 @@ class _Work(Preparation):
                         kept = [self._shown(row) for row in kept]
                     file.add(zip(*kept, strict=True))
                     advance(len(chunk))
-            self.cleaned[split] = file.rows
+            self.sizes[split] = file.rows
         self._distribute(self._places())
         for split in SPLITS:
-            self.refuse_empty(split, self.cleaned[split], self.dropped[split])
+            self.refuse_empty(split, self.sizes[split], self.dropped[split])
 
     def _short_enough(self, split: str, rows: Iterable[RawPair]) -> Iterator[RawPair]:
         """The pairs that are short enough to be cleaned, whatever characters they are made of."""
@@ -320,10 +307,6 @@ class _Work(Preparation):
                     f"line {self.read[split]} of the {split} split has {longest} characters; the "
                     f"limit of {limit} is set by --max-characters"
                 )
-
-    @property
-    def _holds_out(self) -> bool:
-        return bool(self.processing.holdout or self.processing.holdout_test)
 
     def _is_kept(self, split: str, row: CleanPair) -> bool:
         """Whether a pair is kept. If not, the reason is counted, as is what looks suspicious."""
@@ -344,43 +327,49 @@ class _Work(Preparation):
         if reason:
             self.dropped[split][reason] += 1
             return False
-        sources, targets = self.keys[split]
+        sources, targets, numbers = self.keys[split]
         sources.append(sentence_key(pair.source, row.source))
         targets.append(sentence_key(pair.target, row.target))
+        numbers.append(row.pair)
         return True
 
     def _places(self) -> npt.NDArray[np.int8]:
         """(N,), for each cleaned training pair the number of its split, or -1 to drop it."""
-        options = self.processing
+        tags = np.array([self.tags.index(p.tag) if p.tag else 0 for p in self.pairs], np.uint64)
+        asked: dict[str, tuple[Keys, Keys]] = {}  # keys of sources with their tags, and of targets
         for split in SPLITS:
-            source, target = (np.asarray(keys, dtype=np.uint64) for keys in self.keys[split])
+            source, target, pair = map(np.asarray, self.keys[split])
             repeated = duplicates(source, target)
+            counts = self.found[split]
+            asked[split] = source + tags[pair], target
             if split == "train":
                 places = np.zeros(len(source), dtype=np.int8)
-                if "duplicates" in options.drop and repeated.any():
+                if "duplicates" in self.processing.drop:
                     places[repeated] = -1
-                    self.dropped[split][DROPPED["duplicates"]] += int(repeated.sum())
-                    repeated[:] = False
+                    counts = self.dropped[split]
                 kept = np.flatnonzero(places == 0)
-                places[kept] = self._held_out(source[kept], target[kept], kept)
+                if self.holds_out:
+                    places[kept] = self._held_out(source[kept], target[kept], pair[kept])
             if repeated.any():
-                self.found[split][DROPPED["duplicates"]] += int(repeated.sum())
+                counts[DROPPED["duplicates"]] += int(repeated.sum())
         self.keys.clear()
+        train, *held_out = (
+            tuple(key[places == number] for key in asked["train"]) for number in range(len(SPLITS))
+        )
+        for split, keys in zip(SPLITS[1:], held_out, strict=True):
+            self.overlap[split] = overlap(train, keys if len(keys[0]) else asked[split])
         return places
 
     def _held_out(
-        self, source: Keys, target: Keys, rows: npt.NDArray[np.int64]
+        self, source: Keys, target: Keys, pair: npt.NDArray[np.int8]
     ) -> npt.NDArray[np.int8]:
         """(N,), the number of the split of each training pair."""
         options = self.processing
         places = np.zeros(len(source), dtype=np.int8)
-        if not self._holds_out:
-            return places
         if options.holdout_by == "group":
             groups = [sentence_groups(source, target)]
             members = [np.arange(len(source))]
         else:  # each pair is a group of its own, and each language pair is counted by itself
-            pair = self._pair_numbers()[rows]
             members = [np.flatnonzero(pair == number) for number in range(len(self.pairs))]
             groups = [np.arange(len(mine)) for mine in members]
         for mine, group in zip(members, groups, strict=True):
@@ -389,39 +378,32 @@ class _Work(Preparation):
                 places[mine[left[hold_out(group[left], n)]]] = split
         return places
 
-    def _pair_numbers(self) -> npt.NDArray[np.int64]:
-        """(N,), the language pair of each cleaned training pair."""
-        batches = read_batches(self._unsplit, _CHUNK)
-        return np.concatenate([np.zeros(0, np.int64), *(b["pair"].to_numpy() for b in batches)])
-
     def _distribute(self, places: npt.NDArray[np.int8]) -> None:
         """Move the cleaned training pairs to the files of their splits."""
         if not places.any():
             self._unsplit.replace(self.spill("train"))
             return
-        held_out = [split for split in range(1, len(SPLITS)) if (places == split).any()]
         with ExitStack() as stack:
             files = {
-                split: stack.enter_context(
-                    ArrowFile(self.spill(SPLITS[split]), _text_schema(SPLITS[split]))
-                )
-                for split in (0, *held_out)
+                number: stack.enter_context(ArrowFile(self.spill(split), _SPILL))
+                for number, split in enumerate(SPLITS)
+                if number == 0 or (places == number).any()
             }
             advance = stack.enter_context(self.bars.bar("splitting train", len(places)))
             done = 0
             for batch in read_batches(self._unsplit, _CHUNK):
                 mine = places[done : done + batch.num_rows]
-                for split, file in files.items():
-                    part = batch.filter(pa.array(mine == split))
-                    if split == 0:
+                for number, file in files.items():
+                    part = batch.filter(pa.array(mine == number))
+                    if number == 0:
                         file.add(part.columns)
                     else:
                         rows = (CleanPair(**row) for row in part.to_pylist())
                         file.add(zip(*map(self._shown, rows), strict=True))
                 done += batch.num_rows
                 advance(batch.num_rows)
-        for split, file in files.items():
-            self.cleaned[SPLITS[split]] = file.rows
+        for number, file in files.items():
+            self.sizes[SPLITS[number]] = file.rows
         self._unsplit.unlink()
 
     def _shown(self, row: CleanPair) -> CleanPair:
@@ -477,7 +459,7 @@ class _Work(Preparation):
     def _used(self, tokenizer: PreTrainedTokenizerFast, side: str) -> set[str]:
         """The types that occur in the training text of a side."""
         used = np.zeros(len(tokenizer), dtype=bool)
-        with self.bars.bar(f"counting {side}", self.cleaned["train"]) as advance:
+        with self.bars.bar(f"counting {side}", self.sizes["train"]) as advance:
             for lines in chunks(self._lines(side), _CHUNK):
                 used[np.concatenate(list(encode(tokenizer, lines)))] = True
                 advance(len(lines))
@@ -486,47 +468,52 @@ class _Work(Preparation):
     # -------------------------------------------------------------- pass 3: token ids
 
     def write_splits(
-        self, source: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast
+        self,
+        source: PreTrainedTokenizerFast,
+        target: PreTrainedTokenizerFast,
+        *,
+        learned: bool,
     ) -> None:
         """Write token ids, tokenizers and the counts of the training split."""
+        tokenizers = {"source": source, "target": target}
         for split in SPLITS:
             counts = self._write_split(split, source, target)
             self.refuse_empty(split, self.sizes[split], self.dropped[split])
             self.spill(split).unlink()
-            self.tokens[split] = {side: int(c.sum()) for side, c in counts.items()}
-            unknown = {"source": source.unk_token_id, "target": target.unk_token_id}
+            self.tokens[split] = {side: int(count.sum()) for side, count in counts.items()}
+            unknown = {side: tokenizers[side].unk_token_id for side in counts}
             self.unknown[split] = {
-                side: 0 if unknown[side] is None else int(c[unknown[side]])
-                for side, c in counts.items()
+                side: 0 if unknown[side] is None else int(count[unknown[side]])
+                for side, count in counts.items()
             }
             if split == "train":
                 self.save_frequencies(counts)
-        self.save_tokenizer(source, "tokenizer", learned=self.given is None)
+        self.save_tokenizer(source, "tokenizer", learned=learned)
         if target is not source:
-            self.save_tokenizer(target, "target_tokenizer", learned=self.given is None)
-        self.vocabulary = {
-            "kind": "joint" if target is source else "separate",
-            "source": vocabulary_size(source),
-            "target": vocabulary_size(target),
+            self.save_tokenizer(target, "target_tokenizer", learned=learned)
+        self.tokenizers = {
+            "vocabulary": {
+                "kind": "joint" if target is source else "separate",
+                **{side: vocabulary_size(tokenizer) for side, tokenizer in tokenizers.items()},
+            },
+            "processing": self._processing(source),
         }
 
     def _write_split(
         self, split: str, source: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast
     ) -> dict[str, npt.NDArray[np.int64]]:
         """Write the token ids of a split; returns how often each type occurs in it."""
-        options = self.processing
-        held_out = bool({"valid": options.holdout, "test": options.holdout_test}.get(split))
-        limits = (0, 0.0)
-        if split == "train" or held_out:
-            limits = options.max_pieces, options.max_piece_ratio
+        options, columns = self.processing, schema(split)
+        held_out = {"train": True, "valid": options.holdout, "test": options.holdout_test}
+        limits = (options.max_pieces, options.max_piece_ratio) if held_out[split] else (0, 0.0)
         tokens = [PairTokens(pair, source, target) for pair in self.pairs]
         counts = {
             "source": np.zeros(vocabulary_size(source), dtype=np.int64),
             "target": np.zeros(vocabulary_size(target), dtype=np.int64),
         }
         with (
-            ArrowFile(self.folder / f"{split}.arrow", schema(split)) as file,
-            self.bars.bar(f"writing {split}", self.cleaned[split]) as advance,
+            ArrowFile(self.folder / f"{split}.arrow", columns) as file,
+            self.bars.bar(f"writing {split}", self.sizes[split]) as advance,
         ):
             for batch in read_batches(self.spill(split), _CHUNK):
                 ids: dict[str, list[list[int]]] = {"source": [], "target": []}
@@ -553,21 +540,17 @@ class _Work(Preparation):
 
     # -------------------------------------------------------------- the end
 
-    def write_manifest(self, inputs: Sequence[Mapping[str, str]]) -> None:
+    def write_manifest(self, inputs: Sequence[Mapping[str, str]], notes: Sequence[str]) -> None:
         """Write what the folder holds; this is the last file."""
-        train = read_split(self.folder, "train")
         manifest = {
             "pairs": [pair.entry() for pair in self.pairs],
             "text": self.processing.text.model_dump(),
-            "processing": self._processing(),
-            "vocabulary": self.vocabulary,
+            **self.tokenizers,
             "read": dict(self.read),
             "dropped": {split: dict(sorted(n.items())) for split, n in self.dropped.items()},
             "found": {split: dict(sorted(n.items())) for split, n in self.found.items()},
-            "overlap": {
-                split: overlap(train, read_split(self.folder, split)) for split in SPLITS[1:]
-            },
-            "notes": self.notes,
+            "overlap": self.overlap,
+            "notes": list(notes),
             "sizes": {split: self.sizes[split] for split in SPLITS},
             "tokens": self.tokens,
             "unknown": self.unknown,
@@ -575,20 +558,16 @@ class _Work(Preparation):
         }
         seal(self.folder, manifest)
 
-    def _processing(self) -> dict[str, Any]:
+    def _processing(self, tokenizer: Any) -> dict[str, Any]:
         """What was done, without the paths of files."""
-        fields = set(Processing.model_fields) - {"text"}
-        document = self.processing.model_dump(include=fields)
+        document = self.processing.model_dump(include=set(Processing.model_fields) - {"text"})
         for option in ("codes", "sentencepiece"):
-            if (name := getattr(self.processing, option)) is not None:
-                path = Path(name).expanduser()
+            if document[option] is not None:
+                path = Path(document[option]).expanduser()
                 document[option] = {"file": path.name, "sha256": sha256(path)}
-        if self.processing.tokenizer is not None and self.given is not None:
-            folder = Path(self.processing.tokenizer).expanduser()
-            document["tokenizer"] = {
-                "folder": folder.name,
-                "vocabulary": vocabulary_digest(self.given[0]),
-            }
+        if document["tokenizer"] is not None:
+            name = Path(document["tokenizer"]).expanduser().name
+            document["tokenizer"] = {"folder": name, "vocabulary": vocabulary_digest(tokenizer)}
         return document
 
 
@@ -596,13 +575,13 @@ def _encoded(
     batch: pa.RecordBatch, tokens: Sequence[PairTokens]
 ) -> list[Iterator[tuple[list[int], list[int]]]]:
     """The ids of both sides of the sentence pairs of each direction, in their order."""
-    found: list[Iterator[tuple[list[int], list[int]]]] = []
+    encoded: list[Iterator[tuple[list[int], list[int]]]] = []
     for number, direction in enumerate(tokens):
         mine = batch.filter(pa.array(batch["pair"].to_numpy() == number))
         sources = direction.sources(mine["source"].to_pylist())
         targets = direction.targets(mine["target"].to_pylist())
-        found.append(zip(sources, targets, strict=True))
-    return found
+        encoded.append(zip(sources, targets, strict=True))
+    return encoded
 
 
 def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | None:
@@ -612,11 +591,6 @@ def _objection(lengths: tuple[int, int], longest: int, ratio: float) -> str | No
     if ratio and max(lengths) / max(1, min(lengths)) > ratio:
         return "length ratio"
     return None
-
-
-def _text_schema(split: str) -> pa.Schema:
-    """The columns of cleaned text: those of the split, with text instead of token ids."""
-    return pa.schema([*_TEXT, *(column for column in schema(split) if "text" in column.name)])
 
 
 def summarize(prepared: Prepared, tokenizer: str | None = None, preset: str | None = None) -> None:
@@ -630,14 +604,13 @@ def summarize(prepared: Prepared, tokenizer: str | None = None, preset: str | No
     for split in SPLITS:
         dropped = ", ".join(f"{n} {reason}" for reason, n in manifest["dropped"][split].items())
         tokens, unknown = manifest["tokens"][split], manifest["unknown"][split]
-        rates = (f"{unknown[side] / tokens[side]:.2%}" for side in ("source", "target"))
         table.add_row(
             split,
             str(manifest["read"].get(split, "held out")),
             dropped or "0",
             str(manifest["sizes"][split]),
-            *(str(tokens[side]) for side in ("source", "target")),
-            "/".join(rates),
+            *map(str, tokens.values()),
+            "/".join(f"{unknown[side] / tokens[side]:.2%}" for side in tokens),
         )
     console.print(table)
     vocabulary = manifest["vocabulary"]
@@ -669,9 +642,9 @@ def _observations(manifest: Mapping[str, Any]) -> Iterator[str]:
     """What is known of the quality of the data: a line for each fact."""
     yield from (f"note: {note}" for note in manifest["notes"])
     for split in SPLITS:
-        if found := manifest["found"][split]:
-            counts = ", ".join(f"{n} {reason}" for reason, n in found.items())
-            names = [name for name, reason in DROPPED.items() if reason in found]
+        if suspicious := manifest["found"][split]:
+            counts = ", ".join(f"{n} {reason}" for reason, n in suspicious.items())
+            names = [name for name, reason in DROPPED.items() if reason in suspicious]
             cure = f"; --drop {','.join(names)} drops them" if split == "train" else ""
             yield f"{split}: kept, but suspicious: {counts}{cure}"
 
@@ -680,12 +653,8 @@ def _first_pairs(prepared: Prepared) -> Iterator[str]:
     """The first validation pair of each direction, with the names of the languages."""
     split = prepared.split("valid")
     for number, pair in enumerate(prepared.pairs):
-        rows = np.flatnonzero(split.pair == number)
-        if len(rows):
-            row = int(rows[0])
-            yield f"{language_name(pair.source)}: {_excerpt(split.source_text(row))}"
-            yield f"{language_name(pair.target)}: {_excerpt(split.target_text(row))}"
-
-
-def _excerpt(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+        for row in np.flatnonzero(split.pair == number)[:1].tolist():
+            sides = (pair.source, split.source_text(row)), (pair.target, split.target_text(row))
+            for language, text in sides:
+                shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+                yield f"{language_name(language)}: {shown}"

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from ..errors import DataError
 from ..run.files import Document
-from ..text.arrow import Lists, read_table
+from ..text.arrow import Lists
 from ..text.folder import MANIFEST, FolderManifest, Maker, PreparedFolder, load_tokenizer
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_size
 from .text import TextOptions
@@ -143,6 +143,7 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
     Attributes:
         text: what was done to the text, and has to be done to text that is translated.
         pretrained: whether the tokenizers are those of a pre-trained model.
+        joint: whether source and target have one vocabulary.
     """
 
     maker = MAKER
@@ -153,6 +154,7 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
         self.pairs = self.checked.pairs
         self.pretrained = any(pair.frame for pair in self.pairs)
         self.text = self.checked.text
+        self.joint = self.checked.vocabulary.kind == "joint"
 
     @property
     def types(self) -> dict[str, int]:
@@ -167,7 +169,7 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
     @cached_property
     def target_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the target; the same object as ``tokenizer`` for a joint vocabulary."""
-        if self.checked.vocabulary.kind == "joint":
+        if self.joint:
             return self.tokenizer
         return self._load("target_tokenizer", self.types["target"])
 
@@ -201,8 +203,3 @@ class Prepared(PreparedFolder[_PairManifest, TextSplit]):
         if len(split) and not 0 <= split.pair.min() <= split.pair.max() < len(self.pairs):
             raise DataError(f"a language pair is outside [0, {len(self.pairs)})")
         return split
-
-
-def read_split(folder: Path, name: str) -> TextSplit:
-    """A split of a folder that has no manifest yet."""
-    return TextSplit(read_table(folder / f"{name}.arrow", schema(name)))

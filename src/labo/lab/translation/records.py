@@ -19,59 +19,47 @@ class Sentence:
     source: str
     reference: str
     hypothesis: str
-    tokens: list[str]
+    tokens: list[str]  # of the hypothesis
     probabilities: Floats  # one per token
-    frequency: float
-    forced: Forced
-    lengths: Mapping[str, int] | None
-    reference_length: int | None
+    frequency: float  # F(x)
+    forced: Forced  # predictions of the tokens of the reference
+    lengths: Mapping[str, int]  # of outputs by beam size, if they were measured
+    reference_length: int
 
 
-@dataclass(frozen=True, eq=False)
-class Translations:
+class Translations(list[Sentence]):
     """The records of a split."""
-
-    sentences: list[Sentence]
-
-    def __len__(self) -> int:
-        return len(self.sentences)
 
     @property
     def hypotheses(self) -> list[str]:
-        return [sentence.hypothesis for sentence in self.sentences]
+        return [sentence.hypothesis for sentence in self]
 
     @property
     def references(self) -> list[str]:
-        return [sentence.reference for sentence in self.sentences]
-
-    @property
-    def probabilities(self) -> list[Floats]:
-        """Of the tokens of each hypothesis."""
-        return [sentence.probabilities for sentence in self.sentences]
+        return [sentence.reference for sentence in self]
 
     @property
     def forced(self) -> list[Forced]:
-        """Predictions of the tokens of each reference."""
-        return [sentence.forced for sentence in self.sentences]
+        return [sentence.forced for sentence in self]
 
     @property
     def frequency(self) -> Floats:
         """(sentences,) F(x)."""
-        return np.array([sentence.frequency for sentence in self.sentences])
+        return np.array([sentence.frequency for sentence in self])
 
     def fingerprint(self) -> str:
         """Equal for two runs that translated the same sentences."""
-        return digest([(s.pair, s.source, s.reference) for s in self.sentences])
+        return digest([(s.pair, s.source, s.reference) for s in self])
 
 
 def read_translations(run: Run, split: str) -> Translations:
     """The records of a split, checked."""
-    return Translations([_sentence(line) for line in record_lines(run, split)])
+    return Translations(map(_sentence, record_lines(run, split)))
 
 
 def _sentence(line: RecordLine) -> Sentence:
-    tokens, forced = line.texts("tokens"), line.section("forced")
-    lengths = None
+    tokens = line.texts("tokens")
+    lengths: dict[str, int] = {}
     if line.content.get("lengths") is not None:
         section = line.section("lengths")
         for beam in section.content:
@@ -86,7 +74,7 @@ def _sentence(line: RecordLine) -> Sentence:
         tokens=tokens,
         probabilities=line.numbers("probabilities", len(tokens), high=1),
         frequency=line.number("frequency"),
-        forced=read_forced(forced),
+        forced=read_forced(line.section("forced")),
         lengths=lengths,
-        reference_length=None if lengths is None else line.integer("reference_length"),
+        reference_length=line.integer("reference_length") if lengths else 0,
     )

@@ -81,10 +81,10 @@ REPORT = TranslationReport()
 
 
 def _sentence(outputs: Sequence[Translations], index: int) -> dict[str, Any]:
-    first = outputs[0].sentences[index]
+    first = outputs[0][index]
     shown = []
     for run, records in enumerate(outputs):
-        sentence = records.sentences[index]
+        sentence = records[index]
         found = zip(readable(sentence.tokens), sentence.probabilities.tolist(), strict=True)
         tokens = [[text, round(p, 3)] for text, p in found]
         shown.append({"run": run, "text": sentence.hypothesis, "tokens": tokens})

@@ -6,7 +6,7 @@ the end of the sentence, given the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,8 +26,6 @@ from ..text.score import TokenScore, write_records
 from . import bleu
 from .batches import by_tokens, forced
 from .translate import Translator
-
-__all__ = ["PairScore", "evaluate_files", "score_command", "score_files", "score_pairs"]
 
 _LINES_AT_ONCE = 2000
 _COMET = "unbabel-comet"
@@ -56,11 +54,11 @@ def score_pairs(
                 raise RequestError(
                     f"line {number}: the {side} has {len(ids)} tokens, the model takes {limit}"
                 )
-    found: dict[int, PairScore] = {}
+    scores: dict[int, PairScore] = {}
     for part in by_tokens(np.array([max(map(len, pair)) for pair in pairs], dtype=np.int64)):
         batch = part.tolist()
-        found |= zip(batch, _score(translator, [pairs[i] for i in batch]), strict=True)
-    return [found[i] for i in range(len(pairs))]
+        scores |= zip(batch, _score(translator, [pairs[i] for i in batch]), strict=True)
+    return [scores[i] for i in range(len(pairs))]
 
 
 def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[PairScore]:
@@ -101,25 +99,19 @@ def _read_sides(source: str | Path, target: str | Path) -> tuple[list[str], list
     return sides
 
 
-def score_files(
-    run: str | Path, source: str | Path, target: str | Path, *, pair: str | None = None
-) -> Iterator[PairScore]:
-    """The score of each line of ``target`` as a translation of that line of ``source``."""
-    sources, targets = _read_sides(source, target)
-    translator = Translator(run, pair=pair, notice=notice)
-    for first in range(0, len(sources), _LINES_AT_ONCE):
-        part = slice(first, first + _LINES_AT_ONCE)
-        yield from score_pairs(translator, sources[part], targets[part], first_line=first + 1)
-
-
 def score_command(
     run: Path, files: Sequence[str], options: ScoreOptions, source: BinaryIO, target: BinaryIO
 ) -> None:
-    """``labo score``: the lines of two files."""
+    """``labo score``: each line of a file as a translation of that line of another."""
     if len(files) != 2:
         raise RequestError("the score of a translation needs two files: SOURCE TARGET")
-    found = enumerate(score_files(run, *files, pair=options.pair), 1)
-    write_records((s.record(line=line, tokens=options.tokens) for line, s in found), target)
+    sources, targets = _read_sides(*files)
+    translator = Translator(run, pair=options.pair, notice=notice)
+    for first in range(0, len(sources), _LINES_AT_ONCE):
+        part = slice(first, first + _LINES_AT_ONCE)
+        scores = score_pairs(translator, sources[part], targets[part], first_line=first + 1)
+        numbered = enumerate(scores, first + 1)
+        write_records((s.record(line=line, tokens=options.tokens) for line, s in numbered), target)
 
 
 def evaluate_files(
@@ -167,5 +159,5 @@ def _comet(
         {"src": source, "mt": hypothesis, "ref": reference}
         for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True)
     ]
-    found = loaded.predict(rows, batch_size=16, gpus=int(torch.cuda.is_available()))
-    return float(found.system_score), f"model:{Path(model).name}|version:{__version__}"
+    predicted = loaded.predict(rows, batch_size=16, gpus=int(torch.cuda.is_available()))
+    return float(predicted.system_score), f"model:{Path(model).name}|version:{__version__}"

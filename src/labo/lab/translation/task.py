@@ -43,14 +43,12 @@ from .model import (
     MODEL_PRESETS,
     NUM_SPECIAL,
     EncoderDecoder,
-    TranslationModel,
     fresh_translator,
     marian_config,
     positions_of,
 )
 from .options import MAX_TYPES, Decode
 from .prepared import Prepared, Side, TextSplit
-from .teacher import stored_rows
 from .text import Pipeline
 from .translate import ModelFolder
 
@@ -176,7 +174,7 @@ class TextModel(StartingModel):
             raise ValueError("fixnorm needs embeddings=shared or embeddings=decoder")
         return self
 
-    def dimensions(self) -> dict[str, int]:
+    def dimensions(self) -> dict[str, Any]:
         """Those of the preset, with what differs from it."""
         preset = MODEL_PRESETS[str(self.preset)]
         layers = {"encoder_layers": preset["layers"], "decoder_layers": preset["layers"]}
@@ -246,7 +244,7 @@ class TranslationTask(TokenTask):
 
     def __init__(self, recipe: TextRecipe) -> None:
         self.recipe = recipe
-        self.data = _load(recipe.data)
+        self.data = self._load(recipe.data)
         self.fingerprint = f"{recipe.data.name}@{self.data.fingerprint[:12]}"
         self.data.hold()
         tokenizers = self.data.tokenizer, self.data.target_tokenizer
@@ -261,13 +259,13 @@ class TranslationTask(TokenTask):
                 f"{self.data.path} was prepared with the tokenizer of a pre-trained model: set "
                 "model.pretrained to its folder"
             )
-        elif recipe.model.embeddings == "shared" and not self._joint:
+        elif recipe.model.embeddings == "shared" and not self.data.joint:
             raise RequestError(
                 "model.embeddings: shared needs one vocabulary, but this data has two; set it to "
                 "decoder or separate"
             )
-        for split in ("train", "valid", "test"):
-            self._check_split(split)
+        for split in ("valid", "test"):
+            self._check_lengths(split)
         self._train = self.data.split("train")
         plan, left_out = self._make_batches()
         self.set_batches(plan)
@@ -282,10 +280,14 @@ class TranslationTask(TokenTask):
         # A sentence is counted and batched: it is segmented once for both.
         self._segmented = lru_cache(maxsize=1 << 14)(self._segment)
 
-    @property
-    def _joint(self) -> bool:
-        joint: bool = self.data.manifest["vocabulary"]["kind"] == "joint"
-        return joint
+    @staticmethod
+    def _load(options: TextData) -> Prepared:
+        if options.path is not None:
+            return Prepared(options.path)
+        from .cldr import cldr_data
+
+        size, seed, vocabulary = options.size, options.data_seed, options.vocabulary
+        return cldr_data(options.languages, size=size, seed=seed, vocabulary=vocabulary)
 
     # ------------------------------------------------------------------ the model
 
@@ -303,19 +305,14 @@ class TranslationTask(TokenTask):
         self._positions = positions_of(settings)
         self._starts = torch.tensor([start_tokens(settings, pair) for pair in self.data.pairs])
 
-    def _check_split(self, name: str) -> None:
-        """Refuse an empty split, and sentences to score that the model cannot take."""
-        split = self.data.split(name)
-        if not len(split):
-            raise RequestError(f"{self.data.path}: the {name} split is empty")
-        if name == "train":  # what is too long for a batch is left out
-            return
-        longest = int(split.longest(self._given).max())
+    def _check_lengths(self, split: str) -> None:
+        """Refuse sentences to score that the model cannot take."""
+        longest = int(self.data.split(split).longest(self._given).max())
         if longest > self._positions:
             where = "the model" if self.recipe.model.pretrained else "model.positions"
             raise RequestError(
                 f"{where} has {self._positions} positions, but {self.data.path} has a sentence of "
-                f"{longest} tokens in the {name} split"
+                f"{longest} tokens in the {split} split"
             )
 
     @property
@@ -324,25 +321,21 @@ class TranslationTask(TokenTask):
         return self._starts.shape[1] - 1
 
     def build_model(self) -> EncoderDecoder:
-        folder = self.recipe.model.pretrained
-        model = self._fresh_model() if folder is None else load_translator(folder)
+        options = self.recipe.model
+        model: EncoderDecoder
+        if options.pretrained is not None:
+            model = load_translator(options.pretrained)
+        else:
+            names = "dropout", "attention_dropout", "activation_dropout", "embeddings", "positions"
+            settings = options.dimensions() | {name: getattr(options, name) for name in names}
+            config = marian_config(self.vocabularies, **settings)
+            model = fresh_translator(config, fixnorm=options.fixnorm)
         self.prepare_model(model)
         return model
 
-    def _fresh_model(self) -> TranslationModel:
-        model, options = self.recipe.model, ("dropout", "attention_dropout", "activation_dropout")
-        marian = marian_config(
-            self.vocabularies,
-            **model.dimensions(),
-            **{name: getattr(model, name) for name in options},
-            embeddings=model.embeddings,
-            positions=model.positions,
-        )
-        return fresh_translator(marian, fixnorm=model.fixnorm)
-
     @staticmethod
     def load_model(folder: Path) -> EncoderDecoder:
-        return ModelFolder.find(folder).load()
+        return ModelFolder(folder).load()
 
     def facts(self) -> dict[str, Any]:
         """The facts that are saved with the model, besides its dimensions."""
@@ -378,7 +371,9 @@ class TranslationTask(TokenTask):
         return super().stored_teacher(folder)
 
     def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
-        return stored_rows(stored, batch.index.tolist())
+        columns = zip(*map(stored.sample, batch.index.tolist()), strict=True)
+        indices, log_p = (torch.from_numpy(np.concatenate(column)) for column in columns)
+        return indices.long(), log_p
 
     def target_tokenizer(self) -> Any:
         return self.data.target_tokenizer
@@ -400,7 +395,7 @@ class TranslationTask(TokenTask):
     def count(self, index: Tensor, epoch: int) -> int:
         if self._dropout:
             return sum(len(self._segmented("target", i, epoch)) for i in index.tolist())
-        return int(_lengths(self._train, "target")[index].sum())
+        return int(self._train.lengths("target")[index.numpy()].sum())
 
     def batch(self, index: Tensor, epoch: int) -> Batch:
         return self._batch(self._train, index, epoch, training=True)
@@ -409,8 +404,8 @@ class TranslationTask(TokenTask):
         """The ids of a training sentence under BPE-dropout, if the model has room for them."""
         usual = getattr(self._train, side)(sample).tolist()
         draws = Random(mix(self.recipe.seed, f"bpe dropout of {side}", epoch, sample))
-        found = self._dropout[side](usual, draws)
-        return found if len(found) <= self._positions else usual
+        dropped = self._dropout[side](usual, draws)
+        return dropped if len(dropped) <= self._positions else usual
 
     def _batch(self, split: TextSplit, index: Tensor, epoch: int, *, training: bool) -> Batch:
         sides = {}
@@ -443,7 +438,7 @@ class TranslationTask(TokenTask):
 
         Special tokens and types that do not occur in the training text are common.
         """
-        if not self._joint:
+        if not self.data.joint:
             raise RequestError(
                 "mls and wls need one vocabulary for both languages: labo prepare --share all"
             )
@@ -474,8 +469,8 @@ class TranslationTask(TokenTask):
                 split = split.take(number * len(split) // train.select_sentences)
             options = self.recipe.decode.with_beam(train.select_beam)
             hypotheses = self._decode(model, split, accelerator, options)
-            found = self._scores(split, self._texts(split, hypotheses))
-            metrics |= {self.recipe.selected_by: found["bleu"]}
+            scores = self._scores(split, self._texts(split, hypotheses))
+            metrics |= {self.recipe.selected_by: scores["bleu"]}
         return metrics
 
     def scored_by(self) -> dict[str, str]:
@@ -495,8 +490,8 @@ class TranslationTask(TokenTask):
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
         metrics = self._scores(chosen, texts) | forced.mean_metrics(references)
-        lengths = _lengths(chosen, "target")
-        metrics["length_ratio"] = sum(len(h.ids) + 1 for h in hypotheses) / int(lengths.sum())
+        said, wanted = sum(len(h.ids) + 1 for h in hypotheses), chosen.lengths("target").sum()
+        metrics["length_ratio"] = said / int(wanted)
         by_beam = {
             beam: self._decode(model, chosen, accelerator, self.recipe.decode.with_beam(beam))
             for beam in beams
@@ -528,8 +523,8 @@ class TranslationTask(TokenTask):
             for number, named in enumerate(self.data.pairs):
                 mine = [i for i, p in enumerate(pair) if p == number]
                 said, wanted = ([side[i] for i in mine] for side in (texts, references))
-                found = bleu.scores(said, wanted, lowercase)
-                scores[f"bleu_{named.source}_{named.target}"] = found["bleu"]
+                score = bleu.scores(said, wanted, lowercase)["bleu"]
+                scores[f"bleu_{named.source}_{named.target}"] = score
         return scores
 
     def _shares(self, split: TextSplit, accelerator: Accelerator) -> list[int]:
@@ -547,9 +542,9 @@ class TranslationTask(TokenTask):
             for start in dict.fromkeys(starts):  # one search for all that start alike
                 part = [i for i in mine if starts[i] == start]
                 sources = [split.source(i).tolist() for i in part]
-                found = decode(plain, sources, options, start=start, advance=advance)
-                best += zip(part, (hypotheses[0] for hypotheses in found), strict=True)
-        return [found for _, found in sorted(gather_object(best), key=itemgetter(0))]
+                decoded = decode(plain, sources, options, start=start, advance=advance)
+                best += zip(part, (hypotheses[0] for hypotheses in decoded), strict=True)
+        return [hypothesis for _, hypothesis in sorted(gather_object(best), key=itemgetter(0))]
 
     @torch.no_grad()
     def _heads(
@@ -602,7 +597,7 @@ class TranslationTask(TokenTask):
     ) -> Iterator[dict[str, Any]]:
         """One record per sentence."""
         counts = self.data.frequencies("source")
-        if self._joint:  # counts of the joint dictionary, as in the source of the paper
+        if self.data.joint:  # counts of the joint dictionary, as in the source of the paper
             counts = counts + self.data.frequencies("target")
         names = self.data.tokenizer.convert_ids_to_tokens
         special = set(self._special)
@@ -646,23 +641,6 @@ class TranslationTask(TokenTask):
 
 
 TASK = TranslationTask
-
-
-def _load(options: TextData) -> Prepared:
-    if options.path is not None:
-        return Prepared(options.path)
-    from .cldr import cldr_data
-
-    return cldr_data(
-        list(options.languages),
-        size=options.size,
-        seed=options.data_seed,
-        vocabulary=options.vocabulary,
-    )
-
-
-def _lengths(split: TextSplit, side: Side) -> Tensor:
-    return torch.from_numpy(split.lengths(side))
 
 
 def switchout(ids: Tensor, u: Tensor, temperature: float, first: int, size: int) -> Tensor:

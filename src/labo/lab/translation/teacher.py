@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import RequestError
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
-from ..text.stored import Rows, StoredTeacher
+from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
 from .batches import by_tokens, forced, padded
 from .finetuning import fitting_config, load_translator, start_tokens
@@ -46,12 +45,11 @@ class SentencePredictions(TrainingPredictions):
         self.model = load_translator(folder).eval()
 
     def samples(self, first: int, last: int) -> Iterator[Rows]:
-        found: list[Rows] = [(np.empty(0), np.empty(0))] * (last - first)
+        rows: dict[int, Rows] = {}
         for part in by_tokens(self.split.longest()[first:last]):
-            rows = self._sentences(torch.from_numpy(first + part))
-            for number, row in zip(part.tolist(), rows, strict=True):
-                found[number] = row
-        yield from found
+            predicted = self._sentences(torch.from_numpy(first + part))
+            rows |= zip(part.tolist(), predicted, strict=True)
+        yield from (rows[number] for number in range(last - first))
 
     @torch.inference_mode()
     def _sentences(self, index: Tensor) -> list[Rows]:
@@ -66,11 +64,3 @@ class SentencePredictions(TrainingPredictions):
 
 
 PREDICTIONS = SentencePredictions
-
-
-def stored_rows(stored: StoredTeacher, sentences: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The stored predictions of all targets of sentences: indices and log-probabilities, (n, k)."""
-    none = tuple(np.empty((0, stored.top_k), dtype) for dtype in (np.int32, np.float32))
-    columns = zip(none, *map(stored.sample, sentences), strict=True)
-    indices, log_p = (torch.from_numpy(np.concatenate(column)) for column in columns)
-    return indices.long(), log_p

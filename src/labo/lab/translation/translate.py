@@ -63,42 +63,25 @@ class _Facts(Document):
     decode: Decode
 
 
-@dataclass(frozen=True)
 class ModelFolder:
-    """A trained translation model on disk, with what labo saved about it.
+    """The trained translation model of a run, given by its run directory or by the folder itself.
 
     Attributes:
         path: the folder: ``best`` of a run, or a copy of it.
         pairs: the directions it translates in.
         text: what is done to a line before and after.
         decode: the search it was trained to be used with.
+        pretrained: whether the model started from a pre-trained one, whose tokenizer it has.
         temperature: what its logits are divided by for calibrated probabilities, see
             ``labo calibrate``; 1 if it has none, or if that is folded into the model.
     """
 
-    path: Path
-    pairs: tuple[Pair, ...]
-    text: TextOptions
-    decode: Decode
-    temperature: float
-
-    @classmethod
-    def find(cls, run: str | Path) -> ModelFolder:
-        """The model of a run, given by its run directory or by the folder itself."""
-        folder, facts = find_model(run, "translation")
-        known = checked(facts, _Facts, folder / "config.json", "labo.")
-        return cls(
-            folder,
-            tuple(known.pairs),
-            known.text,
-            known.decode,
-            divisor_of(folder),
-        )
-
-    @property
-    def pretrained(self) -> bool:
-        """Whether the model started from a pre-trained one, whose tokenizer it has."""
-        return self.pairs[0].frame is not None
+    def __init__(self, run: str | Path) -> None:
+        self.path, facts = find_model(run, "translation")
+        known = checked(facts, _Facts, self.path / "config.json", "labo.")
+        self.pairs, self.text, self.decode = known.pairs, known.text, known.decode
+        self.pretrained = self.pairs[0].frame is not None
+        self.temperature = divisor_of(self.path)
 
     def load(self) -> EncoderDecoder:
         """The model, on the CPU and in evaluation mode."""
@@ -110,12 +93,12 @@ class ModelFolder:
             return folder_tokenizers(self.path)
         config = translation_config(self.path)
         sizes = config.vocab_size, getattr(config, "decoder_vocab_size", config.vocab_size)
-        source = load_tokenizer(self.path, sizes[0])
-        target = self.path / "target_tokenizer"
-        separate = target.is_dir() or sizes[0] != sizes[1]
-        found = source, load_tokenizer(target, sizes[1]) if separate else source
-        check_tokens(self.path, config, found[1])
-        return found
+        source = target = load_tokenizer(self.path, sizes[0])
+        second = self.path / "target_tokenizer"
+        if second.is_dir() or sizes[0] != sizes[1]:
+            target = load_tokenizer(second, sizes[1])
+        check_tokens(self.path, config, target)
+        return source, target
 
     def pair(self, name: str | None) -> Pair:
         """A direction by its name, such as de-en, or by its source language alone."""
@@ -153,7 +136,7 @@ class Translator:
         notice: Notice = warnings.warn,
         **search: Any,
     ) -> None:
-        folder = ModelFolder.find(run)
+        folder = ModelFolder(run)
         chosen = folder.pair(pair)
         self.options = folder.decode.changed(search)
         self.temperature = folder.temperature
@@ -191,27 +174,25 @@ class Translator:
         cut = [self._within_limit(line, first_line + i) for i, line in enumerate(lines)]
         texts = [self.pipeline.source(line) for line in cut]
         wanted = [index for index, text in enumerate(texts) if text]
-        sources = [
-            self._within_positions(ids, first_line + index)
-            for index, ids in zip(
-                wanted, self.tokens.sources([texts[i] for i in wanted]), strict=True
-            )
-        ]
-        found = [[_NOTHING] * number for _ in lines]
+        encoded = self.tokens.sources([texts[index] for index in wanted])
         if advance is not None:
             advance(len(lines) - len(wanted))
         decoded = decode(
             self.model,
-            sources,
+            [
+                self._within_positions(ids, first_line + index)
+                for index, ids in zip(wanted, encoded, strict=True)
+            ],
             self.options,
             start=self.start,
             nbest=number,
             temperature=self.temperature,
             advance=advance,
         )
+        translations = [[_NOTHING] * number for _ in lines]
         for index, hypotheses in zip(wanted, decoded, strict=True):
-            found[index] = [self._translation(hypothesis) for hypothesis in hypotheses]
-        return found
+            translations[index] = [self._translation(hypothesis) for hypothesis in hypotheses]
+        return translations
 
     def _within_limit(self, line: str, number: int) -> str:
         if len(line) <= _LONGEST_LINE:
@@ -223,13 +204,13 @@ class Translator:
         return line[:_LONGEST_LINE]
 
     def _within_positions(self, ids: list[int], line: int) -> list[int]:
-        positions = self.positions
-        if len(ids) <= positions:
+        if len(ids) <= self.positions:
             return ids
         self.notice(
-            f"line {line} has {len(ids)} tokens, the model takes {positions}: the rest is left out"
+            f"line {line} has {len(ids)} tokens, the model takes {self.positions}: the rest is "
+            "left out"
         )
-        return self.tokens.cut(ids, positions)
+        return self.tokens.cut(ids, self.positions)
 
     def _translation(self, hypothesis: Hypothesis) -> Translation:
         tokenizer = self.target_tokenizer
@@ -275,8 +256,8 @@ def translate_stream(
         def answer(
             lines: Sequence[str], first: int, advance: Callable[[int], object]
         ) -> Iterator[str]:
-            found = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
-            for number, translations in enumerate(found, first):
+            answers = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
+            for number, translations in enumerate(answers, first):
                 for one in translations:
                     if scores:
                         yield json_line({"line": number, **asdict(one)})
