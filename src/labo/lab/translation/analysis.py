@@ -73,7 +73,7 @@ class TranslationAnalysis(TokenAnalysis):
         return read_translations(run, split)
 
     def bootstrap_scores(self, run: Run, records: Translations) -> Floats:
-        return bootstrap_bleu(records.hypotheses, records.references, bleu_signature(run))
+        return bootstrap_bleu(records.hypotheses, records.references, _signature(run.results))
 
     def scoring(self, results: Mapping[str, Any]) -> dict[str, str]:
         signature = _signature(results)
@@ -165,15 +165,11 @@ class TranslationAnalysis(TokenAnalysis):
 ANALYSIS = TranslationAnalysis()
 
 
-def _signature(results: Mapping[str, Any]) -> str | None:
-    signatures = results.get("sacrebleu")
+def _signature(results: Mapping[str, Any] | None) -> str | None:
+    """The sacrebleu signature of the BLEU in ``results.json``."""
+    signatures = (results or {}).get("sacrebleu")
     signature = signatures.get("bleu") if isinstance(signatures, Mapping) else None
     return signature if isinstance(signature, str) else None
-
-
-def bleu_signature(run: Run) -> str | None:
-    """The sacrebleu signature of the scores in ``results.json``."""
-    return _signature(run.results or {})
 
 
 def _mean(values: Floats) -> float | None:
@@ -253,5 +249,5 @@ def _frequency(group: Group, part_size: int | None) -> dict[str, Any]:
 def _bleu(
     run: Run, records: Translations, parts: Mapping[str, Integers]
 ) -> dict[str, float | None]:
-    signature = bleu_signature(run)
+    signature = _signature(run.results)
     return bleu_by_part(records.hypotheses, records.references, parts, signature)

@@ -32,7 +32,7 @@ class PairTokens:
         self.pair = pair
         self._source, self._target = source, target
         if pair.frame is None:
-            self._tag = [_known_tag(source, [pair.tag])] if pair.tag else []
+            self._tag = [source.convert_tokens_to_ids(pair.tag)] if pair.tag else []
             self.around = len(self._tag) + 1
         else:
             self.around = len(pair.frame.before) + len(pair.frame.after)
@@ -65,7 +65,7 @@ def _plain_ids(tokenizer: Any, lines: Sequence[str], side: _Argument) -> list[li
     if not lines:
         return []
     with panics_refused():
-        found = tokenizer(
+        encoded = tokenizer(
             **{side: list(lines)},
             add_special_tokens=False,
             split_special_tokens=True,
@@ -79,16 +79,8 @@ def _plain_ids(tokenizer: Any, lines: Sequence[str], side: _Argument) -> list[li
         ids
         if reserved.isdisjoint(ids)
         else [x for i in ids for x in (unknown if i in reserved else [i])]
-        for ids in found["input_ids"]
+        for ids in encoded["input_ids"]
     ]
-
-
-def _known_tag(tokenizer: Any, names: Sequence[str]) -> int:
-    vocabulary = tokenizer.get_vocab()
-    for name in names:
-        if name in vocabulary:
-            return int(vocabulary[name])
-    raise RequestError(f"the tokenizer has no tag {' or '.join(names)}")
 
 
 # ------------------------------------------------------------------ pre-trained models
@@ -116,13 +108,19 @@ def frame_pairs(
     """
     framed = []
     for pair in [*pairs, pairs[0]]:  # the first again, to leave the tokenizers as it needs them
-        tag = []
-        if _knows_languages(source):
+        tag: list[int] = []
+        if hasattr(source, "src_lang"):
             for tokenizer in (source, target):
                 tokenizer.src_lang = _language_code(tokenizer, pair.source, folder)
                 tokenizer.tgt_lang = _language_code(tokenizer, pair.target, folder)
         elif pair.tag:
-            tag = [_folder_tag(source, pair.tag, folder)]
+            names, vocabulary = (pair.tag, f">>{pair.tag[1:-1]}<<"), source.get_vocab()
+            tag = [vocabulary[name] for name in names if name in vocabulary][:1]
+            if not tag:
+                raise RequestError(
+                    f"{folder}: the tokenizer has no tag {' or '.join(names)}; --tag none leaves "
+                    "tags out"
+                )
         before, after = _around(source, "text", folder)
         target_before, target_after = _around(target, "text_target", folder)
         frame = Frame(
@@ -147,24 +145,13 @@ def _around(tokenizer: Any, side: _Argument, folder: str | Path) -> tuple[list[i
     raise RequestError(f"{folder}: its tokenizer does not end a sentence with eos_token")
 
 
-def _knows_languages(tokenizer: Any) -> bool:
-    return hasattr(tokenizer, "src_lang")
-
-
 def _language_code(tokenizer: Any, language: str, folder: str | Path) -> str:
     codes = list(getattr(tokenizer, "lang_code_to_id", None) or tokenizer.all_special_tokens)
-    found = [code for code in codes if code == language] or [
-        code for code in codes if code.startswith(f"{language}_")
-    ]
-    if len(found) == 1:
-        return str(found[0])
-    if found:
-        raise RequestError(f"--pair: {language} is one of {', '.join(found)} in {folder}")
+    if language in codes:
+        return language
+    fitting = [str(code) for code in codes if code.startswith(f"{language}_")]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise RequestError(f"--pair: {language} is one of {', '.join(fitting)} in {folder}")
     raise RequestError(f"--pair: {unknown_name(f'language of {folder}', language, codes)}")
-
-
-def _folder_tag(tokenizer: Any, tag: str, folder: str | Path) -> int:
-    try:
-        return _known_tag(tokenizer, [tag, f">>{tag[1:-1]}<<"])
-    except RequestError as error:
-        raise RequestError(f"{folder}: {error}; --tag none leaves tags out") from error

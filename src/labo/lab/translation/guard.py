@@ -182,12 +182,12 @@ def duplicates(source: Keys, target: Keys) -> npt.NDArray[np.bool_]:
     return repeated
 
 
-def overlap(train: tuple[Keys, Keys], held_out: tuple[Keys, Keys]) -> dict[str, int]:
+def overlap(train: Sequence[Keys], held_out: Sequence[Keys]) -> dict[str, int]:
     """How many pairs of a split have their source, target or both in the training split.
 
-    The splits are given as keys of their sources and targets.
+    The splits are given as the keys of their sources and those of their targets.
     """
-    columns = [(*keys, pair_keys(*keys)) for keys in (held_out, train)]
+    columns = ([*keys, pair_keys(*keys)] for keys in (held_out, train))
     named = zip(("source", "target", "pair"), *columns, strict=True)
     return {name: int(np.isin(held, seen).sum()) for name, held, seen in named}
 

@@ -282,13 +282,14 @@ class _Work(Preparation):
                 ) as cleaned,
             ):
                 for chunk in cleaned:
-                    kept = [row for row in chunk if self._is_kept(split, row)]
-                    if split != "train":
-                        kept = [self._shown(row) for row in kept]
+                    kept = (row for row in chunk if self._is_kept(split, row))
                     file.add(zip(*kept, strict=True))
                     advance(len(chunk))
             self.sizes[split] = file.rows
-        self._distribute(self._places())
+        places = self._places()
+        self._count_overlap(places)
+        self.keys.clear()
+        self._distribute(places)
         for split in SPLITS:
             self.refuse_empty(split, self.sizes[split], self.dropped[split])
 
@@ -335,13 +336,10 @@ class _Work(Preparation):
 
     def _places(self) -> npt.NDArray[np.int8]:
         """(N,), for each cleaned training pair the number of its split, or -1 to drop it."""
-        tags = np.array([self.tags.index(p.tag) if p.tag else 0 for p in self.pairs], np.uint64)
-        asked: dict[str, tuple[Keys, Keys]] = {}  # keys of sources with their tags, and of targets
-        for split in SPLITS:
-            source, target, pair = map(np.asarray, self.keys[split])
+        for split, arrays in self.keys.items():
+            source, target, pair = map(np.asarray, arrays)
             repeated = duplicates(source, target)
             counts = self.found[split]
-            asked[split] = source + tags[pair], target
             if split == "train":
                 places = np.zeros(len(source), dtype=np.int8)
                 if "duplicates" in self.processing.drop:
@@ -352,13 +350,22 @@ class _Work(Preparation):
                     places[kept] = self._held_out(source[kept], target[kept], pair[kept])
             if repeated.any():
                 counts[DROPPED["duplicates"]] += int(repeated.sum())
-        self.keys.clear()
-        train, *held_out = (
-            tuple(key[places == number] for key in asked["train"]) for number in range(len(SPLITS))
-        )
-        for split, keys in zip(SPLITS[1:], held_out, strict=True):
-            self.overlap[split] = overlap(train, keys if len(keys[0]) else asked[split])
         return places
+
+    def _count_overlap(self, places: npt.NDArray[np.int8]) -> None:
+        """Count the held-out sentences that are in the training split too, sources with tags."""
+        tags = np.array([self.tags.index(p.tag) if p.tag else 0 for p in self.pairs], np.uint64)
+        keys = {}
+        for split, arrays in self.keys.items():
+            source, target, pair = map(np.asarray, arrays)
+            keys[split] = source + tags[pair], target
+        train, *taken = (
+            [column[places == number] for column in keys["train"]] for number in range(len(SPLITS))
+        )
+        for split, columns in zip(SPLITS[1:], taken, strict=True):
+            # Those that were given and those of the training text; one of the two is empty.
+            held_out = map(np.concatenate, zip(keys[split], columns, strict=True))
+            self.overlap[split] = overlap(train, [*held_out])
 
     def _held_out(
         self, source: Keys, target: Keys, pair: npt.NDArray[np.int8]
@@ -394,28 +401,12 @@ class _Work(Preparation):
             for batch in read_batches(self._unsplit, _CHUNK):
                 mine = places[done : done + batch.num_rows]
                 for number, file in files.items():
-                    part = batch.filter(pa.array(mine == number))
-                    if number == 0:
-                        file.add(part.columns)
-                    else:
-                        rows = (CleanPair(**row) for row in part.to_pylist())
-                        file.add(zip(*map(self._shown, rows), strict=True))
+                    file.add(batch.filter(pa.array(mine == number)).columns)
                 done += batch.num_rows
                 advance(batch.num_rows)
         for number, file in files.items():
             self.sizes[SPLITS[number]] = file.rows
         self._unsplit.unlink()
-
-    def _shown(self, row: CleanPair) -> CleanPair:
-        """The pair with detokenized lines, if the text was published in tokens."""
-        if not self.processing.text.tokenized:
-            return row
-        pair = self.pairs[row.pair]
-        pipeline = pipeline_for(self.processing.text, pair.source, pair.target)
-        return row._replace(
-            source_text=pipeline.restore_source(row.source_text),
-            target_text=pipeline.restore(row.target_text),
-        )
 
     @property
     def _unsplit(self) -> Path:
@@ -503,7 +494,7 @@ class _Work(Preparation):
         self, split: str, source: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast
     ) -> dict[str, npt.NDArray[np.int64]]:
         """Write the token ids of a split; returns how often each type occurs in it."""
-        options, columns = self.processing, schema(split)
+        options = self.processing
         held_out = {"train": True, "valid": options.holdout, "test": options.holdout_test}
         limits = (options.max_pieces, options.max_piece_ratio) if held_out[split] else (0, 0.0)
         tokens = [PairTokens(pair, source, target) for pair in self.pairs]
@@ -512,7 +503,7 @@ class _Work(Preparation):
             "target": np.zeros(vocabulary_size(target), dtype=np.int64),
         }
         with (
-            ArrowFile(self.folder / f"{split}.arrow", columns) as file,
+            ArrowFile(self.folder / f"{split}.arrow", schema(split)) as file,
             self.bars.bar(f"writing {split}", self.sizes[split]) as advance,
         ):
             for batch in read_batches(self.spill(split), _CHUNK):
@@ -532,11 +523,23 @@ class _Work(Preparation):
                 for side, count in counts.items():
                     flat = np.fromiter(chain.from_iterable(ids[side]), dtype=np.int64)
                     count += np.bincount(flat, minlength=len(count))
-                others = batch.filter(pa.array(wanted)).columns[2:]
-                file.add([ids["source"], ids["target"], *others])
+                rows = batch.filter(pa.array(wanted))
+                texts = () if split == "train" else self._shown(rows)
+                file.add([ids["source"], ids["target"], rows["pair"], *texts])
                 advance(batch.num_rows)
         self.sizes[split] = file.rows
         return counts
+
+    def _shown(self, rows: pa.RecordBatch) -> list[list[str]]:
+        """The lines of both sides; detokenized if the text was published in tokens."""
+        text = self.processing.text
+        sources, targets = rows["source_text"].to_pylist(), rows["target_text"].to_pylist()
+        if text.tokenized:
+            pairs = [self.pairs[number] for number in rows["pair"].to_pylist()]
+            pipelines = [pipeline_for(text, pair.source, pair.target) for pair in pairs]
+            sources = [p.restore_source(line) for p, line in zip(pipelines, sources, strict=True)]
+            targets = [p.restore(line) for p, line in zip(pipelines, targets, strict=True)]
+        return [sources, targets]
 
     # -------------------------------------------------------------- the end
 
