@@ -37,7 +37,7 @@ import itertools
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -56,7 +56,7 @@ from labo.lab.report.charts import Axis, Line, line_chart, sheet
 from labo.lab.report.gather import ReportGroup, make_groups
 from labo.lab.report.summary import difference_chart, p_text
 from labo.lab.report.task import find_report
-from labo.lab.tables import Cell, Column, Row, Table, best_rows, filled, shown_cell
+from labo.lab.tables import Cell, Column, Row, best_rows, filled, shown_cell
 
 ROOT = Path(__file__).parents[1]
 RESULTS, ASSETS = ROOT / "results", ROOT / "docs" / "assets"
@@ -376,19 +376,24 @@ def answer(*names: str) -> str:
 
 def summary(*names: str) -> str:
     """A row for each study: cross entropy, LS, LABO and the best method."""
-    head = "data", "score", "seeds", "cross entropy", "label smoothing", "LABO", "Δ LS", "p"
-    lines = [[*head, "best method"], ["---"] * (len(head) + 1)]
+    head = ["data", "score", "seeds", "cross entropy", "label smoothing", "LABO", "Δ LS", "p"]
+    rows = []
     for name in names:
         group, ours, reference = _question(name)
-        found, headline = _difference(ours, reference), group.kind.headline
+        difference, headline = _difference(ours, reference), group.kind.headline
         base, best = group.first("base"), _best(group, ours)
-        p = None if found is None else found.p
-        cells = [_title(name), headline.heading, str(len(ours.scores("test")))]
-        cells += [_score(v, headline) if v else "-" for v in (base, reference, ours)]
-        cells.append("-" if found is None else _signed(headline, found.mean))
-        cells.append("-" if p is None else f"{p:.3f}")
-        cells.append(f"`{best.name}` {_score(best, headline)}")
-        lines.append(cells)
+        p = None if difference is None else difference.p
+        row = [_title(name), headline.heading, str(len(ours.scores("test")))]
+        row += [_score(v, headline) if v else "-" for v in (base, reference, ours)]
+        row.append("-" if difference is None else _signed(headline, difference.mean))
+        row.append("-" if p is None else f"{p:.3f}")
+        rows.append([*row, f"`{best.name}` {_score(best, headline)}"])
+    return _markdown([*head, "best method"], rows)
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -524,7 +529,20 @@ def _methods(name: str, group: ReportGroup, reference: Variant | None = None) ->
     if all(row.cells[newer.key].value is not None for row in rows):  # older runs lack it
         analysed.append(newer)
     columns += [*group.kind.scores, *analysed, Column("time", "time", suffix="×")]
-    return _markdown(Table(name, filled(columns, rows), rows))
+    shown = filled(columns, rows)
+    return _markdown(["method", *(c.heading for c in shown)], _texts(shown, rows))
+
+
+def _texts(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[list[str]]:
+    """The cells of each row, the best numbers bold."""
+    best = {column.key: best_rows(column, rows) for column in columns}
+    for index, row in enumerate(rows):
+        texts = [shown_cell(column, row.cell(column.key)) for column in columns]
+        bold = [index in best[column.key] for column in columns]
+        yield [
+            f"`{row.label}`",
+            *(f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True)),
+        ]
 
 
 def _difference(variant: Variant, reference: Variant) -> Difference | None:
@@ -565,27 +583,13 @@ def _ranked(group: ReportGroup) -> list[Variant]:
     return sorted(scored, key=lambda variant: -_sign(group) * _mean(variant, "test"))
 
 
-def _markdown(content: Table) -> str:
-    """A Markdown table whose best numbers are bold."""
-    head = [content.corner, *(column.heading for column in content.printed)]
-    lines = [head, ["---"] * len(head)]
-    for index, row in enumerate(content.rows):
-        shown = []
-        for column in content.printed:
-            text = shown_cell(column, row.cells.get(column.key, Cell()))
-            best = index in best_rows(column, content.rows)
-            shown.append(f"**{text}**" if best else text)
-        lines.append([f"`{row.label}`", *shown])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def settings(name: str) -> str:
     """What was set for each method: its hyper-parameters, and changes of the recipe."""
-    lines = ["| method | hyper-parameters and changes of the recipe |\n|---|---|\n"]
+    rows = []
     for method, points in _points(read(RESULTS / f"{name}.csv")).items():
         shown = "; ".join(f"`{_pairs(_set(point))}`" if point else "none" for point, _ in points)
-        lines.append(f"| `{method}` | {shown} |\n")
-    return "".join(lines)
+        rows.append([f"`{method}`", shown])
+    return _markdown(["method", "hyper-parameters and changes of the recipe"], rows)
 
 
 def _set(point: Mapping[str, Any]) -> dict[str, Any]:
@@ -623,29 +627,24 @@ def selection(name: str) -> str:
     """The validation score of every point of a grid, the best of each method in bold."""
     records = read(RESULTS / f"{name}-selection.csv")
     kind = find_analysis(records[0]["task"])
-    column, sign = kind.headline, kind.headline.better
-    lines = [f"| method | setting | runs | validation {column.heading} |\n|---|---|---|---|\n"]
+    column, sign = kind.headline, 1 if kind.higher_is_better else -1
+    rows = []
     for method, points in _points(records).items():
-        # Older rows may lack a newer option.
-        every = dict.fromkeys(key for point, _ in points for key in point)
-        varied = [
-            key
-            for key in every
-            if len({str(point[key]) for point, _ in points if key in point}) > 1
-        ]
+        values: dict[str, set[str]] = {}  # of each key; older rows may lack a newer option
+        for key, value in (pair for point, _ in points for pair in point.items()):
+            values.setdefault(key, set()).add(str(value))
         means = [
             sum(float(record[f"valid_{column.key}"]) for record in runs) / len(runs)
             for _, runs in points
         ]
         best = max(means, key=lambda mean: sign * mean)
         for (point, runs), mean in zip(points, means, strict=True):
-            text = _pairs({key: point[key] for key in varied if key in point})
-            shown = column.shown(mean)
-            shown = f"**{shown}**" if mean == best else shown
-            lines.append(
-                f"| `{method}` | {f'`{text}`' if text else ''} | {len(runs)} | {shown} |\n"
+            text = _pairs(
+                {key: point[key] for key in values if key in point and len(values[key]) > 1}
             )
-    return "".join(lines)
+            shown = f"**{column.shown(mean)}**" if mean == best else column.shown(mean)
+            rows.append([f"`{method}`", f"`{text}`" if text else "", str(len(runs)), shown])
+    return _markdown(["method", "setting", "runs", f"validation {column.heading}"], rows)
 
 
 def decoding(name: str) -> str:
@@ -654,25 +653,21 @@ def decoding(name: str) -> str:
     for record in read(RESULTS / f"{name}-decoding.csv"):
         block = points.setdefault((record["split"], record["method"]), {})
         block.setdefault((record["length_penalty"], record["beam"]), []).append(record)
-    head = "split", "method", "length penalty", "beam", "seeds", "BLEU", "chrF"
-    lines = [[*head, "length ratio", "in words"], ["---"] * (len(head) + 2)]
+    head = ["split", "method", "length penalty", "beam", "seeds", "BLEU", "chrF", "length ratio"]
+    rows = []
     for (split, method), block in points.items():
         best = max(_mean_of(records, "bleu")[0] for records in block.values())
         for (penalty, beam), records in block.items():
-            means = [_mean_of(records, key)[0] for key in ("bleu", "chrf", *_RATIOS)]
-            shown = [f"{mean:.{digits}f}" for mean, digits in zip(means, (2, 2, 3, 3), strict=True)]
-            shown[0] = f"**{shown[0]}**" if means[0] == best else shown[0]
-            about = [split, f"`{method}`", f"{float(penalty):g}", beam, str(len(records))]
-            lines.append([*about, *shown])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-_RATIOS = ("length_ratio", "word_ratio")
+            bleu, chrf, length, words = (
+                _mean_of(records, key)[0] for key in ("bleu", "chrf", "length_ratio", "word_ratio")
+            )
+            row = [split, f"`{method}`", f"{float(penalty):g}", beam, str(len(records))]
+            row.append(f"**{bleu:.2f}**" if bleu == best else f"{bleu:.2f}")
+            rows.append([*row, f"{chrf:.2f}", f"{length:.3f}", f"{words:.3f}"])
+    return _markdown([*head, "in words"], rows)
 
 
 # ------------------------------------------------------------------ why: the label weight
-
-_Mean = tuple[float, float]  # mean and standard deviation over seeds
 
 
 def drawn_curves(name: str) -> str:
@@ -681,40 +676,31 @@ def drawn_curves(name: str) -> str:
     for record in read(RESULTS / f"{name}.csv"):
         label = f"{record['method']}, lr {record['lr']}"
         seeds.setdefault(label, {}).setdefault(int(record["epoch"]), []).append(record)
-    numbers: dict[str, int] = {}
-    keys = {}
-    for label in seeds:
-        method = label.split()[0].rstrip(",")
-        numbers[method] = numbers.get(method, -1) + 1
-        keys[label] = (method, numbers[method])
-    found = palette.styles(keys.values())
-    styles = {label: found[key] for label, key in keys.items()}
+    methods = [label.split()[0].rstrip(",") for label in seeds]
+    keys = [(method, methods[:i].count(method)) for i, method in enumerate(methods)]
+    by_key = palette.styles(keys)
+    styles = {label: by_key[key] for label, key in zip(seeds, keys, strict=True)}
 
-    def lines(x: str, y: str, scale: float = 1.0) -> list[Line]:
-        return [
-            Line(
-                [(_mean_of(r, x)[0], scale * _mean_of(r, y)[0]) for r in epochs.values()],
-                styles[label],
-                label,
-            )
-            for label, epochs in seeds.items()
-        ]
+    def panel(part: str, title: str, x: str, y: str, scale: float = 1.0) -> Any:
+        lines = []
+        for label, epochs in seeds.items():
+            points = [(_mean_of(r, x)[0], scale * _mean_of(r, y)[0]) for r in epochs.values()]
+            above = [point for point in points if point[1] >= axes[y].low]
+            lines.append(Line(above, styles[label], label))
+        return line_chart(f"{name}-{part}", title, "", axes[x], axes[y], lines)
 
-    epoch, accuracy = Axis("epoch"), Axis("validation accuracy, %", low=80)
-    weight, norm = Axis("mean of 1 - alpha", low=0), Axis("mean norm of the gradient", low=0)
-    integral = Axis("sum over the steps of learning rate x label weight")
-    fast = lines("epoch", "valid_accuracy", 100), lines("integral", "valid_accuracy", 100)
+    axes: dict[str, Any] = {
+        "epoch": Axis("epoch"),
+        "integral": Axis("sum over the steps of learning rate x label weight"),
+        "label_weight": Axis("mean of 1 - alpha", low=0),
+        "gradient_norm": Axis("mean norm of the gradient", low=0),
+        "valid_accuracy": Axis("validation accuracy, %", low=80),
+    }
     panels = [
-        line_chart(
-            f"{name}-weight", "Label weight", "", epoch, weight, lines("epoch", "label_weight")
-        ),
-        line_chart(
-            f"{name}-norm", "Gradient norm", "", epoch, norm, lines("epoch", "gradient_norm")
-        ),
-        line_chart(f"{name}-epoch", "Accuracy by epoch", "", epoch, accuracy, _above(fast[0], 80)),
-        line_chart(
-            f"{name}-sum", "Accuracy by label weight", "", integral, accuracy, _above(fast[1], 80)
-        ),
+        panel("weight", "Label weight", "epoch", "label_weight"),
+        panel("norm", "Gradient norm", "epoch", "gradient_norm"),
+        panel("epoch", "Accuracy by epoch", "epoch", "valid_accuracy", 100),
+        panel("sum", "Accuracy by label weight", "integral", "valid_accuracy", 100),
     ]
     return _svg(sheet(panels, [(style, label) for label, style in styles.items()], columns=2))
 
@@ -723,83 +709,73 @@ def _svg(files: Mapping[str, bytes]) -> str:
     return files[".svg"].decode()
 
 
-def _above(lines: Sequence[Line], low: float) -> list[Line]:
-    """Without the points below the axis."""
-    return [replace(line, points=[p for p in line.points if p[1] >= low]) for line in lines]
-
-
-def _mean_of(records: Sequence[Record], key: str) -> _Mean:
+def _mean_of(records: Sequence[Record], key: str) -> tuple[float, float]:
+    """Mean and standard deviation over seeds."""
     values = [float(record[key]) for record in records]
     return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
-def _runs(name: str) -> dict[tuple[str, str, str, str], list[Record]]:
-    """Method, epochs, learning rate and warm-up -> the runs, one per seed."""
-    found: dict[tuple[str, str, str, str], list[Record]] = {}
+_Setting = tuple[str, str, str]  # method, epochs, learning rate
+_FAILED = 0.5  # a run whose accuracy is below this has diverged
+
+
+def _without_warmup(name: str) -> dict[_Setting, list[Record]]:
+    """The runs without a warm-up, one per seed."""
+    runs: dict[_Setting, list[Record]] = {}
     for record in read(RESULTS / f"{name}.csv"):
-        key = (record["method"], record["epochs"], record["lr"], record["warmup"])
-        found.setdefault(key, []).append(record)
-    return found
+        if record["warmup"] == "0":
+            key = (record["method"], record["epochs"], record["lr"])
+            runs.setdefault(key, []).append(record)
+    return runs
 
 
 def rates(name: str) -> str:
     """Test accuracy of every learning rate, for the largest budget."""
-    runs = {key: records for key, records in _runs(name).items() if key[3] == "0"}
-    most = max((key[1] for key in runs), key=int)
-    columns = sorted({key[2] for key in runs}, key=float)
-    return _grid(
-        f"{most} epochs", columns, runs, lambda method, lr: runs.get((method, most, lr, "0"))
-    )
+    runs = _without_warmup(name)
+    most = max((epochs for _, epochs, _ in runs), key=int)
+    cells = {(method, lr): found for (method, epochs, lr), found in runs.items() if epochs == most}
+    return _grid(f"{most} epochs", _methods_of(name), cells)
 
 
 def budget(name: str) -> str:
     """Test accuracy of every budget, at the learning rate that validation accuracy selects."""
-    runs = _runs(name)
-    columns = sorted({key[1] for key in runs}, key=int)
+    cells: dict[tuple[str, str], list[Record]] = {}
+    for (method, epochs, _), found in _without_warmup(name).items():
+        known = cells.setdefault((method, epochs), found)
+        if _mean_of(found, "valid_accuracy") > _mean_of(known, "valid_accuracy"):
+            cells[method, epochs] = found
+    return _grid("epochs", _methods_of(name), cells, with_rate=True)
 
-    def best(method: str, epochs: str) -> list[Record] | None:
-        found = [
-            records
-            for key, records in runs.items()
-            if key[:2] == (method, epochs) and key[3] == "0"
-        ]
-        return max(found, key=lambda r: _mean_of(r, "valid_accuracy")[0], default=None)
 
-    return _grid("epochs", columns, runs, best, with_rate=True)
+def _methods_of(name: str) -> list[str]:
+    return list(dict.fromkeys(record["method"] for record in read(RESULTS / f"{name}.csv")))
 
 
 def _grid(
     corner: str,
-    columns: Sequence[str],
-    runs: Iterable[tuple[str, str, str, str]],
-    find: Callable[[str, str], list[Record] | None],
+    methods: Sequence[str],
+    cells: Mapping[tuple[str, str], list[Record]],
     *,
     with_rate: bool = False,
 ) -> str:
-    """A row per method; the best cell of each column is bold."""
-    methods = list(dict.fromkeys(key[0] for key in runs))
-    found = {(m, c): records for m in methods for c in columns if (records := find(m, c))}
-    means = {key: _mean_of(records, "test_accuracy") for key, records in found.items()}
-    lines = [[corner, *columns], ["---"] * (len(columns) + 1)]
-    for method in methods:
-        cells = []
-        for column in columns:
-            if (method, column) not in found:
-                cells.append("")
-                continue
-            value, spread = means[method, column]
-            text = f"{100 * value:.2f} ± {100 * spread:.2f}"
-            if any(float(run["test_accuracy"]) < _FAILED for run in found[method, column]):
-                text = "diverges"
-            elif value == max(means[m, c][0] for m, c in means if c == column):
-                text = f"**{text}**"
-            rate = f" (lr {found[method, column][0]['lr']})" if with_rate else ""
-            cells.append(text + rate)
-        lines.append([f"`{method}`", *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """A row per method, a column per number; the best cell of each column is bold."""
+    columns = sorted({column for _, column in cells}, key=float)
+    means = {key: _mean_of(records, "test_accuracy") for key, records in cells.items()}
 
+    def text(method: str, column: str) -> str:
+        if (method, column) not in cells:
+            return ""
+        runs, (value, spread) = cells[method, column], means[method, column]
+        shown = f"{100 * value:.2f} ± {100 * spread:.2f}"
+        if any(float(run["test_accuracy"]) < _FAILED for run in runs):
+            shown = "diverges"
+        elif value == max(means[key][0] for key in means if key[1] == column):
+            shown = f"**{shown}**"
+        return shown + (f" (lr {runs[0]['lr']})" if with_rate else "")
 
-_FAILED = 0.5  # a run whose accuracy is below this has diverged
+    rows = [[f"`{method}`", *(text(method, column) for column in columns)] for method in methods]
+    return _markdown([corner, *columns], rows)
+
 
 # Text, and pictures with their descriptions: the file of PART is docs/assets/results-PART.svg.
 PARTS: dict[str, Callable[..., str]] = {
