@@ -537,12 +537,11 @@ def _texts(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[list[str]
     """The cells of each row, the best numbers bold."""
     best = {column.key: best_rows(column, rows) for column in columns}
     for index, row in enumerate(rows):
-        texts = [shown_cell(column, row.cell(column.key)) for column in columns]
-        bold = [index in best[column.key] for column in columns]
-        yield [
-            f"`{row.label}`",
-            *(f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True)),
-        ]
+        texts = [f"`{row.label}`"]
+        for column in columns:
+            text = shown_cell(column, row.cell(column.key))
+            texts.append(f"**{text}**" if index in best[column.key] else text)
+        yield texts
 
 
 def _difference(variant: Variant, reference: Variant) -> Difference | None:
@@ -639,9 +638,7 @@ def selection(name: str) -> str:
         ]
         best = max(means, key=lambda mean: sign * mean)
         for (point, runs), mean in zip(points, means, strict=True):
-            text = _pairs(
-                {key: point[key] for key in values if key in point and len(values[key]) > 1}
-            )
+            text = _pairs({k: point[k] for k in values if k in point and len(values[k]) > 1})
             shown = f"**{column.shown(mean)}**" if mean == best else column.shown(mean)
             rows.append([f"`{method}`", f"`{text}`" if text else "", str(len(runs)), shown])
     return _markdown(["method", "setting", "runs", f"validation {column.heading}"], rows)
@@ -742,7 +739,7 @@ def budget(name: str) -> str:
     cells: dict[tuple[str, str], list[Record]] = {}
     for (method, epochs, _), found in _without_warmup(name).items():
         known = cells.setdefault((method, epochs), found)
-        if _mean_of(found, "valid_accuracy") > _mean_of(known, "valid_accuracy"):
+        if _mean_of(found, "valid_accuracy")[0] > _mean_of(known, "valid_accuracy")[0]:
             cells[method, epochs] = found
     return _grid("epochs", _methods_of(name), cells, with_rate=True)
 
