@@ -28,7 +28,7 @@ from playwright.sync_api import sync_playwright
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
 WIDTH, HEIGHT = 1280, 860
 COLUMNS, LINES = 100, 60
-_CONTROL = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|([\r\n])|([^\x1b\r\n]+)")
+_CONTROL = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|(\r?\n|\r)|([^\x1b\r\n]+)")
 
 
 def report(file: str) -> None:
@@ -41,7 +41,8 @@ def terminal(command: list[str]) -> None:
     text = "\n".join([f"$ {shlex.join(command)}", *screen(_output(command))])
     style = (
         "body{margin:0;background:#16181b;width:max-content}"
-        "pre{margin:0;padding:20px 24px;color:#e4e6e8;font:15px/1.4 monospace}"
+        "pre{margin:0;padding:20px 24px;color:#e4e6e8;font:15px/1.4 monospace;"
+        f"width:{COLUMNS}ch;white-space:pre-wrap;word-break:break-all}}"
     )
     page = (
         f"<!doctype html><meta charset=utf-8><style>{style}</style><pre>{html.escape(text)}</pre>"
@@ -70,31 +71,22 @@ def _output(command: list[str]) -> str:
 
 
 def screen(output: str) -> list[str]:
-    r"""The lines of a terminal after some output: cursor moves and erased lines, without colors.
+    r"""The lines of a terminal after some output of rich: without colors and what it erased.
 
     Example:
         >>> screen("one\r\ntwo\r\x1b[2K\x1b[1A\x1b[2Kthree")
         ['three']
     """
-    lines, row, column = [""], 0, 0
-    for found in _CONTROL.finditer(output):
-        number, letter, move, text = found.groups()
-        if move == "\r":
-            column = 0
-        elif move == "\n":
-            row, lines = row + 1, lines + [""] * (row + 2 - len(lines))
-        elif text:
-            for start in range(0, len(text), COLUMNS):  # a long line goes on in the next
-                part = text[start : start + COLUMNS]
-                if start:
-                    row, column, lines = row + 1, 0, [*lines, ""]
-                line = lines[row].ljust(column)
-                lines[row] = line[:column] + part + line[column + len(part) :]
-                column += len(part)
-        elif letter == "A":
-            row = max(row - int(number or 1), 0)
-        elif letter == "K":
-            lines[row] = ""
+    lines = [""]
+    for number, letter, move, text in _CONTROL.findall(output):
+        if letter == "A":  # what is below is erased first
+            del lines[-int(number or 1) :]
+        elif letter == "K" or move == "\r":
+            lines[-1] = ""
+        elif move:
+            lines.append("")
+        else:
+            lines[-1] += text
     while lines and not lines[-1].strip():
         lines.pop()
     return [line.rstrip() for line in lines]

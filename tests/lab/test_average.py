@@ -95,7 +95,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["best", "other"])
+@pytest.mark.parametrize("name", ["best", "records", "other"])
 def test_only_an_average_of_this_run_is_replaced(name, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     if name == "other":  # an average of another run
@@ -109,7 +109,7 @@ def test_only_an_average_of_this_run_is_replaced(name, finished, tmp_path):
     assert contents(run / name) == before
 
 
-@pytest.mark.parametrize("kill", [("rename", 1), ("rename", 3), ("flush", 2)])
+@pytest.mark.parametrize("kill", [("rename", 1), ("rename", 3), ("rename", 5), ("flush", 1)])
 def test_an_average_that_was_killed_can_be_made_again(kill, finished, tmp_path):
     run_path = shutil.copytree(finished, tmp_path / "run")
     arguments, log = ["average", str(run_path), "--last", "1"], tmp_path / "log"

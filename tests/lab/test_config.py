@@ -46,38 +46,20 @@ def test_overrides_are_yaml_values():
     ("recipe", "overrides", "found"),
     [
         ("digits", "optim.name=sgd optim.betas=[0.8,0.9]", "optim.betas / optim.name=sgd"),
-        ("digits", "optim.name=adamw optim.momentum=0.5", "optim.momentum / optim.name=adamw"),
         ("digits", "optim.name=adam optim.nesterov=true", "optim.nesterov / optim.name=adam"),
         ("digits", "optim.schedule=cosine optim.gamma=0.3", "optim.gamma / optim.schedule=cosine"),
-        (
-            "digits",
-            "optim.warmup_steps=0 optim.warmup_from=0.1",
-            "optim.warmup_from / optim.warmup_steps=0",
-        ),
-        (
-            "digits",
-            "optim.weight_decay=0 optim.decay_vectors=false",
-            "optim.decay_vectors / optim.weight_decay=0",
-        ),
         ("digits", "data.size=32", "data.size / data.name=digits"),
-        (
-            "digits",
-            "data.padding=0 data.padding_mode=reflect",
-            "data.padding_mode / data.padding=0",
-        ),
         (
             "digits",
             "data.name=folder data.root=x data.padding=4",
             "data.padding / data.name=folder",
         ),
-        ("digits", "data.magnitude=5", "data.magnitude / data.randaugment=0"),
         (
             "digits",
             "data.mix_probability=0.5",
             "data.mix_probability / data.mixup=0 and data.cutmix=0",
         ),
         ("iwslt14", "data.path=x data.size=500", "data.size / data.name=prepared"),
-        ("tatoeba", "data.vocabulary=9000", "data.vocabulary / data.name=prepared"),
         ("lm-sft", "data.path=x data.vocabulary=9000", "data.vocabulary / data.name=prepared"),
     ],
 )
@@ -103,35 +85,26 @@ def test_choosing_a_method_takes_its_own_defaults():
     assert load_recipe("digits", ["method=cs-kd"]).method["tau"] == 4
 
 
-@pytest.mark.parametrize("name", ["cs-kd", "cskd", "CS_KD", "Cs-Kd"])
+@pytest.mark.parametrize("name", ["cskd", "CS_KD"])
 def test_method_names_however_written(name):
     assert load_recipe("digits", [f"method={name}"]).method["name"] == "cs-kd"
 
 
-@pytest.mark.parametrize("key", ["data.banana", "data.epochs", "model.erasing"])
-def test_a_key_without_a_near_one_in_its_section_is_told_the_section(key):
-    with pytest.raises(RecipeError) as caught:
-        load_recipe("digits", [f"{key}=1"])
-    (line,) = caught.value.problems
-    section = key.split(".")[0]
-    assert line.startswith(f"unknown key {key!r} (keys of {section}: name, ")
-    assert "did you mean" not in line
+def test_a_key_without_a_near_one_in_its_section_is_told_the_section():
+    (line,) = problems("data.epochs=1")
+    assert line.startswith("unknown key 'data.epochs' (keys of data: name, ")
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
         ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-        ("sede=1", "unknown key 'sede'; did you mean 'seed'?"),
         ("method.tua=1", "unknown key 'method.tua'; did you mean 'method.tau'?"),
         ("optim.lr=fast", "optim.lr: should be a valid number, got 'fast'"),
-        ("optim.lr=true", "optim.lr: should be a valid number, got True"),
         ("optim.lr=.nan", "optim.lr: should be a finite number, got nan"),
         ("optim.lr=-1", "optim.lr: should be greater than 0, got -1"),
-        ("train.batch_size=1.5", "train.batch_size: should be a valid integer, got 1.5"),
         ("train.batch_size=0", "train.batch_size: should be greater than or equal to 1, got 0"),
         ("optim.name=sdg", "optim.name: should be 'sgd', 'adam' or 'adamw', got 'sdg'"),
-        ("method.alpha=[1]", "method.alpha: should be a valid number, got [1]"),
         (
             "optim.betas=[x,1]",
             "optim.betas: should be a valid number, got 'x'",
@@ -143,14 +116,9 @@ def test_a_key_without_a_near_one_in_its_section_is_told_the_section(key):
         ),
         ("method.tau=0", "method.tau: tau must be a finite number above 0, got 0.0"),
         (
-            "method.warmup_steps=-1",
-            "method.warmup_steps: should be greater than or equal to 0, got -1",
-        ),
-        (
             "optim.schedule=step",
             "optim: schedule 'step' needs milestones, and no other schedule has any",
         ),
-        ("train.epochs=null", "train: give epochs or max_steps"),
         ("train.average_last=2 train.ema=0.9", "train: average_last and ema exclude each other"),
         ("method=kd", "method.teacher: missing"),
         (

