@@ -8,10 +8,12 @@ teacher have the one that is drawn beside the prediction.
 
 from __future__ import annotations
 
-from html import escape
+import io
 from pathlib import Path
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import labo
@@ -20,11 +22,8 @@ OUT = Path(__file__).parent.parent / "docs" / "assets" / "labels.svg"
 LOGITS = torch.tensor([2.0, 1.0, 0.1, -1.0], dtype=torch.float64)
 TEACHER = torch.tensor([3.0, 1.0, 0.2, -0.5], dtype=torch.float64)
 TARGET = torch.tensor(0)
-COLUMNS, CELL, ROW, BAR, TALL = 5, 142, 104, 26, 46  # sizes in pixels
-STYLE = (
-    "<style>text{fill:#222}.soft{fill:#666}.axis{stroke:#bbb}.label{fill:#4477aa}"
-    ".below{fill:#cc6677}.guess{fill:#999}.paper{fill:#fff;stroke:#bbb}</style>"
-)
+COLUMNS = 5
+LABEL, BELOW, GUESS = "#4477aa", "#cc6677", "#999999"
 
 
 def kd(divergence: str) -> nn.Module:
@@ -70,46 +69,30 @@ def labels() -> dict[str, Tensor]:
     return found
 
 
-def cell(number: int, title: str, values: Tensor, kind: str) -> list[str]:
-    """The bars of one distribution; a negative mass goes below the axis."""
-    left, base = 14 + CELL * (number % COLUMNS), 70 + ROW * (number // COLUMNS)
-    parts = [
-        f'<text x="{left}" y="{base - TALL - 8}">{escape(title)}</text>',
-        f'<line class="axis" x1="{left}" x2="{left + 4 * BAR}" y1="{base}" y2="{base}"/>',
-    ]
-    for k, value in enumerate(values.tolist()):
-        x, height = left + BAR * k, TALL * min(abs(value), 1.0)
-        top, style = (base - height, kind) if value >= 0 else (base, "below")
-        parts.append(
-            f'<rect class="{style}" x="{x + 4}" y="{top:.1f}" width="{BAR - 8}" '
-            f'height="{height:.1f}"/>'
-        )
-        parts.append(
-            f'<text class="soft" x="{x + BAR // 2}" y="{base + 22}" text-anchor="middle" '
-            f'font-size="9">{value:.2f}</text>'
-        )
-    return parts
-
-
 def draw() -> str:
-    """The picture as SVG."""
+    """The picture as SVG. A negative mass goes below the axis."""
     cells = [
-        ("prediction p", LOGITS.softmax(-1), "guess"),
-        ("teacher", TEACHER.softmax(-1), "guess"),
-        *((title, values, "label") for title, values in labels().items()),
+        ("prediction p", LOGITS.softmax(-1), GUESS),
+        ("teacher", TEACHER.softmax(-1), GUESS),
+        *((title, values, LABEL) for title, values in labels().items()),
     ]
     rows = -(-len(cells) // COLUMNS)
-    width, height = 20 + CELL * COLUMNS, 4 + ROW * rows
-    title = "The label of every method for one prediction"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{title}" font-family="sans-serif" font-size="12">',
-        STYLE,
-        f'<rect class="paper" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>',
-    ]
-    for number, (name, values, kind) in enumerate(cells):
-        parts += cell(number, name, values, kind)
-    return "\n".join([*parts, "</svg>\n"])
+    picture = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "labo", "font.size": 9}):
+        drawing = Figure(figsize=(1.45 * COLUMNS, 1.1 * rows), layout="tight")
+        grid = drawing.subplots(rows, COLUMNS, sharey=True).flatten()
+        for axes in grid:
+            axes.set_axis_off()
+            axes.set_ylim(-0.5, 1.8)
+        for axes, (title, values, color) in zip(grid, cells, strict=False):
+            masses = values.tolist()
+            colors = [BELOW if mass < 0 else color for mass in masses]
+            bars = axes.bar(range(len(masses)), masses, 0.7, color=colors)
+            axes.bar_label(bars, [f"{mass:.2f}" for mass in masses], padding=2, fontsize=7)
+            axes.axhline(0, color="#bbb", linewidth=0.8)
+            axes.set_title(title, loc="left", fontsize=9, pad=8)
+        drawing.savefig(picture, format="svg", metadata={"Date": None})
+    return picture.getvalue().decode()
 
 
 if __name__ == "__main__":
