@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -62,9 +61,7 @@ def _labo(*, rho: float = 0.5, tau: float = 1.25, rescale: bool = False) -> Sett
     loss = labo.LABOLoss(tau=tau, rho=rho)
 
     def weight(logits: Tensor) -> float:
-        log_p = logits.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        return float(rho * entropy.mean() / math.log(logits.shape[-1]))
+        return 1 - float(labo.smoothing.adaptive_alpha(logits, rho).mean())
 
     def rescaled(logits: Tensor, target: Tensor) -> Tensor:
         return loss(logits, target) / weight(logits.detach())
@@ -82,30 +79,30 @@ LABO, LABO_RHO, LABO_TAU = _labo(), _labo(rho=1.0), _labo(tau=1.05)
 RESCALED = _labo(rescale=True)
 
 
-def curves() -> Iterator[Setting]:
-    """What results/label-weight.csv shows."""
-    yield from (BASE, LS, LABO, replace(LABO, lr=0.4))
-    yield from (replace(LABO_RHO, lr=0.2), replace(LABO_TAU, lr=0.4), RESCALED)
-
-
-def budgets() -> Iterator[tuple[Setting, int]]:
-    """What results/budget.csv has: settings with their numbers of epochs."""
-    for method, epochs, lr in product((BASE, LS, LABO, LABO_RHO, RESCALED), BUDGETS, RATES):
-        yield replace(method, lr=lr), epochs
-    for warmup, epochs in product((0.1, 0.5), (3, 10)):
-        yield replace(LABO, lr=0.4, warmup=warmup), epochs
-
-
-def adam_rates() -> Iterator[tuple[Setting, int]]:
-    """What results/budget-adam.csv has."""
-    for method, lr in product((BASE, LS, LABO), ADAM_RATES):
-        yield replace(method, lr=lr, adam=True), BUDGETS[-1]
-
-
-def large_batches() -> Iterator[tuple[Setting, int]]:
-    """What results/budget-batch.csv has."""
-    for method, lr in product((BASE, LS, LABO, RESCALED), LARGE_BATCH_RATES):
-        yield replace(method, lr=lr, batch=LARGE_BATCH), BUDGETS[-1]
+# File -> its settings with their numbers of epochs.
+FILES = {
+    "label-weight.csv": [
+        *((setting, 40) for setting in (BASE, LS, LABO, replace(LABO, lr=0.4))),
+        (replace(LABO_RHO, lr=0.2), 40),
+        (replace(LABO_TAU, lr=0.4), 40),
+        (RESCALED, 40),
+    ],
+    "budget.csv": [
+        *(
+            (replace(method, lr=lr), epochs)
+            for method, epochs, lr in product((BASE, LS, LABO, LABO_RHO, RESCALED), BUDGETS, RATES)
+        ),
+        *((replace(LABO, lr=0.4, warmup=w), epochs) for w, epochs in product((0.1, 0.5), (3, 10))),
+    ],
+    "budget-adam.csv": [
+        (replace(method, lr=lr, adam=True), BUDGETS[-1])
+        for method, lr in product((BASE, LS, LABO), ADAM_RATES)
+    ],
+    "budget-batch.csv": [
+        (replace(method, lr=lr, batch=LARGE_BATCH), BUDGETS[-1])
+        for method, lr in product((BASE, LS, LABO, RESCALED), LARGE_BATCH_RATES)
+    ],
+}
 
 
 def _optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
@@ -201,10 +198,8 @@ def main() -> None:
         return (split.images / 255 - source.mean[0]) / source.std[0], split.labels
 
     splits = {name: scaled(getattr(source, name)) for name in ("train", "valid", "test")}
-    _write("label-weight.csv", ((setting, 40) for setting in curves()), splits, True)
-    _write("budget.csv", budgets(), splits, False)
-    _write("budget-adam.csv", adam_rates(), splits, False)
-    _write("budget-batch.csv", large_batches(), splits, False)
+    for name, runs in FILES.items():
+        _write(name, runs, splits, every_epoch=name == "label-weight.csv")
 
 
 if __name__ == "__main__":
