@@ -19,7 +19,15 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from ..errors import RequestError
-from .files import Document, create, read_json, sha256, write_bytes, write_json
+from .files import (
+    Document,
+    create,
+    put_in_place,
+    read_json,
+    sha256,
+    write_bytes,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 FORCE = "LABO_VERIFY"
@@ -167,21 +175,35 @@ def manifest_of(folder: Path) -> Manifest:
         return Manifest(sha256={})
 
 
-def write_listed(folder: Path, name: str, content: bytes, model: str | None = None) -> None:
-    """Write a file of a folder, and its checksum into the manifest.
+def write_listed(
+    folder: Path,
+    contents: Mapping[str, bytes],
+    prepared: Mapping[str, str] | None = None,
+    *,
+    kept: Mapping[str, list[str]] | None = None,
+    model: str | None = None,
+) -> None:
+    """Write files of a folder, and their checksums into its manifest; remove all but those kept.
 
-    ``model`` is what the file is about. Files about another model are removed.
+    While files are replaced the manifest lists both their checksums, so that the folder is whole
+    whenever the process is killed. ``prepared`` has the checksums of files that are there under
+    their temporary names. ``model`` is what the files are about.
     """
-    manifest = manifest_of(folder)
-    known = manifest.sha256 if manifest.model == model else {}
-    new = hashlib.sha256(content).hexdigest()
-    write_manifest(folder, {**known, name: {*known.get(name, ()), new}}, model)
-    write_bytes(folder / name, content)
-    write_manifest(folder, {**known, name: [new]}, model)
-    remove_listed(folder, manifest.sha256.keys() - known.keys() - {name})
+    new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    new |= prepared or {}
+    old, kept = manifest_of(folder).sha256, kept or {}
+    both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
+    write_manifest(folder, {**kept, **both}, model)
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_bytes(folder / name, content)
+    for name in prepared or ():
+        put_in_place(folder / name)
+    write_manifest(folder, {**kept, **{name: [value] for name, value in new.items()}}, model)
+    _remove_listed(folder, old.keys() - kept.keys() - new.keys())
 
 
-def remove_listed(folder: Path, names: Iterable[str]) -> None:
+def _remove_listed(folder: Path, names: Iterable[str]) -> None:
     """Remove files that a manifest names, unless a link leads to them."""
     for name in names:
         if (folder / name).parent.resolve().is_relative_to(folder.resolve()):

@@ -18,7 +18,6 @@ and ``records`` against the checksums in their manifests, ``results.json`` again
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import re
@@ -353,7 +352,10 @@ class RunDirectory:
         """Write a file of ``records``. Those of another model are removed."""
         with atomic.explained("make", self.records):
             self.records.mkdir(exist_ok=True)
-        checksums.write_listed(self.records, name, "".join(lines).encode(), self.model)
+        manifest, model = checksums.manifest_of(self.records), self.model
+        kept = manifest.sha256 if manifest.model == model else {}
+        content = {name: "".join(lines).encode()}
+        checksums.write_listed(self.records, content, kept=kept, model=model)
 
     def log(self, line: Mapping[str, Any]) -> None:
         with atomic.explained("write", self.metrics_file), atomic.append(self.metrics_file) as file:
@@ -392,29 +394,18 @@ def write_model(
 ) -> None:
     """Write a model folder, or put another model into one.
 
-    While files are replaced the manifest lists both their checksums, so that the folder is whole
-    whenever the process is killed. ``further`` makes files that name the checksum of the weights.
+    ``further`` makes files that name the checksum of the weights.
     """
     model = folder / MODEL
     with atomic.explained("write", model, atomic.temporary(model)):
         folder.mkdir(exist_ok=True)
         atomic.write_temporary_tensors(model, weights)
         checksum = atomic.sha256(atomic.temporary(model))
+        texts = {**files, **further(checksum)}
         contents = {
-            name: content.encode() if isinstance(content, str) else content
-            for name, content in {**files, **further(checksum)}.items()
+            n: text.encode() if isinstance(text, str) else text for n, text in texts.items()
         }
-        new = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        new[model.name] = checksum
-        old = checksums.manifest_of(folder).sha256
-        both = {name: {*old.get(name, ()), checksum} for name, checksum in new.items()}
-        checksums.write_manifest(folder, both)
-        for name, content in contents.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            atomic.write_bytes(folder / name, content)
-        atomic.put_in_place(model)
-        checksums.write_manifest(folder, {name: [value] for name, value in new.items()})
-        checksums.remove_listed(folder, old.keys() - new.keys())
+        checksums.write_listed(folder, contents, {MODEL: checksum})
 
 
 def _logged_step(line: bytes) -> int | None:
