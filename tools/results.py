@@ -105,21 +105,32 @@ def add(folder: Path, name: str, *, selection: bool = False, recipe: str | None 
 
     plain = load_recipe(recipe or name).as_document()
     file = RESULTS / f"{name}{'-selection' if selection else ''}.csv"
-    records = {_key(record): record for record in read(file)} if file.is_file() else {}
-    runs = [read_run(path.parent) for path in sorted(folder.rglob("recipe.yaml"))]
-    finished = [run for run in runs if selection or "test" in (run.results or {})]
-    finished = [run for run in finished if run.results is not None]
-    found = [_record(run, recipe or name, plain, runs) for run in finished]
+    runs, finished = _runs(folder)
+    rows = [_record(run, recipe or name, plain, runs) for run in finished]
     if selection:
-        found = [
-            {key: value for key, value in record.items() if not key.startswith("test_")}
-            for record in _selecting(found)
+        rows = [
+            {key: value for key, value in row.items() if not key.startswith("test_")}
+            for row in _selecting(rows)
         ]
     else:
-        found = [r | _calibration(run) for r, run in zip(found, finished, strict=True)]
-    _write(file, records | {_key(record): record for record in found})
-    done = f"{len(found)} of {len(runs)} runs in {folder} added"
-    return f"{file.relative_to(ROOT)}: {done}"
+        rows = [
+            row | _calibration(run)
+            for row, run in zip(rows, finished, strict=True)
+            if "test" in (run.results or {})
+        ]
+    _write(file, _known(file) | {_key(row): row for row in rows})
+    return f"{file.relative_to(ROOT)}: {len(rows)} of {len(runs)} runs in {folder} added"
+
+
+def _runs(folder: Path) -> tuple[list[Run], list[Run]]:
+    """The runs in a folder: all, and those that are finished."""
+    runs = [read_run(path.parent) for path in sorted(folder.rglob("recipe.yaml"))]
+    return runs, [run for run in runs if run.results is not None]
+
+
+def _known(file: Path) -> dict[Any, Record]:
+    """The rows of a CSV file by their keys; none if it is missing."""
+    return {_key(record): record for record in read(file)} if file.is_file() else {}
 
 
 def _selecting(records: Sequence[Record]) -> list[Record]:
@@ -158,11 +169,9 @@ def decode(
 
     plain = load_recipe(name).as_document()
     file = RESULTS / f"{name}-decoding.csv"
-    records = {_key(record): record for record in read(file)} if file.is_file() else {}
-    runs = [read_run(path.parent) for path in sorted(folder.rglob("recipe.yaml"))]
-    runs = [run for run in runs if run.results is not None]
-    made = 0
-    for run, split in itertools.product(runs, splits):
+    records, made = _known(file), 0
+    runs, finished = _runs(folder)
+    for run, split in itertools.product(finished, splits):
         directory = RunDirectory(run.path)
         recipe: Any = recipe_of(directory)  # of translation
         usual = recipe.decode
@@ -177,18 +186,18 @@ def decode(
                 continue
             task = find_task(recipe.task)(recipe.model_copy(update={"decode": point}))
             directory.check_data(task.fingerprint)
-            found = task.evaluate(load_model(directory), split, make_accelerator("no"))
-            lines = list(found.records)
+            evaluation = task.evaluate(load_model(directory), split, make_accelerator("no"))
+            lines = list(evaluation.records)
             words = [
                 sum(len(line[side].split()) for line in lines)
                 for side in ("hypothesis", "reference")
             ]
-            scores = {key: found.metrics[key] for key in _DECODED if key in found.metrics}
+            scores = {key: evaluation.metrics[key] for key in _DECODED if key in evaluation.metrics}
             scores["word_ratio"] = words[0] / words[1]
             records[_key(record)] = record | {key: str(value) for key, value in scores.items()}
             _write(file, records)  # each: decoding takes long, and the same command continues it
             made += 1
-    return f"{file.relative_to(ROOT)}: {made} rows of {len(runs)} runs in {folder} added"
+    return f"{file.relative_to(ROOT)}: {made} rows of {len(finished)} runs in {folder} added"
 
 
 def _write(file: Path, records: Mapping[Any, Record]) -> None:
@@ -213,11 +222,11 @@ def _key(record: Record) -> tuple[Any, ...]:
 
 
 def _as_csv(records: Sequence[Record]) -> str:
-    found = {key for record in records for key in record}
+    names = {key for record in records for key in record}
     known = {*ABOUT, *DECODING, *COSTS, *VERSIONS}
-    scores = sorted(found - known, key=lambda key: (key.split("_")[0] == "test", key))
+    scores = sorted(names - known, key=lambda key: (key.split("_")[0] == "test", key))
     text = io.StringIO()
-    decoded = found >= {*DECODING}
+    decoded = names >= {*DECODING}
     columns = [*ABOUT, *DECODING, *scores] if decoded else [*ABOUT, *scores, *COSTS]
     columns += VERSIONS
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -268,14 +277,14 @@ def _calibration(run: Run) -> Record:
     if split is None:
         return {}
     before, after = (split["views"].get(way) for way in find_report(run.task).views)
-    found = {
+    values = {
         "ece": before and before["ece"],
         "ece_after": after and after["ece"],
         "aurc": before and (before.get("selective") or {}).get("aurc"),
         "aurc_normalised": (split.get("logit_norm") or {}).get("aurc"),
         "temperature": split["temperature"],
     }
-    return {f"analysis_{name}": str(value) for name, value in found.items() if value is not None}
+    return {f"analysis_{name}": str(value) for name, value in values.items() if value is not None}
 
 
 def _changed(run: Run, plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,14 +444,16 @@ def _members(variants: Iterable[Variant]) -> list[Member]:
 
 
 def _compared(group: ReportGroup, variant: Variant, reference: Variant) -> str:
-    found = _difference(variant, reference)
-    if found is None:
+    difference = _difference(variant, reference)
+    if difference is None:
         raise SystemExit(f"{variant.label} and {reference.label} have no seed in common")
     headline = group.kind.headline
     unit = "points" if headline.heading.endswith("%") else headline.heading
-    about = "" if found.p is None else f" ({p_text(found.p)}, {len(found.seeds)} seeds)"
-    number = _signed(headline, found.mean)
-    return f"`{variant.name}` {number} {unit}{about}, {_judged(group, found)}"
+    about = (
+        "" if difference.p is None else f" ({p_text(difference.p)}, {len(difference.seeds)} seeds)"
+    )
+    number = _signed(headline, difference.mean)
+    return f"`{variant.name}` {number} {unit}{about}, {_judged(group, difference)}"
 
 
 def _signed(headline: Column, difference: float) -> str:
@@ -453,11 +464,11 @@ def _mean(variant: Variant, split: str) -> float:
     return mean_cell(variant.scores(split).values()).value or 0.0
 
 
-def _judged(group: ReportGroup, found: Difference) -> str:
-    seeds = len(found.seeds)
-    if found.p is not None and seeds >= SEEDS and found.p < LEVEL:
-        return "a gain" if _sign(group) * found.mean > 0 else "a loss"
-    if found.smallest_p is None or found.smallest_p >= LEVEL:
+def _judged(group: ReportGroup, difference: Difference) -> str:
+    seeds = len(difference.seeds)
+    if difference.p is not None and seeds >= SEEDS and difference.p < LEVEL:
+        return "a gain" if _sign(group) * difference.mean > 0 else "a loss"
+    if difference.smallest_p is None or difference.smallest_p >= LEVEL:
         return "too few seeds for a statement"
     return "no difference shown"
 
@@ -513,8 +524,8 @@ def _methods(name: str, group: ReportGroup, reference: Variant | None = None) ->
         cells["seeds"] = Cell(len(variant.scores("test")))
         cells |= group.difference_cells(variant)
         if reference is not None:
-            found = _difference(variant, reference)
-            cells |= {"delta": found.cell, "p": Cell(found.p)} if found else {}
+            difference = _difference(variant, reference)
+            cells |= {"delta": difference.cell, "p": Cell(difference.p)} if difference else {}
         cells["ece_after"] = variant.cell(_analysed(after, "ece"))
         for key in ("aurc", "aurc_normalised"):
             cells[key] = variant.cell(_analysed(before, key))
@@ -549,8 +560,8 @@ def _difference(variant: Variant, reference: Variant) -> Difference | None:
     seeds = [seed for seed in ours if seed in theirs]
     if variant is reference or not seeds:
         return None
-    found = paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
-    return Difference(variant.label, reference.label, reference.name, seeds, **found)
+    numbers = paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return Difference(variant.label, reference.label, reference.name, seeds, **numbers)
 
 
 def _times(name: str) -> dict[str, float]:
@@ -571,8 +582,8 @@ def _analysed(view: str, name: str) -> Any:
 
     def value(member: Member) -> float | None:
         views = (member.split("test") or {}).get("views", {})
-        found: float | None = views.get(view, {}).get(name)
-        return found
+        number: float | None = views.get(view, {}).get(name)
+        return number
 
     return value
 
@@ -598,13 +609,13 @@ def _set(point: Mapping[str, Any]) -> dict[str, Any]:
 
 def _points(records: Sequence[Record]) -> dict[str, list[tuple[dict[str, Any], list[Record]]]]:
     """Method -> its settings, each with its runs."""
-    found: dict[str, dict[str, list[Record]]] = {}
+    methods: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         text = " ".join(record[key] for key in ("hyper", "settings") if key in record)
-        found.setdefault(record["method"], {}).setdefault(text, []).append(record)
+        methods.setdefault(record["method"], {}).setdefault(text, []).append(record)
     return {
         method: [(_values(text), runs) for text, runs in points.items()]
-        for method, points in found.items()
+        for method, points in methods.items()
     }
 
 
@@ -730,17 +741,17 @@ def rates(name: str) -> str:
     """Test accuracy of every learning rate, for the largest budget."""
     runs = _without_warmup(name)
     most = max((epochs for _, epochs, _ in runs), key=int)
-    cells = {(method, lr): found for (method, epochs, lr), found in runs.items() if epochs == most}
+    cells = {(method, lr): seeds for (method, epochs, lr), seeds in runs.items() if epochs == most}
     return _grid(f"{most} epochs", _methods_of(name), cells)
 
 
 def budget(name: str) -> str:
     """Test accuracy of every budget, at the learning rate that validation accuracy selects."""
     cells: dict[tuple[str, str], list[Record]] = {}
-    for (method, epochs, _), found in _without_warmup(name).items():
-        known = cells.setdefault((method, epochs), found)
-        if _mean_of(found, "valid_accuracy")[0] > _mean_of(known, "valid_accuracy")[0]:
-            cells[method, epochs] = found
+    for (method, epochs, _), seeds in _without_warmup(name).items():
+        known = cells.setdefault((method, epochs), seeds)
+        if _mean_of(seeds, "valid_accuracy")[0] > _mean_of(known, "valid_accuracy")[0]:
+            cells[method, epochs] = seeds
     return _grid("epochs", _methods_of(name), cells, with_rate=True)
 
 
@@ -797,8 +808,8 @@ _BLOCK = re.compile(r"(<!-- results: (\w+) (.+?) -->\n).*?(<!-- /results -->)", 
 def page(text: str) -> str:
     """A page with everything between its markers made again from the CSV files."""
 
-    def rebuilt(found: re.Match[str]) -> str:
-        start, part, names, end = found.groups()
+    def rebuilt(match: re.Match[str]) -> str:
+        start, part, names, end = match.groups()
         if part in PICTURES:
             return f"{start}![{PICTURES[part][1]}](assets/{_picture(part).name})\n{end}"
         if part in PARTS:
