@@ -531,7 +531,7 @@ def _methods(name: str, group: ReportGroup, reference: Variant | None = None) ->
             cells[key] = variant.cell(_analysed(before, key))
         cells["time"] = Cell(times.get(variant.name))
         rows.append(Row(variant.label, cells))
-    columns = [Column("seeds", "seeds", digits=0), replace(headline, better=_sign(group))]
+    columns = [Column("seeds", "seeds", digits=0), headline]
     every = group.difference_columns()
     if reference is not None:
         signed = replace(headline, heading=f"Δ {reference.name}", signed=True, better=0)
@@ -637,7 +637,7 @@ def selection(name: str) -> str:
     """The validation score of every point of a grid, the best of each method in bold."""
     records = read(RESULTS / f"{name}-selection.csv")
     kind = find_analysis(records[0]["task"])
-    column, sign = kind.headline, 1 if kind.higher_is_better else -1
+    column, sign = kind.headline, kind.headline.better
     rows = []
     for method, points in _points(records).items():
         values: dict[str, set[str]] = {}  # of each key; older rows may lack a newer option
