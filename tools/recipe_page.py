@@ -11,7 +11,7 @@ import textwrap
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from typer.main import get_command
@@ -170,6 +170,8 @@ def _kind(field: FieldInfo) -> str:
 
 
 def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        return _type_name(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) in (Union, types.UnionType):

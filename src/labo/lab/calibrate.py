@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from ..calibration import TemperatureError, TemperatureFit, fit_temperature
 from .errors import RequestError
 from .recipes import recipe_of
-from .repair import repair_best
+from .repair import load_repaired
 from .run import files as atomic
 from .run.calibration import FILE, Calibration, read_calibration
 from .run.directory import MODEL, RunDirectory, made_with, write_model
 from .run.distributed import make_accelerator, owned
-from .run.progress import notice
-from .tasks import Task, find_task, load_model
+from .tasks import Task, find_task
 
 _SPLIT = "valid"
 
@@ -47,14 +46,13 @@ def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
     task = find_task(recipe.task)(recipe)
     run.check_data(task.fingerprint)
     with owned(run):
-        if accelerator.is_main_process:
-            repair_best(run, recipe, task, task.build_model, notice)
-        accelerator.wait_for_everyone()
-        return _calibrate(run, task, accelerator, fold)
+        model = load_repaired(run, recipe, task, accelerator)
+        return _calibrate(run, task, model, accelerator, fold)
 
 
-def _calibrate(run: RunDirectory, task: Task, accelerator: Accelerator, fold: bool) -> Calibration:
-    model = load_model(run).to(accelerator.device)
+def _calibrate(
+    run: RunDirectory, task: Task, model: nn.Module, accelerator: Accelerator, fold: bool
+) -> Calibration:
     try:
         fit = _fit(task, model, accelerator)
     except TemperatureError as error:

@@ -9,12 +9,12 @@ from typing import Any
 
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
-from .repair import repair_best
+from .repair import load_repaired
 from .run.calibration import read_calibration
 from .run.directory import RunDirectory
 from .run.distributed import make_accelerator, owned
-from .run.progress import ProgressBars, notice
-from .tasks import find_task, load_model
+from .run.progress import ProgressBars
+from .tasks import find_task
 
 
 def evaluate_run(
@@ -55,12 +55,9 @@ def evaluate_run(
         run.check_data(task.fingerprint)
     scores = {}
     with owned(run), ProgressBars(silent=not accelerator.is_main_process):
-        if accelerator.is_main_process:
-            if accept_data:
-                run.accept_data(task.fingerprint)
-            repair_best(run, recipe, task, task.build_model, notice)
-        accelerator.wait_for_everyone()
-        model = load_model(run).to(accelerator.device)
+        if accelerator.is_main_process and accept_data:
+            run.accept_data(task.fingerprint)
+        model = load_repaired(run, recipe, task, accelerator)
         given = dict(options or {})
         if (temperature := stored_or_fitted(run, task, model, accelerator)) is not None:
             given["temperature"] = temperature

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .config import Recipe
 from .run.checkpoint import Checkpoints
 from .run.checksums import DamagedError
 from .run.directory import RunDirectory, write_model
-from .tasks import Task
+from .run.progress import notice
+from .tasks import Task, load_model
 
 
 def repair_best(
@@ -40,6 +42,16 @@ def repair_best(
         write_model(run.best, *task.model_files(build(), weights))
         lost = ", without its temperature: run labo calibrate again" if calibrated else ""
         report(f"{error}; {run.best} was written again from the checkpoint of step {step}{lost}")
+
+
+def load_repaired(
+    run: RunDirectory, recipe: Recipe, task: Task, accelerator: Accelerator
+) -> nn.Module:
+    """The selected model on the device, after :func:`repair_best`. All processes call this."""
+    if accelerator.is_main_process:
+        repair_best(run, recipe, task, task.build_model, notice)
+    accelerator.wait_for_everyone()
+    return load_model(run).to(accelerator.device)
 
 
 def _selected_weights(run: RunDirectory, recipe: Recipe) -> tuple[int, dict[str, Tensor] | None]:

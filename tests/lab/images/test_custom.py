@@ -126,12 +126,25 @@ from mine import images, net
 """
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that names functions."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "mine.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [path for path in sys.path if path])
+        patch.setenv(TRUSTED, "")
+        patch.delitem(sys.modules, "mine", raising=False)
+        train(load_recipe("digits", RUN), folder / "run")
+    return folder / "run"
+
+
 @pytest.fixture
-def foreign(module, monkeypatch):
-    """A run that names functions, in a process whose user named none."""
-    monkeypatch.setenv(TRUSTED, "")
-    train(load_recipe("digits", RUN), "own")
-    shutil.copytree("own", "foreign")
+def foreign(trained, module, monkeypatch):
+    """That run, in a process whose user named no function."""
+    shutil.copytree(trained, "foreign")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("evil.py").write_text(EVIL)
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     monkeypatch.setenv(TRUSTED, "")

@@ -179,6 +179,10 @@ def test_the_same_number_of_other_classes_is_said(tmp_path):
     ("more", "message"),
     [
         (["model.name=small"], "give name or pretrained, and not both"),
+        (
+            ["model.name=small", "model.pretrained=null", "model.lora={rank: 2}"],
+            "lora: adapters are for a pretrained model",
+        ),
         (["model.pretrained=null"], "give name or pretrained"),
         (["model.patch=2"], "patch: only vision transformers have it, pretrained has not"),
         (["model.pretrained=nowhere"], "nowhere: no such folder"),
@@ -193,11 +197,6 @@ def test_wrong_requests(tmp_path, more, message):
     assert "\n" not in str(caught.value)
 
 
-def test_adapters_need_a_pretrained_model():
-    with pytest.raises(RequestError, match="lora: adapters are for a pretrained model"):
-        load_recipe("digits", ["model.lora={rank: 2}"])
-
-
 def test_adapters_without_peft(tmp_path, monkeypatch):
     vit().save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -205,12 +204,6 @@ def test_adapters_without_peft(tmp_path, monkeypatch):
         RequestError, match=r"^model\.lora needs PEFT: pip install 'torch-labo\[lora"
     ):
         task(tmp_path, "model.lora={rank: 2}").build_model()
-
-
-def test_freezing_a_fresh_network():
-    recipe = load_recipe("digits", ["model.freeze=['0']"])
-    model = ImageTask(recipe).build_model()
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from labo.lab.images.windows import (
     random_window,
     read_image,
     resized,
-    stacked,
 )
 from labo.lab.run.seeds import uniforms
 
@@ -142,8 +141,3 @@ def test_too_many_pixels(tmp_path):
     Image.new("1", (9000, 9000)).save(path)
     with pytest.raises(DataError, match="81000000 pixels, and 67108864 are the most"):
         read_image(path, View(8, 8))
-
-
-def test_stacked_images():
-    images = [ramp(4, 5), ramp(4, 5).flip(0)]
-    assert torch.equal(stacked(images), torch.stack(images))

@@ -448,19 +448,20 @@ class ImageTask(Task):
 
     @staticmethod
     def load_model(folder: Path) -> nn.Module:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        path, where = folder / "config.json", f"{folder / 'config.json'}: model"
+        config = json.loads(path.read_text(encoding="utf-8"))
         facts = config.get("labo", config)
         if facts["model"] is None:  # it was pre-trained
             return load_classifier(folder)
         if is_reference(facts["model"]):
-            version = function_version(f"{folder / 'config.json'}: model", facts["model"])
+            version = function_version(where, facts["model"])
             if version != facts["version"]:
                 notice(
                     f"{facts['model']} has changed since {folder} was trained: it was "
                     f"{facts['version']}, it is {version}"
                 )
-        check_sizes(folder / "config.json", facts, [folder / "model.safetensors"])
-        model = _fresh_model(facts, f"{folder / 'config.json'}: model")
+        check_sizes(path, facts, [folder / "model.safetensors"])
+        model = _fresh_model(facts, where)
         model.load_state_dict(atomic.read_tensors(folder / "model.safetensors"))
         check_finite(model, folder)
         return model
