@@ -206,6 +206,11 @@ def test_adapters_without_peft(tmp_path, monkeypatch):
         task(tmp_path, "model.lora={rank: 2}").build_model()
 
 
+def test_freezing_a_fresh_network():
+    model = ImageTask(load_recipe("digits", ["model.freeze=['0']"])).build_model()
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight"]
+
+
 @pytest.mark.parametrize(
     "config",
     [
