@@ -80,18 +80,3 @@ def open_compressed(path: Path) -> BinaryIO:
         if head.startswith(magic):
             return io.BufferedReader(_Inflated(file, opener(file), path), 1 << 16)
     return file
-
-
-def read_compressed(path: Path) -> bytes:
-    """The content of a file that may be compressed; a DataError if it is damaged."""
-    with open_compressed(path) as file:
-        try:
-            return file.read()
-        except DAMAGED as error:
-            raise DataError(f"{path}: truncated or damaged compressed file ({error})") from error
-
-
-def read_to_the_end(file: BinaryIO) -> None:
-    """Read what is left of a stream, for the sake of its checksum."""
-    while file.read(1 << 20):
-        pass

@@ -63,18 +63,24 @@ def random_rotation(images: Tensor, u: Tensor, degrees: float) -> Tensor:
 
     The nearest pixel is taken, and zeros outside. Tf-KD uses 15 degrees.
     """
-    n, c, height, width = images.shape
-    angle = torch.deg2rad((2 * u.to(images.device).double() - 1) * degrees).view(n, 1, 1)
+    height, width = images.shape[-2:]
+    angle = torch.deg2rad((2 * u.to(images.device).double() - 1) * degrees).view(-1, 1, 1)
     # Rounded: the last bit of a sine may depend on the position in the batch, a pixel must not.
     cos, sin = angle.cos().float(), angle.sin().float()
     y = torch.arange(height, device=images.device).view(-1, 1) - (height - 1) / 2
     x = torch.arange(width, device=images.device) - (width - 1) / 2
     row = (x * sin + y * cos + (height - 1) / 2).round().long()
     column = (x * cos - y * sin + (width - 1) / 2).round().long()
+    return pixels_at(images, row, column)
+
+
+def pixels_at(images: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """The pixels at these places, (H, W) or (N, H, W) int64; black outside of the images."""
+    n, c, height, width = images.shape
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
     index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    pixels = images.flatten(2).gather(2, index.view(n, 1, -1).expand(n, c, -1))
-    return pixels.view(n, c, height, width) * inside.unsqueeze(1)
+    index = index.expand(n, height, width).flatten(1).unsqueeze(1).expand(n, c, -1)
+    return images.flatten(2).gather(2, index).view_as(images) * inside.unsqueeze(-3)
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import DataError
 from .files import read_files
 from .pickles import ByteArray, read_pickle
-from .splits import ImageSource, ImageSplit, check_labels
+from .splits import ImageSource, check_labels
 
 _PIXELS = 3 * 32 * 32
 _Samples = tuple[Tensor, Tensor]  # images (N, 3, 32, 32) uint8, labels (N,) int64
@@ -190,10 +190,10 @@ def load_cifar(name: str, root: Path) -> ImageSource:
         return names
 
     images, labels = zip(*(read(file) for file in version.train if file in files), strict=True)
-    return ImageSource(
-        train=ImageSplit(torch.cat(images), torch.cat(labels)),
-        test=ImageSplit(*read(version.test)),
-        classes=tuple(names()),
+    return ImageSource.of(
+        (torch.cat(images), torch.cat(labels)),
+        read(version.test),
+        classes=names(),
         mean=data_set.mean,
         std=data_set.std,
     )

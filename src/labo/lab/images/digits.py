@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..run.seeds import permutation
-from .splits import ImageSource, ImageSplit, channel_statistics
+from .splits import ImageSource
 
 _FILE = Path(__file__).with_name("data") / "digits.csv.gz"
 _TEST_SHARE = 0.2
@@ -37,9 +37,7 @@ def load_digits() -> ImageSource:
     """The digits, a fixed stratified fifth of them as test split."""
     pixels, labels = read_digits()
     images = (pixels * 255).round().to(torch.uint8).view(-1, 1, 8, 8)
-    digits = ImageSplit(images, labels)
-    in_test = _is_test(digits.labels)
-    train = torch.nonzero(~in_test).squeeze(1)
-    test = torch.nonzero(in_test).squeeze(1)
-    mean, std = channel_statistics(images[train])
-    return ImageSource(digits.select(train), digits.select(test), tuple("0123456789"), mean, std)
+    test = _is_test(labels)
+    return ImageSource.of(
+        (images[~test], labels[~test]), (images[test], labels[test]), classes="0123456789"
+    )

@@ -10,24 +10,31 @@ import tarfile
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-from ..compressed import DAMAGED, open_compressed, read_compressed, read_to_the_end
+from ..compressed import DAMAGED, open_compressed
 from ..errors import DataError
 
 _SUFFIXES = ("", ".gz", ".xz")
 
 
+def _read_file(path: Path) -> bytes:
+    with open_compressed(path) as file:
+        try:
+            return file.read()
+        except DAMAGED as error:
+            raise DataError(f"{path}: truncated or damaged compressed file ({error})") from error
+
+
 def _read_folder(folder: Path, names: Collection[str]) -> dict[str, bytes]:
-    found = {}
+    contents = {}
     for name in names:
-        for path in (folder / (name + suffix) for suffix in _SUFFIXES):
-            if path.is_file():
-                found[name] = read_compressed(path)
-                break
-    return found
+        paths = (folder / (name + suffix) for suffix in _SUFFIXES)
+        if path := next((path for path in paths if path.is_file()), None):
+            contents[name] = _read_file(path)
+    return contents
 
 
 def _read_archive(archive: Path, names: Collection[str]) -> dict[str, bytes]:
-    found = {}
+    contents = {}
     with open_compressed(archive) as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|") as tar:
@@ -35,13 +42,14 @@ def _read_archive(archive: Path, names: Collection[str]) -> dict[str, bytes]:
                     name = PurePosixPath(member.name).name
                     content = tar.extractfile(member) if member.isfile() and name in names else None
                     if content is not None:
-                        found[name] = content.read()
-                        if len(found[name]) != member.size:
+                        contents[name] = content.read()
+                        if len(contents[name]) != member.size:
                             raise EOFError(f"{member.name} is cut off")
-            read_to_the_end(stream)
+            while stream.read(1 << 20):  # to the end, for the sake of its checksum
+                pass
         except (*DAMAGED, tarfile.TarError, ValueError, OverflowError) as error:
             raise DataError(f"{archive}: damaged, or not a tar archive ({error})") from error
-    return found
+    return contents
 
 
 def read_files(root: Path, names: Collection[str]) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .files import read_files
-from .splits import ImageSource, ImageSplit, channel_statistics, check_labels
+from .splits import ImageSource, check_labels
 
 _FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 _CLASSES = {
@@ -65,8 +65,8 @@ def _read_split(files: dict[str, bytes], folder: Path, prefix: str) -> tuple[Ten
 def _read(folder: Path, names: list[str]) -> dict[str, bytes]:
     """The idx files of a folder; in some copies the second hyphen is a dot."""
     dotted = {name.replace("-idx", ".idx"): name for name in names}
-    found = read_files(folder, [*names, *dotted])
-    return {dotted.get(name, name): data for name, data in found.items()}
+    files = read_files(folder, [*names, *dotted])
+    return {dotted.get(name, name): data for name, data in files.items()}
 
 
 def load_idx(name: str, root: Path) -> ImageSource:
@@ -86,7 +86,5 @@ def load_idx(name: str, root: Path) -> ImageSource:
     missing = [each for each in names if each not in files]
     if missing:
         raise DataError(f"{folder}: no {missing[0]} (or .gz), which {name} needs")
-    images, labels = _read_split(files, folder, "train")
-    mean, std = channel_statistics(images)
-    test = ImageSplit(*_read_split(files, folder, "t10k"))
-    return ImageSource(ImageSplit(images, labels), test, _CLASSES[name], mean, std)
+    train, test = (_read_split(files, folder, prefix) for prefix in ("train", "t10k"))
+    return ImageSource.of(train, test, classes=_CLASSES[name])

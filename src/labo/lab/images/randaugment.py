@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import RequestError
-from .augment import choice
+from .augment import choice, pixels_at
 
 LARGEST = 30.0
 """The largest magnitude."""
@@ -73,9 +73,7 @@ def _affine(images: Tensor, a: float, b: float, c: float, d: float, e: float, f:
     y = torch.arange(height, dtype=torch.float64, device=images.device).view(-1, 1) + 0.5
     x = torch.arange(width, dtype=torch.float64, device=images.device) + 0.5
     column, row = (a * x + b * y + c).floor().long(), (d * x + e * y + f).floor().long()
-    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    found = images[..., row.clamp(0, height - 1), column.clamp(0, width - 1)]
-    return found * inside
+    return pixels_at(images, row, column)
 
 
 def _shift(length: int, strength: float) -> int:
