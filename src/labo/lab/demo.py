@@ -22,15 +22,10 @@ from .tables import Column, Table, to_markdown, write_table
 
 @dataclass(frozen=True)
 class DemoPart:
-    """The runs of a recipe.
+    """The runs of a recipe."""
 
-    Attributes:
-        methods: each with its own settings, selected on the validation split with seeds from 100 on
-            (docs/results.md has the command and the scores).
-        seeds: how many, from 0.
-        overrides: recipe keys for all runs.
-    """
-
+    # Each with its own settings, selected on the validation split with seeds from 100 on
+    # (docs/results.md has the command and the scores).
     methods: tuple[str, ...]
     seeds: int
     overrides: tuple[str, ...] = ()
@@ -109,12 +104,12 @@ def _spans(comparison: Comparison, table: Table) -> str:
 
 
 def _span(column: Column, table: Table) -> str:
-    found = [
+    scores = [
         (value, row.label)
         for row in table.rows
         if column.key in row.cells and (value := row.cells[column.key].value) is not None
     ]
-    if len(found) < 2:
+    if len(scores) < 2:
         return ""
-    (low, worst), (high, best) = min(found), max(found)
+    (low, worst), (high, best) = min(scores), max(scores)
     return f"{column.heading} {column.shown(low)} ({worst}) to {column.shown(high)} ({best})"

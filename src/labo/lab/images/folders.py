@@ -23,19 +23,11 @@ _MEASURED = 64  # images that are looked at for the size of all
 
 @dataclass(frozen=True)
 class FolderImages:
-    """Image files, decoded when they are indexed.
+    """Image files, decoded when they are indexed: (3, H, W) uint8, each of its own size."""
 
-    ``images[i]`` is (3, H, W) uint8, each image of its own size.
-
-    Attributes:
-        root: the folder of the split.
-        names: the files, relative to it.
-        known_sizes: of the files in bytes, if they are known.
-    """
-
-    root: Path
-    names: tuple[str, ...]
-    known_sizes: tuple[int, ...] | None = None
+    root: Path  # the folder of the split
+    names: tuple[str, ...]  # of the files, relative to it
+    known_sizes: tuple[int, ...] | None = None  # of the files in bytes, if they are known
 
     def __len__(self) -> int:
         return len(self.names)

@@ -37,17 +37,11 @@ _IMAGES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of an image.
-
-    Attributes:
-        file: the image.
-        classes: the names of the classes, most probable first.
-        probabilities: of these classes, calibrated if the model is.
-    """
+    """The most probable classes of an image."""
 
     file: Path
-    classes: tuple[str, ...]
-    probabilities: tuple[float, ...]
+    classes: tuple[str, ...]  # most probable first
+    probabilities: tuple[float, ...]  # of these classes, calibrated if the model is
 
     def record(self) -> dict[str, Any]:
         """As a line of JSON."""
@@ -123,13 +117,13 @@ class Predictor:
         with ThreadPoolExecutor(os.cpu_count()) as workers:
             while chunk := list(islice(paths, _IMAGES_AT_ONCE)):
                 read = []
-                for path, found in zip(chunk, workers.map(self._read, chunk), strict=True):
-                    if isinstance(found, Tensor):
-                        read.append((path, found))
+                for path, image in zip(chunk, workers.map(self._read, chunk), strict=True):
+                    if isinstance(image, Tensor):
+                        read.append((path, image))
                     elif problems is None:
-                        raise found
+                        raise image
                     else:
-                        problems.append(str(found))
+                        problems.append(str(image))
                 if read:
                     yield from self._predict(read, top)
 
@@ -148,8 +142,8 @@ class Predictor:
             return error
 
     def _predict(self, read: Sequence[tuple[Path, Tensor]], top: int) -> Iterator[Prediction]:
-        found = self.probabilities(stacked(image for _, image in read))
-        best = found.topk(min(top, len(self.classes)))
+        probabilities = self.probabilities(stacked(image for _, image in read))
+        best = probabilities.topk(min(top, len(self.classes)))
         rows = zip(read, best.values.tolist(), best.indices.tolist(), strict=True)
         for (file, _), p, index in rows:
             yield Prediction(file, tuple(self.classes[i] for i in index), tuple(p))

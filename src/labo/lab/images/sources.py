@@ -39,27 +39,16 @@ ON_DISK: dict[str, Callable[[Path], ImageSource]] = {
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """A data set ready for training.
-
-    Attributes:
-        train: the split to train on.
-        valid: the split to select a model on; empty if nothing was held out.
-        test: the split to report on.
-        classes: the names of the classes, in the order of the labels.
-        mean: per channel, of the pixels in [0, 1] of the published training split.
-        std: likewise.
-        fingerprint: SHA-256 of the images and labels, whatever their format and hold-out. For
-            folders it covers the name and content of every file, or the name and size if
-            ``covers_content`` is False.
-        covers_content: False for folders with more than ``HASHED_BYTES`` of images.
-    """
+    """A data set ready for training."""
 
     train: ImageSplit
-    valid: ImageSplit
+    valid: ImageSplit  # to select a model on; empty if nothing was held out
     test: ImageSplit
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
+    classes: tuple[str, ...]  # in the order of the labels
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1], before the hold-out
     std: tuple[float, ...]
+    # SHA-256 of the images and labels, whatever their format and hold-out. For folders it covers
+    # the names and contents of the files, or, of more than HASHED_BYTES, their names and sizes.
     fingerprint: str
     covers_content: bool = True
 
@@ -229,14 +218,14 @@ def _fingerprint(source: ImageSource) -> tuple[str, bool]:
     covers_content = sum(sum(images.sizes()) for images in in_files) <= HASHED_BYTES
     digest = hashlib.sha256()
     for split in splits:
-        if isinstance(split.images, Tensor):
-            digest.update(repr(tuple(split.images.shape)).encode())
-            digest.update(split.images.contiguous().numpy().data)
+        images = split.images
+        if isinstance(images, Tensor):
+            digest.update(repr(tuple(images.shape)).encode())
+            digest.update(images.contiguous().numpy().data)
         else:
-            images = split.images
             sizes = dict(zip(images.names, images.sizes(), strict=True))
-            known = images.digests() if covers_content else sizes
+            facts = images.digests() if covers_content else sizes
             for name in images.names:
-                digest.update(f"{name} {known[name]}\n".encode("utf-8", "surrogateescape"))
+                digest.update(f"{name} {facts[name]}\n".encode("utf-8", "surrogateescape"))
         digest.update(split.labels.numpy().data)
     return digest.hexdigest(), covers_content

@@ -37,16 +37,7 @@ class ImageSplit:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """A data set as it was published.
-
-    Attributes:
-        train: the training split, before a part of it is held out.
-        test: the test split; None if the data were published without splits.
-        classes: the names of the classes, in the order of the labels.
-        mean: per channel, of the training pixels in [0, 1].
-        std: likewise.
-        valid: a validation split, if it was published with one.
-    """
+    """A data set as it was published, before a part of it is held out; see :meth:`of`."""
 
     train: ImageSplit
     test: ImageSplit | None

@@ -428,7 +428,7 @@ class ImageTask(Task):
         images = self._plain_views(self.data.train, torch.arange(min(2, self.size))).to("cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
-                found = model.eval()(images)
+                logits = model.eval()(images)
             except Exception as error:  # the model is not ours
                 reason = str(error).strip().partition("\n")[0]
                 raise RequestError(
@@ -436,11 +436,11 @@ class ImageTask(Task):
                     f"{type(error).__name__}: {reason}"
                 ) from error
         model.train()
-        wanted, returned = (len(images), self.num_classes), f"a {type(found).__name__}"
-        if isinstance(found, Tensor):
-            if tuple(found.shape) == wanted and found.is_floating_point():
+        wanted, returned = (len(images), self.num_classes), f"a {type(logits).__name__}"
+        if isinstance(logits, Tensor):
+            if tuple(logits.shape) == wanted and logits.is_floating_point():
                 return
-            returned = f"{found.dtype} of shape {tuple(found.shape)}"
+            returned = f"{logits.dtype} of shape {tuple(logits.shape)}"
         raise RequestError(
             f"model.name: {name} must return logits of shape {wanted} for {len(images)} images, "
             f"but returns {returned}"
@@ -644,9 +644,9 @@ class ImageTask(Task):
         parts = [torch.empty(0, self.num_classes, device=accelerator.device)]
         share = -(-len(chosen.labels) // accelerator.num_processes)
         with track(f"evaluating {split}", share) as advance:
-            for found, _ in self.logits(model, split, accelerator):
-                parts.append(found.log_softmax(-1))
-                advance(len(found))
+            for logits, _ in self.logits(model, split, accelerator):
+                parts.append(logits.log_softmax(-1))
+                advance(len(logits))
         log_p = gather_rows(accelerator, torch.cat(parts)).cpu()
         scores = classification_scores(log_p, chosen.labels)
         if temperature is not None:
@@ -671,9 +671,9 @@ class ImageTask(Task):
         for index, views in ahead(read()) if self.recipe.train.workers else read():
             inputs = views.to(accelerator.device)
             with accelerator.autocast():
-                found: Tensor = model(inputs)
+                logits: Tensor = model(inputs)
             if len(index):
-                yield found.float(), chosen.labels[index]
+                yield logits.float(), chosen.labels[index]
 
     def fold_temperature(self, model: nn.Module, temperature: float) -> None:
         if isinstance(model, VisionTransformer):
