@@ -10,6 +10,12 @@ import numpy as np
 SETTINGS = ["data.name=mnist", "data.holdout=0.2", "train.batch_size=10", "train.log_every=1"]
 
 
+def idx(array: np.ndarray) -> bytes:
+    """An array of bytes as an idx file."""
+    header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    return header + array.tobytes()
+
+
 def write_mnist(root: Path, *, seed: int = 0, size: int = 60) -> Path:
     """Noise of the shape of MNIST; another seed, other pixels."""
     root.mkdir(parents=True, exist_ok=True)
@@ -18,6 +24,5 @@ def write_mnist(root: Path, *, seed: int = 0, size: int = 60) -> Path:
         images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = (np.arange(count) % 10).astype(np.uint8)
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-            (root / f"{prefix}-{name}-ubyte").write_bytes(header + array.tobytes())
+            (root / f"{prefix}-{name}-ubyte").write_bytes(idx(array))
     return root

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from sklearn import datasets
 
+from idx_files import idx
 from labo.lab import compressed as compressed_files
 from labo.lab.analysis.reading import RecordLine
 from labo.lab.errors import DataError, RequestError
@@ -389,14 +390,6 @@ def test_a_file_that_inflates_out_of_proportion_is_refused(tmp_path, monkeypatch
 
 
 # idx --------------------------------------------------------------------------------------------
-
-
-def idx(array: np.ndarray) -> bytes:
-    return (
-        bytes((0, 0, 8, array.ndim))
-        + struct.pack(f">{array.ndim}I", *array.shape)
-        + array.tobytes()
-    )
 
 
 RNG = np.random.default_rng(0)
