@@ -49,12 +49,16 @@ def _function(name: str, function: Callable[..., Any]) -> str:
             keyword_only = True
         kind = parameter.annotation
         kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-        kind = "torch.Generator | None" if parameter.name == "rng" else kind
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        parameters.append(f"{parameter.name}: {kind.replace('torch.Tensor', 'Tensor')}{default}")
+        parameters.append(f"{parameter.name}: {_short(kind)}{default}")
     doc = inspect.getdoc(function) or ""
     doc = textwrap.indent("\n".join(_wrapped(line) for line in doc.splitlines()), "    ").lstrip()
     return f'def {name}({", ".join(parameters)}) -> Tensor:\n    r"""{doc}\n    """\n\n'
+
+
+def _short(kind: str) -> str:
+    """A type as a user writes it."""
+    return kind.replace("torch.Tensor", "Tensor").replace("torch._C.", "torch.")
 
 
 def _wrapped(line: str) -> str:

@@ -731,8 +731,7 @@ def held_labo_loss(
         The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
-        Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
-        Optimization; their limitations name the number of outer steps.
+        Lu et al. 2023, LABO; their limitations name the number of outer steps.
     """
 
 def kr_ls_loss(
@@ -1156,8 +1155,7 @@ def prior_smoothing_loss(
         The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
-        Lee et al. 2022, Adaptive Label Smoothing with Self-Knowledge in Natural Language
-        Generation.
+        Lee et al. 2022, as for :class:`labo.AdaptiveSmoothingLoss`.
     """
 
 def ps_kd_loss(
@@ -1445,8 +1443,7 @@ def weighted_label_smoothing_loss(
         The reduced loss, or (...) for ``reduction="none"``.
 
     Reference:
-        Chen et al. 2022, Focus on the Target's Vocabulary: Masked Label Smoothing for Machine
-        Translation.
+        Chen et al. 2022, as for :class:`labo.MaskedLabelSmoothingLoss`.
     """
 
 def z_loss(

@@ -101,9 +101,8 @@ class Loss(_WithFields):
     leaves_out_target: ClassVar[bool] = False
     # Fields of a base that the loss does not have.
     without: ClassVar[tuple[str, ...]] = ()
-    # What the function takes after the target, if that is not one teacher, and as keywords.
+    # What the function takes after the target, if that is not one teacher.
     inputs: ClassVar[tuple[str, ...]] = ()
-    keywords: ClassVar[tuple[str, ...]] = ()
 
     _registered: ClassVar[str]
     _own: ClassVar[tuple[str, ...]]  # the fields of the function that are not shared
@@ -126,7 +125,10 @@ class Loss(_WithFields):
         raise NotImplementedError
 
     def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        """The value of each row, (N,), for a loss that is no such formula."""
+        """The value of each row, (N,), for a loss that is no such formula.
+
+        The function has its keyword-only arguments too.
+        """
         raise NotImplementedError
 
     def reference_only(self, *inputs: Any) -> str | None:
@@ -367,21 +369,23 @@ def function_of(cls: type[Loss]) -> Callable[..., Tensor]:
     own = [field.parameter() for field in fields if field.kw_only and field.name not in _SHARED]
     shared = [field.parameter() for field in fields if field.name in _SHARED]
 
-    def optional(name: str, kind: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, kind, default=None, annotation=Tensor | None)
-
     required = ("logits", "target", *cls.inputs)
     parameters = [inspect.Parameter(name, POSITIONAL, annotation=Tensor) for name in required]
     if cls.teacher_argument is not None and not cls.inputs:
-        parameters.append(optional(cls.teacher_argument, POSITIONAL))
+        kind = Tensor | None
+        parameters.append(
+            inspect.Parameter(cls.teacher_argument, POSITIONAL, default=None, annotation=kind)
+        )
     taken = len(parameters)
-    parameters += [*positional, *own, *(optional(name, KEYWORD) for name in cls.keywords), *shared]
+    of_rows = inspect.signature(cls.on_rows, eval_str=True).parameters.values()
+    keyword_only = [parameter for parameter in of_rows if parameter.kind is KEYWORD]
+    parameters += [*positional, *own, *keyword_only, *shared]
     names = tuple(parameter.name for parameter in parameters)
 
     def call(logits: Tensor, target: Tensor, *values: Any) -> Tensor:
         given = dict(zip(names[2:], values, strict=True))
         inputs = tuple(given.pop(name) for name in names[2:taken])
-        keywords = {name: given.pop(name) for name in cls.keywords}
+        keywords = {parameter.name: given.pop(parameter.name) for parameter in keyword_only}
         for name, value in given.items():
             cls.fields[name].check(value)
         loss = cls.bare(given)

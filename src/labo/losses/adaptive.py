@@ -84,7 +84,7 @@ class GEMLoss(Loss):
     def reference_only(self, *inputs: Any) -> str | None:
         return None if self.h == "linear" else 'h="logsigmoid"'
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
+    def on_rows(self, rows: Rows) -> Tensor:
         log_p, z = rows.log_probabilities(), rows.shifted.detach()
         q = torch.softmax(z / self.beta, -1)
         weight = q * torch.sigmoid(0.01 * (z - rows.pick(z).unsqueeze(-1)))
@@ -121,7 +121,7 @@ class ZipfSmoothingLoss(Loss):
         default=False, doc="leave the KL divergence out where the prediction is wrong"
     )
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
+    def on_rows(self, rows: Rows) -> Tensor:
         log_p, z = rows.log_probabilities(), rows.shifted.detach().contiguous()
         others, absent, alone = rows.without_label()
         ordered = z.sort(-1).values
@@ -166,7 +166,7 @@ class ACLSLoss(Loss):
     )
     margin: float = hyper(default=10.0, within=NOT_NEGATIVE, doc="the margin m")
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
+    def on_rows(self, rows: Rows) -> Tensor:
         z = rows.logits
         largest = z.detach().amax(-1, keepdim=True)
         at_top, masked = z == largest, z == -math.inf
@@ -228,8 +228,7 @@ class PriorSmoothingLoss(AdaptiveSmoothingLoss):
         tensor(0.6313)
 
     Reference:
-        Lee et al. 2022, Adaptive Label Smoothing with Self-Knowledge in Natural Language
-        Generation.
+        Lee et al. 2022, as for :class:`labo.AdaptiveSmoothingLoss`.
     """
 
     name, function_name = "als-past", "prior_smoothing_loss"

@@ -135,8 +135,7 @@ class WeightedLabelSmoothingLoss(Loss):
         tensor(0.6183)
 
     Reference:
-        Chen et al. 2022, Focus on the Target's Vocabulary: Masked Label Smoothing for Machine
-        Translation.
+        Chen et al. 2022, as for :class:`labo.MaskedLabelSmoothingLoss`.
     """
 
     name, function_name, smooths = "wls", "weighted_label_smoothing_loss", True

@@ -160,8 +160,7 @@ class HeldLABOLoss(LABOLoss):
         (tensor(1.1205), tensor(1.1137))
 
     Reference:
-        Lu et al. 2023, LABO: Towards Learning Optimal Label Regularization via Bi-level
-        Optimization; their limitations name the number of outer steps.
+        Lu et al. 2023, LABO; their limitations name the number of outer steps.
     """
 
     name, function_name = "held-labo", "held_labo_loss"
@@ -169,8 +168,8 @@ class HeldLABOLoss(LABOLoss):
     teacher_argument = "held_logits"
     without_teacher = LABOLoss
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        held = rows.teacher("held_logits", inputs[0])
+    def on_rows(self, rows: Rows, held_logits: Tensor) -> Tensor:
+        held = rows.teacher("held_logits", held_logits)
         return self.multiplier * labo_objective(rows, held, self.tau, self.alpha, self.rho)
 
     def reference_only(self, *inputs: Any) -> str | None:

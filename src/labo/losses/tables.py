@@ -185,8 +185,8 @@ class KRLSLoss(Loss):
     )
     table: nn.Parameter = state(init=False)
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        table = _check_table(inputs[0], rows.logits)
+    def on_rows(self, rows: Rows, table: Tensor) -> Tensor:
+        _check_table(table, rows.logits)
         p_res, absent, alone = rows.without_label()
         table_rows = table.to(rows.logits.dtype)[rows.target]
         q_res = torch.log_softmax(table_rows.masked_fill(absent, -math.inf), -1)
@@ -244,7 +244,6 @@ class ConNetLoss(Loss):
     smooths = True
     teacher_argument = "states"
     inputs = ("confidence",)
-    keywords = ("trusted", "mean_confidence")
 
     features: int = hyper(kw_only=False, module_only=True, doc="D, the size of a state")
     alpha: float = hyper(default=0.1, within=UNIT, doc="smoothing of a row of mean confidence")
@@ -266,8 +265,14 @@ class ConNetLoss(Loss):
     network: nn.Linear = state(init=False)
     steps: Tensor = state(init=False)
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        confidence, trusted = inputs[0], keywords.get("trusted")
+    def on_rows(
+        self,
+        rows: Rows,
+        confidence: Tensor,
+        *,
+        trusted: Tensor | None = None,
+        mean_confidence: Tensor | None = None,
+    ) -> Tensor:
         given = (confidence,) if trusted is None else (confidence, trusted)
         if any(not isinstance(x, Tensor) or x.shape != rows.shape for x in given):
             raise TeacherError(
@@ -278,7 +283,7 @@ class ConNetLoss(Loss):
         u = confidence.reshape(-1).to(rows.logits.dtype)
         if rows.valid is not None:
             u = u.masked_fill(~rows.valid, 0.0)
-        mean = keywords.get("mean_confidence")
+        mean = mean_confidence
         if mean is None:
             counted = torch.ones_like(u) if rows.valid is None else rows.valid.to(u.dtype)
             mean = row_sum(u.sigmoid() * counted) / row_sum(counted).clamp(min=1)

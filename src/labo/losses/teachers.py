@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -413,14 +412,19 @@ class BetaSmoothingLoss(Loss):
     name, function_name, linear = "beta-ls", "beta_smoothing_loss", False
     smooths, rowwise = True, False
     teacher_argument = "ema_logits"
-    keywords = ("draws", "rng")
 
     alpha: float = hyper(default=0.6, within=UNIT, doc="weight of the random label, in [0, 1]")
     a: float = hyper(default=3.0, within=POSITIVE, doc="first parameter of the Beta distribution")
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        ema = torch.softmax(rows.teacher("ema_logits", inputs[0] if inputs else None), -1)
-        draws, rng = keywords.get("draws"), keywords.get("rng")
+    def on_rows(
+        self,
+        rows: Rows,
+        ema_logits: Tensor | None = None,
+        *,
+        draws: Tensor | None = None,
+        rng: torch.Generator | None = None,
+    ) -> Tensor:
+        ema = torch.softmax(rows.teacher("ema_logits", ema_logits), -1)
         if draws is None:
             # Beta(a, 1) by its inverse distribution function.
             uniform = torch.rand(len(ema), dtype=ema.dtype, device=ema.device, generator=rng)
@@ -513,8 +517,8 @@ class RDropLoss(Loss):
         inputs = () if other_logits is None else (other_logits,)
         return self.compute(logits, target, *inputs)
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
-        other = rows.having(rows.other("other_logits", inputs[0] if inputs else None))
+    def on_rows(self, rows: Rows, other_logits: Tensor | None = None) -> Tensor:
+        other = rows.having(rows.other("other_logits", other_logits))
         rows.mask(other.logits == -math.inf)
         log_p, log_other = (zero_log(x.log_probabilities()) for x in (rows, other))
         # Both logarithms are 0 where a class is masked.

@@ -465,7 +465,7 @@ class GeneralizedEntropyLoss(Loss):
     def reference_only(self, *inputs: Any) -> str | None:
         return None if self.prior is None else "a prior"
 
-    def on_rows(self, rows: Rows, *inputs: Any, **keywords: Any) -> Tensor:
+    def on_rows(self, rows: Rows) -> Tensor:
         prior = self.prior
         assert prior is not None
         if prior.shape != (rows.num_classes,):

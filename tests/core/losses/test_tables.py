@@ -45,32 +45,25 @@ def test_ols_gathers_only_right_rows_that_count():
     torch.testing.assert_close(loss.table, torch.full((K, K), 1 / K))
 
 
-def test_ols_freezes_confident_rows():
+def test_ols_keeps_a_frozen_row_until_an_epoch_without_a_correct_prediction_of_it():
+    """Then it becomes uniform, as in the authors' code, and as rows that are not frozen."""
     loss = labo.OnlineLabelSmoothingLoss(2, first_table="uniform", freeze_above=0.88)
     assert loss.table.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    loss(torch.tensor([[9.0, 0.0], [0.0, 0.5]]), torch.tensor([0, 1]))
-    loss.end_epoch()
-    first = loss.table.clone()
-    loss(torch.tensor([[0.1, 0.0], [0.0, 9.0]]), torch.tensor([0, 1]))
-    loss.end_epoch()
-    assert torch.equal(loss.table[0], first[0])
-    assert not torch.equal(loss.table[1], first[1])
 
+    def epoch(logits, target):
+        loss(torch.tensor(logits), torch.tensor(target))
+        loss.end_epoch()
+        return loss.table.clone()
 
-def test_ols_makes_a_frozen_row_uniform_after_an_epoch_without_a_correct_prediction():
-    """As the authors' code does, and as for rows that are not frozen."""
-    loss = labo.OnlineLabelSmoothingLoss(2, freeze_above=0.88)
-    sure = torch.tensor([[9.0, 0.0], [0.0, 9.0]])
-    loss(sure, torch.tensor([0, 1]))
-    loss.end_epoch()
-    assert (loss.table.amax(-1) > 0.99).all()
-    loss(sure, torch.tensor([1, 1]))  # class 0 does not occur
-    loss.end_epoch()
-    assert loss.table[0].tolist() == [0.5, 0.5]
-    assert loss.table[1, 1] > 0.99
-    loss(sure, torch.tensor([1, 0]))  # class 0 and 1 are predicted wrongly
-    loss.end_epoch()
-    assert loss.table.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    first = epoch([[9.0, 0.0], [0.0, 0.5]], [0, 1])
+    second = epoch([[0.1, 0.0], [0.0, 9.0]], [0, 1])
+    assert torch.equal(second[0], first[0])
+    assert not torch.equal(second[1], first[1])
+    third = epoch([[9.0, 0.0], [0.0, 9.0]], [1, 1])  # class 0 does not occur
+    assert third[0].tolist() == [0.5, 0.5]
+    assert third[1, 1] > 0.99
+    fourth = epoch([[9.0, 0.0], [0.0, 9.0]], [1, 0])  # both classes are predicted wrongly
+    assert fourth.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_ols_table_in_use_survives_the_end_of_the_epoch():
