@@ -347,10 +347,10 @@ def _member(record: Record) -> Member:
     return Member(run, _analysis(record))
 
 
-def _analysis(record: Record) -> dict[str, Any] | None:
+def _analysis(record: Record) -> dict[str, Any]:
     """The part of the analysis that the row has."""
     if "analysis_ece" not in record:
-        return None
+        return {}
     first, second = find_report(record["task"]).views
     views = {first: {"ece": float(record["analysis_ece"])}}
     for name in ("aurc", "aurc_normalised"):
@@ -581,8 +581,7 @@ def _analysed(view: str, name: str) -> Any:
     """A number of the analysis of the test split, before or after the temperature."""
 
     def value(member: Member) -> float | None:
-        views = (member.split("test") or {}).get("views", {})
-        number: float | None = views.get(view, {}).get(name)
+        number: float | None = member.view("test", view).get(name)
         return number
 
     return value

@@ -36,10 +36,10 @@ NEVER_ACTIVE = "(never active)"  # beside the name of a method whose warm-up was
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A run, and the document of :func:`labo.lab.analysis.run.analyze_run` if there is one."""
+    """A run, and the document of :func:`labo.lab.analysis.run.analyze_run`; empty without one."""
 
     run: Run
-    analysis: Mapping[str, Any] | None = None
+    analysis: Mapping[str, Any] = field(default_factory=dict)
     _records: dict[str, Records] = field(default_factory=dict, repr=False)
     _drawn: dict[str, Floats | None] = field(default_factory=dict, repr=False)
 
@@ -80,9 +80,13 @@ class Member:
         parts = str(self.results.get("signature", "")).split("|")
         return dict(part.split(":", 1) for part in parts if ":" in part)
 
-    def split(self, name: str) -> Mapping[str, Any] | None:
-        """The analysis of a split; None if it has no records or was not analysed."""
-        return (self.analysis or {}).get("splits", {}).get(name)
+    def split(self, name: str) -> Mapping[str, Any]:
+        """The analysis of a split; empty if it has no records or was not analysed."""
+        return self.analysis.get("splits", {}).get(name, {})
+
+    def view(self, split: str, name: str) -> Mapping[str, Any]:
+        """A VIEW of the analysis of a split; empty if it has no such view."""
+        return self.split(split).get("views", {}).get(name, {})
 
     def metric(self, split: str, name: str) -> float | None:
         """A metric of ``results.json``."""
@@ -91,8 +95,7 @@ class Member:
     def score(self, split: str) -> float | None:
         """The headline metric: that of ``results.json``, or else that of the records."""
         score = self.metric(split, self.kind.headline.key)
-        analysed = self.split(split)
-        if score is None and analysed is not None:
+        if score is None and (analysed := self.split(split)):
             score = self.kind.measure(analysed)[self.kind.headline.key]
         return score
 

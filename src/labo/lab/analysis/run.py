@@ -192,7 +192,7 @@ def analyze_runs(
         with noted(problems):
             run = sound_run(path)
             find_analysis(run.task)
-            members.append(Member(run, load_analysis(path) if split in run.splits() else None))
+            members.append(Member(run, load_analysis(path) if split in run.splits() else {}))
     if not members:
         raise RequestError("\n".join(problems))
     notes = [f"left out: {problem}" for problem in problems]
@@ -217,7 +217,7 @@ def analyze_runs(
 def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "task": group.task,
-        "examples": (group.members[0].split(group.split) or {}).get("examples"),
+        "examples": group.members[0].split(group.split).get("examples"),
         "metric": group.kind.headline.key,
         "runs": [member.name for member in group.members],
         "methods": [_method(group, variant) for variant in group.variants],
@@ -230,7 +230,7 @@ def _group(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
 def _method(group: Group, variant: Variant) -> dict[str, Any]:
     columns: dict[str, list[float]] = {}
     for member in variant.runs:
-        measured = group.kind.measure(member.split(group.split) or {})
+        measured = group.kind.measure(member.split(group.split))
         measured |= {group.kind.headline.key: member.score(group.split)}
         for name, value in measured.items():
             if value is not None:

@@ -199,11 +199,10 @@ def explorer_data(groups: Sequence[ReportGroup]) -> dict[str, Any] | None:
     variants = [(group, variant) for group in groups for variant in group.shown]
     for group, variant in sorted(variants, key=lambda pair: pair[1].name != "labo"):
         member = variant.runs[0]
-        analysis = member.analysis or {"labels": [], "stationary": {}}
         content = read_examples(member.run) or {"examples": []}
         class_names = find_report(group.task).class_names
-        stationary |= analysis["stationary"]
-        for label, example in zip(analysis["labels"], content["examples"], strict=True):
+        stationary |= member.analysis["stationary"]
+        for label, example in zip(member.analysis["labels"], content["examples"], strict=True):
             if not math.isfinite(example["logits"][example["target"]]):
                 continue  # a masked target has no label
             image = example.get("image")
@@ -252,7 +251,7 @@ def _left_out(
         reasons.setdefault(reason, []).append(path.name)
     for listing in listings:
         member = listing.member
-        if member is None or member.analysis is None:
+        if member is None:
             reasons.setdefault(str(listing.state), []).append(listing.name)
             continue
         notes = list(member.analysis["notes"])
@@ -263,7 +262,7 @@ def _left_out(
         for note in notes:
             reasons.setdefault(note, []).append(listing.name)
     for group in groups:
-        curves = [(member.analysis or {})["training"]["valid"] for member in group.members]
+        curves = [member.analysis["training"]["valid"] for member in group.members]
         if not any("entropy" in curve for curve in curves):
             note = "no confidence over training: entropy was not logged"
             reasons.setdefault(note, []).append(group.title)

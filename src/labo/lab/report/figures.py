@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from ..analysis.groups import Member, mean_cell
+from ..analysis.groups import Member, Variant, mean_cell
 from ..analysis.significance import wilson
 from ..run import files as atomic
 from ..tables import Column
@@ -138,10 +138,6 @@ def _over_seeds(
     return mean, [(min(ys), max(ys)) for _, ys in found] if len(lines) > 1 else []
 
 
-def _documents(member: Member) -> Mapping[str, Any]:
-    return member.analysis or {}
-
-
 # ------------------------------------------------------------------ over training
 
 
@@ -159,7 +155,7 @@ def _learning(group: ReportGroup, name: str, scores: Sequence[Column]) -> Iterat
     losses = Axis("loss of each method, nats")
     shown: dict[str, Any] = {"settled": True, "starts": _starts(group)}
     panels.lines("Training loss", step, losses, _losses, **shown)
-    logged = {metric for member in group.members for metric in _curves(member)["valid"]}
+    logged = {metric for member in group.members for metric in member.analysis["training"]["valid"]}
     for score in [score for score in scores if score.key in logged][:1]:
         points = _valid(score.key, score.scale)
         title = score.heading.removesuffix(" %")
@@ -207,35 +203,31 @@ def _starts(group: ReportGroup) -> list[tuple[float, str]]:
     ]
 
 
-def _curves(member: Member) -> Mapping[str, Any]:
-    return _documents(member)["training"]
-
-
 def _losses(member: Member) -> Points:
-    curve = _curves(member)["loss"]
+    curve = member.analysis["training"]["loss"]
     return pairs(curve["step"], curve["loss"])
 
 
 def _valid(metric: str, scale: float = 1) -> Callable[[Member], Points]:
     def points(member: Member) -> Points:
-        curve = _curves(member)["valid"]
+        curve = member.analysis["training"]["valid"]
         return pairs(curve["step"], curve[metric], scale) if metric in curve else ()
 
     return points
 
 
 def _alphas(member: Member) -> Points:
-    training = _curves(member)
+    training = member.analysis["training"]
     return pairs(training["valid"]["step"], training["alpha"]) if training["alpha"] else ()
 
 
 # ------------------------------------------------------------------ confidence
 
 
-def view(member: Member, group: ReportGroup, name: str) -> Mapping[str, Any] | None:
-    """A VIEW of the analysis of a run; None if it has no such view."""
-    split = member.split(group.split)
-    return split["views"].get(name) if split else None
+def views(variant: Variant, group: ReportGroup, name: str) -> dict[Member, Mapping[str, Any]]:
+    """The VIEW of each run of a method that has it."""
+    each = {member: member.view(group.split, name) for member in variant.runs}
+    return {member: view for member, view in each.items() if view}
 
 
 def confidence_figures(
@@ -252,13 +244,11 @@ def _reliability(group: ReportGroup, name: str, spec: Reliability) -> Iterator[F
         lines: list[Line] = []
         words = []
         for index, way in enumerate(spec.views):
-            found = [(member, view(member, group, way)) for member in variant.runs]
-            bins = _pooled([shown["reliability"] for _, shown in found if shown])
-            if bins:
+            if seeds := views(variant, group, way):
+                bins = _pooled([view["reliability"] for view in seeds.values()])
                 lines += _diagram(bins, variant, after=index == 1)
-                ece = [shown["ece"] for _, shown in found if shown]
-                words.append(f"{way}, ECE {sum(ece) / len(ece):.3f}")
-                panels.use(member for member, shown in found if shown)
+                words.append(f"{way}, ECE {_mean(view['ece'] for view in seeds.values()):.3f}")
+                panels.use(seeds)
         if lines:
             panels.charts.append(
                 line_chart(
@@ -295,7 +285,7 @@ def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> list[_Bin]:
     """The bins of several runs as one diagram, without the empty ones."""
     size = sum(sum(diagram["count"]) for diagram in diagrams)
     bins = []
-    for i in range(len(diagrams[0]["count"]) if diagrams else 0):
+    for i in range(len(diagrams[0]["count"])):
         filled = [d for d in diagrams if d["count"][i]]
         total = sum(d["count"][i] for d in filled)
         if total:
@@ -309,17 +299,17 @@ def _pooled(diagrams: Sequence[Mapping[str, Any]]) -> list[_Bin]:
 
 def _diagram(bins: Sequence[_Bin], variant: DrawnVariant, *, after: bool) -> Iterator[Line]:
     """A line through neighbouring bins with enough predictions; the other bins one by one."""
-    for few, parts in groupby(bins, lambda found: found.count < _FEW):
-        run = list(parts)
-        for part in [[found] for found in run] if few else [run]:
+    for few, neighbours in groupby(bins, lambda each: each.count < _FEW):
+        together = list(neighbours)
+        for part in [[each] for each in together] if few else [together]:
             yield Line(
-                [(found.confidence, found.accuracy) for found in part],
+                [(each.confidence, each.accuracy) for each in part],
                 variant.style,
                 variant.label,
                 after=after,
-                marks=[found.share for found in part],
+                marks=[each.share for each in part],
                 # The second line is read against the diagonal; its band would cover the first.
-                band=[] if after else [wilson(found.accuracy, found.count) for found in part],
+                band=[] if after else [wilson(each.accuracy, each.count) for each in part],
             )
 
 
@@ -327,13 +317,13 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
     panels = Panels(name, group)
     rows = []
     for variant in group.shown:
-        found = [shown for member in variant.runs if (shown := view(member, group, way))]
-        wrong = _mean(shown["confidence_on_errors"] for shown in found)
-        right = _mean(shown["confidence_on_right"] for shown in found)
+        seeds = views(variant, group, way)
+        wrong = _mean(view["confidence_on_errors"] for view in seeds.values())
+        right = _mean(view["confidence_on_right"] for view in seeds.values())
         if wrong is not None and right is not None:
             text = f"{wrong:.2f}, {right:.2f}"
             rows.append(ChartRow(variant.label, right, variant.style, text, ring=wrong))
-            panels.use(member for member in variant.runs if view(member, group, way))
+            panels.use(seeds)
     if rows:
         panels.charts.append(
             dot_chart(
@@ -347,9 +337,9 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
         )
 
     def curve(member: Member) -> Points:
-        shown = view(member, group, way)
-        found = shown["selective"]["curve"] if shown else {"coverage": [], "risk": []}
-        return pairs(found["coverage"], found["risk"], 100)
+        view = member.view(group.split, way)
+        risk = view["selective"]["curve"] if view else {"coverage": [], "risk": []}
+        return pairs(risk["coverage"], risk["risk"], 100)
 
     panels.lines(
         "Risk and coverage",
@@ -376,7 +366,7 @@ def label_figure(
     member: Member, name: str, class_names: Callable[[Sequence[str]], list[str]]
 ) -> Figure | None:
     """Figure 1c of the paper: three labels of one sample; None without ``examples.json``."""
-    samples = _documents(member).get("labels")
+    samples = member.analysis["labels"]
     if not samples:
         return None
     shown = samples[0]
@@ -409,4 +399,4 @@ def labelled_member(variants: Iterable[DrawnVariant]) -> Member | None:
     """A run with samples to draw labels of; one of LABO if there is one."""
     ours_first = sorted(variants, key=lambda variant: variant.name != "labo")
     members = (member for variant in ours_first for member in variant.runs)
-    return next((member for member in members if _documents(member).get("labels")), None)
+    return next((member for member in members if member.analysis["labels"]), None)

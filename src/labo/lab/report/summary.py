@@ -9,7 +9,7 @@ from itertools import groupby
 from ..analysis.groups import Difference, mean_cell
 from ..tables import Cell, Column, Row, Table, best_rows, shown_cell
 from .charts import Axis, Chart, ChartRow, dot_chart
-from .figures import Figure, view
+from .figures import Figure, views
 from .gather import DrawnVariant, ReportGroup, signature_line
 from .task import find_report
 
@@ -288,8 +288,7 @@ def calibration_chart(group: ReportGroup, name: str) -> Chart | None:
     rows = []
     for v in _scored(group):
         ece, after = (
-            [100 * shown["ece"] for member in v.runs if (shown := view(member, group, way))]
-            for way in (first, second)
+            [100 * view["ece"] for view in views(v, group, way).values()] for way in (first, second)
         )
         if ece:
             mean = sum(ece) / len(ece)

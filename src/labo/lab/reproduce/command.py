@@ -237,7 +237,7 @@ def _find_data(exhibit: Exhibit, given: Sequence[str]) -> dict[str, Path]:
 
 
 def describe(plan: Plan) -> str:
-    """A plan in short: a line for each group of runs, their number, and the data it lacks."""
+    """A plan in short: a line for each folder of runs, their number, and the data it lacks."""
     head = ["folder", "recipe", "methods", "seeds", "runs", "finished", "GPU h", "data"]
     sources = {c.out: (data, _TEACHER_HOURS) for data, c in plan.teachers.items()}
     for key, c in plan.comparisons.items():
@@ -266,7 +266,7 @@ def describe(plan: Plan) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in (head, *lines)
     ]
-    text.append(_count(plan))
+    text.append(f"{sum(len(comparison.runs) for comparison in plan.all())} runs in all")
     if plan.scale == "paper":
         text.append(
             f"about {total:,.0f} GPU hours: an estimate for a V100 in single precision, not a "
@@ -280,28 +280,6 @@ def _hours(run: PlannedRun, of_epoch: float) -> float:
     of_epoch *= 1 + _EXTRA_PASSES.get(run.variant.method, 0)
     of_epoch += 0 if run.teacher is None else _TEACHER_HOURS / 3
     return of_epoch * (run.recipe.train.epochs or 1)
-
-
-def _count(plan: Plan) -> str:
-    """The number of runs and how it comes about."""
-    runs = sum(len(comparison.runs) for comparison in plan.all())
-    some = next(iter(plan.comparisons.values()), None)
-    if some is None:
-        return "0 runs"
-    columns = len({comparison.out for comparison in plan.comparisons.values()})
-    methods, seeds = len(plan.exhibit.methods), some.seeds
-    table = methods * columns * seeds
-    factors = (_many(methods, "method"), _many(columns, "column"), _many(seeds, "seed"))
-    text = f"{' x '.join(factors)} = {_many(table, 'run')}"
-    if plan.teachers:
-        text += f", and {_many(len(plan.teachers), 'teacher')}"
-    if grid := runs - table - len(plan.teachers):
-        text += f", and {grid} more to select {', '.join(plan.exhibit.grid)}"
-    return f"{text}: {runs} in all"
-
-
-def _many(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def require(plan: Plan) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ..analysis.groups import Member
 from ..report.charts import Axis, Line, line_chart
@@ -12,19 +11,12 @@ from ..report.gather import ReportGroup
 from .frequency import PARTS, peak
 
 
-def _entry(member: Member, group: ReportGroup, key: str) -> Mapping[str, Any] | None:
-    """An entry of the SPLIT of a run."""
-    split = member.split(group.split)
-    found: Mapping[str, Any] | None = split.get(key) if split else None
-    return found
-
-
 def frequency_figure(group: ReportGroup, name: str) -> Iterator[Figure]:
     """BLEU by word frequency."""
     panels = Panels(name, group)
 
     def points(member: Member) -> Points:
-        found = _entry(member, group, "frequency")
+        found = member.split(group.split).get("frequency")
         return pairs(range(3), [found[part]["bleu"] for part in PARTS]) if found else ()
 
     x = Axis("sentences by frequency of their words", names=list(enumerate(PARTS)))
@@ -42,14 +34,14 @@ def histogram_figure(group: ReportGroup, name: str) -> Iterator[Figure]:
     for part in PARTS:
         lines, words = [], []
         for variant in group.shown:
-            found = [(member, _entry(member, group, "confidence")) for member in variant.runs]
-            shares = [shown["shares"].get(part) for _, shown in found if shown]
+            runs = [m for m in variant.runs if "confidence" in m.split(group.split)]
+            shares = [m.split(group.split)["confidence"]["shares"].get(part) for m in runs]
             shares = [share for share in shares if share]
             if shares:
                 mean = [sum(column) / len(column) for column in zip(*shares, strict=True)]
                 lines.append(Line(_steps(mean), variant.style, variant.label, filled=True))
                 words.append(f"{variant.label} peaks at {peak(mean):.2f}")
-                panels.use(member for member, shown in found if shown)
+                panels.use(runs)
         if lines:
             panels.charts.append(
                 line_chart(
@@ -82,7 +74,7 @@ def length_figure(group: ReportGroup, name: str) -> Iterator[Figure]:
     panels = Panels(name, group)
 
     def ratios(member: Member) -> dict[int, float | None]:
-        found = _entry(member, group, "lengths")
+        found = member.split(group.split).get("lengths")
         return {int(beam): of["ratio"] for beam, of in found["beams"].items()} if found else {}
 
     beams = sorted({beam for member in group.members for beam in ratios(member)})

@@ -96,8 +96,8 @@ def frequency_table(group: ReportGroup) -> Table | None:
 
     def bleu(part: str) -> Callable[[Member], float | None]:
         def value(member: Member) -> float | None:
-            found = (member.split(group.split) or {}).get("frequency")
-            return found[part]["bleu"] if found else None
+            parts = member.split(group.split).get("frequency")
+            return parts[part]["bleu"] if parts else None
 
         return value
 
