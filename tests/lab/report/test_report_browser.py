@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from labo import smoothing
+from labo.lab.analysis.labels import smoothed_labels
 from labo.lab.report import write_report
 from report_runs import (
     BASE,
@@ -91,39 +92,24 @@ def drawn(page: Any) -> dict[str, dict[str, float]]:
     return {name: {key: float(text) for key, text in cells.items()} for name, cells in rows}
 
 
-def expected(
-    example: dict[str, Any], tau: float, rho: float, alpha: float | None, alpha_ls: float
-) -> tuple[dict[str, torch.Tensor], float]:
-    """The same by ``labo.smoothing``."""
-    logits = torch.tensor(example["logits"], dtype=torch.float64)
-    target = torch.tensor(example["target"])
-    strength = smoothing.adaptive_alpha(logits, rho) if alpha is None else torch.tensor(alpha)
-    label = smoothing.smoothed_target
-    return {
-        "p": logits.softmax(-1),
-        "onehot": label(target, smoothing.uniform(logits), 0.0),
-        "ls": label(target, smoothing.uniform(logits), alpha_ls),
-        "labo": label(target, smoothing.tempered(logits, tau), strength),
-    }, float(strength)
-
-
 def check(page: Any, document: dict[str, Any], place: int, settings: dict[str, Any]) -> None:
     example, classes = document["examples"][place], document["classes"]
-    columns, alpha = expected(example, **settings)
-    assert is_close(part(page, "alpha"), alpha)
+    labels = smoothed_labels(np.array(example["logits"]), example["target"], **settings)
+    assert is_close(part(page, "alpha"), labels["alpha"])
     given: Any = "adaptive" if settings["alpha"] is None else settings["alpha"]
     stationary = smoothing.stationary_confidence(
         len(classes), tau=settings["tau"], alpha=given, rho=settings["rho"]
     )
     assert is_close(part(page, "confidence"), stationary)
-    assert is_close(part(page, "label"), float(columns["labo"][example["target"]]))
+    assert is_close(part(page, "label"), labels["labo"][example["target"]])
     shown = drawn(page)
     assert len(shown) == 10
     names = {name.replace("\u0120", "·"): i for i, name in enumerate(classes)}
     assert classes[example["target"]].replace("\u0120", "·") in shown
     for name, cells in shown.items():
         for column, number in cells.items():
-            assert is_close(number, float(columns[column][names[name]])), (name, column)
+            label = labels[{"p": "prediction", "onehot": "one_hot"}.get(column, column)]
+            assert is_close(number, label[names[name]]), (name, column)
 
 
 def test_sliders_draw_what_smoothing_computes(show, file, runs):

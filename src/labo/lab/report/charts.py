@@ -211,8 +211,8 @@ _REPLACED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 )
 
 
-def _tag(found: re.Match[str]) -> str:
-    tag = found[1]
+def _tag(match: re.Match[str]) -> str:
+    tag = match[1]
     if series := re.match(r'<g id="(\w+):([^"]*)"', tag):
         return f'<g class="{series[1]}" data-series="{series[2]}">'
     for pattern, text in _REPLACED:
@@ -379,12 +379,12 @@ def _settled(lines: Sequence[Line]) -> Sequence[Line]:
     late = [y for line in lines for x, y in line.points if x >= start]
     slack = (max(late) - min(late)) / 4
     low, high = min(late) - slack, max(late) + slack
-    found = []
+    settled = []
     for line in lines:
         far = (i for i, (x, y) in enumerate(line.points) if x < start and not low <= y <= high)
         first = max(far, default=-1) + 1
-        found.append(replace(line, points=line.points[first:], band=line.band[first:]))
-    return [line for line in found if line.points]
+        settled.append(replace(line, points=line.points[first:], band=line.band[first:]))
+    return [line for line in settled if line.points]
 
 
 def _spread(axes: Axes, lines: Sequence[Line]) -> list[tuple[float, Line]]:

@@ -86,12 +86,12 @@ class Panels:
         used: list[Member] = []
         ends = []
         for variant in self.group.shown:
-            found = [(member, list(points(member))) for member in variant.runs]
-            found = [(member, line) for member, line in found if line]
-            if not found:
+            seeds = {member: list(points(member)) for member in variant.runs}
+            seeds = {member: line for member, line in seeds.items() if line}
+            if not seeds:
                 continue
-            used += [member for member, _ in found]
-            mean, band = _over_seeds([line for _, line in found])
+            used += seeds
+            mean, band = _over_seeds(list(seeds.values()))
             label = variant.label if self.labelled else ""
             lines.append(Line(mean, variant.style, variant.label, label, band=band))
             ends.append(f"{variant.label} ends at {mean[-1][1]:.3g}")
@@ -133,9 +133,9 @@ def _over_seeds(
     for line in lines:
         for x, y in line:
             values.setdefault(x, []).append(y)
-    found = sorted(values.items())
-    mean = [(x, sum(ys) / len(ys)) for x, ys in found]
-    return mean, [(min(ys), max(ys)) for _, ys in found] if len(lines) > 1 else []
+    columns = sorted(values.items())
+    mean = [(x, sum(ys) / len(ys)) for x, ys in columns]
+    return mean, [(min(ys), max(ys)) for _, ys in columns] if len(lines) > 1 else []
 
 
 # ------------------------------------------------------------------ over training

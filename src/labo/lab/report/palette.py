@@ -63,16 +63,16 @@ def styles(names: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Style]:
     others = sorted({name for name, _ in chosen} - set(OWN))
     colours = {name: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, name in enumerate(others)}
     colours |= {name: style.colour for name, style in _OWN_STYLES.items()}
-    found, place = {}, len(OWN)
+    chosen_styles, place = {}, len(OWN)
     for name, number in chosen:
         if number == 0 and name in OWN:
-            found[name, number] = _OWN_STYLES[name]
+            chosen_styles[name, number] = _OWN_STYLES[name]
             continue
         # One more at every turn: a colour that comes again has another dash.
         dash = (place + place // len(DASHES)) % len(DASHES)
-        found[name, number] = Style(colours[name], dash, place % len(MARKERS))
+        chosen_styles[name, number] = Style(colours[name], dash, place % len(MARKERS))
         place += 1
-    return found
+    return chosen_styles
 
 
 def light(name: str) -> str:

@@ -79,26 +79,24 @@ def confidence_table(
     """
     first, second = views
 
-    def found(*keys: str) -> Value:
+    def at(*keys: str) -> Value:
         return lambda member: _number(member.split(group.split), keys)
 
     def percent(key: str, heading: str, **options: Any) -> Column:
         return Column(key, f"{heading} %", scale=100, **options)
 
     columns: dict[Column, Value] = {
-        percent("accuracy", "accuracy", better=1): found("views", first, "accuracy"),
-        percent("confidence", "confidence"): found("views", first, "confidence"),
-        Column("gap", "accuracy − confidence", scale=100, signed=True): found(
+        percent("accuracy", "accuracy", better=1): at("views", first, "accuracy"),
+        percent("confidence", "confidence"): at("views", first, "confidence"),
+        Column("gap", "accuracy − confidence", scale=100, signed=True): at(
             "views", first, "underconfidence"
         ),
-        percent("ece", "ECE", better=-1): found("views", first, "ece"),
-        Column("temperature", "temperature"): found("temperature"),
-        percent("ece_after", "ECE after temperature", better=-1): found("views", second, "ece"),
-        percent("aurc", "AURC", better=-1): found("views", first, "selective", "aurc"),
-        percent("aurc_normalised", "AURC, normalised logits", better=-1): found(
-            "logit_norm", "aurc"
-        ),
-        **{column: found("views", way, key) for column, way, key in further},
+        percent("ece", "ECE", better=-1): at("views", first, "ece"),
+        Column("temperature", "temperature"): at("temperature"),
+        percent("ece_after", "ECE after temperature", better=-1): at("views", second, "ece"),
+        percent("aurc", "AURC", better=-1): at("views", first, "selective", "aurc"),
+        percent("aurc_normalised", "AURC, normalised logits", better=-1): at("logit_norm", "aurc"),
+        **{column: at("views", way, key) for column, way, key in further},
     }
     caption = f"Confidence on the {group.split} split of {group.title}"
     return mean_table(caption, group, columns, "confidence")

@@ -111,44 +111,44 @@ def _order(differences: Sequence[Difference], headline: Column) -> Iterator[str]
             yield f"{word} than {' and '.join(than)}"
 
 
-def differs(found: Difference) -> bool:
+def differs(difference: Difference) -> bool:
     """Whether a difference is called one: by seeds if there are several, else by the examples."""
-    p = found.p_bootstrap if found.p is None else found.p
+    p = difference.p_bootstrap if difference.p is None else difference.p
     return p is not None and p <= LEVEL
 
 
-def judged(found: Difference) -> str:
+def judged(difference: Difference) -> str:
     """What a difference shows, in words.
 
     Seeds decide if there are several; if there is one, the bootstrap over examples.
     """
-    count = len(found.seeds)
-    if found.p is None:
-        if found.p_bootstrap is None:
+    count = len(difference.seeds)
+    if difference.p is None:
+        if difference.p_bootstrap is None:
             return "one seed cannot show whether there is a difference"
-        if differs(found):
+        if differs(difference):
             return "a difference on these examples, between these two models"
         return "no difference that these examples can show"
-    if differs(found):
+    if differs(difference):
         return f"a difference over {count} seeds at the 5 % level"
     return f"no difference that {count} seeds can show"
 
 
-def measured(found: Difference, headline: Column) -> str:
+def measured(difference: Difference, headline: Column) -> str:
     """A difference with its interval and its p-value, in words."""
     unit = " points" if headline.heading.endswith("%") else f" {headline.heading}"
-    sign = "+" if found.mean > 0 else ""
-    number = f"{sign}{headline.shown(found.mean)}"
+    sign = "+" if difference.mean > 0 else ""
+    number = f"{sign}{headline.shown(difference.mean)}"
     about = []
-    if found.interval is not None:
-        low, high = map(headline.shown, found.interval)
+    if difference.interval is not None:
+        low, high = map(headline.shown, difference.interval)
         about.append(f"95 % interval {low} to {high}")
-    if found.p is not None:
-        about.append(p_text(found.p))
-    if found.p_bootstrap is not None:
-        about.append(f"{p_text(found.p_bootstrap)} over the examples")
+    if difference.p is not None:
+        about.append(p_text(difference.p))
+    if difference.p_bootstrap is not None:
+        about.append(f"{p_text(difference.p_bootstrap)} over the examples")
     shown = f" ({', '.join(about)})" if about else ""
-    return f"{number}{unit} compared with {found.reference}{shown}".replace("-", "−")
+    return f"{number}{unit} compared with {difference.reference}{shown}".replace("-", "−")
 
 
 def p_text(p: float) -> str:
@@ -189,9 +189,9 @@ def _errors(
     return f"{shown[best]} ({beside})" if beside else shown[best]
 
 
-def _cautions(scored: Sequence[DrawnVariant], found: Sequence[Difference]) -> list[str]:
+def _cautions(scored: Sequence[DrawnVariant], differences: Sequence[Difference]) -> list[str]:
     sentences = []
-    smallest = [difference for difference in found if difference.smallest_p is not None]
+    smallest = [difference for difference in differences if difference.smallest_p is not None]
     if smallest and max(d.smallest_p or 0 for d in smallest) > LEVEL:
         worst = max(smallest, key=lambda difference: difference.smallest_p or 0)
         sentences.append(
@@ -261,16 +261,16 @@ def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> 
     reference = group.references[-1]
     rows = []
     for v in _scored(group):
-        found = group.difference(v, reference)
-        if found is not None:
-            ends = found.interval and [headline.scale * end for end in found.interval]
+        difference = group.difference(v, reference)
+        if difference is not None:
+            ends = difference.interval and [headline.scale * end for end in difference.interval]
             rows.append(
                 ChartRow(
                     v.label,
-                    headline.scale * found.mean,
+                    headline.scale * difference.mean,
                     v.style,
-                    f"{headline.scale * found.mean:+.{headline.digits}f}".replace("-", "−"),
-                    dots=[headline.scale * value for value in found.values] if ends else (),
+                    f"{headline.scale * difference.mean:+.{headline.digits}f}".replace("-", "−"),
+                    dots=[headline.scale * value for value in difference.values] if ends else (),
                     interval=(ends[0], ends[1]) if ends else None,
                 )
             )
