@@ -17,11 +17,10 @@ def as_text(
     left_out: Sequence[str] = (),
 ) -> str:
     """Verdicts, tables and notes of the documents of runs and of their comparison."""
-    analysed = {document["name"]: document["splits"] for document in documents}
     verdicts = "".join(
-        f"{name}: {splits[comparison['split']]['verdict']}\n"
-        for name, splits in analysed.items()
-        if comparison["split"] in splits
+        f"{document['name']}: {split['verdict']}\n"
+        for document in documents
+        if (split := document["splits"].get(comparison["split"]))
     )
     tables = []
     for group in comparison["groups"]:
