@@ -50,8 +50,8 @@ def test_twelve_methods_have_twelve_markers():
 
 def test_a_method_far_from_the_others_does_not_squeeze_the_scale():
     rows = [ChartRow(f"m{i}", 98 + i / 10, STYLE, "") for i in range(8)]
-    assert not dot_chart("c", "t", "d", Axis("x"), rows).cut
-    wide = dot_chart("c", "t", "d", Axis("x"), [*rows, ChartRow("far", 20.0, STYLE, "20")])
+    assert not dot_chart("c", "t", Axis("x"), rows).cut
+    wide = dot_chart("c", "t", Axis("x"), [*rows, ChartRow("far", 20.0, STYLE, "20")])
     low, _ = drawn(wide).get_xlim()
     assert low > 90
     assert ">20</text>" in wide.svg
@@ -106,7 +106,7 @@ def test_a_chart_of_a_page_has_the_colours_of_the_page_and_small_marks_of_its_ow
 def test_a_sheet_is_a_file_of_its_own_in_the_light_colours():
     line = Line([(0, 0.5), (1, 1.0)], Style("m1"), "a < b", "a < b", band=[(0, 1), (1, 1)])
     charts = [line_chart(n, n, "d", Axis("step"), Axis("y"), [line]) for n in ("one", "two")]
-    charts.append(dot_chart("dots", "dots", "d", Axis("x"), [ChartRow("a", 1, STYLE, "1", ring=2)]))
+    charts.append(dot_chart("dots", "dots", Axis("x"), [ChartRow("a", 1, STYLE, "1", ring=2)]))
     legend = [(Style("m1"), f"a method with a long name, lr {i}") for i in range(5)]
     files = sheet(charts, legend, columns=2)
     assert files == sheet(charts, legend, columns=2)
@@ -144,7 +144,7 @@ def test_long_labels_keep_the_words_in_which_variants_differ():
     assert [cut(label) for label in labels] == ["labo … optim.lr=0.1", "labo … optim.lr=0.2"]
     assert cut("cs-kd") == "cs-kd"
     assert cut("x" * 40) == "x" * 23 + "…"
-    chart = dot_chart("c", "t", "d", Axis("x"), [ChartRow(labels[0], 1.0, STYLE, "1")])
+    chart = dot_chart("c", "t", Axis("x"), [ChartRow(labels[0], 1.0, STYLE, "1")])
     assert ">labo … optim.lr=0.1</text>" in chart.svg
     assert f'data-series="{labels[0]}"' in chart.svg  # as in the charts of lines
     assert chart.data[0]["row"] == labels[0]

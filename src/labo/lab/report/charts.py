@@ -421,7 +421,7 @@ class ChartRow:
     strong: bool = False  # whether label and text are bold
 
 
-def bar_chart(name: str, title: str, description: str, rows: Sequence[ChartRow]) -> Chart:
+def bar_chart(name: str, title: str, rows: Sequence[ChartRow]) -> Chart:
     """Bars from 0 to 1 with their numbers."""
 
     def draw(panel: Panel) -> None:
@@ -432,17 +432,15 @@ def bar_chart(name: str, title: str, description: str, rows: Sequence[ChartRow])
         axes.spines["left"].set_visible(True)
 
     data = [{"row": row.label, "value": row.value} for row in rows]
-    return Chart(name, title, description, _floor(rows) + 4, draw, data)
+    return Chart(name, title, _described(title, rows), _floor(rows) + 4, draw, data)
+
+
+def _described(title: str, rows: Sequence[ChartRow]) -> str:
+    return f"{title}: {'; '.join(f'{row.label} {row.text}' for row in rows)}."
 
 
 def dot_chart(
-    name: str,
-    title: str,
-    description: str,
-    x: Axis,
-    rows: Sequence[ChartRow],
-    *,
-    level: float | None = None,
+    name: str, title: str, x: Axis, rows: Sequence[ChartRow], *, level: float | None = None
 ) -> Chart:
     """Marks on a horizontal scale, one row per method; ``level`` draws this value of x.
 
@@ -469,7 +467,8 @@ def dot_chart(
                 axes.plot(end, at, marker=marker, **_mark(row), markersize=9)
 
     data = [datum for row in rows for datum in _row_data(row)]
-    return Chart(name, title, description, _floor(rows) + 42, draw, data, len(near) < len(rows))
+    text = _described(title, rows)
+    return Chart(name, title, text, _floor(rows) + 42, draw, data, len(near) < len(rows))
 
 
 def _row_axes(panel: Panel, rows: Sequence[ChartRow]) -> Axes:

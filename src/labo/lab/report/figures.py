@@ -325,16 +325,11 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
             rows.append(ChartRow(variant.label, right, variant.style, text, ring=wrong))
             panels.use(seeds)
     if rows:
-        panels.charts.append(
-            dot_chart(
-                panels.next_name(),
-                "Confidence on wrong and on right predictions",
-                "Mean top probability of wrong and of right predictions: "
-                f"{'; '.join(f'{row.label} {row.text}' for row in rows)}.",
-                Axis("mean top probability", 0, 1),
-                rows,
-            )
+        title, x = (
+            "Confidence on wrong and on right predictions",
+            Axis("mean top probability", 0, 1),
         )
+        panels.charts.append(dot_chart(panels.next_name(), title, x, rows))
 
     def curve(member: Member) -> Points:
         view = member.view(group.split, way)
@@ -382,8 +377,7 @@ def label_figure(
             ChartRow(text, value, style, f"{value:.3f}", strong=i == shown["target"])
             for i, (text, value) in enumerate(zip(names, shown[kind], strict=True))
         ]
-        words = ", ".join(f"{row.label} {row.text}" for row in rows)
-        panels.append(bar_chart(f"{name}-{number}", title, f"{title} label: {words}.", rows))
+        panels.append(bar_chart(f"{name}-{number}", title, rows))
     alpha = "adaptive" if shown["rho"] is not None else "fixed"
     caption = (
         f"The label of one sample of class “{names[shown['target']]}” ({shown['title']}) in three "

@@ -252,7 +252,7 @@ def score_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart
         )
     what = headline.heading
     title = group.title if titled else f"{what[0].upper()}{what[1:]}".removesuffix(" %")
-    return dot_chart(name, title, _words(what, rows), Axis(f"{what}, {group.split} split"), rows)
+    return dot_chart(name, title, Axis(f"{what}, {group.split} split"), rows)
 
 
 def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> Chart | None:
@@ -279,7 +279,7 @@ def difference_chart(group: ReportGroup, name: str, *, titled: bool = False) -> 
     title = f"Difference to {reference.label}"
     title = f"{group.title}: {title[0].lower()}{title[1:]}" if titled else title
     unit = "points" if headline.heading.endswith("%") else headline.heading
-    return dot_chart(name, title, _words(title, rows), Axis(unit), rows, level=0)
+    return dot_chart(name, title, Axis(unit), rows, level=0)
 
 
 def calibration_chart(group: ReportGroup, name: str) -> Chart | None:
@@ -297,12 +297,7 @@ def calibration_chart(group: ReportGroup, name: str) -> Chart | None:
             rows.append(ChartRow(v.label, mean, v.style, text, ring=ring))
     if not rows:
         return None
-    title = "Calibration error"
-    return dot_chart(name, title, _words(title, rows), Axis("ECE %", low=0), rows)
-
-
-def _words(what: str, rows: Sequence[ChartRow]) -> str:
-    return f"{what}: {'; '.join(f'{row.label} {row.text}' for row in rows)}."
+    return dot_chart(name, "Calibration error", Axis("ECE %", low=0), rows)
 
 
 # ------------------------------------------------------------------ parts
