@@ -325,10 +325,8 @@ def _errors(group: ReportGroup, name: str, way: str) -> Iterator[Figure]:
             rows.append(ChartRow(variant.label, right, variant.style, text, ring=wrong))
             panels.use(seeds)
     if rows:
-        title, x = (
-            "Confidence on wrong and on right predictions",
-            Axis("mean top probability", 0, 1),
-        )
+        title = "Confidence on wrong and on right predictions"
+        x = Axis("mean top probability", 0, 1)
         panels.charts.append(dot_chart(panels.next_name(), title, x, rows))
 
     def curve(member: Member) -> Points:
