@@ -253,32 +253,3 @@ def test_without_the_records_of_both_there_is_no_bootstrap_and_a_note(tmp_path, 
     (note,) = group.notes
     assert note.startswith("no bootstrap over examples: ")
     assert "labo" in note
-
-
-# ------------------------------------------------------------------ scores and times
-
-
-def test_the_score_is_that_of_the_results_or_else_of_the_records(tmp_path):
-    analysed = {"splits": {"test": {"views": {"before": {}}, "temperature": None}}}
-    member = Member(read_run(scored(tmp_path / "a", 0.75)), analysed)
-    assert member.score("test") == 0.75
-    assert member.score("valid") is None
-
-
-def test_times_are_relative_to_base_with_the_same_seed(tmp_path):
-    def timed(name, seconds, seed):
-        results = {"steps": 10, "seconds": seconds, "test": {"accuracy": 0.5}, "signature": "x:y"}
-        return write_run(
-            tmp_path / f"{name}-{seed}", method={"name": name}, seed=seed, results=results
-        )
-
-    paths = [
-        timed("base", 5.0, 0),
-        timed("base", 10.0, 1),
-        timed("ls", 6.0, 0),
-        timed("ls", 20.0, 1),
-    ]
-    paths.append(timed("labo", 5.0, 3))
-    (group,) = groups_of(*paths)
-    assert group.step_times(group.variants[1]) == [pytest.approx(1.2), 2.0]
-    assert group.step_times(group.variants[2]) == []

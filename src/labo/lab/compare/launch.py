@@ -117,10 +117,6 @@ class Launch:
 
     # ------------------------------------------------------------------ what is shown
 
-    def under_way(self) -> list[Job]:
-        """The running jobs; the list is a copy, for the thread that shows them."""
-        return list(self.running.values())
-
     def count(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
         return f"{len(self.finished)} of {len(self.jobs)} done{failed}"
@@ -128,7 +124,7 @@ class Launch:
     def board(self) -> Table:
         """The jobs, row by row; if there are too many, the rows where something happens."""
         rows: dict[str, dict[str, str]] = {}
-        active = {job.row for job in self.under_way()}
+        active = {job.row for job in list(self.running.values())}  # a copy: a thread shows them
         active |= {job.row for job in self.jobs if job.name in self.failures}
         room = self.console.height - 4
         crowded = len({job.row for job in self.jobs}) > room
@@ -146,7 +142,7 @@ class Launch:
             return "[red]failed[/red]"
         if job.name in self.finished:
             return f"[green]{job.status()}[/green]"
-        if job in self.under_way():
+        if job.name in self.running:
             return job.status()
         return "[dim]waiting[/dim]"
 
