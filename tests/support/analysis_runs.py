@@ -24,7 +24,8 @@ def write_run(
     (path / "records").mkdir(parents=True)
     (path / "best").mkdir()
     recipe = {"task": task, "seed": seed, "method": method or {"name": "base"}, **sections}
-    (path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "made_with": {"labo": "0"}}))
+    recipe["made_with"] = {"labo": "0"}
+    (path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     facts = {"num_classes": num_classes}
     config = facts if task == "image_classification" else {"labo": facts}
     (path / "best" / "config.json").write_text(json.dumps(config))

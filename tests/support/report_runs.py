@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+import analysis_runs
+from analysis_runs import write_lines
 
 BASE = {"name": "base"}
 LS = {"name": "ls", "alpha": 0.1}
@@ -48,14 +49,17 @@ def write_run(
     """A run with three evaluations, by default finished and evaluated."""
     rng = random.Random(f"{method['name']} {seed}")
     images = task == "image_classification"
-    data = {"name": "digits"} if images else {"name": "cldr", "languages": ["de-en"]}
-    recipe = {"task": task, "seed": seed, "method": dict(method), "data": data}
-    recipe |= {"model": {"name": "small"}, "made_with": {"labo": "0.1.0"}}
-    (path / "best").mkdir(parents=True)
-    (path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     classes = 10 if images else 400
-    config = {"num_classes": classes}
-    (path / "best" / "config.json").write_text(json.dumps(config if images else {"labo": config}))
+    analysis_runs.write_run(
+        path,
+        method=dict(method),
+        seed=seed,
+        task=task,
+        num_classes=classes,
+        results=_results(method, seed, images, rng),
+        data={"name": "digits"} if images else {"name": "cldr", "languages": ["de-en"]},
+        model={"name": "small"},
+    )
     score = {"accuracy": 0.9 + 0.01 * seed, "ece": 0.05} if images else {"token_accuracy": 0.6}
     sure = CONFIDENCE.get(method["name"], 0.8)
     metrics: list[dict[str, Any]] = []
@@ -65,19 +69,14 @@ def write_run(
         valid = {"nll": 1.5 / epoch, "entropy": 1.2 / epoch, "confidence": sure, **score}
         metrics.append({"step": step, "epoch": epoch, "valid": valid})
     write_lines(path / "metrics.jsonl", metrics if finished else metrics[:3])
-    if finished:
-        (path / "results.json").write_text(json.dumps(_results(method, seed, images, rng)))
-    if finished and records:
-        (path / "records").mkdir()
+    if not finished:
+        (path / "results.json").unlink()
+    elif records:
         for split in ("valid", "test"):
             made = image_records(sure, rng) if images else translation_records(sure, rng)
             write_lines(path / "records" / f"{split}.jsonl", made)
         write_examples(path, classes, rng)
     return path
-
-
-def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _results(
