@@ -136,13 +136,9 @@ def test_a_cluster_that_loses_a_node_and_its_driver_gives_the_table_of_one_machi
     assert (launch["jobs"], launch["threads"]) == (1, 1)  # as many as a node has cores
 
 
-NEEDS = {"fine": None, "wrong": None, "unseen": None, "killed": None, "student": "killed"}
-NEEDS |= {"waiting": None}
-
-
-def job(folder: Path, name: str, after: str | None = None, processes: int = 3) -> Job:
+def job(folder: Path, name: str) -> Job:
     log = folder / f"{name}.log"
-    return Job(name, name, "", (name,), log, lambda: False, lambda: "", after, processes)
+    return Job(name, name, "", (name,), log, lambda: False, lambda: "", processes=3)
 
 
 class FakeRay:
@@ -168,7 +164,7 @@ class FakeRay:
         return [{"Resources": {"CPU": 8.0, "GPU": 4.0}}]
 
     def remote(self, **options: Any) -> Any:
-        task = SimpleNamespace(remote=lambda needed, command, *rest: command[-1])
+        task = SimpleNamespace(remote=lambda command, *rest: command[-1])
 
         def chosen(**resources: int) -> Any:
             self.resources.append(resources)
@@ -189,24 +185,24 @@ class FakeRay:
 
 
 def test_what_ray_cannot_see_or_do_is_a_failure_with_its_reason(tmp_path, monkeypatch):
-    """A worker without the folder, a command that is killed again and again, and what needs it."""
+    """A worker without the folder, and a command that is killed again and again."""
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     engine = engines.RayEngine("auto", 2, 3, tmp_path)
-    jobs = {name: job(tmp_path, name, needs) for name, needs in NEEDS.items()}
+    names = ("fine", "wrong", "unseen", "killed", "waiting")
+    jobs = {name: job(tmp_path, name) for name in names}
     for each in jobs.values():
-        engine.submit(each, each.after)
+        engine.submit(each)
     assert engine.poll() == []
     ray.ended = {
         "unseen": "node1 does not see it",
         "killed": ChildProcessError("ended by signal 9"),
     }
-    ray.ended |= {"student": ChildProcessError("ended by signal 9"), "fine": 0, "wrong": 2}
+    ray.ended |= {"fine": 0, "wrong": 2}
     jobs["fine"].log.write_text("on node2")
     assert {(r.job.name, r.event, r.status, r.reason) for r in engine.poll()} == {
         ("unseen", "ended", 1, "node1 does not see it"),
         ("killed", "ended", 1, "ended by signal 9"),
-        ("student", "given up", 0, ""),
         ("fine", "started", 0, ""),
         ("fine", "ended", 0, ""),
         ("wrong", "ended", 2, ""),
@@ -220,9 +216,8 @@ def test_what_ray_cannot_see_or_do_is_a_failure_with_its_reason(tmp_path, monkey
 
 def test_the_task_says_which_machine_does_not_see_the_folder(tmp_path):
     log = tmp_path / "missing.log"
-    said = engines._execute(0, [], str(log), {}, str(tmp_path), 1)
+    said = engines._execute([], str(log), {}, str(tmp_path), 1)
     assert f"{platform.node()} does not see {log}: all machines of the cluster must" in said
-    assert engines._execute(2, [], str(log), {}, str(tmp_path), 1) is None
 
 
 # ------------------------------------------------------------------ this machine

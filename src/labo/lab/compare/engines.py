@@ -47,7 +47,7 @@ class Job:
     log: Path  # the file that takes its output
     finished: Callable[[], bool]  # whether its work is done; asked before it is started
     status: Callable[[], str]  # what to show of it while it works and afterwards
-    after: str | None = None  # the name of the job it needs; without that one it cannot start
+    after: str | None = None  # the name of the job it needs, which is finished before it starts
     processes: int = 1  # how many ``torchrun`` starts; 1 is without it
 
     @property
@@ -63,8 +63,7 @@ class Report:
     """What became of a job."""
 
     job: Job
-    # It was started; it ended; or it was given up, for the job it needs failed
-    event: Literal["started", "ended", "given up"]
+    event: Literal["started", "ended"]
     status: int = 0  # its exit status at the end; negative, the signal that killed it
     reason: str = ""  # why it failed, if that is not in its log
 
@@ -107,13 +106,12 @@ class LocalEngine:
 
     def __init__(self, jobs: int, threads: int) -> None:
         self.jobs, self.threads = jobs, threads
-        self.waiting: list[tuple[Job, str | None]] = []
+        self.waiting: list[Job] = []
         self.running: dict[int, tuple[Job, Any]] = {}  # slot -> a job and its process
-        self.ended: dict[str, bool] = {}  # name -> whether it succeeded
 
-    def submit(self, job: Job, after: str | None) -> None:
-        """Take a job. It starts when there is room, and when the job ``after`` has succeeded."""
-        self.waiting.append((job, after))
+    def submit(self, job: Job) -> None:
+        """Take a job, which starts when there is room."""
+        self.waiting.append(job)
 
     def poll(self) -> list[Report]:
         """What has happened since the last call."""
@@ -121,20 +119,12 @@ class LocalEngine:
         for slot, (job, process) in list(self.running.items()):
             if process.poll() is not None:
                 del self.running[slot]
-                self.ended[job.name] = process.returncode == 0
                 reports.append(Report(job, "ended", process.returncode))
-        free = [slot for slot in range(self.jobs) if slot not in self.running]
-        waiting, self.waiting = self.waiting, []
-        for job, after in waiting:
-            ready = after is None or self.ended.get(after)
-            if ready is False:
-                self.ended[job.name] = False
-                reports.append(Report(job, "given up"))
-            elif ready and free:
-                self.start(job, free.pop(0))
+        for slot in range(self.jobs):
+            if self.waiting and slot not in self.running:
+                job = self.waiting.pop(0)
+                self.start(job, slot)
                 reports.append(Report(job, "started"))
-            else:
-                self.waiting.append((job, after))
         return reports
 
     def start(self, job: Job, slot: int) -> None:
@@ -155,22 +145,15 @@ class LocalEngine:
 
 
 def _execute(
-    needed: int | str | None,
-    command: Sequence[str],
-    log: str,
-    environment: dict[str, str],
-    folder: str,
-    cores: int,
-) -> int | str | None:
-    """The task: execute a command in a folder, as soon as the needed one has returned its status.
+    command: Sequence[str], log: str, environment: dict[str, str], folder: str, cores: int
+) -> int | str:
+    """The task: execute a command in a folder.
 
     It is sent by value: a worker need not import labo. It returns the exit status, or why the
-    command cannot be executed; None if the needed one failed. A killed process is an error.
+    command cannot be executed. A killed process is an error.
     """
     import ray
 
-    if needed is None or needed:
-        return None
     host = socket.gethostname()
     if not os.path.isdir(folder) or not os.path.isfile(log):
         return f"{host} does not see {log}: all machines of the cluster must, under the same path"
@@ -227,24 +210,20 @@ class RayEngine:
             notice(f"no node of the cluster has {cores} cores: the runs wait until one has")
         self.task = ray.remote(max_retries=_RETRIES, retry_exceptions=[ChildProcessError])(_execute)
         self.settings = {k: v for k, v in os.environ.items() if k.startswith("LABO_")}
-        self.references: dict[str, Any] = {}  # name -> the object that will be its status
-        self.pending: dict[Any, Job] = {}
+        self.pending: dict[Any, Job] = {}  # the object that will be the status -> its job
         self.sizes: dict[str, int] = {}  # of the logs of jobs that have not started
-        self.failed: set[str] = set()
 
-    def submit(self, job: Job, after: str | None) -> None:
+    def submit(self, job: Job) -> None:
         append(job.log).close()
         self.sizes[job.name] = job.log.stat().st_size
         cores, gpus = self.threads * job.processes, job.processes if self.has_gpus else 0
         reference = self.task.options(num_cpus=cores, num_gpus=gpus).remote(
-            0 if after is None else self.references[after],
             (*job.launcher, *job.arguments),
             str(job.log.resolve()),
             {**_threads(self.threads), **self.settings},
             os.getcwd(),
             cores,
         )
-        self.references[job.name] = reference
         self.pending[reference] = job
 
     def poll(self) -> list[Report]:
@@ -267,11 +246,7 @@ class RayEngine:
             status = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error  # that of the command, or of Ray itself
-            status = None if job.after in self.failed else str(cause).partition("\n")[0]
-        if status != 0:
-            self.failed.add(job.name)
-        if status is None:
-            return Report(job, "given up")
+            status = str(cause).partition("\n")[0]
         if isinstance(status, str):
             return Report(job, "ended", 1, status)
         return Report(job, "ended", status)

@@ -21,7 +21,7 @@ from ..run.lock import held
 from ..tables import Table, write_table
 from ..tasks import find_task
 from .engines import Job
-from .launch import Failure, Launch, in_order
+from .launch import Failure, Launch
 from .plan import Comparison, PlannedRun, plan
 from .setup import Setup
 from .table import tabulate
@@ -122,9 +122,23 @@ def missing_commands(
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(setup.processes), "-m"]
     return [
         shlex.join([*(torchrun if job.processes > 1 else ()), "labo", *job.arguments])
-        for job in in_order(jobs)
+        for job in _in_order(jobs)
         if not job.finished()
     ]
+
+
+def _in_order(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs in their order, but each behind the one it needs."""
+    named, ordered = {job.name: job for job in jobs}, dict[str, Job]()
+
+    def add(job: Job) -> None:
+        if job.after in named:
+            add(named[job.after])
+        ordered.setdefault(job.name, job)
+
+    for job in jobs:
+        add(job)
+    return list(ordered.values())
 
 
 def _different(comparisons: Iterable[Comparison]) -> list[PlannedRun]:

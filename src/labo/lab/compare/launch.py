@@ -73,20 +73,23 @@ class Launch:
             else:
                 self.work_off(self.engine, waiting)
 
-    def work_off(self, engine: Engine, waiting: Sequence[Job]) -> None:
-        pending = set()
-        for job in in_order(waiting):
-            if job.after in self.failures:
-                self.take(Report(job, "given up"))
-                continue
-            job.log.parent.mkdir(parents=True, exist_ok=True)
-            engine.submit(job, None if job.after in self.finished else job.after)
-            pending.add(job.name)
-        while pending:
-            for report in engine.poll():
+    def work_off(self, engine: Engine, waiting: list[Job]) -> None:
+        """Submit each job when the one it needs is finished, until all have ended."""
+        pending = 0
+        while waiting or pending:
+            for job in list(waiting):
+                if job.after in self.failures:
+                    self.fail(job, f"not started, for it needs {job.after}, which failed")
+                elif job.after is None or job.after in self.finished:
+                    job.log.parent.mkdir(parents=True, exist_ok=True)
+                    engine.submit(job)
+                    pending += 1
+                else:
+                    continue
+                waiting.remove(job)
+            for report in engine.poll() if pending else ():
                 self.take(report)
-                if report.event != "started":
-                    pending.discard(report.job.name)
+                pending -= report.event == "ended"
             time.sleep(engines.POLL_SECONDS)
 
     def take(self, report: Report) -> None:
@@ -97,9 +100,7 @@ class Launch:
             self.say(f"{job.name}: started")
             return
         self.running.pop(job.name, None)
-        if report.event == "given up":
-            self.fail(job, f"not started, for it needs {job.after}, which failed")
-        elif status == 0:
+        if status == 0:
             self.finished.add(job.name)
             self.say(f"{job.name}: {job.status()}  ({self.count()})")
         else:
@@ -145,20 +146,6 @@ class Launch:
         if job.name in self.running:
             return job.status()
         return "[dim]waiting[/dim]"
-
-
-def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs in their order, but each behind the one it needs."""
-    named, ordered = {job.name: job for job in jobs}, dict[str, Job]()
-
-    def add(job: Job) -> None:
-        if job.after in named:
-            add(named[job.after])
-        ordered.setdefault(job.name, job)
-
-    for job in jobs:
-        add(job)
-    return list(ordered.values())
 
 
 def last_line(log: Path) -> str:
