@@ -29,6 +29,7 @@ from .task import Records, TaskAnalysis, find_analysis
 
 REFERENCES = ("base", "ls")
 NEVER_ACTIVE = "(never active)"  # beside the name of a method whose warm-up was longer than the run
+_Pace = tuple[float, tuple[list[Any], list[str]]]  # seconds per step; its conditions and devices
 
 
 # ------------------------------------------------------------------ members
@@ -356,9 +357,9 @@ class Group:
         return ratios
 
     @cached_property
-    def _paces(self) -> tuple[dict[Member, tuple[float, tuple[list[Any], list[str]]]], list[str]]:
-        """The seconds per step of each run with its conditions and devices; and notes."""
-        paces: dict[Member, tuple[float, tuple[list[Any], list[str]]]] = {}
+    def _paces(self) -> tuple[dict[Member, _Pace], list[str]]:
+        """How fast each run was; and notes."""
+        paces: dict[Member, _Pace] = {}
         notes: list[str] = []
         for member in self.members if self.first(REFERENCES[0]) is not None else ():
             seconds, steps = member.results.get("seconds"), member.results.get("steps")
