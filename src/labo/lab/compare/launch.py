@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -61,17 +63,12 @@ class Launch:
             return
         if self.engine is None:
             self.engine = self.setup.open(self.work, self.folder)
-        with terminated_as_interrupted():
-            if self.console.is_terminal:
-                with Live(
-                    get_renderable=self.board,
-                    console=self.console,
-                    refresh_per_second=2,
-                    redirect_stdout=False,
-                ):
-                    self.work_off(self.engine, waiting)
-            else:
-                self.work_off(self.engine, waiting)
+        shown: Any = nullcontext()
+        if self.console.is_terminal:
+            look: dict[str, Any] = {"refresh_per_second": 2, "redirect_stdout": False}
+            shown = Live(get_renderable=self.board, console=self.console, **look)
+        with terminated_as_interrupted(), shown:
+            self.work_off(self.engine, waiting)
 
     def work_off(self, engine: Engine, waiting: list[Job]) -> None:
         """Submit each job when the one it needs is finished, until all have ended."""
