@@ -467,7 +467,7 @@ def dot_chart(
                 axes.plot(end, at, marker=marker, **_mark(row), markersize=9)
 
     data = [datum for row in rows for datum in _row_data(row)]
-    text = _described(title, rows)
+    text = _described(f"{title}, {x.label}", rows)
     return Chart(name, title, text, _floor(rows) + 42, draw, data, len(near) < len(rows))
 
 
