@@ -33,7 +33,7 @@ def test_lines_and_tabs_stay():
 @pytest.mark.parametrize(("kind", "expected"), [(io.BytesIO, CLEAR), (Terminal, SAFE)])
 def test_what_a_model_writes_is_escaped_on_a_terminal_alone(kind, expected):
     target = kind()
-    answer_lines(io.BytesIO(b"a\n"), target, lambda notice: lambda lines, *_: [f"1\t{CLEAR}"])
+    answer_lines(io.BytesIO(b"a\n"), target, lambda lines, *_: [f"1\t{CLEAR}"])
     assert target.getvalue() == f"1\t{expected}\n".encode()
 
 

@@ -9,7 +9,7 @@ of the token. So what a line gives depends neither on the other lines nor on the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,10 +20,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ..command_options import validated
 from ..errors import RequestError
+from ..run.progress import Advance, notice
 from ..run.seeds import uniforms
 from ..text.batching import grouped, longest_first
 from ..text.score import json_line
-from ..text.stdio import Answer, Notice, answer_lines
+from ..text.stdio import Notice, answer_lines
 from .model import SavedModel
 from .options import Sampling
 
@@ -119,7 +120,7 @@ class Generator(SavedModel):
         prompts: Sequence[str],
         *,
         first_line: int = 1,
-        advance: Callable[[int], object] | None = None,
+        advance: Advance | None = None,
     ) -> list[Continuation]:
         """The continuation of each prompt.
 
@@ -210,20 +211,14 @@ def generate_stream(
     notice on stderr. ``scores`` writes JSON, with the text as it is and the probability of each
     token.
     """
+    generator = Generator(run, notice=notice, **options)
 
-    def start(notice: Notice) -> Answer:
-        generator = Generator(run, notice=notice, **options)
+    def answer(lines: Sequence[str], first: int, advance: Advance) -> Iterator[str]:
+        said = generator.generate(lines, first_line=first, advance=advance)
+        for number, (prompt, one) in enumerate(zip(lines, said, strict=True), first):
+            if scores:
+                yield json_line({"line": number, "prompt": prompt, **asdict(one)})
+            else:
+                yield " ".join(one.text.splitlines())
 
-        def answer(
-            lines: Sequence[str], first: int, advance: Callable[[int], object]
-        ) -> Iterator[str]:
-            said = generator.generate(lines, first_line=first, advance=advance)
-            for number, (prompt, one) in enumerate(zip(lines, said, strict=True), first):
-                if scores:
-                    yield json_line({"line": number, "prompt": prompt, **asdict(one)})
-                else:
-                    yield " ".join(one.text.splitlines())
-
-        return answer
-
-    answer_lines(source, target, start)
+    answer_lines(source, target, answer)

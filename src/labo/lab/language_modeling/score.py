@@ -23,7 +23,7 @@ from ..text.forced import token_statistics
 from ..text.head import Head
 from ..text.options import ScoreOptions, Unit
 from ..text.score import TokenScore, json_line, write_records
-from ..text.stdio import Answer, Notice, answer_lines
+from ..text.stdio import answer_lines
 from .documents import RawDocument, find_inputs, read_documents
 from .model import SavedModel
 from .packing import by_pieces
@@ -105,23 +105,18 @@ def score_stream(
     run: str | Path, source: BinaryIO, target: BinaryIO, *, tokens: bool = False
 ) -> None:
     """Score lines, each as a text; a line of JSON for each. An empty line gives ``null``."""
+    scorer = Scorer(run)
 
-    def start(notice: Notice) -> Answer:
-        scorer = Scorer(run)
+    def answer(lines: Sequence[str], first: int, advance: object) -> Iterator[str]:
+        documents = [
+            RawDocument.of_text(f"line {number}", line) for number, line in enumerate(lines, first)
+        ]
+        scores = iter(scorer.score([document for document in documents if document.text]))
+        for document in documents:
+            score = next(scores) if document.text else None
+            yield json_line(score.record(name=score.name, tokens=tokens) if score else None)
 
-        def answer(lines: Sequence[str], first: int, advance: object) -> Iterator[str]:
-            documents = [
-                RawDocument.of_text(f"line {number}", line)
-                for number, line in enumerate(lines, first)
-            ]
-            scores = iter(scorer.score([document for document in documents if document.text]))
-            for document in documents:
-                score = next(scores) if document.text else None
-                yield json_line(score.record(name=score.name, tokens=tokens) if score else None)
-
-        return answer
-
-    answer_lines(source, target, start)
+    answer_lines(source, target, answer)
 
 
 def score_command(

@@ -10,44 +10,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import BinaryIO
 
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-from ..errors import printable, printable_on
+from ..errors import printable_on
+from ..run.progress import Advance, ProgressBars, notice
 
 _MORE_SECONDS = 0.05  # that lines from a pipe are waited for before those at hand are answered
 _LINES_AT_ONCE = 2000  # enough to batch by length, few enough to see output soon
 
 Notice = Callable[[str], object]
-Answer = Callable[[Sequence[str], int, Callable[[int], object]], Iterable[str]]
+Answer = Callable[[Sequence[str], int, Advance], Iterable[str]]
 """(lines, number of the first one, advance) -> the lines to write for them."""
 
 
-def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], Answer]) -> None:
+def answer_lines(source: BinaryIO, target: BinaryIO, answer: Answer) -> None:
     """Read lines, answer them, write; a reader that goes away ends it quietly.
 
     Lines end with a line feed, with or without a carriage return before it. Bytes that are not
     UTF-8 are read as U+FFFD, with a notice on stderr. Lines from a pipe or a terminal are answered
-    as they come. A terminal gets control characters escaped. ``start`` is called once with a
-    function that shows a notice, and returns what answers.
+    as they come. A terminal gets control characters escaped.
     """
-    with Progress(
-        TextColumn("{task.completed} lines"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True, highlight=False, soft_wrap=True),
-        disable=not sys.stderr.isatty() or target.isatty(),  # nor among the output
-        transient=True,
-    ) as progress:
-        task = progress.add_task("", total=None)
-
-        def notice(text: str) -> None:
-            progress.console.print(f"labo: {printable(text)}", markup=False)
-
-        answer = start(notice)
+    silent = not sys.stderr.isatty() or target.isatty()  # progress is not shown among the output
+    with ProgressBars(silent=silent) as bars, bars.bar("lines", None) as advance:
         first = 1
-        for chunk in _chunks(source, notice):
-            answers = answer(chunk, first, lambda done: progress.advance(task, done))
-            output = "".join(f"{line}\n" for line in answers)
+        for chunk in _chunks(source):
+            output = "".join(f"{line}\n" for line in answer(chunk, first, advance))
             try:
                 target.write(printable_on(target, output).encode())
                 target.flush()
@@ -60,7 +45,7 @@ def answer_lines(source: BinaryIO, target: BinaryIO, start: Callable[[Notice], A
             first += len(chunk)
 
 
-def _chunks(source: BinaryIO, notice: Notice) -> Iterator[list[str]]:
+def _chunks(source: BinaryIO) -> Iterator[list[str]]:
     """The lines of a stream without their ends, some at a time."""
     number = 0
     for raw in _raw_chunks(source):

@@ -7,7 +7,7 @@ reads and writes up to two thousand lines at a time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import RequestError
 from ..run.calibration import divisor_of
 from ..run.files import Document, checked
+from ..run.progress import Advance, notice
 from ..tasks import find_model
 from ..text.folder import load_tokenizer
 from ..text.score import json_line
-from ..text.stdio import Answer, Notice, answer_lines
+from ..text.stdio import Notice, answer_lines
 from ..text.subwords import panics_refused
 from .decoding import Hypothesis, decode
 from .finetuning import check_tokens, load_translator, start_tokens, translation_config
@@ -161,7 +162,7 @@ class Translator:
         number: int,
         *,
         first_line: int = 1,
-        advance: Callable[[int], object] | None = None,
+        advance: Advance | None = None,
     ) -> list[list[Translation]]:
         """The best translations of each line, best first; those of an empty line are empty.
 
@@ -245,25 +246,17 @@ def translate_stream(
     translations of each line, each after its line number and score; ``scores`` writes JSON, with
     the probability of each token.
     """
+    translator = Translator(run, pair=pair, notice=notice, **search)
+    if (nbest or 1) > translator.options.beam:
+        raise RequestError(f"--nbest {nbest} is more than the beam of {translator.options.beam}")
 
-    def start(notice: Notice) -> Answer:
-        translator = Translator(run, pair=pair, notice=notice, **search)
-        if (nbest or 1) > translator.options.beam:
-            raise RequestError(
-                f"--nbest {nbest} is more than the beam of {translator.options.beam}"
-            )
+    def answer(lines: Sequence[str], first: int, advance: Advance) -> Iterator[str]:
+        answers = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
+        for number, translations in enumerate(answers, first):
+            for one in translations:
+                if scores:
+                    yield json_line({"line": number, **asdict(one)})
+                else:
+                    yield f"{number}\t{one.score:.4f}\t{one.text}" if nbest else one.text
 
-        def answer(
-            lines: Sequence[str], first: int, advance: Callable[[int], object]
-        ) -> Iterator[str]:
-            answers = translator.nbest(lines, nbest or 1, first_line=first, advance=advance)
-            for number, translations in enumerate(answers, first):
-                for one in translations:
-                    if scores:
-                        yield json_line({"line": number, **asdict(one)})
-                    else:
-                        yield f"{number}\t{one.score:.4f}\t{one.text}" if nbest else one.text
-
-        return answer
-
-    answer_lines(source, target, start)
+    answer_lines(source, target, answer)
