@@ -301,15 +301,16 @@ def load_model(run: RunDirectory) -> nn.Module:
         raise RequestError(f"{run.best} holds no model that this version can build") from error
 
 
-def find_model(run: str | Path, task: str) -> tuple[Path, dict[str, Any]]:
+def find_model(run: str | Path, task: str, *, foreign: bool = False) -> tuple[Path, dict[str, Any]]:
     """The folder of a model for this task, and the facts in it.
 
-    ``run`` is a run directory, or the model folder itself.
+    ``run`` is a run directory, or the model folder itself; ``foreign``: one that does not say which
+    task it is for will do, as those of others do not.
     """
     folder = _model_folder(Path(run))
     verify_folder(folder)
     theirs, facts = _task_and_facts(folder)
-    if theirs != task:
+    if theirs != task and not (foreign and theirs is None):
         kind = f"a model for {theirs}" if theirs is not None else "no model of labo"
         raise RequestError(f"{run} holds {kind}, not a model for {task}")
     return folder, facts

@@ -272,7 +272,7 @@ def test_wrong_requests_for_documents(texts, model, tmp_path):
     ):
         with pytest.raises(RequestError, match=message):
             store(model, texts, out, **options)
-    with pytest.raises(RequestError, match=r"neither a run nor a model folder"):
+    with pytest.raises(RequestError, match=r"is no run with best/config\.json"):
         store(tmp_path, texts, out)
     store(model, texts, out, top_k=2)
     with pytest.raises(RequestError, match="exists; --force replaces it"):
@@ -311,7 +311,7 @@ def test_wrong_requests_for_translations(own, tmp_path, monkeypatch):
     labelled = tmp_path / "digits"
     labelled.mkdir()
     (labelled / "config.json").write_text('{"task": "image_classification", "num_classes": 10}')
-    with pytest.raises(RequestError, match="holds a model for image_classification, not for tran"):
+    with pytest.raises(RequestError, match="holds a model for image_classification, not a mod"):
         store(labelled, data.path, tmp_path / "again")
     longest = int(data.split("train").longest().max())
     monkeypatch.setattr(teacher, "positions_of", lambda config: longest - 1)

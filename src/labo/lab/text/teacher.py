@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from ..command_options import validated
 from ..errors import DataError, LabError, RequestError
 from ..pretrained import folder_digest
-from ..run.checksums import verify_folder
 from ..run.files import Document, read_json, remove_folder, sha256
-from ..tasks import TASKS
+from ..tasks import TASKS, find_model
 from .arrow import IGNORED
 from .folder import MANIFEST, Maker, check_apart, was_made_by
 from .forced import blocks
@@ -174,7 +173,7 @@ def store(
         predictions = kind.served(served, data, selection)
         teacher, digest = served.name, sha256(served)
     else:
-        folder = _model_folder(model, task)
+        folder, _ = find_model(model, task, foreign=True)
         check_apart(out, [data, folder])
         predictions = kind(folder, data, chosen.block)
         teacher, digest = model.name, folder_digest(str(folder))
@@ -226,19 +225,6 @@ def _find_predictions(data: Path) -> tuple[str, type[TrainingPredictions]]:
         read_json(data / MANIFEST, Document)  # says what is wrong with it
     commands = " or ".join(f"`{kind.maker.command}`" for kind in kinds.values())
     raise DataError(f"{data}: no prepared text here; {commands} makes it")
-
-
-def _model_folder(model: Path, task: str) -> Path:
-    """The model folder of a run, or the folder itself; a model for another task is refused."""
-    folders = [path for path in (model / "best", model) if (path / "config.json").is_file()]
-    if not folders:
-        raise RequestError(f"{model} is neither a run nor a model folder: it has no config.json")
-    verify_folder(folders[0])
-    facts = read_json(folders[0] / "config.json", Document).model_dump()
-    theirs = facts.get("labo", facts).get("task", task)
-    if theirs != task:
-        raise RequestError(f"{model} holds a model for {theirs}, not for {task}, as the data are")
-    return folders[0]
 
 
 def _ranges(
