@@ -88,10 +88,10 @@ def _claim(folder: Path, recipe: str) -> None:
     mark = folder / _MARK
     with explained("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        found = {*folder.iterdir()} - {temporary(mark)}  # which a killed start leaves
-    if not found:
+        inside = {*folder.iterdir()} - {temporary(mark)}  # which a killed start leaves
+    if not inside:
         write_json(mark, {"recipe": recipe})
-    elif mark not in found or read_json(mark, _Mark).recipe != recipe:
+    elif mark not in inside or read_json(mark, _Mark).recipe != recipe:
         raise RequestError(
             f"{folder} exists and is no average of this run: choose an --out that is new or empty"
         )

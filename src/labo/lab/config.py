@@ -117,14 +117,14 @@ class Optim(Section):
 
     def unused(self) -> dict[str, str]:
         of_others = ("betas",) if self.name == "sgd" else ("momentum", "nesterov")
-        found = dict.fromkeys(of_others, f"name={self.name}")
+        unused = dict.fromkeys(of_others, f"name={self.name}")
         if self.schedule != "step":
-            found["gamma"] = f"schedule={self.schedule}"
+            unused["gamma"] = f"schedule={self.schedule}"
         if self.warmup_steps == 0:
-            found["warmup_from"] = "warmup_steps=0"
+            unused["warmup_from"] = "warmup_steps=0"
         if self.weight_decay == 0:
-            found["decay_vectors"] = "weight_decay=0"
-        return found
+            unused["decay_vectors"] = "weight_decay=0"
+        return unused
 
 
 class Train(Section):

@@ -71,9 +71,9 @@ class Method:
     @property
     def fields(self) -> dict[str, fields.Field]:
         """The hyper-parameters of the loss that a recipe can set."""
-        found: dict[str, fields.Field] = getattr(self.loss, "fields", {})
+        declared: dict[str, fields.Field] = getattr(self.loss, "fields", {})
         left_out = _NOT_HYPER | _SUPPLIED.keys()
-        return {name: field for name, field in found.items() if name not in left_out}
+        return {name: field for name, field in declared.items() if name not in left_out}
 
     @property
     def summary(self) -> str:

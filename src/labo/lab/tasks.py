@@ -220,8 +220,8 @@ class Task(Protocol):
 
     def sums(self, outputs: Any, batch: Batch) -> Tensor:
         """(N,) one number per sample that is finite if and only if all its outputs are."""
-        found: Tensor = outputs.detach().flatten(1).sum(-1)
-        return found
+        total: Tensor = outputs.detach().flatten(1).sum(-1)
+        return total
 
     # ------------------------------------------------------------------ evaluation
 
@@ -318,10 +318,10 @@ def find_model(run: str | Path, task: str, *, foreign: bool = False) -> tuple[Pa
 
 def task_of_model(run: str | Path) -> str:
     """The task of the model of a run."""
-    found, _ = _task_and_facts(_model_folder(Path(run)))
-    if found is None:
+    task, _ = _task_and_facts(_model_folder(Path(run)))
+    if task is None:
         raise RequestError(f"{run} holds no model of labo")
-    return found
+    return task
 
 
 def _model_folder(run: Path) -> Path:

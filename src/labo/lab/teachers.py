@@ -57,7 +57,20 @@ class Teacher:
         """Restore the state of ``state_dict()``."""
 
 
-class Frozen(Teacher):
+class ModelTeacher(Teacher):
+    """The base class of teachers whose second prediction is that of a model."""
+
+    task: Task
+    accelerator: Accelerator
+    model: nn.Module
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        with self.accelerator.autocast():
+            return self.task.outputs(self.model, batch)
+
+
+class Frozen(ModelTeacher):
     """The selected model of a finished run, in eval mode (KD, Tf-KD_self)."""
 
     def __init__(
@@ -83,10 +96,8 @@ class Frozen(Teacher):
         self.model = parallel.place(model.requires_grad_(False)).eval()
         self.fingerprint = f"{Path(teacher).name}@{str(RunDirectory(teacher).model)[:12]}"
 
-    @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Any) -> tuple[Any]:
-        with self.accelerator.autocast():
-            return (self.task.outputs(self.model, batch),)
+        return (self.predict(batch),)
 
 
 class Stored(Teacher):
@@ -106,7 +117,7 @@ class Stored(Teacher):
         return (tuple(column.to(self.device) for column in self.read(batch)),)
 
 
-class SameClassPeer(Teacher):
+class SameClassPeer(ModelTeacher):
     """The model's own output for another sample of the same class (CS-KD).
 
     As in the authors' code the peers form a batch of their own, in train mode. Batch norm
@@ -116,11 +127,8 @@ class SameClassPeer(Teacher):
     def __init__(self, task: Task, model: nn.Module, accelerator: Accelerator) -> None:
         self.task, self.model, self.accelerator = task, model, accelerator
 
-    @torch.no_grad()
     def __call__(self, batch: Batch, outputs: Tensor) -> tuple[Tensor]:
-        peers = self.task.peers(batch).to(self.accelerator.device)
-        with self.accelerator.autocast():
-            return (self.task.outputs(self.model, peers),)
+        return (self.predict(self.task.peers(batch).to(self.accelerator.device)),)
 
 
 class SecondPass(Teacher):
@@ -154,18 +162,10 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
-class OwnModel(Teacher):
+class OwnModel(ModelTeacher):
     """The base class of teachers with a model of their own that changes with the steps."""
 
-    task: Task
-    accelerator: Accelerator
-    model: nn.Module
     steps = 0
-
-    @torch.no_grad()
-    def predict(self, batch: Batch) -> Any:
-        with self.accelerator.autocast():
-            return self.task.outputs(self.model, batch)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**self.model.state_dict(), "teacher.steps": torch.tensor(self.steps)}

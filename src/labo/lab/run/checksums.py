@@ -78,20 +78,20 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of data files, by their names relative to ``folder``; remembered."""
     memory = _memory_of(folder)
     known = {} if os.environ.get(FORCE) else _recall(memory)
-    found: dict[str, str] = {}
+    computed: dict[str, str] = {}
     learned = False
     for name in names:
         before = _stamp(folder / name)
         if name in known and known[name][:4] == before:
-            found[name] = known[name][4]
+            computed[name] = known[name][4]
             continue
-        found[name] = sha256(folder / name)
+        computed[name] = sha256(folder / name)
         if _stamp(folder / name) == before and time.time_ns() - before[3] > _SETTLED:
-            known[name] = (*before, found[name])
+            known[name] = (*before, computed[name])
             learned = True
     if learned:
         _remember(memory, folder, known)
-    return found
+    return computed
 
 
 def _stamp(path: Path) -> tuple[int, int, int, int]:
@@ -135,16 +135,16 @@ def verify(
     """
     try:
         if remember:
-            found = digests(folder, expected)
+            actual = digests(folder, expected)
         else:
-            found = {name: sha256(folder / name) for name in expected}
+            actual = {name: sha256(folder / name) for name in expected}
     except FileNotFoundError as error:
         raise DamagedError(f"{error.filename} is missing") from error
     except OSError as error:
         raise DamagedError(f"{error.filename or folder}: {error.strerror or error}") from error
     for name, checksums in expected.items():
         accepted = [checksums] if isinstance(checksums, str) else list(checksums)
-        if found[name] not in accepted:
+        if actual[name] not in accepted:
             raise DamagedError(f"{folder / name} is damaged (its checksum does not fit)")
 
 
@@ -163,7 +163,7 @@ def verify_folder(folder: Path, *, remember: bool = False) -> bool:
 def write_manifest(
     folder: Path, checksums: Mapping[str, Iterable[str]], model: str | None = None
 ) -> None:
-    listed = {name: sorted(found) for name, found in sorted(checksums.items())}
+    listed = {name: sorted(values) for name, values in sorted(checksums.items())}
     write_json(folder / MANIFEST, {"sha256": listed} | ({} if model is None else {"model": model}))
 
 

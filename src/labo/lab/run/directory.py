@@ -151,24 +151,24 @@ class RunDirectory:
         """The fingerprint of the data that the run was begun with; None if it does not say."""
         return self.begun_with().get(DATA)
 
-    def check_data(self, found: str, key: str = DATA) -> None:
+    def check_data(self, now: str, key: str = DATA) -> None:
         """Refuse data that are not those of the run, or another ``TEACHER``.
 
-        ``found`` is the fingerprint of what is there now.
+        ``now`` is the fingerprint of what is there now.
         """
         begun = self.begun_with().get(key) if self.recipe_file.is_file() else None
-        if begun is not None and begun.split("+")[-1] != found:
+        if begun is not None and begun.split("+")[-1] != now:
             what, have, it, commands = _CHANGED[key]
             raise RequestError(
-                f"the {what} of {self.path} {have} changed: {begun} when it was begun, {found} "
+                f"the {what} of {self.path} {have} changed: {begun} when it was begun, {now} "
                 f"now; restore {it}, choose another --out, or pass --accept-data to labo {commands}"
             )
 
-    def accept_data(self, found: str, teacher: str = "") -> None:
+    def accept_data(self, data: str, teacher: str = "") -> None:
         """Go on with other data, or another teacher. The run then names both, joined by "+"."""
         begun = self.begun_with()
         accepted = dict(begun)
-        for key, now in ((DATA, found), (TEACHER, teacher)):
+        for key, now in ((DATA, data), (TEACHER, teacher)):
             known = begun.get(key)
             if now and (known is None or known.split("+")[-1] != now):
                 accepted[key] = now if known is None else f"{known}+{now}"
@@ -265,10 +265,10 @@ class RunDirectory:
         """The content of ``results.json``, without its checksum."""
         self.must_have(self.results_file)
         atomic.read_json(self.results_file, Results)  # which would make floats of some integers
-        found: dict[str, Any] = json.loads(atomic.read_bytes(self.results_file))
-        self.verify_results(found)
-        found.pop(atomic.CHECKSUM, None)
-        return found
+        results: dict[str, Any] = json.loads(atomic.read_bytes(self.results_file))
+        self.verify_results(results)
+        results.pop(atomic.CHECKSUM, None)
+        return results
 
     def verify_results(self, results: Mapping[str, Any]) -> None:
         """Refuse results that were changed, or are of another recipe than that of the run."""

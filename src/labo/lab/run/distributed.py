@@ -57,8 +57,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     information = Path("/proc/cpuinfo")
     text = information.read_text(encoding="utf-8") if information.is_file() else ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    name = found[1] if found else platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    name = model[1] if model else platform.processor() or platform.machine()
     if device.type != "cpu":
         return name
     threads = torch.get_num_threads()

@@ -20,8 +20,8 @@ _PATIENCE = 60.0
 
 def jobs_at_once() -> int | None:
     """How many commands the engine has at work on this machine; None without an engine."""
-    found = os.environ.get(JOBS, "")
-    return int(found) if found.isdecimal() else None
+    number = os.environ.get(JOBS, "")
+    return int(number) if number.isdecimal() else None
 
 
 def patience() -> float:

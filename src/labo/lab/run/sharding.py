@@ -138,12 +138,12 @@ class FullySharded(DataParallel):
 
     def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One tensor after the other is gathered; the first process keeps them, on its CPU."""
-        found = {}
+        gathered = {}
         for name, tensor in weights.items():
             full = _full(tensor.detach())
             if self.accelerator.is_main_process:
-                found[name] = full.cpu()
-        return found
+                gathered[name] = full.cpu()
+        return gathered
 
 
 def spread(parallel: str, accelerator: Accelerator) -> DataParallel:
@@ -167,16 +167,16 @@ def spread(parallel: str, accelerator: Accelerator) -> DataParallel:
 
 def separate_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of a model that share no parameter with another part of it."""
-    found = list(dict.fromkeys(blocks(module)))
-    inside = {part for block in found for part in block.modules()}
+    candidates = list(dict.fromkeys(blocks(module)))
+    inside = {part for block in candidates for part in block.modules()}
     outside = {
         parameter
         for part in module.modules()
         if part not in inside
         for parameter in part.parameters(recurse=False)
     }
-    holders = Counter([*outside, *(p for block in found for p in block.parameters())])
-    return [block for block in found if all(holders[p] == 1 for p in block.parameters())]
+    holders = Counter([*outside, *(p for block in candidates for p in block.parameters())])
+    return [block for block in candidates if all(holders[p] == 1 for p in block.parameters())]
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -191,14 +191,14 @@ def blocks(module: nn.Module) -> list[nn.Module]:
         >>> blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         []
     """
-    found = []
+    outermost = []
     for child in module.children():
         composed = any(True for _ in child.children()) and any(True for _ in child.parameters())
         if isinstance(module, _LISTS) and composed and not isinstance(child, _LISTS):
-            found.append(child)
+            outermost.append(child)
         else:
-            found += blocks(child)
-    return found
+            outermost += blocks(child)
+    return outermost
 
 
 # ------------------------------------------------------------------ parameters in outputs
