@@ -139,7 +139,13 @@ class Checkpoints:
                     temporary.mkdir(parents=True)
                 shards = _write_shards(temporary / SHARDS, split, accelerator) if split else {}
                 if main:
-                    self._write_rest(temporary, counters, whole, shards)
+                    for group, named in whole.items():
+                        atomic.write_tensors(temporary / f"{group}.safetensors", named)
+                    atomic.write_json(temporary / "state.json", counters)
+                    files = sorted(path for path in temporary.iterdir() if path.is_file())
+                    sha256 = {path.name: atomic.sha256(path) for path in files} | shards
+                    manifest = {"format": _FORMAT, "recipe": self.recipe, "sha256": sha256}
+                    atomic.write_json(temporary / "manifest.json", manifest)
                     # Those as new as this one were found damaged when the run was resumed.
                     for path in self._paths():
                         if _step(path) >= step:
@@ -151,22 +157,6 @@ class Checkpoints:
             if main:
                 atomic.remove_folder(temporary)
         self.newest = final
-
-    def _write_rest(
-        self,
-        folder: Path,
-        counters: Mapping[str, Any],
-        tensors: Groups,
-        shards: Mapping[str, str],
-    ) -> None:
-        """Write all but the shards, of which the checksums are given."""
-        for group, named in tensors.items():
-            atomic.write_tensors(folder / f"{group}.safetensors", named)
-        atomic.write_json(folder / "state.json", counters)
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        sha256 = {path.name: atomic.sha256(path) for path in files} | dict(shards)
-        manifest = {"format": _FORMAT, "recipe": self.recipe, "sha256": sha256}
-        atomic.write_json(folder / "manifest.json", manifest)
 
     def restore(self, state: RunState, report: Callable[[str], None]) -> bool:
         """Load the newest whole checkpoint; whether there is one. All processes call it.
