@@ -52,50 +52,30 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analysis.run import analyze_run, analyze_runs
-    from .calibrate import calibrate_run as calibrate
-    from .compare.execute import compare
-    from .config import Recipe
-    from .custom import trust_code
-    from .errors import LabError, RequestError
-    from .evaluate import evaluate_run as evaluate
-    from .images.folders import FolderImages
-    from .images.predict import Predictor
-    from .images.splits import ImageSource
-    from .language_modeling.generate import Generator
-    from .language_modeling.score import Scorer
-    from .methods import METHODS
-    from .recipes import build_recipe, load_recipe
-    from .report import write_report
-    from .run.directory import RunDirectory
-    from .tasks import load_model
-    from .train import train
-    from .translation.translate import Translator
+    from .analysis.run import analyze_run as analyze_run
+    from .analysis.run import analyze_runs as analyze_runs
+    from .calibrate import calibrate_run
+    from .compare.execute import compare as compare
+    from .config import Recipe as Recipe
+    from .custom import trust_code as trust_code
+    from .errors import LabError as LabError
+    from .errors import RequestError as RequestError
+    from .evaluate import evaluate_run
+    from .images.folders import FolderImages as FolderImages
+    from .images.predict import Predictor as Predictor
+    from .images.splits import ImageSource as ImageSource
+    from .language_modeling.generate import Generator as Generator
+    from .language_modeling.score import Scorer as Scorer
+    from .methods import METHODS as METHODS
+    from .recipes import build_recipe as build_recipe
+    from .recipes import load_recipe as load_recipe
+    from .report import write_report as write_report
+    from .run.directory import RunDirectory as RunDirectory
+    from .tasks import load_model as load_model
+    from .train import train as train
+    from .translation.translate import Translator as Translator
 
-__all__ = [
-    "METHODS",
-    "FolderImages",
-    "Generator",
-    "ImageSource",
-    "LabError",
-    "Predictor",
-    "Recipe",
-    "RequestError",
-    "RunDirectory",
-    "Scorer",
-    "Translator",
-    "analyze_run",
-    "analyze_runs",
-    "build_recipe",
-    "calibrate",
-    "compare",
-    "evaluate",
-    "load_model",
-    "load_recipe",
-    "train",
-    "trust_code",
-    "write_report",
-]
+    calibrate, evaluate = calibrate_run, evaluate_run
 
 # Name -> module, and the name there if it is another one.
 _HOMES = {
@@ -122,6 +102,7 @@ _HOMES = {
     "trust_code": "custom",
     "write_report": "report",
 }
+__all__ = [*_HOMES]
 
 
 class _Lab(ModuleType):
