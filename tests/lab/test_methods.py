@@ -89,12 +89,16 @@ def test_a_method_explains_itself(method):
     assert method.reference
 
 
+RUN_FACTS = dict.fromkeys(("task", "model", "accelerator", "parallel"))
+
+
 def test_rescaled_labo_is_divided_by_the_label_that_it_keeps():
-    build = METHODS["labo"].loss
+    hyper = resolve({"name": "labo", "rescale": True}, "image_classification")
+    loss, _ = METHODS["labo"].build(hyper, {"num_classes": 10, **RUN_FACTS})
     kept = stationary_label_weight(10, tau=1.25)
-    assert build(10, tau=1.25, rescale=True).multiplier == pytest.approx(1 / kept)
+    assert loss.after.multiplier == pytest.approx(1 / kept)
     with pytest.raises(ValueError, match="rescale needs tau above 1"):
-        build(10, tau=1.0, rescale=True)
+        METHODS["labo"].loss(10, tau=1.0, rescale=True)
 
 
 def test_the_confidence_of_a_recipe_sets_tau():
@@ -102,8 +106,7 @@ def test_the_confidence_of_a_recipe_sets_tau():
     hyper = resolve({"name": "labo", "confidence": 0.8}, task)
     assert hyper["tau"] is None
     assert resolve(hyper, task) == hyper  # as a run that goes on reads it
-    run = dict.fromkeys(("task", "model", "accelerator", "parallel"))
-    loss, _ = METHODS["labo"].build(hyper, {"num_classes": 50, **run})
+    loss, _ = METHODS["labo"].build(hyper, {"num_classes": 50, **RUN_FACTS})
     assert stationary_confidence(50, tau=loss.after.tau) == pytest.approx(0.8)
     with pytest.raises(RecipeError, match="confidence sets tau"):
         resolve({"name": "labo", "confidence": 0.8, "tau": 1.25}, task)

@@ -250,7 +250,7 @@ def labo_for_classes(
     )
     if kept == 0:
         raise ValueError("rescale needs tau above 1 and alpha below 1: no label is kept")
-    return loss.having(multiplier=1 / kept)
+    return losses.HeldLABOLoss(**hyper, multiplier=1 / kept, reduction=reduction)
 
 
 _SPECIAL: dict[str, Method] = {
