@@ -95,7 +95,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["best", "records", "other"])
+@pytest.mark.parametrize("name", ["best", "other"])
 def test_only_an_average_of_this_run_is_replaced(name, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     if name == "other":  # an average of another run

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .errors import LabError as LabError
     from .errors import RequestError as RequestError
     from .evaluate import evaluate_run
-    from .images.folders import FolderImages as FolderImages
+    from .images.image_files import FolderImages as FolderImages
     from .images.predict import Predictor as Predictor
     from .images.splits import ImageSource as ImageSource
     from .language_modeling.generate import Generator as Generator
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 # Name -> module, and the name there if it is another one.
 _HOMES = {
     "METHODS": "methods",
-    "FolderImages": "images.folders",
+    "FolderImages": "images.image_files",
     "Generator": "language_modeling.generate",
     "ImageSource": "images.splits",
     "LabError": "errors",

@@ -19,8 +19,9 @@ from ..run.distributed import once
 from ..run.seeds import permutation
 from .cifar import load_cifar
 from .digits import load_digits
-from .folders import FolderImages, load_folders
+from .folders import load_folders
 from .idx import load_idx
+from .image_files import FolderImages
 from .splits import ImageSource, ImageSplit, check_labels
 
 HASHED_BYTES = 8 << 30  # the most bytes of image files that are hashed for a fingerprint

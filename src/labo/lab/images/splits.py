@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import DataError
 
 if TYPE_CHECKING:
-    from .folders import FolderImages
+    from .image_files import FolderImages
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

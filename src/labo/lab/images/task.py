@@ -41,7 +41,7 @@ from ..schedule import ahead
 from ..tasks import Batch, Evaluation, Task
 from . import augment
 from .finetuning import FolderClassifier, head_note, load_classifier, normalization
-from .folders import FolderImages
+from .image_files import FolderImages
 from .networks import CONVNETS
 from .randaugment import LARGEST, rand_augment
 from .scores import classification_scores
