@@ -123,30 +123,26 @@ def _add_text(folder: ModelFolder, out: Path) -> None:
 def usage(folder: ModelFolder, out: Path, positions: int) -> str:
     """Python lines that translate a sentence with an exported model."""
     pair, decode = folder.pairs[0], folder.decode
-    options = {name: True for name, is_on in folder.text.model_dump().items() if is_on}
-    separate = (folder.path / "target_tokenizer").is_dir()
-    lines = ["import ctranslate2, transformers"]
-    source, result = "text", "said"
+    options = ", ".join(f"{name}=True" for name, is_on in folder.text.model_dump().items() if is_on)
+    source, result, pipeline = "text", "said", []
     if options:
-        settings = ", ".join(f"{name}={value}" for name, value in options.items())
-        lines += [
-            "from labo.lab.translation.text import Pipeline, TextOptions",
-            f"pipeline = Pipeline(TextOptions({settings}), {pair.source!r}, {pair.target!r})",
-        ]
         source, result = "pipeline.source(text)", "pipeline.restore(said)"
-    lines += [
+        pipeline = [
+            "from labo.lab.translation.text import Pipeline, TextOptions",
+            f"pipeline = Pipeline(TextOptions({options}), {pair.source!r}, {pair.target!r})",
+        ]
+    loaded = "transformers.AutoTokenizer.from_pretrained({!r})".format
+    second = out / "target_tokenizer"
+    tag = f"[{pair.tag!r}] + " if pair.tag else ""
+    lines = [
+        "import ctranslate2, transformers",
+        *pipeline,
         f"translator = ctranslate2.Translator({str(out)!r})",
-        f"tokenizer = transformers.AutoTokenizer.from_pretrained({str(out)!r})",
-        "target_tokenizer = "
-        + (
-            f"transformers.AutoTokenizer.from_pretrained({str(out / 'target_tokenizer')!r})"
-            if separate
-            else "tokenizer"
-        ),
+        f"tokenizer = {loaded(str(out))}",
+        f"target_tokenizer = {loaded(str(second)) if second.is_dir() else 'tokenizer'}",
         "text = '...'",
         *(f"# {other}: {other.tag or 'no tag'}" for other in folder.pairs[1:]),
-        f"tokens = {f'[{pair.tag!r}] + ' if pair.tag else ''}tokenizer.convert_ids_to_tokens("
-        f"tokenizer.encode({source}))",
+        f"tokens = {tag}tokenizer.convert_ids_to_tokens(tokenizer.encode({source}))",
         "best = translator.translate_batch(",
         f"    [tokens], beam_size={decode.beam}, length_penalty={decode.length_penalty},",
         f"    max_input_length={positions},",
