@@ -212,14 +212,6 @@ def test_nothing_to_count(name):
             assert result.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", ["ls", "cp"])
-def test_softcap_gradcheck(name):
-    x, weight, bias, target = problem()
-    step = fused(build(name, reduction="none"), target[:5], softcap=1.5)
-    leaves = [t.requires_grad_() for t in (x[:5], weight, bias)]
-    assert torch.autograd.gradcheck(step, leaves)
-
-
 def test_leading_dimensions():
     x, weight, bias, target = problem(torch.float32)
     loss = build("labo", reduction="none")
@@ -302,35 +294,29 @@ def test_compiles_whole(name, reduction, softcap):
     close(result, expected, rtol=1e-5, atol=1e-6)
 
 
+PLAIN_KD = build("kd").having(reduction="none", impl="reference")
+
+
 @pytest.mark.parametrize(
-    ("loss", "dtype", "softcap"),
+    ("rows", "dtype", "softcap"),
     [
-        (labo.CrossEntropyLoss(z_loss=0.1), torch.float32, None),
-        (labo.LABOLoss(), torch.bfloat16, 2.0),
+        (chunks.LossRows(labo.CrossEntropyLoss(z_loss=0.1), "native"), torch.float32, None),
+        (chunks.LossRows(labo.LABOLoss(), "native"), torch.bfloat16, 2.0),
+        (chunks.LossRows(PLAIN_KD, "reference", None, (teacher("kd"),)), torch.float32, None),
     ],
+    ids=["z-loss", "capped", "teacher"],
 )
-def test_operator_check(loss, dtype, softcap):
+def test_operator_check(rows, dtype, softcap):
     *tensors, target = problem(dtype)
     weighted = softcap is not None
-    fixed = (softcap, target, 4, weighted, weighted, *chunks.LossRows(loss, "native").pack())
-    mean = (torch.tensor(12.0), torch.rand(N) if weighted else None)
+    fixed = (softcap, target, 4, weighted, weighted, *rows.pack())
     for grad in (False, True):
         leaves = [t.clone().requires_grad_(grad) for t in tensors]
-        torch.library.opcheck(linear.linear_op, (*leaves, *fixed, *mean, None, [grad] * 3))
         nothing = (None, None, None, [False] * 3)
         torch.library.opcheck(linear.linear_op, (*leaves, *fixed, *nothing))
-    late = (None, None, torch.rand(N), [True, False, True])
-    torch.library.opcheck(linear.linear_op, (*tensors, *fixed, *late))
-
-
-def test_operator_check_of_any_loss():
-    *tensors, target = problem(torch.float32)
-    plain = build("kd").having(reduction="none", impl="reference")
-    rows = chunks.LossRows(plain, "reference", None, (teacher("kd"),))
-    fixed = (None, target, 4, True, True, *rows.pack())
-    for grad in (False, True):
-        leaves = [t.clone().requires_grad_(grad) for t in tensors]
-        torch.library.opcheck(linear.linear_op, (*leaves, *fixed, None, None, None, [False] * 3))
+        if rows.backend != "reference":
+            mean = (torch.tensor(12.0), torch.rand(N) if weighted else None, None, [grad] * 3)
+            torch.library.opcheck(linear.linear_op, (*leaves, *fixed, *mean))
     late = (None, None, torch.rand(N), [True, False, True])
     torch.library.opcheck(linear.linear_op, (*tensors, *fixed, *late))
 
@@ -356,17 +342,11 @@ def test_module_is_the_function(softcap):
 # Arguments, and what is said of them: those that a Module has too, and those of a call.
 OF_THE_MODULE = [
     ({"loss": nn.CrossEntropyLoss()}, "takes a row-wise loss of labo, not CrossEntropyLoss"),
-    ({"loss": "labo"}, "takes a row-wise loss of labo, not str"),
     ({"loss": labo.LABOLoss}, r"loss must be a Module, got the class: write LABOLoss\("),
     ({"loss": labo.BetaSmoothingLoss()}, "not BetaSmoothingLoss"),
-    ({"loss": labo.KRLSLoss(V)}, "not KRLSLoss"),
     ({"softcap": 0.0}, "softcap must be a number above 0"),
     ({"softcap": "30"}, "softcap must be a number above 0 or None, got '30'"),
-    ({"softcap": True}, "softcap must be a number above 0 or None, got True"),
     ({"z_loss": "1e-4"}, "z_loss must be a finite number of 0 or more, got '1e-4'"),
-    ({"z_loss": None}, "z_loss must be a finite number of 0 or more, got None"),
-    ({"z_loss": True}, "z_loss must be a finite number of 0 or more, got True"),
-    ({"z_loss": -1.0}, "z_loss must be"),
     ({"z_loss": math.nan}, "z_loss must be"),
     ({"options": 64}, r"options must be a LinearLossOptions, got 64.*batch_chunk_size=64\)"),
 ]
@@ -379,14 +359,12 @@ OF_A_CALL = [
     ({"input": {"logits": 1}}, "input must be a tensor, got dict: pass the hidden states"),
     ({"linear_bias": torch.randn(3)}, "linear_bias must have shape"),
     ({"linear_weight": nn.Linear(D, V)}, "must be a tensor, got Linear: pass linear.weight, and"),
-    ({"linear_weight": None}, "linear_weight must be a tensor, got NoneType: pass linear.weight"),
     ({"target": torch.zeros(3, dtype=torch.long)}, r"got \(3,\)"),
     ({"target": torch.full((N,), V)}, "target 11 at position 0 is outside"),
     ({"target": [0, 1]}, "target must be a tensor, got list: pass class indices"),
     ({"token_weight": torch.ones(N - 1)}, r"token_weight must have shape \(13,\)"),
     ({"token_weight": torch.ones(N).requires_grad_()}, "no gradient for token_weight"),
     ({"token_weight": [1.0] * N}, "token_weight must be a tensor .*got .*list"),
-    ({"token_weight": 2.0}, "token_weight must be a tensor .*got .*float"),
     ({"token_weight": torch.ones(N).cfloat()}, "token_weight must be a tensor .*got .*complex64"),
     ({"return_metrics": "row"}, 'return_metrics must be False, True or "rows"'),
 ]
@@ -418,10 +396,9 @@ def test_refuses_backends():
 
 
 def test_options_refuse():
-    with pytest.raises(ValueError, match="batch_chunk_size must be 1 or more"):
-        labo.LinearLossOptions(batch_chunk_size=0)
-    with pytest.raises(ValueError, match="memory_budget must be 1 or more"):
-        labo.LinearLossOptions(memory_budget=-1)
+    for name in ("batch_chunk_size", "memory_budget"):
+        with pytest.raises(ValueError, match=f"{name} must be 1 or more"):
+            labo.LinearLossOptions(**{name: 0})
 
 
 # ------------------------------------------------------------------ teachers
@@ -466,7 +443,7 @@ def test_stored_teacher_with_every_option(dtype):
             return_metrics=True,
         )(x, w, b)
 
-    scale = torch.tensor(1024.0)  # a loss scale, with which float16 does not underflow
+    scale = torch.tensor(1024.0)  # with which float16 does not underflow
     wide = [t.double() for t in tensors]
     exact = gradients(lambda *t: call(*t)[0], *wide, upstream=scale.double())
     result = gradients(lambda *t: call(*t)[0], *tensors, upstream=scale)
@@ -534,11 +511,7 @@ def test_refuses_wrong_teachers():
         (logits.transpose(0, 1), shape),
         (logits.reshape(12, V), shape),
         (torch.cat([logits, logits[:, :1]], 1), shape),  # before the shift by one
-        (logits[:, :3], shape),
-        (logits[..., :-1], shape),
-        (logits[0], shape),
         ((hidden.transpose(0, 1), matrix), of_states),
-        ((hidden[:, :3], matrix), of_states),
         ((hidden.reshape(12, 5), matrix), of_states),
         ((hidden, matrix[:-1]), of_states),
         ((hidden, matrix[:, :-1]), r"weight must have shape \(V, D\) for the teacher's"),
@@ -546,7 +519,6 @@ def test_refuses_wrong_teachers():
         ((hidden.float(), matrix), "must have the same dtype"),
         ((hidden,), "got 1 tensors"),
         ((hidden, module), "teacher_weight must be a tensor, got Linear: pass linear.weight"),
-        ((hidden, None), "teacher_weight must be a tensor, got NoneType"),
         ((hidden, matrix, module), "teacher_bias must be a tensor, got Linear"),
         ((module, matrix), "teacher_hidden must be a tensor, got Linear"),
         ((hidden, low), "teacher_weight cannot be a LowRankWeight: merge the adapter"),
@@ -556,18 +528,14 @@ def test_refuses_wrong_teachers():
             distilled(wrong)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_missing_and_unused_teachers_are_refused(reduction):
+def test_missing_and_unused_teachers_are_refused():
     x, weight, target, logits = shaped_problem()
-    for name in ("kd", "cs-kd"):
-        with pytest.raises(TypeError, match="needs teacher_logits: the logits of a teacher"):
-            labo.linear_loss(x, weight, target, build(name, reduction=reduction))
-    for name in ("labo", "base", "cp"):
+    with pytest.raises(TypeError, match="needs teacher_logits: the logits of a teacher"):
+        labo.linear_loss(x, weight, target, build("kd"))
+    for name in ("labo", "cp"):
         with pytest.raises(TypeError, match="takes no teacher logits"):
-            labo.linear_loss(
-                x, weight, target, build(name, reduction=reduction), teacher_logits=logits
-            )
-    past = build("ps-kd", reduction=reduction)
+            labo.linear_loss(x, weight, target, build(name), teacher_logits=logits)
+    past = build("ps-kd")
     torch.testing.assert_close(
         labo.linear_loss(x, weight, target, past), past(x @ weight.T, target)
     )

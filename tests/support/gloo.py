@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 _PATIENCE = 120  # seconds, for a whole task; a collective that waits in vain fails sooner
 
@@ -44,6 +45,10 @@ class World:
             return x.split(sizes, dim)[self.rank]
         parts = x.chunk(self.size, dim)
         return parts[self.rank] if self.rank < len(parts) else x.narrow(dim, 0, 0)
+
+    def placed(self, x: torch.Tensor, placement: Any) -> Any:
+        """The tensor as a DTensor of these processes."""
+        return distribute_tensor(x, self.mesh, [placement])
 
 
 def _serve(rank: int, most: int, store: str, tasks: Any, answers: Any) -> None:

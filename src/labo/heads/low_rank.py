@@ -55,7 +55,7 @@ class LowRankWeight:
         base: Any = as_weight("base", self.base)
         object.__setattr__(self, "base", base)  # the class is frozen
         for name in ("base", "a", "b", "magnitude"):
-            self._check_tensor(name, getattr(self, name))
+            _check_tensor(name, getattr(self, name))
         if not _checks.is_number(self.scale):
             raise TypeError(
                 f"scale must be a number, got {type(self.scale).__name__}: PEFT has it in "
@@ -81,18 +81,6 @@ class LowRankWeight:
         if not without and getattr(self.dropout, "p", 1.0) != 0:
             raise ValueError("a magnitude (DoRA) does not go with dropout before the adapter")
 
-    @staticmethod
-    def _check_tensor(name: str, x: Any) -> None:
-        if isinstance(x, QuantizedWeight) or (x is None and name == "magnitude"):
-            return
-        _checks.check_tensor(name, x, "pass the weight of the layer")
-        if _checks.is_dtensor(x):
-            raise ValueError(
-                f"{name} of a LowRankWeight must be a plain tensor, got a DTensor: use "
-                f"labo.parallel.gather_weight({name}) if the processes hold different samples "
-                f"(FSDP2), {name}.full_tensor() if they hold the same"
-            )
-
     def __len__(self) -> int:
         return len(self.base)
 
@@ -109,13 +97,22 @@ class LowRankWeight:
         """m / ||W + s B A||, (V,) at least float32; None for LoRA."""
         if self.magnitude is None:
             return None
-        return self.magnitude.to(wide(self.magnitude.dtype)) / self._norms()
-
-    @torch.no_grad()
-    def _norms(self) -> Tensor:
         b = self.b
         dtype = wide((b if isinstance(self.base, QuantizedWeight) else self.base).dtype)
-        a, norms = self.a.to(dtype), []
-        for part, rows in by_blocks(self.base).blocks(dtype):
-            norms.append(torch.addmm(rows, b[part].to(dtype), a, alpha=self.scale).norm(dim=1))
-        return torch.cat(norms)
+        with torch.no_grad():
+            a, norms = self.a.to(dtype), []
+            for part, rows in by_blocks(self.base).blocks(dtype):
+                norms.append(torch.addmm(rows, b[part].to(dtype), a, alpha=self.scale).norm(dim=1))
+        return self.magnitude.to(wide(self.magnitude.dtype)) / torch.cat(norms)
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if isinstance(x, QuantizedWeight) or (x is None and name == "magnitude"):
+        return
+    _checks.check_tensor(name, x, "pass the weight of the layer")
+    if _checks.is_dtensor(x):
+        raise ValueError(
+            f"{name} of a LowRankWeight must be a plain tensor, got a DTensor: use "
+            f"labo.parallel.gather_weight({name}) if the processes hold different samples "
+            f"(FSDP2), {name}.full_tensor() if they hold the same"
+        )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -167,7 +166,7 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Move the teacher to the device of the model."""
-        for teacher in self._teachers(pl_module):
+        if teacher := self._teacher(pl_module):
             teacher.model.to(pl_module.device)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -187,7 +186,7 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
             return
         self._steps_seen = trainer.global_step
         self._notify(pl_module, "step")
-        for teacher in self._teachers(pl_module):
+        if teacher := self._teacher(pl_module):
             teacher.step()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -199,9 +198,9 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
     ) -> None:
         """Save the hyper-parameters of the loss, and the state of the teacher, if it has one."""
         checkpoint[_LOSS_KEY] = settings_of(_find(pl_module, self.loss_attr))
-        for teacher in self._teachers(pl_module):
-            if state := teacher.state_dict():
-                checkpoint[_TEACHER_KEY] = state
+        teacher = self._teacher(pl_module)
+        if teacher and (state := teacher.state_dict()):
+            checkpoint[_TEACHER_KEY] = state
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -209,9 +208,9 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
         """Restore the state of the teacher, and refuse a checkpoint of another loss."""
         if _LOSS_KEY in checkpoint:  # else it was written without the callback
             check_settings(checkpoint[_LOSS_KEY], _find(pl_module, self.loss_attr))
-        for teacher in self._teachers(pl_module):
-            if _TEACHER_KEY in checkpoint:
-                teacher.load_state_dict(checkpoint[_TEACHER_KEY])
+        teacher = self._teacher(pl_module)
+        if teacher and _TEACHER_KEY in checkpoint:
+            teacher.load_state_dict(checkpoint[_TEACHER_KEY])
 
     def _notify(self, pl_module: pl.LightningModule, method: str) -> None:
         """Call a method of the loss and of the losses inside it."""
@@ -219,11 +218,9 @@ class RegularizationCallback(Callback):  # type: ignore[misc]
             if callable(function := getattr(part, method, None)):
                 function()
 
-    def _teachers(self, pl_module: pl.LightningModule) -> Iterator[FrozenTeacher]:
-        """The teacher, if there is one."""
+    def _teacher(self, pl_module: pl.LightningModule) -> FrozenTeacher | None:
         teacher = _find(pl_module, self.teacher_attr)
-        if isinstance(teacher, FrozenTeacher):
-            yield teacher
+        return teacher if isinstance(teacher, FrozenTeacher) else None
 
 
 def _find(pl_module: pl.LightningModule, path: str) -> Any:

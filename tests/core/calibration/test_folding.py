@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -34,18 +33,13 @@ def assert_folded(logits, folded):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_layer(bias):
+def test_a_linear_layer_at_the_end_of_a_sequence(bias):
     layer = nn.Linear(8, 6, bias=bias)
-    before = layer(HIDDEN)
-    assert fold_temperature(layer, T) is layer
-    assert_folded(before, layer(HIDDEN))
-    assert layer.weight.requires_grad
-
-
-def test_the_end_of_a_sequence():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 6)))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(layer))
     before = model(HIDDEN)
-    assert_folded(before, fold_temperature(model, T)(HIDDEN))
+    assert fold_temperature(model, T) is model
+    assert_folded(before, model(HIDDEN))
+    assert layer.weight.requires_grad
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -134,22 +128,16 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_a_language_model(name):
-    model = built(FOLDED[name]).train()
-    modes = [module.training for module in model.modules()]
-    before = logits_of(model.eval())
-    model.train()
+def test_a_language_model(name, tmp_path):
+    model = built(FOLDED[name])
+    before = logits_of(model)
+    modes = [module.training for module in model.train().modules()]
     assert fold_temperature(model, T) is model
     assert [module.training for module in model.modules()] == modes
     assert_folded(before, logits_of(model.eval()))
-
-
-@pytest.mark.parametrize("name", ["llama", "cohere, tied", "granite, tied", "gemma, not tied"])
-def test_a_folded_model_is_saved_and_loaded(name, tmp_path):
-    model = built(FOLDED[name])
-    before = logits_of(model)
-    fold_temperature(model, T).save_pretrained(tmp_path)
-    assert_folded(before, logits_of(type(model).from_pretrained(tmp_path).eval()))
+    if name != "a multiplier of the same name":  # a class that only this module has
+        model.save_pretrained(tmp_path)
+        assert_folded(before, logits_of(type(model).from_pretrained(tmp_path).eval()))
 
 
 def refused(model, error, sentence, **options):
@@ -213,13 +201,6 @@ def test_a_scale_is_preferred_to_untying():
     model = built(FOLDED["cohere, tied"])
     fold_temperature(model, T, untie=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_an_untied_gpt2_is_folded():
-    model = built(lambda: build("GPT2"))
-    before = logits_of(model)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    assert_folded(before, logits_of(fold_temperature(model, T)))
 
 
 def test_an_unknown_use_of_the_logits_is_refused():
@@ -312,8 +293,6 @@ def test_tied_weights_of_any_module():
     assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan, None, "2"])
-def test_wrong_temperatures(temperature):
-    layer = nn.Linear(8, 6)
-    with pytest.raises((ValueError, TypeError)):
-        fold_temperature(layer, temperature)
+def test_a_wrong_temperature():
+    with pytest.raises(ValueError, match="temperature must be a finite number above 0"):
+        fold_temperature(nn.Linear(8, 6), 0)

@@ -23,6 +23,11 @@ MEASURES = {
     "brier": calibration.brier_score,
 }
 each_measure = pytest.mark.parametrize("name", MEASURES)
+# They read their batches alike.
+each_reader = pytest.mark.parametrize(
+    "measure",
+    [calibration.brier_score, calibration.reliability_bins, calibration.fit_temperature],
+)
 
 
 # ------------------------------------------------------------------ oracles
@@ -304,14 +309,14 @@ def nan_row(value):
     return logits, target
 
 
-@pytest.mark.parametrize("measure", [*MEASURES.values(), calibration.fit_temperature])
+@each_reader
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_distribution(measure, value):
     with pytest.raises(ValueError, match="a row that counts hold NaN or"):
         measure(*nan_row(value))
 
 
-@pytest.mark.parametrize("measure", [*MEASURES.values(), calibration.fit_temperature])
+@each_reader
 @pytest.mark.parametrize(
     "empty",
     [
@@ -326,7 +331,7 @@ def test_nothing_to_measure(measure, empty):
         measure(*empty)
 
 
-@pytest.mark.parametrize("measure", [*MEASURES.values(), calibration.fit_temperature])
+@each_reader
 def test_wrong_calls(measure):
     logits, target = drawn(0, 5, 3)
     with pytest.raises(TypeError, match="target is missing"):

@@ -75,15 +75,16 @@ def same(found, wanted, tolerance: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("loss", [labo.LABOLoss, labo.LabelSmoothingLoss, labo.FocalLoss])
+@pytest.mark.parametrize("frozen", [(), ("base", "bias", "input")], ids=["whole", "frozen"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("loss", [labo.LABOLoss, labo.FocalLoss])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_equals_the_materialised_weight(dora, reduction, loss, softcap):
+def test_equals_the_materialised_weight(dora, frozen, reduction, loss, softcap):
     module, x, target = loss(reduction=reduction), problem(), labels()
     if not dora:
         x.pop("magnitude")
-    wanted = value_and_gradients(dense, module, x, target, dora, softcap)
-    same(value_and_gradients(adapted, module, x, target, dora, softcap), wanted)
+    wanted = value_and_gradients(dense, module, x, target, dora, softcap, frozen)
+    same(value_and_gradients(adapted, module, x, target, dora, softcap, frozen), wanted)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -110,15 +111,6 @@ def test_a_teacher():
         x["input"], weight, target, loss, teacher_logits=teacher, options=CHUNKS
     )
     torch.testing.assert_close(found, loss(logits, target, teacher))
-
-
-def test_a_frozen_base_costs_no_gradient_of_its_size():
-    x, target = problem(), labels()
-    loss = labo.LABOLoss()
-    wanted = value_and_gradients(dense, loss, x, target, True, frozen=("base", "bias", "input"))
-    found = value_and_gradients(adapted, loss, x, target, True, frozen=("base", "bias", "input"))
-    assert found[1]["base"] is None
-    same(found, wanted)
 
 
 def eighths(classes: int = CLASSES, width: int = WIDTH) -> tuple[Eighths, labo.QuantizedWeight]:
@@ -233,27 +225,17 @@ def test_what_is_refused():
         ({"base": x["base"][0]}, ValueError, r"base must have shape \(V, D\), got \(6,\)"),
         ({"base": nn.Linear(6, 23)}, TypeError, "base must be a tensor, got Linear: pass the wei"),
         ({"base": eighths()[0].requires_grad_()}, ValueError, r"base is quantized.*freeze it"),
-        ({"a": torch.tensor(1.0)}, ValueError, r"a and b must have shapes .*got \(\) and"),
         ({"b": torch.tensor(1.0)}, ValueError, r"a and b must have shapes .* and \(\)$"),
         ({"a": nn.Linear(6, 3)}, TypeError, "a must be a tensor, got Linear: pass the weight"),
-        ({"b": nn.Linear(3, 23)}, TypeError, "b must be a tensor, got Linear: pass the weight"),
-        ({"b": None}, TypeError, "b must be a tensor, got NoneType"),
         ({"magnitude": nn.Linear(1, 1)}, TypeError, "magnitude must be a tensor, got Linear"),
-        ({"scale": "2"}, TypeError, "scale must be a number, got str"),
         ({"scale": {"default": 2.0}}, TypeError, r"got dict: PEFT has it in layer.scaling\["),
     ):
         arguments = {"base": x["base"], "a": x["a"], "b": x["b"], "scale": SCALE} | changed
         with pytest.raises(error, match=sentence):
             labo.LowRankWeight(**arguments)
+    with pytest.raises(ValueError, match="dtype, unless autocast is on"):
+        labo.linear_loss(x["input"].float(), good, target, loss)
     with pytest.raises(ValueError, match=r"takes no LowRankWeight: gather"):
         labo.parallel.linear_loss(x["input"], good, target, loss)
     with pytest.raises(ValueError, match="does not go with dropout"):
         labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, x["magnitude"], nn.Dropout(0.1))
-    with pytest.raises(ValueError, match=r"must have shape \(V, D\)"):
-        labo.linear_loss(x["input"][:, :5], good, target, loss)
-    with pytest.raises(ValueError, match="dtype, unless autocast is on"):
-        labo.linear_loss(x["input"].float(), good, target, loss)
-    with pytest.raises(IndexError, match="target 99"):
-        labo.linear_loss(x["input"], good, target.clamp(min=99), loss)
-    with pytest.raises(ValueError, match="class-index target must have shape"):
-        labo.linear_loss(x["input"], good, target[:3], loss)

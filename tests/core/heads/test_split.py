@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
@@ -53,11 +53,6 @@ each_loss = pytest.mark.parametrize("name", LOSSES)
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float64) -> None:
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
-
-
-def placed(world: World, x: Tensor, placement: Any) -> Any:
-    """The tensor as a DTensor of these processes."""
-    return distribute_tensor(x, world.mesh, [placement])
 
 
 def example(classes: int = 23, rows: int = 12, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -131,7 +126,7 @@ def test_losses_that_are_formulas(world: World, name) -> None:
         loss = FORMULA_LOSSES[name](classes, weight=weight, reduction="none")
         for dtype in (torch.float64, torch.float32):
             columns_are_whole(world, loss, logits.to(dtype), target, sizes)
-        close(loss(placed(world, logits, Shard(1)), target), loss(logits, target))
+        close(loss(world.placed(logits, Shard(1)), target), loss(logits, target))
         head = world.share(matrix, 0, sizes).clone().requires_grad_()
         found = labo.parallel.linear_loss(hidden, head, target, loss, group=world.group)
         whole = matrix.clone().requires_grad_()
@@ -146,7 +141,7 @@ def test_losses_that_are_formulas(world: World, name) -> None:
 
 def dtensor_is_whole(world, loss, logits, target, dim=1, dtype=torch.float64, upstream=0.6):
     value, grad = dense(loss, logits, target, upstream)
-    leaf = placed(world, logits, Shard(dim)).requires_grad_()
+    leaf = world.placed(logits, Shard(dim)).requires_grad_()
     found = loss(leaf, target)
     assert type(found) is Tensor
     found.backward(torch.full_like(found, upstream))
@@ -154,7 +149,7 @@ def dtensor_is_whole(world, loss, logits, target, dim=1, dtype=torch.float64, up
     assert leaf.grad.placements == (Shard(dim),)
     close(leaf.grad.full_tensor(), grad, dtype)
     with torch.no_grad():
-        close(loss(leaf, placed(world, target, Replicate())), value, dtype)
+        close(loss(leaf, world.placed(target, Replicate())), value, dtype)
 
 
 @each_loss
@@ -191,7 +186,7 @@ def test_a_masked_target(world: World, name) -> None:
 def test_nothing_counts(world: World) -> None:
     logits = torch.randn(3, 8, dtype=torch.float64)
     for rows, target in ((3, torch.full((3,), -100)), (0, torch.empty(0, dtype=torch.long))):
-        leaf = placed(world, logits[:rows], Shard(1)).requires_grad_()
+        leaf = world.placed(logits[:rows], Shard(1)).requires_grad_()
         value = labo.LABOLoss()(leaf, target)
         value.backward()
         assert value.item() == 0
@@ -201,7 +196,7 @@ def test_nothing_counts(world: World) -> None:
 @on_processes(2, 3)
 def test_two_collectives_forward_and_none_backward(world: World) -> None:
     logits, target = example()
-    leaf = placed(world, logits, Shard(1)).requires_grad_()
+    leaf = world.placed(logits, Shard(1)).requires_grad_()
     forward, backward = CommDebugMode(), CommDebugMode()
     with forward:
         value = labo.LABOLoss(weight=torch.rand(23))(leaf, target)
@@ -283,7 +278,7 @@ def test_replicated_logits(world: World) -> None:
     """Every loss takes replicated DTensors."""
     logits, target = example()
     logits[5] = 0.0
-    whole = placed(world, logits, Replicate())
+    whole = world.placed(logits, Replicate())
     for loss in (labo.LABOLoss(), labo.FocalLoss(), labo.ConfidencePenaltyLoss()):
         leaf = whole.detach().requires_grad_()
         value, grad = dense(loss, logits, target, upstream=1.0)
@@ -298,7 +293,7 @@ def test_replicated_logits(world: World) -> None:
 @on_processes(2)
 def test_what_is_refused(world: World) -> None:
     logits, target = torch.randn(4, 10), torch.tensor([0, 1, 2, 9])
-    columns, rows = (placed(world, logits, Shard(dim)) for dim in (1, 0))
+    columns, rows = (world.placed(logits, Shard(dim)) for dim in (1, 0))
     partial = DTensor.from_local(logits, world.mesh, [Partial()])
     split_target = DTensor.from_local(target, world.mesh, [Shard(0)])
     labo_loss, mine = labo.LABOLoss(), world.share(logits, 1)
@@ -334,7 +329,7 @@ def test_what_is_refused(world: World) -> None:
 def test_compiled(world: World) -> None:
     logits, target = example()
     loss = labo.LABOLoss()
-    leaf = placed(world, logits, Shard(1)).requires_grad_()
+    leaf = world.placed(logits, Shard(1)).requires_grad_()
     compiled = torch.compile(lambda x, y: loss(x, y) * 2, backend="eager")
     value, grad = dense(loss, logits, target, upstream=2.0)
     found = compiled(leaf, target)
@@ -437,9 +432,9 @@ def test_dtensor_weight(world: World, bias, hidden_as) -> None:
     loss = labo.LABOLoss()
     value, grads = dense_head(loss, hidden, weight, offset, target, None, upstream=0.7)
     parameters = [weight, offset] if bias else [weight]
-    leaves = [placed(world, x, Shard(0)).requires_grad_() for x in parameters]
+    leaves = [world.placed(x, Shard(0)).requires_grad_() for x in parameters]
     placement = {"plain": None, "replicated": Replicate(), "sequence": Shard(1)}[hidden_as]
-    leaf = hidden.clone() if placement is None else placed(world, hidden, placement)
+    leaf = hidden.clone() if placement is None else world.placed(hidden, placement)
     leaf.requires_grad_()
     found = labo.linear_loss(
         leaf, leaves[0], target, loss, linear_bias=leaves[1] if bias else None, options=CHUNKS
@@ -515,7 +510,7 @@ def test_a_sharded_head_never_has_its_logits(world: World) -> None:
 def test_collectives_of_a_sharded_head(world: World) -> None:
     """Two for each of four chunks, one for the gradient of the hidden states."""
     hidden, weight, target = torch.randn(64, 4), torch.randn(50, 4), torch.randint(50, (64,))
-    mine = placed(world, weight, Shard(0)).requires_grad_()
+    mine = world.placed(weight, Shard(0)).requires_grad_()
     hidden.requires_grad_()
     options = labo.LinearLossOptions(batch_chunk_size=16)
     labo.linear_loss(hidden, mine, target, labo.LABOLoss(), options=options)  # checks the targets
@@ -532,7 +527,7 @@ def test_collectives_of_a_sharded_head(world: World) -> None:
 @on_processes(2)
 def test_gradients_that_nobody_needs(world: World) -> None:
     hidden, weight, _, target = head_example(23)
-    mine = placed(world, weight, Shard(0)).requires_grad_()
+    mine = world.placed(weight, Shard(0)).requires_grad_()
     with CommDebugMode() as counted:
         labo.linear_loss(hidden, mine, target, labo.LABOLoss()).backward()
     wanted = dense_head(labo.LABOLoss(), hidden, weight, None, target, None, 1.0)[1][1]
@@ -547,8 +542,8 @@ def test_gradients_that_nobody_needs(world: World) -> None:
 @on_processes(2)
 def test_what_a_sharded_head_refuses(world: World) -> None:
     hidden, weight, bias, target = head_example(24)
-    rows = placed(world, weight, Shard(0))
-    columns = placed(world, weight, Shard(1))
+    rows = world.placed(weight, Shard(0))
+    columns = world.placed(weight, Shard(1))
     loss = labo.LABOLoss()
     with pytest.raises(ValueError, match=r"split over the classes \(Shard\(0\)\)"):
         labo.linear_loss(hidden, columns, target, loss)
@@ -563,7 +558,7 @@ def test_what_a_sharded_head_refuses(world: World) -> None:
     low = {"base": weight, "a": torch.ones(2, 6).double(), "b": torch.ones(24, 2).double()}
     for name, x in low.items():
         for placement in (Shard(0), Replicate()):
-            split = low | {name: placed(world, x, placement)}
+            split = low | {name: world.placed(x, placement)}
             with pytest.raises(ValueError, match=rf"{name} of a LowRank.*gather_weight\({name}\)"):
                 labo.LowRankWeight(**split, scale=1.0)
     shards._SAME_ROWS.discard(world.mesh.get_group().group_name)  # of these processes only
@@ -581,7 +576,7 @@ def test_replicated_targets_and_token_weights(world: World) -> None:
     """What there is for each row may be a replicated DTensor, whatever the weight is."""
     hidden, weight, _, target = head_example(24)
     loss, token_weight = labo.LABOLoss(), torch.linspace(0.5, 2, target.numel()).view_as(target)
-    whole = [placed(world, x, Replicate()) for x in (target, token_weight)]
+    whole = [world.placed(x, Replicate()) for x in (target, token_weight)]
     wanted = labo.linear_loss(hidden, weight, target, loss, token_weight=token_weight)
     close(labo.linear_loss(hidden, weight, whole[0], loss, token_weight=whole[1]), wanted)
     close(labo.linear_loss(hidden, weight, target, loss, token_weight=whole[1]), wanted)
@@ -590,7 +585,7 @@ def test_replicated_targets_and_token_weights(world: World) -> None:
         hidden, mine, whole[0], loss, token_weight=whole[1], group=world.group
     )
     close(found, wanted)
-    split = [placed(world, x, Shard(0)) for x in (target, token_weight)]
+    split = [world.placed(x, Shard(0)) for x in (target, token_weight)]
     with pytest.raises(ValueError, match=r"target must be .*use target.full_tensor\(\)$"):
         labo.linear_loss(hidden, weight, split[0], loss)
     with pytest.raises(ValueError, match=r"use token_weight.full_tensor\(\)$"):
@@ -610,15 +605,15 @@ def test_teachers_as_dtensors(world: World) -> None:
         return labo.linear_loss(hidden, weight, target, loss, teacher_logits=teacher)
 
     wanted = value(loss, logits)
-    close(value(loss, placed(world, logits, Replicate())), wanted)
-    close(value(loss, tuple(placed(world, x, Replicate()) for x in layer)), wanted)
+    close(value(loss, world.placed(logits, Replicate())), wanted)
+    close(value(loss, tuple(world.placed(x, Replicate()) for x in layer)), wanted)
     pair = (top.indices, top.values)
-    close(value(stored, tuple(placed(world, x, Replicate()) for x in pair)), value(stored, pair))
-    split = placed(world, layer[1], Shard(0))
+    close(value(stored, tuple(world.placed(x, Replicate()) for x in pair)), value(stored, pair))
+    split = world.placed(layer[1], Shard(0))
     with pytest.raises(ValueError, match=r"teacher_weight must be .*teacher_weight.full_tensor"):
         value(loss, (layer[0], split))
     with pytest.raises(ValueError, match=r"teacher_logits must be .*teacher_logits.full_tensor"):
-        value(loss, placed(world, logits, Shard(0)))
+        value(loss, world.placed(logits, Shard(0)))
 
 
 # ------------------------------------------------------------------ sharded parameters: FSDP
@@ -777,7 +772,7 @@ def test_gather_weight(world: World) -> None:
         torch.randint(23, (3, 4), generator=torch.Generator().manual_seed(rank))
         for rank in range(world.size)
     ]
-    leaf = placed(world, weight, Shard(0)).requires_grad_()
+    leaf = world.placed(weight, Shard(0)).requires_grad_()
     whole = labo.parallel.gather_weight(leaf)
     labo.linear_loss(hidden, whole, targets[world.rank], labo.LABOLoss()).backward()
     wanted = torch.zeros_like(weight)

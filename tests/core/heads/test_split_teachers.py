@@ -7,15 +7,16 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import labo
-from gloo import World
+from gloo import World, on_processes
 from probes import LargestTensor
 
-SIZES = [[19, 4], [9, 3, 11], [10, 0, 13]]
-ROWS, WIDTH = 12, 6
+# Of three processes, of which one may have nothing.
+each_cut = pytest.mark.parametrize("sizes", [[9, 3, 11], [10, 0, 13]], ids=str)
+ROWS, WIDTH, UPSTREAM = 12, 6, 1.7
 
 
 def diverging(divergence: str, tau: float = 1.0, **options) -> nn.Module:
@@ -41,7 +42,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
-def example(classes: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+def example(classes: int = 23, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, teacher logits, targets: ignored rows, and masked classes of either model."""
     logits, taught = torch.randn(2, ROWS, classes, dtype=torch.float64) * scale
     target = torch.randint(classes, (ROWS,))
@@ -59,50 +60,49 @@ def example(classes: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
 def dense(loss: nn.Module, logits: Tensor, target: Tensor, *teacher: Tensor):
     leaf = logits.detach().clone().requires_grad_()
     value = loss(leaf, target, *teacher)
-    value.backward(torch.full_like(value, 1.7))
+    value.backward(torch.full_like(value, UPSTREAM))
     return value.detach(), leaf.grad
 
 
-def columns_case(
-    world: World, name: str, sizes: list[int], scale: float, in_float32: float = 3e-5
-) -> None:
+def columns_are_whole(world: World, name: str, sizes, scale=3.0, in_float32=3e-5) -> None:
     logits, taught, target = example(sum(sizes), scale)
     if name == "reverse":  # infinite where the teacher alone has masked a class, see below
         taught[(taught == -math.inf) & (logits != -math.inf)] = -50 * scale
     weights = torch.rand(sum(sizes), dtype=torch.float64) + 0.5
-    for weight in (None, weights):
-        for reduction in ("mean", "none"):
-            loss = LOSSES[name](weight=weight, reduction=reduction)
-            for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, in_float32)):
-                rounded = [x.to(dtype) for x in (logits, taught)]
-                value, grad = dense(loss, rounded[0].double(), target, rounded[1].double())
-                mine, theirs = (world.share(x, 1, sizes).clone() for x in rounded)
-                leaf = mine.requires_grad_()
-                found = labo.parallel.logits_loss(
-                    leaf, target, loss, teacher_logits=theirs, group=world.group
-                )
-                found.backward(torch.full_like(found, 1.7))
-                unit = max(1.0, float(value.abs().max()))
-                close(found / unit, value / unit, tolerance)
-                slope = max(1.0, float(grad.abs().max()))
-                close(leaf.grad / slope, world.share(grad, 1, sizes) / slope, tolerance)
+    for weight, reduction in ((None, "mean"), (weights, "none"), (weights, "mean")):
+        loss = LOSSES[name](weight=weight, reduction=reduction)
+        for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, in_float32)):
+            rounded = [x.to(dtype) for x in (logits, taught)]
+            value, grad = dense(loss, rounded[0].double(), target, rounded[1].double())
+            leaf, theirs = (world.share(x, 1, sizes).clone() for x in rounded)
+            leaf.requires_grad_()
+            found = labo.parallel.logits_loss(
+                leaf, target, loss, teacher_logits=theirs, group=world.group
+            )
+            found.backward(torch.full_like(found, UPSTREAM))
+            unit, slope = (max(1.0, float(x.abs().max())) for x in (value, grad))
+            close(found / unit, value / unit, tolerance)
+            close(leaf.grad / slope, world.share(grad, 1, sizes) / slope, tolerance)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_columns_of_a_teacher(processes, name, sizes):
-    processes.run(len(sizes), columns_case, name, sizes, 3.0)
+@on_processes(3)
+def test_columns_of_a_teacher(world: World, name) -> None:
+    for sizes in ([9, 3, 11], [10, 0, 13]):
+        columns_are_whole(world, name, sizes)
 
 
 # Whole rows in float32 have the same error for KL(p || t): differences of logits are factors there.
 @pytest.mark.parametrize(
     ("name", "in_float32"), [("kd", 3e-5), ("reverse", 3e-4), ("jsd", 3e-5), ("dkd", 3e-5)]
 )
-def test_large_logits(processes, name, in_float32):
-    processes.run(2, columns_case, name, [19, 4], 300.0, in_float32)
+@on_processes(2)
+def test_large_logits(world: World, name, in_float32) -> None:
+    columns_are_whole(world, name, [19, 4], 300.0, in_float32)
 
 
-def masked_by_the_teacher_case(world: World) -> None:
+@on_processes(2)
+def test_classes_that_the_teacher_alone_has_masked(world: World) -> None:
     """KL(p || t) is infinite if p has such a class, and not if p underflows there."""
     logits, taught = torch.randn(2, 2, 10, dtype=torch.float64)
     taught[:, 2] = -math.inf
@@ -110,19 +110,18 @@ def masked_by_the_teacher_case(world: World) -> None:
     loss, target = diverging("reverse", reduction="none"), torch.tensor([7, 8])
     value, grad = dense(loss, logits, target, taught)
     assert value.isinf().tolist() == [True, False]
-    mine, theirs = (world.share(x, 1).clone() for x in (logits, taught))
-    leaf = mine.requires_grad_()
+    leaf, theirs = (world.share(x, 1).clone() for x in (logits, taught))
+    leaf.requires_grad_()
     found = labo.parallel.logits_loss(leaf, target, loss, teacher_logits=theirs, group=world.group)
     found.sum().backward()
     close(found, value)
-    close(1.7 * leaf.grad[1], world.share(grad, 1)[1])
+    close(UPSTREAM * leaf.grad[1], world.share(grad, 1)[1])
 
 
-def test_classes_that_the_teacher_alone_has_masked(processes):
-    processes.run(2, masked_by_the_teacher_case)
-
-
-def stored_case(world: World, tail: str, sizes: list[int]) -> None:
+@each_cut
+@pytest.mark.parametrize("tail", TAILS)
+@on_processes(3)
+def test_stored_classes(world: World, tail, sizes) -> None:
     logits, taught, target = example(sum(sizes))
     top = taught.nan_to_num(0.0).log_softmax(-1).topk(5)
     index, log_t = top.indices.clone(), top.values
@@ -138,64 +137,49 @@ def stored_case(world: World, tail: str, sizes: list[int]) -> None:
             found = labo.parallel.logits_loss(
                 leaf, target, loss, teacher_logits=(index, log_t), group=world.group
             )
-            found.backward(torch.full_like(found, 1.7))
+            found.backward(torch.full_like(found, UPSTREAM))
             close(found, value, tolerance)
             close(leaf.grad, world.share(grad, 1, sizes), tolerance)
             assert torch.equal(leaf.detach().nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("tail", TAILS)
-def test_stored_classes(processes, tail, sizes):
-    processes.run(len(sizes), stored_case, tail, sizes)
-
-
-def dtensor_case(world: World, name: str) -> None:
-    logits, taught, target = example(23)
+@pytest.mark.parametrize("name", ["kd", "jsd", "ps-kd"])
+@on_processes(2, 3)
+def test_dtensors(world: World, name) -> None:
+    logits, taught, target = example()
     taught.masked_fill_(taught == -math.inf, -150.0)
     loss = LOSSES[name]()
     value, grad = dense(loss, logits, target, taught)
-    leaf, theirs = (distribute_tensor(x, world.mesh, [Shard(1)]) for x in (logits, taught))
+    leaf, theirs = (world.placed(x, Shard(1)) for x in (logits, taught))
     leaf.requires_grad_()
     with CommDebugMode() as counted:
         found = loss(leaf, target, theirs)
     assert counted.get_total_counts() == (3 if name == "jsd" else 2)
-    found.backward(torch.full_like(found, 1.7))
+    found.backward(torch.full_like(found, UPSTREAM))
     close(found, value)
     close(leaf.grad.full_tensor(), grad)
     with torch.no_grad():
         close(labo.parallel.logits_loss(leaf, target, loss, teacher_logits=theirs), value)
-    moved = [x.unsqueeze(0).movedim(-1, 1) for x in (logits, taught)]
-    moved = [distribute_tensor(x, world.mesh, [Shard(1)]) for x in moved]
+    moved = [world.placed(x.unsqueeze(0).movedim(-1, 1), Shard(1)) for x in (logits, taught)]
     close(LOSSES[name](dim=1)(moved[0], target.unsqueeze(0), moved[1]), value)
-    whole = distribute_tensor(taught, world.mesh, [Replicate()])
-    for wrong in (taught, whole, distribute_tensor(taught, world.mesh, [Shard(0)])):
+    for wrong in (taught, world.placed(taught, Replicate()), world.placed(taught, Shard(0))):
         with pytest.raises(ValueError, match=r"_logits must be a DTensor whose classes are split"):
             loss(leaf, target, wrong)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["kd", "reverse", "jsd", "dkd", "ps-kd"])
-def test_dtensors(processes, name, size):
-    processes.run(size, dtensor_case, name)
-
-
-def stored_dtensor_case(world: World) -> None:
-    logits, taught, target = example(23)
+@on_processes(2)
+def test_stored_classes_beside_dtensors(world: World) -> None:
+    logits, taught, target = example()
     stored = taught.nan_to_num(0.0).log_softmax(-1).topk(5)
     loss = labo.TopKDistillationLoss()
     value, grad = dense(loss, logits, target, stored.indices, stored.values)
-    leaf = distribute_tensor(logits, world.mesh, [Shard(1)]).requires_grad_()
+    leaf = world.placed(logits, Shard(1)).requires_grad_()
     found = loss(leaf, target, stored.indices, stored.values)
-    found.backward(torch.full_like(found, 1.7))
+    found.backward(torch.full_like(found, UPSTREAM))
     close(found, value)
     close(leaf.grad.full_tensor(), grad)
     with pytest.raises(ValueError, match="an entry of indices is not below the 23 classes"):
         loss(leaf, target, stored.indices + 23, stored.values)
-
-
-def test_stored_classes_beside_dtensors(processes):
-    processes.run(2, stored_dtensor_case)
 
 
 # ------------------------------------------------------------------ output layers
@@ -219,25 +203,23 @@ def wanted_of(loss, hidden, weight, target, teacher, softcap):
     return value.detach(), [x.grad for x in leaves]
 
 
-def head_case(world: World, name: str, sizes: list[int]) -> None:
+@each_cut
+@pytest.mark.parametrize("name", ["kd", "jsd", "ps-kd", "stored"])
+@on_processes(3)
+def test_output_layers(world: World, name, sizes) -> None:
     hidden, weight, theirs, taught, bias, target = head_example(sum(sizes))
     logits = nn.functional.linear(theirs, taught, bias)
-    options = labo.LinearLossOptions(batch_chunk_size=5)
     top = logits.log_softmax(-1).topk(4)
-    part = [world.share(x, 0, sizes) for x in (taught, bias)]
-    teachers = {
-        "logits": world.share(logits, 2, sizes),
-        "layer": (theirs, *part),
-        "head": labo.TeacherHead(theirs, *part, softcap=2.0),
-    }
+    stored, part = (top.indices, top.values), [world.share(x, 0, sizes) for x in (taught, bias)]
+    cases = [
+        (None, (logits,), world.share(logits, 2, sizes)),
+        (3.0, (logits,), (theirs, *part)),
+        (None, (2 * torch.tanh(logits / 2),), labo.TeacherHead(theirs, *part, softcap=2.0)),
+    ]
     for reduction in ("mean", "none"):
-        for how, softcap in (("logits", None), ("layer", 3.0), ("head", None)):
-            if name == "stored":
-                loss = labo.TopKDistillationLoss(tail="labo", reduction=reduction)
-                whole, given = (top.indices, top.values), (top.indices, top.values)
-            else:
-                loss, given = LOSSES[name](reduction=reduction), teachers[how]
-                whole = (2 * torch.tanh(logits / 2),) if how == "head" else (logits,)
+        loss = LOSSES[name](reduction=reduction) if name != "stored" else None
+        loss = loss or labo.TopKDistillationLoss(tail="labo", reduction=reduction)
+        for softcap, whole, given in cases if name != "stored" else [(3.0, stored, stored)]:
             value, grads = wanted_of(loss, hidden, weight, target, whole, softcap)
             mine = [hidden.clone(), world.share(weight, 0, sizes).clone()]
             for x in mine:
@@ -251,7 +233,7 @@ def head_case(world: World, name: str, sizes: list[int]) -> None:
                 teacher_logits=given,
                 return_metrics=True,
                 group=world.group,
-                options=options,
+                options=labo.LinearLossOptions(batch_chunk_size=5),
             )
             found.sum().backward()
             close(found, value)
@@ -260,89 +242,62 @@ def head_case(world: World, name: str, sizes: list[int]) -> None:
             assert metrics.targets == (target != -100).sum()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["kd", "reverse", "jsd", "dkd", "ps-kd", "stored"])
-def test_output_layers(processes, name, sizes):
-    processes.run(len(sizes), head_case, name, sizes)
-
-
-def dtensor_head_case(world: World) -> None:
+@on_processes(2, 3)
+def test_output_layers_as_dtensors(world: World) -> None:
     hidden, weight, theirs, taught, bias, target = head_example(23)
     logits = nn.functional.linear(theirs, taught, bias)
-    loss = LOSSES["kd"]()
+    loss, standard = LOSSES["kd"](), labo.DistillationLoss(standardize=True)
     value, grads = wanted_of(loss, hidden, weight, target, (logits,), None)
-
-    def placed(x: Tensor, how) -> Tensor:
-        return distribute_tensor(x, world.mesh, [how])
-
-    parts = [placed(x, Shard(0)) for x in (taught, bias)]
-    for teacher in (
-        placed(logits, Shard(2)),
-        (theirs, *parts),
-        labo.TeacherHead(placed(theirs, Replicate()), *parts),
-    ):
-        leaf = placed(weight, Shard(0)).requires_grad_()
+    columns = world.placed(logits, Shard(2))
+    parts = [world.placed(x, Shard(0)) for x in (taught, bias)]
+    replicated = world.placed(theirs, Replicate())
+    for teacher in (columns, (theirs, *parts), labo.TeacherHead(replicated, *parts)):
+        leaf = world.placed(weight, Shard(0)).requires_grad_()
         found = labo.linear_loss(hidden, leaf, target, loss, teacher_logits=teacher)
         found.backward()
         close(found, value)
         close(leaf.grad.full_tensor(), grads[1])
-    for wrong in (logits, (theirs, taught), (theirs, parts[0], bias), placed(logits, Shard(0))):
-        with pytest.raises(ValueError, match="must be a DTensor whose classes are split as those"):
-            labo.linear_loss(hidden, leaf, target, loss, teacher_logits=wrong)
-    with pytest.raises(ValueError, match="DistillationLoss needs teacher_logits"):
-        labo.linear_loss(hidden, leaf, target, loss)
-    with pytest.raises(ValueError, match="a loss that needs the norm or standard deviation"):
-        labo.linear_loss(
-            hidden,
-            leaf,
-            target,
-            labo.DistillationLoss(standardize=True),
-            teacher_logits=placed(logits, Shard(2)),
-        )
+    wrong_split = "must be a DTensor whose classes are split as those"
+    for sentence, refused, teacher in (
+        (wrong_split, loss, logits),
+        (wrong_split, loss, (theirs, taught)),
+        (wrong_split, loss, (theirs, parts[0], bias)),
+        (wrong_split, loss, world.placed(logits, Shard(0))),
+        ("DistillationLoss needs teacher_logits", loss, None),
+        ("a loss that needs the norm or standard deviation", standard, columns),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            labo.linear_loss(hidden, leaf, target, refused, teacher_logits=teacher)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_output_layers_as_dtensors(processes, size):
-    processes.run(size, dtensor_head_case)
-
-
-def no_logits_case(world: World) -> int:
+@on_processes(2)
+def test_logits_of_a_teacher_never_exist(world: World) -> None:
     hidden, theirs = torch.randn(2, 64, 4)
     weight, taught = (world.share(torch.randn(500, 4), 0).clone() for _ in range(2))
-    target = torch.randint(500, (64,))
-    options = labo.LinearLossOptions(batch_chunk_size=8)
+    target, loss = torch.randint(500, (64,)), labo.DistillationLoss()
+    options = {"options": labo.LinearLossOptions(batch_chunk_size=8), "group": world.group}
     with LargestTensor() as probe:
         labo.parallel.linear_loss(
             hidden,
             weight.requires_grad_(),
             target,
-            labo.DistillationLoss(),
+            loss,
             teacher_logits=(theirs, taught),
-            group=world.group,
-            options=options,
+            **options,
         ).backward()
-    return probe.largest
-
-
-def test_logits_of_a_teacher_never_exist(processes):
-    assert max(processes.run(2, no_logits_case)) < 64 * 250
+    assert probe.largest < 64 * 250
 
 
 def test_wrong_teachers_of_plain_columns():
     logits, target = torch.randn(3, 8), torch.tensor([0, 1, -100])
-
-    def refused(sentence: str, loss: nn.Module, **given) -> None:
+    for sentence, loss, given in (
+        ("DistillationLoss needs teacher_logits", labo.DistillationLoss(), None),
+        ("LABOLoss takes no teacher logits", labo.LABOLoss(), logits),
+        ("must have the shape of the logits", labo.DistillationLoss(), logits[:, :5]),
+        ("needs indices and log_prob", labo.TopKDistillationLoss(), None),
+    ):
         with pytest.raises(ValueError, match=sentence):
-            labo.parallel.logits_loss(logits, target, loss, **given)
-
-    refused("DistillationLoss needs teacher_logits", labo.DistillationLoss())
-    refused("LABOLoss takes no teacher logits", labo.LABOLoss(), teacher_logits=logits)
-    refused(
-        "teacher_logits must have the shape of the logits",
-        labo.DistillationLoss(),
-        teacher_logits=logits[:, :5],
-    )
-    refused("needs indices and log_prob", labo.TopKDistillationLoss())
+            labo.parallel.logits_loss(logits, target, loss, teacher_logits=given)
     # Without a teacher, as in the first epoch.
     value = labo.parallel.logits_loss(logits, target, labo.PSKDLoss(epochs=2))
     torch.testing.assert_close(value, nn.functional.cross_entropy(logits, target))
