@@ -256,8 +256,8 @@ class Loss(_WithFields):
         if backend == "reference":
             return self._plain(logits, target, inputs, keywords, reason is not None)
         _checks.check_target(logits.shape, target, dim)
-        _checks.check_weight(self.weight, classes)
         if self.weight is not None or target.device != logits.device:
+            _checks.check_weight(self.weight, classes)
             _checks.check_devices(logits, target=target, weight=self.weight)
         # Every view is a node in the graph, and at small sizes the time goes into nodes.
         flat, labels = logits, target

@@ -354,10 +354,10 @@ def denominator(
     It is a number on the CPU, where it can be read at no cost. Elsewhere it is a tensor, so that
     nothing waits. ``dtype`` is that of the logits.
     """
-    if _checks.can_read(target) and native.unavailable() is None:
-        return _count_by_kernel(dtype, target, classes, ignore_index, weight)
     if weight is not None:
         weight = weight.detach().to(wide(dtype))
+    if _checks.can_read(target) and native.unavailable() is None:
+        return native.denominator(target, classes, ignore_index, weight) or math.inf
     if target.is_cuda and _checks.is_plain(target) and _triton_unavailable() is None:
         kernels = _triton_module()
         if len(target) <= kernels.MOST_TARGETS:
@@ -373,15 +373,6 @@ def denominator(
     total = row_sum(counts)
     total = total.masked_fill(total == 0, math.inf)
     return float(total) if _checks.can_read(total) else total
-
-
-def _count_by_kernel(
-    dtype: torch.dtype, target: Tensor, classes: int, ignore_index: int, weight: Tensor | None
-) -> float:
-    """As :func:`denominator`, for plain targets on the CPU."""
-    if weight is not None:
-        weight = weight.detach().to(wide(dtype))
-    return native.denominator(target, classes, ignore_index, weight) or math.inf
 
 
 # ------------------------------------------------------------------ autograd
@@ -474,11 +465,11 @@ def fast_loss(rows: FastRows, logits: Tensor, flat: Tensor, labels: Tensor) -> T
     reduction, inplace = loss.reduction, loss.inplace
     compiling = torch.compiler.is_compiling()
     with_grad = logits.requires_grad and torch.is_grad_enabled()
-    fixed = (flat.shape[1], loss.ignore_index, loss.weight)
-    if in_one_pass and not compiling:  # then the targets are plain
-        total: float | Tensor = _count_by_kernel(logits.dtype, labels, *fixed)
+    fixed = (labels, flat.shape[1], loss.ignore_index)
+    if in_one_pass and not compiling and loss.weight is None:  # the shortest way for small logits
+        total: float | Tensor = native.denominator(*fixed, None) or math.inf
     else:
-        total = denominator(logits.dtype, labels, *fixed)
+        total = denominator(logits.dtype, *fixed, loss.weight)
     divisor = total if reduction == "mean" else 1.0
     if inplace:
         _check_inplace(logits)
