@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import labo
-from loss_cases import LOSS_CASES, MODULES, compute_on
+from loss_cases import LOSS_CASES, MODULES, compute_on, each_kind
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 6e-3}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
@@ -57,7 +57,7 @@ def test_a_module_in_linear_loss(name, device):
         close(found, wanted.detach(), torch.float32)
 
 
-@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.name)
+@each_kind
 def test_any_test_can_let_its_losses_compute_on_a_device(case, monkeypatch):
     """As ``--device`` does. A meta tensor has no value, so that the way back to the CPU fails."""
     compute_on("meta", monkeypatch)

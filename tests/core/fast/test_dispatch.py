@@ -422,13 +422,6 @@ def test_large_scale_overflows_to_infinity():
 # ------------------------------------------------------------------ torch.compile
 
 
-def test_an_operator_names_a_formula():
-    for loss in (labo.FocalLoss(gamma=2.0, z_loss=1e-4), labo.LABOLoss(weight=torch.ones(3))):
-        rows = dispatch.FastRows.unpack(*dispatch.FastRows(loss, "blocked").pack())
-        assert (type(rows.loss), rows.backend) == (type(loss), "blocked")
-        assert rows.loss.values() == loss.values()
-
-
 @pytest.mark.parametrize("loss", [labo.CrossEntropyLoss(), labo.LABOLoss(tau=1.3)], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operator_check(loss, dtype):
