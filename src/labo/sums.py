@@ -49,7 +49,7 @@ almost all of the mass. The formula gets their u, (N, k), one by one.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,9 +66,6 @@ from .rows import (
     spread_of,
     times,
 )
-
-if TYPE_CHECKING:
-    from .loss import Loss
 
 NO_MASSES, UNIFORM, TEMPERED, BEYOND_MARGIN, FROM_ROW, FROM_TABLE, FROM_TEACHER = range(7)
 COUNT, UE, R, QU, QD, WQU, TOP, OTHERS, UR, EMIX, RD, QMIX = (1 << i for i in range(12))
@@ -123,6 +120,17 @@ class Passes(NamedTuple):
         return self._replace(mixture=RowMixture(top, (self.odds * ratio).log(), taught))
 
 
+class Formula(Protocol):
+    """A loss whose value is a formula of the sums."""
+
+    z_loss: float
+    leaves_out_target: ClassVar[bool]
+    teacher_is_stored: ClassVar[bool]
+
+    def value(self, row: RowSums) -> Tensor:
+        """The value of each row, (N,)."""
+
+
 class RowSums:
     """What the value of a row is made of: (N,) tensors, float64 where the device has it.
 
@@ -156,7 +164,7 @@ class RowSums:
 
     w_y: float | Tensor  # the class weight of the target, or 1.0
 
-    def __init__(self, loss: Loss, w_y: float | Tensor, classes: int | Tensor) -> None:
+    def __init__(self, loss: Formula, w_y: float | Tensor, classes: int | Tensor) -> None:
         self.others, self.stored = loss.leaves_out_target, loss.teacher_is_stored
         self.w_y, self.weighted = w_y, isinstance(w_y, Tensor)
         self.num_classes = classes
@@ -271,7 +279,7 @@ class RowSums:
 _ATTRIBUTES = frozenset(RowSums.__annotations__)
 
 
-def value_of(loss: Loss, row: RowSums) -> Tensor:
+def value_of(loss: Formula, row: RowSums) -> Tensor:
     """The value of each row, with the z-loss of the loss: z_loss (log sum exp z)^2."""
     value = loss.value(row)
     if loss.z_loss:
@@ -292,7 +300,7 @@ _OF_MASSES = frozenset({"q", "qu", "qd", "wq", "wqu", "rd", "rmix", "qmix"})
 class Traced(RowSums):
     """Notes what a formula uses. Every sum is 1."""
 
-    def __init__(self, loss: Loss, weighted: bool, device: torch.device | None) -> None:
+    def __init__(self, loss: Formula, weighted: bool, device: torch.device | None) -> None:
         one = torch.ones(1, dtype=torch.float32, device=device)
         super().__init__(loss, one if weighted else 1.0, 2)
         self.used: set[str] = set()
@@ -313,7 +321,7 @@ _BY_CLASS = ("u_stored", "log_t", "u_largest")
 
 
 @torch.no_grad()
-def passes_of(loss: Loss, weighted: bool, device: torch.device | None = None) -> Passes:
+def passes_of(loss: Formula, weighted: bool, device: torch.device | None = None) -> Passes:
     """What the passes of a fast backend compute for a loss, whose tensors are on ``device``."""
     row = Traced(loss, weighted, device)
     value_of(loss, row)
@@ -348,7 +356,7 @@ class PlainSums(RowSums):
 
     def __init__(
         self,
-        loss: Loss,
+        loss: Formula,
         rows: Rows,
         source: Tensor | None = None,
         stored: tuple[Tensor, Tensor] | None = None,
@@ -570,7 +578,7 @@ class FoundSums(RowSums):
     """The sums that a fast backend has found, by name."""
 
     def __init__(
-        self, loss: Loss, sums: dict[str, Tensor], w_y: float | Tensor, classes: int | Tensor
+        self, loss: Formula, sums: dict[str, Tensor], w_y: float | Tensor, classes: int | Tensor
     ) -> None:
         super().__init__(loss, w_y, classes)
         self.sums = sums
