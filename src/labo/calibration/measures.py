@@ -362,8 +362,11 @@ def brier_score(
 def _mean_over_rows(of_block: Callable[[Rows], Tensor], temperature: float, *given: Any) -> Tensor:
     """The sums of blocks, added up and divided by the number of rows."""
     POSITIVE.check("temperature", temperature)
-    count, total = 0, torch.zeros(1, dtype=torch.float64)
+    count, total, classes = 0, torch.zeros(1, dtype=torch.float64), None
     for rows in blocks(*given):
+        if rows.num_classes != (classes or rows.num_classes):
+            raise ValueError(f"a batch has {rows.num_classes} classes, and one before {classes}")
+        classes = rows.num_classes
         total = total + of_block(rows)
         count += len(rows.logits)
     return total / _counted(count)

@@ -358,3 +358,6 @@ def test_wrong_options():
         calibration.ReliabilityBins.of(torch.tensor([1.2]), torch.ones(1))
     with pytest.raises(ValueError, match="one length, got 1 and 2"):
         calibration.ReliabilityBins.of(torch.tensor([0.2]), torch.ones(2))
+    for measure in (calibration.classwise_calibration_error, calibration.brier_score):
+        with pytest.raises(ValueError, match="a batch has 3 classes, and one before 4"):
+            measure([drawn(0, 5, 4), drawn(0, 5, 3)])
