@@ -276,7 +276,7 @@ def _compute(call: Call) -> Any:
         rows = LossRows(loss, "split", None, taught)
         split_loss = split.SplitLoss(loss, columns, len(weight), target.device)
     most, drop = _most_rows(options, head, rows, columns), options.drops(target.device)
-    measure, reduction = bool(call.return_metrics), loss.reduction
+    measure, reduction = bool(call.return_metrics), active.reduction
     statistics: Tensor | None
     with torch.autocast(call.input.device.type, enabled=False):
         total = _total(head, target, token_weight, loss, columns is not None)
