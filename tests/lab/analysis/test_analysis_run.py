@@ -288,7 +288,9 @@ def test_an_analysis_is_read_as_long_as_it_fits(tmp_path, monkeypatch):
 def test_a_file_that_does_not_fit_is_made_anew(tmp_path):
     path = image_run(tmp_path / "r")
     written = write_analysis(path)
-    for content in ("", "[]", '{"format": 0}', '{"format": 4, "inputs": {}}', "[" * 100_000):
+    changed = {**written, "splits": {"valid": {}, "test": {"views": 3}}}  # by hand
+    damaged = ["", "[]", '{"format": 0}', '{"format": 4, "inputs": {}}', "[" * 100_000]
+    for content in [*damaged, json.dumps(changed)]:
         (path / "analysis.json").write_text(content)
         assert load_analysis(path) == written
     write_analysis(path, ["test"])  # one split is not the whole

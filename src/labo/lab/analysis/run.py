@@ -7,7 +7,8 @@ something is computed. Every number may be null where it is undefined.
 
 ``analysis.json``::
 
-    {"format": 4, "name": folder name, "task": a name of TASKS, "seed": 0,
+    {"format": 4, "digest": SHA-256 of the rest,
+     "name": folder name, "task": a name of TASKS, "seed": 0,
      "method": {"name", hyper-parameters},
      "inputs": {file: sha256},                       the files it was computed from
      "options": {name: value},                       options of the task
@@ -42,6 +43,7 @@ A GROUP, see :mod:`labo.lab.analysis.groups`; a task may add to it, as translati
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +90,7 @@ def analyze_run(
     if not chosen:
         notes.append(f"there are no records: labo evaluate {run.path} writes them")
     labels = _labels(run)
-    return plain(
+    document = plain(
         {
             "format": FORMAT,
             "name": run.name,
@@ -107,6 +109,12 @@ def analyze_run(
             "notes": list(dict.fromkeys(notes)),
         }
     )
+    return {**document, "digest": _digest(document)}
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_analysis(
@@ -154,12 +162,13 @@ def read_settings(paths: Iterable[str | Path], texts: Iterable[str]) -> dict[str
 
 
 def load_analysis(path: str | Path) -> dict[str, Any]:
-    """``RUN/analysis.json`` if it fits the files of the run; else a new one."""
+    """``RUN/analysis.json`` if it is unchanged and fits the files of the run; else a new one."""
     run = sound_run(path)
     try:
         document: dict[str, Any] = json.loads((run.path / FILE).read_text(encoding="utf-8"))
         current = (
             document["format"] == FORMAT
+            and document["digest"] == _digest(document)
             and document["inputs"] == digests(run)
             and set(document["splits"]) == set(run.splits())
         )
