@@ -87,3 +87,14 @@ def test_joeynmt_convention():
         reduction="sum",
     )
     torch.testing.assert_close(value - label_entropy, kl)
+
+
+def test_fairseq_convention():
+    """Parity with fairseq's formula: (1 - eps - eps_i) nll + eps_i sum of -log p."""
+    logits, target = LOGITS, TARGET
+    log_p = logits.log_softmax(-1)
+    eps_i = 0.1 / 10
+    nll = -log_p.gather(1, target[:, None]).squeeze(1)
+    expected = (1 - 0.1 - eps_i) * nll + eps_i * -log_p.sum(-1)
+    value = F.label_smoothing_loss(logits, target, convention="fairseq", reduction="none")
+    torch.testing.assert_close(value, expected)

@@ -277,3 +277,12 @@ def test_warmup_passes_teacher_logits_to_the_loss_that_takes_them():
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.BetaSmoothingLoss(), steps=0)
     expected = loss.after(logits, target, teacher, draws)
     assert torch.equal(loss(logits, target, teacher, draws), expected)
+
+
+def test_stationary_point_explains_the_papers_histogram():
+    """The figure's "around 0.4" is adaptive alpha; alpha = 0.1 would give 0.97, LS gives 0.9."""
+    assert smoothing.stationary_confidence(10_000, tau=1.25) == pytest.approx(0.404, abs=5e-4)
+    fixed = smoothing.stationary_confidence(10_000, tau=1.25, alpha=0.1)
+    assert fixed == pytest.approx(0.974, abs=1e-3)
+    ls = smoothing.stationary_confidence(10_000, tau=math.inf, alpha=0.1)
+    assert ls == pytest.approx(0.900, abs=5e-4)

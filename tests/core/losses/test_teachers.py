@@ -295,3 +295,33 @@ def test_beta_smoothing_draws_follow_the_distribution():
         logits, target, logits, alpha=1.0, rng=torch.Generator().manual_seed(0)
     )
     assert torch.equal(value, again)
+
+
+def test_labo_at_tau_1_is_bucket(rows):
+    logits, log_t, _ = rows
+    torch.testing.assert_close(
+        divergence(logits, log_t, "labo", tau=1.0), divergence(logits, log_t, "bucket")
+    )
+
+
+def test_topk_bucket_has_an_upper_bound():
+    """The largest -log of the tail bounds the whole KL divergence from above."""
+    value = F.topk_distillation_loss(A, Y0, *stored(2), alpha=1.0)
+    mass = 1 - stored(2)[1].exp().sum()
+    near(value - mass * A[2:].log_softmax(-1).min(), 0.179683)
+
+
+def test_hinton_distillation_by_kl_div():
+    logits, target = batch()
+    teacher, _ = batch(seed=1)
+    kl = torch.nn.functional.kl_div(
+        (logits / 4).log_softmax(-1), (teacher / 4).softmax(-1), reduction="batchmean"
+    )
+    ce = torch.nn.functional.cross_entropy(logits, target)
+    value = F.distillation_loss(logits, target, teacher, alpha=0.9, tau=4)
+    torch.testing.assert_close(value, 0.1 * ce + 0.9 * 16 * kl)
+    mean = torch.nn.functional.kl_div(
+        (logits / 4).log_softmax(-1), (teacher / 4).softmax(-1), reduction="none"
+    ).mean()
+    value = F.distillation_loss(logits, target, teacher, kl_reduction="elementwise")
+    torch.testing.assert_close(value, 0.1 * ce + 0.9 * 16 * mean)

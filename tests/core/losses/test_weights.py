@@ -252,3 +252,23 @@ def test_generalized_entropy_near_its_ends(alpha, scale, impl):
     exact = float(-p[0].ln() + decimal.Decimal("0.7") * (of_u + of_p))
     value = F.generalized_entropy_loss(logits, torch.tensor([0]), alpha=alpha, impl=impl)
     assert float(value) == pytest.approx(exact, rel=1e-6)
+
+
+def test_generalized_entropy_prior():
+    logits, target = batch(4, rows=5)
+    prior = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    p = logits.softmax(-1)
+    ce = F.cross_entropy_loss(logits, target, reduction="none")
+    for alpha, divergence in (
+        (0.0, (p * (p / prior).log()).sum(-1)),
+        (1.0, (prior * (prior / p).log()).sum(-1)),
+    ):
+        value = F.generalized_entropy_loss(
+            logits, target, alpha=alpha, beta=0.5, prior=prior, reduction="none"
+        )
+        torch.testing.assert_close(value, ce + 0.5 * divergence)
+        near = min(max(alpha, 1e-6), 1 - 1e-6)
+        close = F.generalized_entropy_loss(
+            logits, target, alpha=near, beta=0.5, prior=prior, reduction="none"
+        )
+        torch.testing.assert_close(close, value, atol=1e-4, rtol=0)

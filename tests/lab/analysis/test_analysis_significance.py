@@ -103,3 +103,11 @@ def test_the_bootstrap_over_several_seeds_is_that_of_their_mean_difference():
     once, twice = (paired_bootstrap(ours[:1] * n, theirs[:1] * n) for n in (1, 2))
     assert once == twice
     assert paired_bootstrap([ours[0], theirs[0]], [theirs[0], ours[0]]) == 1.0
+
+
+def test_the_exact_test_is_scipys():
+    values = np.array([0.12, 0.31, -0.05, 0.2, 0.44, 0.02])
+    theirs = stats.permutation_test(
+        (values, np.zeros(6)), lambda x, y: np.mean(x - y), permutation_type="samples"
+    )
+    assert sign_flip_test(values)[0] == pytest.approx(theirs.pvalue)

@@ -770,3 +770,20 @@ def test_requests_that_cannot_be_met(tmp_path):
     with refused("nowhere: no such folder; data.root must name the folder that holds mnist"):
         load_images("mnist", tmp_path / "nowhere")
     assert issubclass(DataError, RequestError)
+
+
+def test_the_archive_itself(tmp_path):
+    archive = write_tar(tmp_path / "downloaded.tgz", python2_cifar10(), "cifar-10-batches-py")
+    whole_train(load_images("cifar10", archive), TEN_LABELS)
+
+
+def test_wrong_pickled_names_are_refused(tmp_path):
+    names = {"batches.meta": pickle.dumps({"label_names": 7})}
+    with refused("batches.meta: 0 class names, but CIFAR-10 has 10"):
+        load_images("cifar10", write(tmp_path, edited(python2_cifar10(), names)))
+
+
+def test_root_may_start_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "data", IDX)
+    assert len(load_images("mnist", "~/data").test) == 10
