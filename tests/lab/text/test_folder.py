@@ -288,3 +288,11 @@ def test_a_folder_of_the_other_kind_or_that_was_replaced_is_refused(documents, p
     write(documents / "frequencies.json", json.dumps({"tokens": [1]}))
     with refused("was replaced while it was read"):
         data.hold()
+
+
+def test_a_manifest_cannot_name_files_elsewhere(copy):
+    manifest = json.loads((copy / "prepared.json").read_text())
+    manifest["sha256"]["../secret"] = "0" * 64
+    write(copy / "prepared.json", json.dumps(sealed(manifest)))
+    with refused("names a file elsewhere"):
+        Prepared(copy)
