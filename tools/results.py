@@ -8,9 +8,10 @@
 of run directories, and adds its runs that are scored on the test split, with their calibration.
 With ``--selection`` it adds all finished runs to ``results/NAME-selection.csv``, with their
 validation scores. Runs in ``results/NAME-cost.csv`` are those that the times of the table of NAME
-are taken from. ``--decode`` translates a split with finished runs again, with other length
-penalties or beams, and adds the scores to ``results/NAME-decoding.csv``; what is there already is
-not decoded again.
+are taken from. Runs of translation that were analysed have BLEU and the probabilities of the chosen
+tokens by word frequency in ``results/NAME-frequency.csv``. ``--decode`` translates a split with
+finished runs again, with other length penalties or beams, and adds the scores to
+``results/NAME-decoding.csv``; what is there already is not decoded again.
 
 Each of them, and the command without arguments, rebuilds everything between markers in README.md,
 docs/results.md and docs/why.md::
@@ -21,10 +22,11 @@ docs/results.md and docs/why.md::
 them, ``table`` the methods of one with their differences to LS, ``among`` some of its methods at
 their best settings with their differences to the first one, ``verdict`` these in a line each,
 ``settings`` what was selected for each method, ``selection`` the validation scores of a grid,
-``decoding`` the scores by length penalty and beam. ``curves``, ``rates`` and ``budget`` show what
-``tools/label_weight.py`` has measured: a picture of the training, and tables of learning rates and
-of budgets. Differences, intervals and p-values are those of
-:mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`. Rebuilding needs no
+``decoding`` the scores by length penalty and beam. ``frequency`` and ``confidence`` are Table 4 and
+Figure 2 of the paper with the numbers of a study, and ``histogram`` is the picture. ``curves``,
+``rates`` and ``budget`` show what ``tools/label_weight.py`` has measured: a picture of the
+training, and tables of learning rates and of budgets. Differences, intervals and p-values are those
+of :mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`. Rebuilding needs no
 torch.
 """
 
@@ -56,7 +58,9 @@ from labo.lab.report.charts import Axis, Line, line_chart, sheet
 from labo.lab.report.gather import ReportGroup, make_groups
 from labo.lab.report.summary import difference_chart, p_text
 from labo.lab.report.task import find_report
+from labo.lab.reproduce import paper
 from labo.lab.tables import Cell, Column, Row, best_rows, filled, shown_cell
+from labo.lab.translation.figures import histogram_figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS, ASSETS = ROOT / "results", ROOT / "docs" / "assets"
@@ -80,6 +84,7 @@ ABOUT = ("recipe", "task", "data", "model", "method", "hyper", "settings", "seed
 COSTS = ("steps", "seen", "seconds", "peak_memory", "device", "conditions")
 VERSIONS = ("torch", "commit", "signature")
 DECODING = ("split", "length_penalty", "beam")
+BY_FREQUENCY = ("split", "part", "sentences")
 _DECODED = ("bleu", "chrf", "tokenized_bleu", "length_ratio")
 
 Record = dict[str, str]
@@ -119,6 +124,11 @@ def add(folder: Path, name: str, *, selection: bool = False, recipe: str | None 
             if "test" in (run.results or {})
         ]
     _write(file, _known(file) | {_key(row): row for row in rows})
+    if not selection:
+        parts = [part for row, run in zip(rows, finished, strict=True) for part in _parts(row, run)]
+        if parts:
+            by_frequency = RESULTS / f"{name}-frequency.csv"
+            _write(by_frequency, _known(by_frequency) | {_key(part): part for part in parts})
     return f"{file.relative_to(ROOT)}: {len(rows)} of {len(runs)} runs in {folder} added"
 
 
@@ -218,17 +228,17 @@ def _key(record: Record) -> tuple[Any, ...]:
     names = ("recipe", "method", "hyper", "settings")
     decoded = [float(record.get(name, 0)) for name in ("length_penalty", "beam")]
     run = (*(record.get(name, "") for name in names), int(record["seed"]))
-    return (*run, record.get("split", ""), *decoded)
+    return (*run, record.get("split", ""), record.get("part", ""), *decoded)
 
 
 def _as_csv(records: Sequence[Record]) -> str:
     names = {key for record in records for key in record}
-    known = {*ABOUT, *DECODING, *COSTS, *VERSIONS}
+    further = next((keys for keys in (DECODING, BY_FREQUENCY) if names >= {*keys}), ())
+    known = {*ABOUT, *further, *COSTS, *VERSIONS}
     scores = sorted(names - known, key=lambda key: (key.split("_")[0] == "test", key))
+    costs = () if further else COSTS
     text = io.StringIO()
-    decoded = names >= {*DECODING}
-    columns = [*ABOUT, *DECODING, *scores] if decoded else [*ABOUT, *scores, *COSTS]
-    columns += VERSIONS
+    columns = [*ABOUT, *further, *scores, *costs, *VERSIONS]
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
@@ -285,6 +295,24 @@ def _calibration(run: Run) -> Record:
         "temperature": split["temperature"],
     }
     return {f"analysis_{name}": str(value) for name, value in values.items() if value is not None}
+
+
+def _parts(row: Record, run: Run) -> Iterator[Record]:
+    """BLEU and the probabilities of the chosen tokens by word frequency, of runs that have them."""
+    about = {key: value for key, value in row.items() if key in (*ABOUT, *VERSIONS)}
+    for split, analysed in load_analysis(run.path)["splits"].items():
+        confidence = analysed.get("confidence", {})
+        for part, found in analysed.get("frequency", {}).items():
+            values = {
+                "split": split,
+                "part": part,
+                "sentences": found["examples"],
+                "bleu": found["bleu"],
+                "mean": confidence["mean"][part],
+                "peak": confidence["peak"][part],
+                "shares": json.dumps(confidence["shares"][part]),
+            }
+            yield about | {key: str(value) for key, value in values.items()}
 
 
 def _changed(run: Run, plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -674,6 +702,74 @@ def decoding(name: str) -> str:
     return _markdown([*head, "in words"], rows)
 
 
+# ------------------------------------------------------------------ by word frequency
+
+
+def frequency(name: str) -> str:
+    """BLEU by word frequency, as in Table 4 of the paper, whose numbers are in brackets."""
+    found, rows = _by_frequency(name, "bleu"), []
+    for split, printed in paper.FREQUENCY.items():
+        ours = {method: found[split, method] for method in printed}
+        for method, theirs in printed.items():
+            cells = zip(paper.FREQUENCY_COLUMNS, theirs, strict=True)
+            shown = [f"{_spread(ours[method][part].values())} ({number})" for part, number in cells]
+            rows.append([split, f"`{method}`", *shown])
+        shown = []
+        for i, part in enumerate(paper.FREQUENCY_COLUMNS):
+            labo, ls = ours["labo"][part], ours["ls"][part]
+            paired = [labo[seed] - ls[seed] for seed in labo if seed in ls]
+            theirs = printed["labo"][i] - printed["ls"][i]
+            shown.append(f"{_spread(paired, '+')} ({theirs:+.1f})")
+        rows.append([split, "Δ", *shown])
+    return _markdown(["split", "method", *paper.FREQUENCY_COLUMNS], rows)
+
+
+def confidence(name: str) -> str:
+    """Peak and mean of the probabilities that beam search chose, by word frequency."""
+    peaks, means = (_by_frequency(name, key) for key in ("peak", "mean"))
+    parts, rows = paper.FREQUENCY_COLUMNS, []
+    for method, theirs in paper.PEAKS.items():
+        shown = [_spread(peaks["test", method][part].values(), digits=3) for part in parts]
+        shown += [_spread(means["test", method][part].values(), digits=3) for part in parts]
+        rows.append([f"`{method}`", f"{theirs}", *shown])
+    heads = [f"{what}, {part}" for what in ("peak", "mean") for part in parts]
+    return _markdown(["method", "the paper's peak", *heads], rows)
+
+
+def _by_frequency(name: str, key: str) -> Mapping[tuple[str, str], dict[str, dict[int, float]]]:
+    """(split, method) -> part -> seed -> a number of ``results/NAME-frequency.csv``."""
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for record in read(RESULTS / f"{name}-frequency.csv"):
+        parts = found.setdefault((record["split"], record["method"]), {})
+        parts.setdefault(record["part"], {})[int(record["seed"])] = float(record[key])
+    return found
+
+
+def _spread(values: Iterable[float], sign: str = "", digits: int = 2) -> str:
+    """Mean and standard deviation."""
+    cell = mean_cell(values)
+    spread = "" if cell.spread is None else f" ± {cell.spread:.{digits}f}"
+    return f"{cell.value:{sign}.{digits}f}{spread}"
+
+
+def drawn_histogram(name: str) -> str:
+    """An SVG file: the probabilities that beam search chose on the test split."""
+    known: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for record in read(RESULTS / f"{name}-frequency.csv"):
+        if record["split"] == "test":
+            run = known.setdefault((record["method"], int(record["seed"])), {})
+            run[record["part"]] = json.loads(record["shares"])
+    members = []
+    for member in study(name).members:
+        method, seed = member.run.method["name"], member.run.seed
+        if method in paper.PEAKS and (method, seed) in known:
+            split = {**member.split("test"), "confidence": {"shares": known[method, seed]}}
+            members.append(Member(member.run, {"splits": {"test": split}}))
+    (group,) = make_groups(members)
+    (figure,) = histogram_figure(group, name)
+    return _svg(sheet(figure.panels, figure.legend))
+
+
 # ------------------------------------------------------------------ why: the label weight
 
 
@@ -794,12 +890,15 @@ PARTS: dict[str, Callable[..., str]] = {
     "among": among,
     "verdict": verdict,
     "decoding": decoding,
+    "frequency": frequency,
+    "confidence": confidence,
     "rates": rates,
     "budget": budget,
 }
 PICTURES: dict[str, tuple[Callable[..., str], str]] = {
     "differences": (drawn_differences, "Difference of each method to label smoothing"),
     "curves": (drawn_curves, "Label weight, gradient norm, accuracy"),
+    "histogram": (drawn_histogram, "Probabilities of the chosen tokens by word frequency"),
 }
 _BLOCK = re.compile(r"(<!-- results: (\w+) (.+?) -->\n).*?(<!-- /results -->)", re.DOTALL)
 

@@ -149,6 +149,42 @@ def test_runs_are_decoded_again_with_other_penalties_and_beams(study, tmp_path, 
     assert "--decode needs --penalties or --beams" in capsys.readouterr().err
 
 
+def test_numbers_by_word_frequency_are_those_of_the_analysis(study, tmp_path):
+    folder = tmp_path / "translations"
+    for method in (LS, LABO):
+        for seed in (0, 1):
+            write_run(folder / f"{method['name']}-s{seed}", method, seed, task="translation")
+    results.add(folder, "cldr")
+    rows = results.read(results.RESULTS / "cldr-frequency.csv")
+    assert len(rows) == 2 * 2 * 2 * 3  # methods, seeds, splits, parts
+    analysed = {
+        (method, seed): load_analysis(folder / f"{method}-s{seed}")["splits"]["test"]
+        for method in ("ls", "labo")
+        for seed in (0, 1)
+    }
+    for row in (row for row in rows if row["split"] == "test"):
+        split, part = analysed[row["method"], int(row["seed"])], row["part"]
+        assert float(row["bleu"]) == split["frequency"][part]["bleu"]
+        assert float(row["peak"]) == split["confidence"]["peak"][part]
+        assert float(row["mean"]) == split["confidence"]["mean"][part]
+
+    bleu = {
+        key: [split["frequency"][part]["bleu"] for part in ("most", "medium", "least")]
+        for key, split in analysed.items()
+    }
+    table = results.frequency("cldr").splitlines()
+    assert table[5].startswith(f"| test | `ls` | {fmean(bleu['ls', s][0] for s in (0, 1)):.2f} ± ")
+    paired = fmean(bleu["labo", seed][2] - bleu["ls", seed][2] for seed in (0, 1))
+    assert f"{paired:+.2f} ± " in table[7].split("|")[5]
+    assert "(+0.6)" in table[7].split("|")[5]  # the paper's
+    peak = fmean(analysed["labo", seed]["confidence"]["peak"]["least"] for seed in (0, 1))
+    row = results.confidence("cldr").splitlines()[3]
+    assert row.startswith("| `labo` | 0.4 | ")
+    assert f" {peak:.3f} ± " in row.split("|")[5]
+    drawn = results.drawn_histogram("cldr")
+    assert all(f">Words: {part} frequent<" in drawn for part in ("most", "medium", "least"))
+
+
 def test_adding_twice_changes_nothing_and_a_changed_row_is_noticed(study, tmp_path):
     file = results.RESULTS / "digits.csv"
     before, page = file.read_text(), results.PAGES[0].read_text()
