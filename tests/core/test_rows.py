@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import labo
-from backends import ONE_CALL
+from backends import ONE_CALL, on_backend
 from labo import functional as F
 from labo.rows import largest
 from layouts import LAYOUTS, arranged
-from loss_cases import CASES, MODULES, REPRESENTATIVES, draws, triton_for_native
+from loss_cases import CASES, MODULES, REPRESENTATIVES, draws
 
 quick = settings(max_examples=12, deadline=None)
 layouts = st.sampled_from(LAYOUTS)
@@ -123,13 +123,10 @@ def test_any_layout_on_the_fast_backends(name, backend, dtype, size, kind, weigh
         target[::2] = -100
 
     def call(z, t, w, *, reduction):
-        impl = "native" if backend == "triton" else backend
         weight = w if weighted else None
         return ONE_CALL[name](z, t, weight=weight, impl=impl, reduction=reduction)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if backend == "triton":
-            triton_for_native(patch)
+    with on_backend(backend) as impl:
         assert_layout_does_not_matter(
             call,
             arranged(logits, kind[0]),

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import labo
-from backends import ONE_CALL
+from backends import ONE_CALL, each_of_four, on_backend
 from labo import functional as F
 from labo.sums import Traced
-from loss_cases import LOSS_CASES, LossCase, both, each_loss, triton_for_native
+from loss_cases import LOSS_CASES, LossCase, both, each_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the Triton interpreter
 
@@ -28,51 +28,47 @@ WITHOUT_SHARE = {  # 1 - alpha is 0
 }
 LOSSES = ONE_CALL | WITHOUT_SHARE
 
-each_backend = pytest.mark.parametrize("backend", ["reference", "blocked", "native", "triton"])
 each_name = pytest.mark.parametrize("name", LOSSES)
 
 
-def on_backend(name, backend, logits, target, **arguments):
+def computed(name, backend, logits, target, **arguments):
     """Value of each row, or reduced, and the gradient."""
-    with pytest.MonkeyPatch.context() as patch:
-        if backend == "triton":
-            triton_for_native(patch)
-        impl = "native" if backend == "triton" else backend
+    with on_backend(backend) as impl:
         return both(LOSSES[name], logits, target, impl=impl, **arguments)
 
 
 # ------------------------------------------------------------------ 0 * inf
 
 
-@each_backend
+@each_of_four
 @pytest.mark.parametrize("name", WITHOUT_SHARE)
 def test_masked_target_without_a_share_costs_nothing(name, backend):
     logits = torch.tensor([[0.5, -INF, 1.0, -0.5], [0.5, 2.0, 1.0, -0.5]])
     target = torch.tensor([1, 1])
     for weight in (None, torch.tensor([0.5, 2.0, 1.5, 1.0])):
         fixed = {"weight": weight, "reduction": "none"}
-        value, slope = on_backend(name, backend, logits, target, **fixed)
+        value, slope = computed(name, backend, logits, target, **fixed)
         assert value.isfinite().all()
         assert slope[0, 1] == 0
-        expected = on_backend(name, "reference", logits.double(), target, **fixed)
+        expected = computed(name, "reference", logits.double(), target, **fixed)
         torch.testing.assert_close((value, slope), expected, rtol=1e-5, atol=1e-6)
 
 
-@each_backend
+@each_of_four
 def test_adaptive_alpha_without_entropy_leaves_no_share(backend):
     """One class is left: H = 0, alpha = 1, and KL(P || U) = 0 over that class."""
     logits, target = torch.tensor([[0.3, -INF, -INF]]), torch.tensor([1])
-    value, slope = on_backend("labo", backend, logits, target)
+    value, slope = computed("labo", backend, logits, target)
     assert value.item() == 0
     assert slope.abs().max() < 1e-6
 
 
-@each_backend
+@each_of_four
 @each_name
 def test_masked_target_with_weight_0_costs_nothing(name, backend):
     logits = torch.tensor([[0.5, -INF, 1.0, -0.5], [0.5, 0.1, 1.0, -0.5]])
     target, weight = torch.tensor([1, 2]), torch.tensor([0.5, 0.0, 1.5, 1.0])
-    value, slope = on_backend(name, backend, logits, target, weight=weight, reduction="none")
+    value, slope = computed(name, backend, logits, target, weight=weight, reduction="none")
     assert value.isfinite().all()
     assert slope.isfinite().all()
     p = logits[0, [0, 2, 3]].double().log_softmax(-1)
@@ -82,24 +78,24 @@ def test_masked_target_with_weight_0_costs_nothing(name, backend):
         alpha = LOSSES[name].hyper["alpha"]
         share = -(weight[[0, 2, 3]].double() * p).sum() * alpha / 3
         assert value[0].item() == pytest.approx(share.item(), 1e-5)
-    mean, _ = on_backend(name, backend, logits, target, weight=weight)
+    mean, _ = computed(name, backend, logits, target, weight=weight)
     torch.testing.assert_close(mean, value.sum() / 1.5, rtol=1e-6, atol=1e-6)
 
 
-@each_backend
+@each_of_four
 @each_name
 def test_masked_targets_nan_and_means_over_nothing(name, backend):
     """A masked target with a share is infinite; weights of 0 are as if rows were ignored."""
     logits, target = torch.tensor([[0.5, -INF, 1.0, -0.5]]), torch.tensor([1])
-    value, _ = on_backend(name, backend, logits, target)
+    value, _ = computed(name, backend, logits, target)
     assert (value == INF) == (name not in WITHOUT_SHARE)
     weight = torch.tensor([1.0, 0.0, 1.0, 1.0])
     broken = torch.tensor([[math.nan, -INF, 1.0, -0.5]])
-    value, _ = on_backend(name, backend, broken, target, weight=weight, reduction="sum")
+    value, _ = computed(name, backend, broken, target, weight=weight, reduction="sum")
     assert value.isnan()
     logits = torch.tensor([[0.5, -INF, 1.0, -0.5], [0.5, 0.1, 1.0, -0.5]])
     for weights, labels in ((torch.zeros(4), [1, 2]), (weight, [1, 1])):
-        value, slope = on_backend(name, backend, logits, torch.tensor(labels), weight=weights)
+        value, slope = computed(name, backend, logits, torch.tensor(labels), weight=weights)
         assert value == 0
         assert slope.count_nonzero() == 0
 
@@ -154,7 +150,7 @@ magnitudes = st.sampled_from([0.0, 1.0, 1e20, 1e31, 1e38, 3e38, LARGE])
 numbers = st.tuples(magnitudes, st.sampled_from([-1.0, 1.0])).map(math.prod)
 
 
-@each_backend
+@each_of_four
 @each_name
 @settings(max_examples=8, deadline=None)
 @given(st.lists(numbers, min_size=12, max_size=12), st.integers(0, 5), st.booleans())
@@ -163,23 +159,23 @@ def test_logits_near_the_limit_are_alike(name, backend, logits, label, weighted)
     logits, target = torch.tensor(logits).reshape(2, 6), torch.tensor([label, 5 - label])
     weight = torch.tensor([0.25, 0.5, 0.125, 1.0, 0.75, 0.5]) if weighted else None
     fixed = {"weight": weight, "reduction": "none"}
-    value, slope = on_backend(name, backend, logits, target, **fixed)
-    expected, expected_slope = on_backend(name, "reference", logits, target, **fixed)
+    value, slope = computed(name, backend, logits, target, **fixed)
+    expected, expected_slope = computed(name, "reference", logits, target, **fixed)
     assert expected.isfinite().all()
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-6)
     # the gradient is that of float64, where nothing overflows
-    _, exact = on_backend(name, "reference", logits.double(), target, **fixed)
+    _, exact = computed(name, "reference", logits.double(), target, **fixed)
     torch.testing.assert_close(slope, exact, rtol=1e-4, atol=1e-6)
 
 
-@each_backend
+@each_of_four
 @each_name
 def test_value_near_the_limit_is_exact_where_float32_can_hold_it(name, backend):
     logits = torch.tensor([[1e38, -1e38, 0.0, 5e37], [2e30, 1e30, -1e30, 0.0]])
     target = torch.tensor([0, 1])
-    value, _ = on_backend(name, backend, logits, target, reduction="none")
-    exact, _ = on_backend(name, "reference", logits.double(), target, reduction="none")
+    value, _ = computed(name, backend, logits, target, reduction="none")
+    exact, _ = computed(name, "reference", logits.double(), target, reduction="none")
     torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
 
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
 from labo import functional as F
-from loss_cases import LOSS_CASES, LossCase, both
+from loss_cases import LOSS_CASES, LossCase, both, triton_for_native
 
 BACKENDS = ["blocked", "native"]
 each_backend = pytest.mark.parametrize("impl", BACKENDS)
+# For ``on_backend``.
+each_of_four = pytest.mark.parametrize("backend", ["reference", *BACKENDS, "triton"])
+
+
+@contextmanager
+def on_backend(backend: str) -> Iterator[str]:
+    """What ``impl`` must be; the Triton kernels take the place of the C kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "triton":
+            triton_for_native(patch)
+        yield "native" if backend == "triton" else backend
+
 
 # The losses that have a kernel of one call, with other than default hyper-parameters.
 ONE_CALL = {

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import labo
+from backends import each_of_four, on_backend
 from labo import functional as F
-from loss_cases import gradient, triton_for_native
+from loss_cases import gradient
 from worked import Y0, A, T, near
 
 ALL = ["forward", "reverse", "jsd", "skew", "skew_reverse"]
@@ -69,23 +70,17 @@ def test_trl_computes_the_same_from_both_heads(beta, temperature):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("impl", ["reference", "blocked", "native", "triton"])
-def test_a_class_that_the_teacher_alone_masks(impl, monkeypatch):
-    if impl == "triton":
-        triton_for_native(monkeypatch)
-        impl = "native"
+@each_of_four
+def test_a_class_that_the_teacher_alone_masks(backend):
     random = torch.Generator().manual_seed(0)
     z, t = (torch.randn(2, 5000, generator=random) for _ in range(2))
     t[0, 7] = -math.inf
     z[1, 7] = t[1, 7] = -math.inf
     t[1, 9], z[1, 9] = -math.inf, -1e4  # where p is 0
     target = torch.zeros(2, dtype=torch.long)
-    values = {
-        name: F.distillation_loss(
-            z, target, t, tau=1.0, divergence=name, impl=impl, reduction="none"
-        )
-        for name in ALL
-    }
+    with on_backend(backend) as impl:
+        fixed = {"tau": 1.0, "impl": impl, "reduction": "none"}
+        values = {name: F.distillation_loss(z, target, t, divergence=name, **fixed) for name in ALL}
     assert values["reverse"][0] == math.inf
     assert values["reverse"][1].isfinite()
     assert all(values[name].isfinite().all() for name in ALL if name != "reverse")
