@@ -14,6 +14,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 import labo
 import layers
+from columns import (
+    CHUNKS,
+    CUTS,
+    close,
+    columns_are_whole,
+    dense,
+    dense_head,
+    dtensor_is_whole,
+    head_example,
+    head_is_whole,
+)
 from gloo import World, on_processes
 from labo.fast import blocked, formula, kernels, native
 from labo.fast.formula import coefficients_of
@@ -42,17 +53,9 @@ FORMULA_LOSSES = {
     "tf-reg": lambda k, **shared: labo.TFRegLoss(mode="paper", alpha=0.5, **shared),
     "mls": lambda k, **shared: labo.MaskedLabelSmoothingLoss(torch.arange(k) % 3 != 1, **shared),
 }
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 5e-3}
 REDUCTIONS = ("mean", "sum", "none")
 
-CHUNKS = labo.LinearLossOptions(batch_chunk_size=5)
-
 each_loss = pytest.mark.parametrize("name", LOSSES)
-
-
-def close(found: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float64) -> None:
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
 def example(classes: int = 23, rows: int = 12, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -68,50 +71,20 @@ def example(classes: int = 23, rows: int = 12, scale: float = 3.0) -> tuple[Tens
     return logits, target
 
 
-def dense(
-    loss: nn.Module, logits: Tensor, target: Tensor, upstream: float
-) -> tuple[Tensor, Tensor]:
-    leaf = logits.detach().clone().requires_grad_()
-    value = loss(leaf, target)
-    value.backward(torch.full_like(value, upstream))
-    return value.detach(), leaf.grad
-
-
 # ------------------------------------------------------------------ logits
 
 
-def columns_are_whole(world: World, loss, logits, target, sizes, upstream=1.7) -> None:
-    """Value and gradient of columns in parts of these sizes; half types give float32 values."""
-    value, grad = dense(loss, logits.double(), target, upstream)
-    mine = world.share(logits, 1, sizes).clone().requires_grad_()
-    found = labo.parallel.logits_loss(mine, target, loss, group=world.group)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    assert found.dtype == wide
-    found.backward(torch.full_like(found, upstream))
-    size = max(1.0, float(value.abs().max()))
-    close(found / size, value / size, wide)
-    close(mine.grad, world.share(grad, 1, sizes), logits.dtype)
-
-
 @each_loss
-@pytest.mark.parametrize(
-    ("dtype", "scale"), [(torch.float64, 1000.0), (torch.float32, 3.0), (torch.bfloat16, 3.0)]
-)
-@on_processes(2)
-def test_columns_of_plain_logits(world: World, name, dtype, scale) -> None:
-    logits, target = example(23, scale=scale)
-    for weight in (None, torch.rand(23, dtype=torch.float64) + 0.5):
-        for reduction in REDUCTIONS:
-            loss = LOSSES[name](weight=weight, reduction=reduction)
-            columns_are_whole(world, loss, logits.to(dtype), target, [19, 4])
-
-
-@pytest.mark.parametrize("sizes", [[9, 3, 11], [10, 0, 13]], ids=str)
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
 @on_processes(3)
-def test_cuts_of_plain_logits(world: World, sizes) -> None:
+def test_columns_of_plain_logits(world: World, name, sizes) -> None:
+    """In float64; the narrower types are those of the backends."""
     for scale in (3.0, 1000.0):
         logits, target = example(sum(sizes), scale=scale)
-        columns_are_whole(world, labo.LABOLoss(), logits, target, sizes)
+        for weight in (None, torch.rand(sum(sizes), dtype=torch.float64) + 0.5):
+            for reduction in REDUCTIONS:
+                loss = LOSSES[name](weight=weight, reduction=reduction)
+                columns_are_whole(world, loss, logits, target, sizes)
 
 
 @pytest.mark.parametrize("name", FORMULA_LOSSES)
@@ -127,29 +100,11 @@ def test_losses_that_are_formulas(world: World, name) -> None:
         for dtype in (torch.float64, torch.float32):
             columns_are_whole(world, loss, logits.to(dtype), target, sizes)
         close(loss(world.placed(logits, Shard(1)), target), loss(logits, target))
-        head = world.share(matrix, 0, sizes).clone().requires_grad_()
-        found = labo.parallel.linear_loss(hidden, head, target, loss, group=world.group)
-        whole = matrix.clone().requires_grad_()
-        wanted = loss(hidden @ whole.T, target)
-        close(found, wanted)
+        head_is_whole(world, loss, [hidden, matrix], target, sizes)
+        head = world.share(matrix, 0, sizes)
         frozen = QuantizedWeight(lambda first, last, head=head: head[first:last], head.shape)
-        close(labo.parallel.linear_loss(hidden, frozen, target, loss, group=world.group), wanted)
-        (d_head,) = torch.autograd.grad(found.sum(), head)
-        (d_whole,) = torch.autograd.grad(wanted.sum(), whole)
-        close(d_head, world.share(d_whole, 0, sizes))
-
-
-def dtensor_is_whole(world, loss, logits, target, dim=1, dtype=torch.float64, upstream=0.6):
-    value, grad = dense(loss, logits, target, upstream)
-    leaf = world.placed(logits, Shard(dim)).requires_grad_()
-    found = loss(leaf, target)
-    assert type(found) is Tensor
-    found.backward(torch.full_like(found, upstream))
-    close(found, value, dtype)
-    assert leaf.grad.placements == (Shard(dim),)
-    close(leaf.grad.full_tensor(), grad, dtype)
-    with torch.no_grad():
-        close(loss(leaf, world.placed(target, Replicate())), value, dtype)
+        found = labo.parallel.linear_loss(hidden, frozen, target, loss, group=world.group)
+        close(found, loss(hidden @ matrix.T, target))
 
 
 @each_loss
@@ -168,7 +123,7 @@ def test_layouts(world: World) -> None:
     logits, target = torch.randn(2, 5, 13, dtype=torch.float64), torch.randint(13, (2, 5))
     for dim in (-1, 1):
         loss = labo.LABOLoss(dim=dim, reduction="none")
-        dtensor_is_whole(world, loss, logits.movedim(-1, dim), target, dim % 3)
+        dtensor_is_whole(world, loss, logits.movedim(-1, dim), target, dim=dim % 3)
 
 
 @each_loss
@@ -179,7 +134,7 @@ def test_a_masked_target(world: World, name) -> None:
     logits[0, 1] = logits[1, 6] = -math.inf
     loss = LOSSES[name](reduction="none")
     assert loss(logits, target)[:2].isinf().all()
-    dtensor_is_whole(world, loss, logits, target, dtype=torch.float32)
+    dtensor_is_whole(world, loss, logits, target)
 
 
 @on_processes(2)
@@ -361,25 +316,6 @@ def test_backends(world: World, backend, name) -> None:
 # ------------------------------------------------------------------ output layer and loss
 
 
-def head_example(classes: int, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    hidden = torch.randn(3, 4, 6, dtype=torch.float64)
-    weight, offset = torch.randn(classes, 6).double(), torch.randn(classes).double()
-    target = torch.randint(classes, (3, 4))
-    target[0, :2] = torch.tensor([classes - 1, -100])
-    target[1] = 0
-    return hidden, weight, offset if bias else None, target
-
-
-def dense_head(loss, hidden, weight, bias, target, softcap, upstream):
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    logits = nn.functional.linear(*leaves)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    value = loss(logits, target)
-    value.backward(torch.full_like(value, upstream))
-    return value.detach(), [x.grad for x in leaves]
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes"),
     [
@@ -402,36 +338,16 @@ def test_rows_of_a_plain_weight(world: World, name, dtype, sizes) -> None:
         ("none", 3.0, class_weights),
     ):
         loss = LOSSES[name](reduction=reduction, weight=class_weight)
-        wide = (x.double() for x in tensors)
-        value, grads = dense_head(loss, *wide, target, softcap, upstream=1.3)
-        mine = [tensors[0], *(world.share(x, 0, sizes) for x in tensors[1:])]
-        mine = [x.clone().requires_grad_() for x in mine]
-        found = labo.parallel.linear_loss(
-            mine[0],
-            mine[1],
-            target,
-            loss,
-            linear_bias=mine[2],
-            softcap=softcap,
-            group=world.group,
-            options=CHUNKS,
-        )
-        found.backward(torch.full_like(found, 1.3))
-        close(found, value, dtype)
-        size = max(1.0, float(grads[1].abs().max()))
-        wanted = [grads[0], *(world.share(x, 0, sizes) for x in grads[1:])]
-        for ours, theirs in zip(mine, wanted, strict=True):
-            close(ours.grad / size, theirs / size, dtype)
+        head_is_whole(world, loss, tensors, target, sizes, softcap)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("hidden_as", ["plain", "replicated", "sequence"])
 @on_processes(2, 3)
 def test_dtensor_weight(world: World, bias, hidden_as) -> None:
-    hidden, weight, offset, target = head_example(23, bias)
-    loss = labo.LABOLoss()
-    value, grads = dense_head(loss, hidden, weight, offset, target, None, upstream=0.7)
-    parameters = [weight, offset] if bias else [weight]
+    hidden, weight, offset, target = head_example(23)
+    loss, parameters = labo.LABOLoss(), [weight, offset] if bias else [weight]
+    value, grads = dense_head(loss, [hidden, *parameters], target, upstream=0.7)
     leaves = [world.placed(x, Shard(0)).requires_grad_() for x in parameters]
     placement = {"plain": None, "replicated": Replicate(), "sequence": Shard(1)}[hidden_as]
     leaf = hidden.clone() if placement is None else world.placed(hidden, placement)
@@ -493,16 +409,19 @@ def test_metrics_token_weights_and_z_loss(world: World) -> None:
         torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("taught", [False, True])
 @on_processes(2)
-def test_a_sharded_head_never_has_its_logits(world: World) -> None:
-    hidden, weight, target = torch.randn(64, 4), torch.randn(500, 4), torch.randint(500, (64,))
-    mine = world.share(weight, 0).clone().requires_grad_()
-    hidden.requires_grad_()
-    options = labo.LinearLossOptions(batch_chunk_size=8)
+def test_a_sharded_head_never_has_its_logits(world: World, taught) -> None:
+    """Nor those of a teacher."""
+    hidden, theirs = torch.randn(2, 64, 4)
+    weight, other = (world.share(torch.randn(500, 4), 0).clone() for _ in range(2))
+    loss = labo.DistillationLoss() if taught else labo.LABOLoss()
+    options = {"options": labo.LinearLossOptions(batch_chunk_size=8), "group": world.group}
+    options["teacher_logits"] = (theirs, other) if taught else None
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
     with LargestTensor() as probe:
-        labo.parallel.linear_loss(
-            hidden, mine, target, labo.LABOLoss(), group=world.group, options=options
-        ).backward()
+        target = torch.randint(500, (64,))
+        labo.parallel.linear_loss(*tensors, target, loss, **options).backward()
     assert probe.largest < 64 * 250
 
 
@@ -530,7 +449,7 @@ def test_gradients_that_nobody_needs(world: World) -> None:
     mine = world.placed(weight, Shard(0)).requires_grad_()
     with CommDebugMode() as counted:
         labo.linear_loss(hidden, mine, target, labo.LABOLoss()).backward()
-    wanted = dense_head(labo.LABOLoss(), hidden, weight, None, target, None, 1.0)[1][1]
+    wanted = dense_head(labo.LABOLoss(), [hidden, weight], target, upstream=1.0)[1][1]
     close(mine.grad.full_tensor(), wanted)
     assert hidden.grad is None
     assert counted.get_total_counts() <= 3
@@ -777,7 +696,7 @@ def test_gather_weight(world: World) -> None:
     labo.linear_loss(hidden, whole, targets[world.rank], labo.LABOLoss()).backward()
     wanted = torch.zeros_like(weight)
     for target in targets:
-        grads = dense_head(labo.LABOLoss(), hidden, weight, None, target, None, 1.0)[1]
+        _, grads = dense_head(labo.LABOLoss(), [hidden, weight], target, upstream=1.0)
         wanted += grads[1] / world.size
     assert leaf.grad.placements == (Shard(0),)
     close(leaf.grad.full_tensor(), wanted)
