@@ -129,8 +129,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("save_on_train_epoch_end", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "save_on_train_epoch_end"),
+    [*((name, True) for name in CASES), ("warm-up", False), ("ols", False)],
+)
 def test_resumed_equals_uninterrupted(name, save_on_train_epoch_end, tmp_path):
     make_loss, teacher = CASES[name]
 
@@ -162,23 +164,17 @@ def test_resumed_equals_uninterrupted(name, save_on_train_epoch_end, tmp_path):
         assert torch.equal(resumed.teacher.model.weight, straight.teacher.model.weight)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (warmup(9), "its steps is 3 and that of Warmup is 9"),
-        (
-            labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(tau=2.0), 3),
-            "its after.tau is 1.25",
-        ),
-    ],
-)
-def test_resuming_with_another_loss_is_refused(other, message, tmp_path):
-    run = trainer(tmp_path)
+def test_resuming_with_another_loss_is_refused(tmp_path):
+    run, path = trainer(tmp_path), tmp_path / "model.ckpt"
     run.fit(Module(warmup(3)), data())
-    path = tmp_path / "model.ckpt"
     run.save_checkpoint(path)
-    with pytest.raises(ValueError, match=f"has the state of another loss: {message}"):
-        trainer(tmp_path, max_epochs=2).fit(Module(other), data(), ckpt_path=path)
+    hotter = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(tau=2.0), 3)
+    for other, message in (
+        (warmup(9), "its steps is 3 and that of Warmup is 9"),
+        (hotter, "its after.tau is 1.25"),
+    ):
+        with pytest.raises(ValueError, match=f"has the state of another loss: {message}"):
+            trainer(tmp_path, max_epochs=2).fit(Module(other), data(), ckpt_path=path)
 
 
 def test_nothing_is_saved_twice_and_no_teacher_is_needed_to_load(tmp_path):
@@ -216,16 +212,20 @@ def test_a_frozen_teacher_is_hidden(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loss", "teacher", "passes"),
-    [(lambda: warmup(3), None, 1000), (labo.DistillationLoss, "ema", 100)],
+    ("loss", "teacher", "module"),
+    [
+        (lambda: warmup(3), None, "labo.losses.labo"),
+        (labo.DistillationLoss, "ema", "labo.integrations.lightning"),
+    ],
 )
-def test_what_nobody_steps_is_warned_about(loss, teacher, passes, tmp_path):
+def test_what_nobody_steps_is_warned_about(loss, teacher, module, tmp_path, monkeypatch):
     """Without the callback: a warm-up that never ends, an average that never moves."""
-    module = Module(loss(), teacher)
-    run = pl.Trainer(max_epochs=passes // 5, enable_checkpointing=False, **QUIET)
-    with pytest.warns(UserWarning, match=f"{passes} training passes without a step"):
-        run.fit(module, data())
-    trainer(tmp_path, max_epochs=passes // 5 + 1, enable_checkpointing=False).fit(module, data())
+    monkeypatch.setattr(f"{module}._PATIENCE", 20)
+    fitted = Module(loss(), teacher)
+    run = pl.Trainer(max_epochs=4, enable_checkpointing=False, **QUIET)
+    with pytest.warns(UserWarning, match="20 training passes without a step"):
+        run.fit(fitted, data())
+    trainer(tmp_path, max_epochs=5, enable_checkpointing=False).fit(fitted, data())
 
 
 def test_the_average_is_the_mean_until_its_decay():
