@@ -245,6 +245,13 @@ MODULES: dict[str, Callable[[int], torch.nn.Module]] = {
 }
 
 
+def batch(seed: int, rows: int, classes: int, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Logits in float64 and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(rows, classes, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(classes, (rows,), generator=generator)
+
+
 def gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     """d loss / d logits."""
     leaf = logits.detach().clone().requires_grad_()

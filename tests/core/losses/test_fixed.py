@@ -7,12 +7,11 @@ import torch
 
 from labo import functional as F
 from labo import smoothing
-from loss_cases import LossCase, both
+from loss_cases import LossCase, batch, both
 from worked import Y0, Y1, A, B, near
 
 WEIGHTS = [None, torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)]
-LOGITS = 3 * torch.randn(7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-TARGET = torch.tensor([4, 2, 9, 0, 10, 2, 6])
+LOGITS, TARGET = batch(0, 7, 11)
 
 
 def test_label_smoothing():

@@ -12,15 +12,9 @@ import labo
 from backends import each_backend
 from labo import functional as F
 from labo import smoothing
-from loss_cases import LossCase, both, gradient
+from loss_cases import LossCase, batch, both, gradient
 from probes import is_fused
 from worked import BATCH, TARGETS, Y0, Y1, A, B, near
-
-
-def batch(classes: int = 5, rows: int = 6):
-    generator = torch.Generator().manual_seed(6)
-    logits = 3 * torch.randn(rows, classes, generator=generator, dtype=torch.float64)
-    return logits, torch.randint(classes, (rows,), generator=generator)
 
 
 def test_basics():
@@ -156,7 +150,7 @@ def test_generalized_entropy():
 
 
 def test_strength_of_max_suppression_grows_to_the_last_epoch():
-    logits, target = batch()
+    logits, target = batch(6, 6, 5)
     loss = labo.MaxSuppressionLoss(lam=0.1, final_lam=0.2, epochs=3)
     for lam in (0.1, 0.15, 0.2, 0.2):
         expected = F.max_suppression_loss(logits, target, lam=lam)
@@ -174,7 +168,7 @@ def test_strength_of_max_suppression_grows_to_the_last_epoch():
 
 @pytest.mark.parametrize("weight", [None, torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0]).double()])
 def test_z_loss_with_ignored_rows_masks_and_weights(weight):
-    logits, target = batch(5)
+    logits, target = batch(6, 6, 5)
     logits[:, 3] = -math.inf
     logits[2] = math.nan
     target[2] = -100
@@ -194,7 +188,7 @@ def test_z_loss_with_ignored_rows_masks_and_weights(weight):
 
 def test_z_loss_is_of_the_shift_alone():
     """At any probabilities the logits with log-sum-exp 0 cost nothing."""
-    logits, target = batch(5)
+    logits, target = batch(6, 6, 5)
     assert F.z_loss(logits.log_softmax(-1), target).item() == pytest.approx(0, abs=1e-30)
     assert F.z_loss(logits.half(), target).dtype == torch.float32
     torch.testing.assert_close(
@@ -204,7 +198,7 @@ def test_z_loss_is_of_the_shift_alone():
 
 def test_generalized_entropy_at_alpha_0_needs_a_positive_prior():
     """KL(p || u) is infinite where the prior is 0; its gradient would be NaN."""
-    logits, target = batch(4, rows=5)
+    logits, target = batch(6, 5, 4)
     prior = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
     with pytest.raises(ValueError, match="at alpha=0 the prior must be above 0 for every class"):
         F.generalized_entropy_loss(logits, target, alpha=0, prior=prior)
@@ -218,7 +212,7 @@ def test_generalized_entropy_at_alpha_0_needs_a_positive_prior():
 
 def test_generalized_entropy_at_alpha_0_with_a_masked_class():
     """A class that is masked may have a prior of 0; in ignored rows nothing is checked."""
-    logits, target = batch(4, rows=5)
+    logits, target = batch(6, 5, 4)
     prior = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
     logits[:, 1] = -math.inf
     target = target.masked_fill(target == 1, 2)
@@ -255,7 +249,7 @@ def test_generalized_entropy_near_its_ends(alpha, scale, impl):
 
 
 def test_generalized_entropy_prior():
-    logits, target = batch(4, rows=5)
+    logits, target = batch(6, 5, 4)
     prior = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     p = logits.softmax(-1)
     ce = F.cross_entropy_loss(logits, target, reduction="none")
