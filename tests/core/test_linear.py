@@ -231,12 +231,17 @@ def test_class_probabilities(name):
     close(fused(loss, soft)(*tensors), apart(loss, soft)(*tensors))
 
 
-def test_autocast_is_that_of_the_layer():
+@pytest.mark.parametrize("name", ["labo", "kd"])
+def test_autocast_is_that_of_the_layers(name):
+    """The output layer of a teacher is cast as that of the student is."""
     *tensors, target = problem(torch.float32)
-    loss = labo.LABOLoss()
+    hidden, matrix = torch.randn(N, 5), torch.randn(V, 5)
+    loss, taught = build(name), name in WITH_TEACHER
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = gradients(apart(loss, target), *tensors)
-        result = gradients(fused(loss, target), *tensors)
+        logits = nn.functional.linear(hidden, matrix) if taught else None
+        expected = gradients(apart(loss, target, logits), *tensors)
+        layer = (hidden.bfloat16(), matrix) if taught else None
+        result = gradients(fused(loss, target, teacher_logits=layer), *tensors)
     assert all(t.dtype == torch.float32 for t in (*expected, *result))
     close(result, expected, rtol=2e-2, atol=1e-2)
 
@@ -551,21 +556,6 @@ def test_warmup_uses_the_loss_of_the_step_and_its_teacher():
         value = labo.linear_loss(x, weight, target, loss, teacher_logits=logits)
         torch.testing.assert_close(value, expected())
         loss.step()
-
-
-def test_teacher_under_autocast():
-    """Its output layer is cast as the student's is."""
-    x, weight, target, _ = shaped_problem()
-    x, weight = x.float(), weight.float()
-    hidden, matrix = torch.randn(3, 4, 5), torch.randn(V, 5)
-    loss = labo.DistillationLoss()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = labo.linear_loss(
-            x, weight, target, loss, teacher_logits=(hidden.bfloat16(), matrix)
-        )
-        linear = torch.nn.functional.linear
-        expected = loss(linear(x, weight), target, linear(hidden, matrix))
-    torch.testing.assert_close(value, expected, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "compiled"])

@@ -17,7 +17,7 @@ from torch import Tensor
 import labo
 from labo import functional as F
 from labo import smoothing
-from loss_cases import CASES, MODULES, REPRESENTATIVES, both, each_kind, gradient
+from loss_cases import MODULES, REPRESENTATIVES, both, each_kind, gradient
 
 K = 6
 NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
@@ -155,29 +155,6 @@ def test_subclasses_and_transforms(case):
     each = torch.func.vmap(torch.func.grad(one))(logits, target, *teachers)
     whole = gradient(lambda z: case(z, target, reduction="sum", extra=extra), logits)
     torch.testing.assert_close(each, whole)
-
-
-@pytest.mark.parametrize("name", ["kr-ls", "r-drop", "labo-grad"])
-def test_bits_depend_on_the_row_alone(name):
-    """On rows, as fast/test_native.py for the others: neither threads nor other rows matter."""
-    case, (logits, target) = CASES[name], sample(3, 300, dtype=torch.float32)
-    extra = case.extra(logits)
-    threads = torch.get_num_threads()
-
-    def run(rows):
-        leaf = logits[rows].clone().requires_grad_()
-        value = case(leaf, target[rows], reduction="none", extra=case.take(extra, rows))
-        return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
-
-    try:
-        torch.set_num_threads(1)
-        value, slope = run(slice(None))
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            for rows in (slice(0, 1), slice(1, 3), slice(None)):
-                torch.testing.assert_close(run(rows), (value[rows], slope[rows]), rtol=0, atol=0)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,7 +15,6 @@ from backends import (
     ONE_CALL,
     assert_rounded_once,
     each_backend,
-    each_one_call,
     sample,
 )
 from labo import functional as F
@@ -389,8 +388,14 @@ def test_in_place_without_a_gradient_changes_nothing(impl, mode):
 SCALE = 65536.0  # that of a GradScaler at the start
 
 
-@each_one_call
-@pytest.mark.parametrize("run", ["blocked", "auto", "compiled", "in place"])
+@pytest.mark.parametrize(
+    ("case", "run"),
+    [
+        *((case, run) for case in ONE_CALL.values() for run in ("blocked", "auto", "in place")),
+        (ONE_CALL["labo"], "compiled"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
 def test_float16_gradient_has_the_loss_scale_before_it_is_rounded(case, run):
     logits, target = sample(16384, 24, dtype=torch.float16)
     target[5] = -100
@@ -442,38 +447,47 @@ def compiled_counter(backend):
     return torch._dynamo.testing.CompileCounterWithBackend(backend)
 
 
-def compile_for_all_lengths(case, marked):
-    """How often a loss is compiled without a graph break; its values and gradients are right."""
+def times_compiled(step, draw, marked, lengths, *parameters):
+    """How often a step is compiled without a graph break; its values and gradients are right.
+
+    ``draw`` makes logits or hidden states, targets and what else there is, of a length.
+    """
     compiles = compiled_counter("aot_eager")
-    compiled = torch.compile(
-        lambda z, t, extra: case(z, t, extra=extra), fullgraph=True, backend=compiles
-    )
-    for length in (5, 7, 64, 33_000, 3):  # sums over more than 2^15 rows are split elsewhere
-        logits, target = torch.randn(length, K), torch.randint(K, (length,))
-        target[2] = -100
-        extra = case.extra(logits)
-        leaf = logits.requires_grad_()
+    compiled = torch.compile(step, fullgraph=True, backend=compiles)
+    for length in lengths:
+        x, target, extra = draw(length)
+        leaf = x.requires_grad_()
         if marked:
             for tensor in (leaf, target, *(x for x in extra if x.shape[0] == length)):
                 torch._dynamo.mark_dynamic(tensor, 0)
         pair = []
-        for run in (compiled, lambda z, t, extra: case(z, t, extra=extra)):
+        for run in (compiled, step):
             value = run(leaf, target, extra)
-            pair.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+            pair.append((value.detach(), *torch.autograd.grad(value, (leaf, *parameters))))
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
     return compiles.frame_count
+
+
+def compile_loss(case, marked):
+    def draw(length):
+        logits, target = torch.randn(length, K), torch.randint(K, (length,))
+        target[2] = -100
+        return logits, target, case.extra(logits)
+
+    lengths = (5, 7, 64, 33_000, 3)  # sums over more than 2^15 rows are split elsewhere
+    return times_compiled(lambda z, t, extra: case(z, t, extra=extra), draw, marked, lengths)
 
 
 @pytest.mark.parametrize(
     "case", [*REPRESENTATIVES, CASES["topk-bucket"], CASES["connet"]], ids=lambda case: case.name
 )
 def test_a_loss_is_compiled_once_for_all_lengths(case):
-    assert compile_for_all_lengths(case, marked=True) == 1
+    assert compile_loss(case, marked=True) == 1
 
 
 def test_a_loss_is_compiled_twice_if_the_length_is_not_marked():
     """PyTorch has to find out that the length changes."""
-    assert compile_for_all_lengths(CASES["labo"], marked=False) == 2
+    assert compile_loss(CASES["labo"], marked=False) == 2
 
 
 @pytest.mark.parametrize(("name", "reduction"), [("labo", "mean"), ("cp", "none")])
@@ -494,31 +508,22 @@ def test_a_layer_and_its_loss_compile_to_one_graph(name, reduction):
 
 
 def compile_linear_loss(name, reduction, marked):
-    """How often it is compiled, for some lengths and numbers of chunks."""
-    compiles = compiled_counter("aot_eager")
+    """In some numbers of chunks."""
     loss = MODULES[name](K)
     loss.reduction = reduction
     weight = torch.randn(K, 4, requires_grad=True)
     options = labo.LinearLossOptions(batch_chunk_size=16)
 
-    def step(x, target, teacher):
+    def step(x, target, extra):
+        teacher = extra[0] if extra else None
         value = labo.linear_loss(x, weight, target, loss, teacher_logits=teacher, options=options)
         return value.sum()
 
-    compiled = torch.compile(step, fullgraph=True, backend=compiles)
-    for length in (5, 7, 64, 3):
-        x, target = torch.randn(length, 4), torch.randint(K, (length,))
-        teacher = torch.randn(length, K) if name == "kd" else None
-        results = []
-        for run in (compiled, step):
-            leaf = x.clone().requires_grad_()
-            if marked:
-                for tensor in (leaf, target, *([] if teacher is None else [teacher])):
-                    torch._dynamo.mark_dynamic(tensor, 0)
-            value = run(leaf, target, teacher)
-            results.append((value.detach(), *torch.autograd.grad(value, (leaf, weight))))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    return compiles.frame_count
+    def draw(length):
+        extra = (torch.randn(length, K),) if name == "kd" else ()
+        return torch.randn(length, 4), torch.randint(K, (length,)), extra
+
+    return times_compiled(step, draw, marked, (5, 7, 64, 3), weight)
 
 
 @pytest.mark.parametrize("name", ["labo", "kd"])

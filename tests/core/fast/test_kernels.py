@@ -21,6 +21,7 @@ from backends import (
     sample,
 )
 from labo import functional as F
+from labo.fast import dispatch
 from labo.fast.kernel import Kernel
 from loss_cases import CASES, DEVICE, LossCase, both, gradient
 
@@ -32,10 +33,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INF, NAN, IGNORE = math.inf, math.nan, -100
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _instead_of_the_c_kernel():
     with on_backend("triton"):
         yield
+
+
+as_backend = pytest.mark.usefixtures("_instead_of_the_c_kernel")
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -49,6 +53,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 _WEIGHTED = [CASES[name] for name in ("labo", "fl", "kd", "ols")]
 
 
+@as_backend
 @pytest.mark.parametrize(
     ("case", "weighted"),
     [*((case, False) for case in FORMULAS), *((case, True) for case in _WEIGHTED)],
@@ -66,6 +71,7 @@ def test_every_loss(case, weighted, monkeypatch):
 SHAPES = [(0, 7), (1, 1), (3, 2), (3, 3), (5, 7), (3, 17), (3, 130), (2, 5000)]
 
 
+@as_backend
 @each_one_call
 @pytest.mark.parametrize(
     ("dtype", "shapes"),
@@ -85,6 +91,7 @@ def test_shapes_and_dtypes(case, dtype, shapes):
             assert (value.shape, slope.shape) == (shape[:1], shape)
 
 
+@as_backend
 @pytest.mark.parametrize(
     "case",
     [
@@ -104,6 +111,7 @@ def test_ends_of_the_settings(case):
         assert_no_worse_than_naive(case, "native", logits, target, rounding=1e-6, **fixed)
 
 
+@as_backend
 @each_one_call
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_sums_survive_every_move_of_the_maximum(case, weighted, monkeypatch):
@@ -135,6 +143,7 @@ def test_sums_survive_every_move_of_the_maximum(case, weighted, monkeypatch):
     assert (slope[logits == -INF] == 0).all()
 
 
+@as_backend
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_float16_gradient_has_the_loss_scale_before_it_is_rounded(compiled):
     """Few rows, as the interpreter is slow, but a wide spread of probabilities."""
@@ -230,3 +239,46 @@ def test_refuses_what_it_would_misread():
             run(0, wrong, target, factor)
     with pytest.raises(ValueError, match="shape"):
         run(0, logits, target, factor, logits.new_empty(3, 8))
+
+
+# ------------------------------------------------------------------ the targets
+
+# One launch counts them, adds up their weights and finds those that are no class.
+
+
+def count(target, classes, weight=None):
+    target = torch.tensor(target, device=DEVICE)
+    total, good = kernels.count_targets(target, classes, -100, weight)
+    return total.item(), good.item()
+
+
+def test_targets_that_count():
+    assert count([0, 3, -100, 1], 4) == (3.0, True)
+    assert count([-100, -100], 4) == (math.inf, True)  # a mean of nothing is 0
+    assert count([2] * 9000 + [-100] * 5, 4) == (9000.0, True)  # several blocks
+
+
+@pytest.mark.parametrize("bad", [4, -1, 1 << 40, -(1 << 62)])
+@pytest.mark.parametrize("at", [0, 5000])
+def test_a_target_that_is_no_class(bad, at):
+    target = [1] * 5001
+    target[at] = bad
+    total, good = count(target, 4, torch.ones(4, device=DEVICE))
+    assert not good
+    assert total == 5000.0  # its weight is not read
+
+
+def test_weights_of_the_targets():
+    weight = torch.tensor([0.5, 2.0, 0.0, 1.0], device=DEVICE)
+    assert count([0, 1, 1, -100], 4, weight) == (4.5, True)
+    assert count([2, 2], 4, weight) == (math.inf, True)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_it_is_the_denominator(weighted):
+    weight = torch.rand(7) if weighted else None
+    target = torch.randint(7, (50,)).masked_fill(torch.rand(50) < 0.3, -100)
+    wanted = dispatch.denominator(torch.float32, target, 7, -100, weight)
+    given = None if weight is None else weight.to(DEVICE)
+    total, _ = kernels.count_targets(target.to(DEVICE), 7, -100, given)
+    assert total.item() == pytest.approx(wanted, rel=1e-6)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import labo
 from backends import (
+    BACKENDS,
     ONE_CALL,
     assert_no_worse_than_naive,
     each_backend,
@@ -20,7 +21,7 @@ from backends import (
     hard_rows,
     sample,
 )
-from labo.fast import native
+from labo.fast import blocked, native
 from labo.fast.kernel import CROSS_ENTROPY, Kernel
 from loss_cases import CASES, both
 
@@ -114,11 +115,20 @@ def test_a_sum_beyond_float32_is_infinite(impl):
     assert value == torch.inf
 
 
-@pytest.mark.parametrize("name", ["labo", "cp", "logitnorm", "dkd-standardized", "topk-labo"])
-@each_backend
-def test_bits_depend_on_the_row_alone(name, impl):
+FAST = ["labo", "cp", "logitnorm", "dkd-standardized", "topk-labo"]
+ON_ROWS = ["kr-ls", "r-drop", "labo-grad"]
+
+
+@pytest.mark.parametrize(
+    ("name", "impl", "classes"),
+    [
+        *((name, impl, 40_000) for name in FAST for impl in BACKENDS),
+        *((name, "reference", 300) for name in ON_ROWS),
+    ],
+)
+def test_bits_depend_on_the_row_alone(name, impl, classes):
     """Not on the threads, the neighbours, or the index in the batch."""
-    case, (logits, target) = CASES[name], sample(5, 40_000)
+    case, (logits, target) = CASES[name], sample(5, classes)
     target += target < 9
     extra = case.extra(logits)
     logits[3, :9] = -torch.inf
@@ -241,3 +251,37 @@ def test_a_gradient_in_memory_without_pages(dtype):
     assert torch.equal(values, wanted)
     assert torch.equal(out, grad)
     assert around[:, :40].count_nonzero() == around[:, 5043:].count_nonzero() == 0
+
+
+# ------------------------------------------------------------------ blocks
+
+
+def test_moments_of_blocks():
+    logits = torch.randn(5, 300) + 1000
+    center, squares = blocked.moments(logits, True)
+    torch.testing.assert_close(center, logits.double().mean(1), rtol=1e-6, atol=0)
+    center, squares = blocked.moments(logits, False)
+    assert not center.any()
+    torch.testing.assert_close(squares, logits.double().square().sum(1), rtol=1e-6, atol=0)
+
+
+@each_one_call
+def test_float64_is_that_of_the_reference(case):
+    logits, target = sample(40, 6, dtype=torch.float64)
+    weight = torch.rand(6, dtype=torch.float64) + 0.1
+    for arguments in ({}, {"weight": weight}):
+        ours, truth = (
+            both(case, logits, target, impl=impl, **arguments) for impl in ("blocked", "reference")
+        )
+        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["labo", "fl", "kd", "topk-labo"])
+def test_several_blocks_are_one(name, monkeypatch):
+    case = CASES[name]
+    logits, target = sample(9, 50)
+    fixed = {"extra": case.extra(logits), "impl": "blocked", "reduction": "none"}
+    whole = both(case, logits, target, **fixed)
+    monkeypatch.setitem(blocked._BLOCK_BYTES, "cpu", 2 * 50 * 4)
+    assert len(list(blocked.blocks(logits))) > 3
+    torch.testing.assert_close(both(case, logits, target, **fixed), whole, rtol=0, atol=0)

@@ -9,9 +9,8 @@ import labo
 from labo import functional as F
 from labo.smoothing import stationary_confidence
 from loss_cases import LOSS_CASES, gradient
-
-Z = torch.tensor([[2.0, 1.0, 0.1, -1.0], [0.5, -0.5, 1.5, 0.0]], dtype=torch.float64)
-Y = torch.tensor([0, 1])
+from worked import BATCH as Z
+from worked import TARGETS as Y
 
 
 def test_the_label_of_label_smoothing_and_of_labo_is_the_label_they_are_defined_by():
