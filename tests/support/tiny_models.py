@@ -7,6 +7,7 @@ import functools
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -73,6 +74,20 @@ def build(family: str, tied: bool = True, seed: int = 0, vocabulary: int = V, **
     if family == "Gemma2":
         model.config.final_logit_softcapping = 0.5
     return model
+
+
+def bert(cls=transformers.BertForSequenceClassification, **settings):
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in list(SIZES)[:4]}
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return cls(transformers.BertConfig(vocab_size=V, **sizes, **without, **settings))
+
+
+def adapted(model, *modules: str, **settings):
+    """With LoRA around some of its layers, which matters from the start."""
+    torch.manual_seed(2)
+    usual = {"r": 4, "target_modules": [*modules], "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**(usual | settings)))
 
 
 def is_seq2seq(model) -> bool:
@@ -171,13 +186,15 @@ def kind_of_arguments(model):
 
 
 def make_trainer(way, model, loss, args, data=None, teacher=None, **settings):
-    """A Trainer that gets the loss in one of the two ways."""
+    """A Trainer that gets the loss in one of the two ways, or with None as way in neither."""
     settings = {"data_collator": collate, "train_dataset": data or [], **settings}
     cls = transformers.Seq2SeqTrainer if is_seq2seq(model) else transformers.Trainer
+    if way is None:
+        return cls(model=model, args=args, **settings)
     if way == "regularized":
         return hf.regularize(cls(model=model, args=args, **settings), loss, teacher=teacher)
-    callbacks = [hf.RegularizationCallback(loss)]
-    return cls(model=hf.fuse_head(model, loss), args=args, callbacks=callbacks, **settings)
+    callbacks, model = [hf.RegularizationCallback(loss)], hf.fuse_head(model, loss, teacher=teacher)
+    return cls(model=model, args=args, callbacks=callbacks, **settings)
 
 
 def assert_step(way, model, loss, data, out, *, accumulate=1, by=by_hand, rows=collate, **settings):

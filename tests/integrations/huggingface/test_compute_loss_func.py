@@ -22,7 +22,7 @@ from tiny_models import (
 
 
 class MyLlama(transformers.LlamaForCausalLM):
-    """As people subclass a model. The Trainer counts targets by the name of the class."""
+    """As people subclass a model. Its loss_type is derived from the name, and is None."""
 
 
 def made(name: str):
@@ -45,6 +45,10 @@ def test_a_step_is_that_of_the_whole_batch(name, tmp_path):
     with torch.no_grad():
         nll = by_hand(model.eval(), collate(data), nn.CrossEntropyLoss()).item()
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(nll, rel=1e-5)
+
+
+def test_a_subclass_can_be_fused(tmp_path):
+    assert_step("fused", made("MyLlama"), labo.LABOLoss(), examples(4), tmp_path, accumulate=2)
 
 
 def test_a_warmup_needs_its_callback(tmp_path):

@@ -20,6 +20,7 @@ from tiny_models import (
     V,
     arguments,
     assert_same,
+    bert,
     build,
     by_hand,
     collate,
@@ -355,27 +356,15 @@ def test_a_teacher_beside_the_student(family):
     assert not any("teacher" in name for name in model.state_dict())
 
 
-def test_a_teacher_in_a_trainer_with_a_warm_up(tmp_path):
-    loss = labo.Warmup(labo.CrossEntropyLoss(), labo.DistillationLoss(), steps=2)
-    model = hf.fuse_head(build("Llama"), loss, teacher=build("Llama", seed=1))
-    trainer = hf.regularize(trainer_of(model, tmp_path, max_steps=3), loss)
-    trainer.train()
-    assert loss.steps_done == 3
-
-
 def test_a_teacher_that_is_no_teacher_of_this_model(tmp_path):
     loss, student = labo.DistillationLoss(), build("Llama")
     for teacher in ("gpt2", nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="teacher must be a model of transformers, got"):
             hf.fuse_head(student, loss, teacher=teacher)
-    bert = transformers.BertConfig(
-        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=1
-    )
-    bert.num_attention_heads = 4
     for teacher, sentence in (
         (student, "shares parameters with the model"),
         (build("T5"), "one of T5.*, the teacher, and Llama.* is an encoder-decoder"),
-        (transformers.BertForMaskedLM(bert), "predicts the label of a position"),
+        (bert(transformers.BertForMaskedLM), "predicts the label of a position"),
         (build("Llama", vocabulary=70), "the teacher has 70 classes and the model 61"),
         (hf.fuse_head(build("Llama"), labo.LABOLoss()), "the teacher is fused"),
     ):

@@ -120,16 +120,6 @@ def test_speech_and_images(way, name, tmp_path):
     assert_step(make, model, labo.LABOLoss(), data, tmp_path, accumulate=2, by=by, rows=rows)
 
 
-class MyLlama(transformers.LlamaForCausalLM):
-    """As people subclass a model. Its loss_type is derived from the name, and is None."""
-
-
-def test_a_subclass_can_be_fused(tmp_path):
-    torch.manual_seed(0)
-    model = MyLlama(build("Llama").config)
-    assert_step("fused", model, labo.LABOLoss(), examples(4), tmp_path, accumulate=2)
-
-
 # ------------------------------------------------------------------ segmentation
 
 

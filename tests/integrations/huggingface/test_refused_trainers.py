@@ -10,7 +10,7 @@ import trl
 
 import labo
 from labo.integrations import huggingface as hf
-from tiny_models import SIZES, V, arguments, build, collate, examples
+from tiny_models import SIZES, V, arguments, bert, build, collate, examples
 from tiny_sft import tokenizer
 
 
@@ -82,8 +82,7 @@ class Logged(transformers.Trainer):
 
 @pytest.mark.parametrize("cls", [Own, OwnStep, transformers.Trainer])
 def test_a_trainer_with_its_own_loss(cls, tmp_path):
-    settings = {"args": arguments(tmp_path, max_steps=1), "data_collator": collate}
-    trainer = cls(model=build("Llama"), train_dataset=examples(4), **settings)
+    trainer = cls(model=build("Llama"), args=arguments(tmp_path))
     if cls is transformers.Trainer:  # changed from outside
         trainer.compute_loss = lambda model, inputs, **_: model(**inputs).loss
     with pytest.raises(ValueError, match=r"has a loss of its own .*Let that method call the one"):
@@ -127,12 +126,6 @@ def test_a_shift_that_the_model_contradicts_is_warned_about(family, shift, tmp_p
 
 
 # ------------------------------------------------------------------ other tasks
-
-
-def bert(**settings):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = transformers.BertConfig(vocab_size=V, **sizes, num_attention_heads=2, **settings)
-    return transformers.BertForSequenceClassification(config)
 
 
 @pytest.mark.parametrize("task", ["multi_label_classification", "regression"])

@@ -20,7 +20,6 @@ import torch.distributed.tensor
 import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,12 +28,14 @@ from transformers.utils.import_utils import ACCELERATE_MIN_VERSION
 
 import labo
 from labo.integrations import huggingface as hf
-from scripts import ROOT, load_example
+from scripts import ROOT
 from tiny_models import (
     V,
+    adapted,
     arguments,
     assert_same,
     assert_step,
+    bert,
     build,
     by_hand,
     collate,
@@ -125,11 +126,10 @@ def test_evaluation_loss_is_the_plain_nll(way, family, generate, tmp_path):
     assert metrics["eval_loss"] == pytest.approx(nll, rel=1e-5)
 
 
-@each_way
-def test_metrics_see_the_logits(way, tmp_path):
+def test_metrics_see_the_logits(tmp_path):
     seen = []
     trainer = make_trainer(
-        way,
+        "regularized",
         build("Llama"),
         labo.LABOLoss(),
         arguments(tmp_path),
@@ -150,13 +150,8 @@ def test_two_smoothings_are_refused(way, tmp_path):
 def test_a_second_smoothing_of_a_fused_model_without_the_callback(action, tmp_path):
     """Nothing sees the arguments, but the model sees that the labels are missing."""
     args = arguments(tmp_path, label_smoothing_factor=0.1, max_steps=1)
-    trainer = transformers.Trainer(
-        model=hf.fuse_head(build("Llama"), labo.LABOLoss()),
-        args=args,
-        train_dataset=examples(4),
-        eval_dataset=examples(4),
-        data_collator=collate,
-    )
+    model = hf.fuse_head(build("Llama"), labo.LABOLoss())
+    trainer = make_trainer(None, model, None, args, examples(4), eval_dataset=examples(4))
     with pytest.raises(ValueError, match="does not pass the labels to the model"):
         getattr(trainer, action)()
 
@@ -190,19 +185,6 @@ def test_gradients_decide_which_loss_it_is(mode, way, tmp_path):
             torch.testing.assert_close(trainer.compute_loss(model, batch), nll)
 
 
-@each_way
-def test_the_loss_can_be_computed_after_training(way, tmp_path):
-    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
-    data = examples(8)
-    model = build("Llama")
-    trainer = make_trainer(way, model, loss, arguments(tmp_path, max_steps=3), data)
-    trainer.train()
-    value = trainer.compute_loss(model, collate(data))
-    plain = build("Llama")
-    plain.load_state_dict(model.state_dict())
-    torch.testing.assert_close(value, by_hand(plain, collate(data), labo.LABOLoss()))
-
-
 # ------------------------------------------------------------------ a model made by the Trainer
 
 
@@ -228,11 +210,10 @@ def test_model_init_and_the_number_of_targets(way, family, tmp_path):
 
 @each_way
 def test_every_training_starts_with_its_warmup(way, tmp_path):
-    """As its schedule of learning rates does; with model_init there is a new model each time."""
+    """As its schedule of learning rates does. Afterwards the loss is still there."""
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=3)
-    seen = []
-    args = arguments(tmp_path, max_steps=4)
-    trainer = make_trainer(way, build("Llama"), loss, args, examples(8))
+    seen, model, plain, data = [], build("Llama"), build("Llama"), examples(8)
+    trainer = make_trainer(way, model, loss, arguments(tmp_path, max_steps=4), data)
     watch = transformers.TrainerCallback()
     watch.on_step_begin = lambda *_, **__: seen.append(type(loss.active).__name__)
     trainer.add_callback(watch)
@@ -240,6 +221,9 @@ def test_every_training_starts_with_its_warmup(way, tmp_path):
         trainer.train()
         assert loss.steps_done == 4
     assert seen == ["LabelSmoothingLoss", "LabelSmoothingLoss", "LABOLoss", "LABOLoss"] * 2
+    plain.load_state_dict(model.state_dict())
+    value = trainer.compute_loss(model, collate(data))
+    torch.testing.assert_close(value, by_hand(plain, collate(data), labo.LABOLoss()))
 
 
 # ------------------------------------------------------------------ another loss than the one given
@@ -247,9 +231,7 @@ def test_every_training_starts_with_its_warmup(way, tmp_path):
 
 def test_one_loss_only(tmp_path, monkeypatch):
     def trainer(model=None, **settings):
-        return transformers.Trainer(
-            model=model or build("Llama"), args=arguments(tmp_path), **settings
-        )
+        return make_trainer(None, model or build("Llama"), None, arguments(tmp_path), **settings)
 
     with pytest.raises(ValueError, match="has a compute_loss_func"):
         hf.regularize(trainer(compute_loss_func=print), labo.LABOLoss())
@@ -272,13 +254,8 @@ def test_one_loss_only(tmp_path, monkeypatch):
 
 def test_a_callback_without_its_loss_is_noticed(tmp_path):
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
-    trainer = transformers.Trainer(
-        model=build("Llama"),
-        args=arguments(tmp_path, max_steps=1),
-        train_dataset=examples(4),
-        data_collator=collate,
-        callbacks=[hf.RegularizationCallback(loss)],
-    )
+    args, callbacks = arguments(tmp_path, max_steps=1), [hf.RegularizationCallback(loss)]
+    trainer = make_trainer(None, build("Llama"), None, args, examples(4), callbacks=callbacks)
     with pytest.raises(ValueError, match="Warmup was not computed in step 1"):
         trainer.train()
 
@@ -391,8 +368,7 @@ def test_shift_is_known_or_asked_for(tmp_path):
     config.is_decoder, config.is_encoder_decoder = True, False
     model, args = transformers.MarianForCausalLM(config), arguments(tmp_path, max_steps=1)
     data = examples(2)
-    settings = {"train_dataset": data, "data_collator": collate}
-    trainer = transformers.Trainer(model=model, args=args, **settings)
+    trainer = make_trainer(None, model, None, args, data)
     with pytest.raises(ValueError, match="pass shift=False or shift=True"):
         hf.regularize(trainer, labo.LABOLoss())
     hf.regularize(trainer, labo.LABOLoss(), shift=False)
@@ -416,22 +392,6 @@ def test_inputs_are_checked(tmp_path):
         function({"logits": logits}, logits.softmax(-1))
 
 
-def test_logits_in_parts(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        args = arguments(tmp_path)
-        trainer = make_trainer("regularized", build("Llama"), labo.LABOLoss(), args)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        parts = [torch.distributed.tensor.Shard(2)]
-        logits = torch.distributed.tensor.distribute_tensor(torch.randn(2, 5, V), mesh, parts)
-        with pytest.raises(ValueError, match="the logits are a DTensor"):
-            trainer.compute_loss_func({"logits": logits}, torch.zeros(2, 5, dtype=torch.long))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_a_part_of_the_classes_as_a_plain_tensor(tmp_path):
     """What ColwiseParallel returns without use_local_output=False: the first of two processes."""
     store = FakeStore()
@@ -448,21 +408,6 @@ def test_a_part_of_the_classes_as_a_plain_tensor(tmp_path):
 
 
 # ------------------------------------------------------------------ classifiers
-
-
-def classifier(classes: int = 5):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_labels=classes,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForSequenceClassification(config)
 
 
 def sentences(count: int, soft: bool = False) -> list[dict]:
@@ -488,7 +433,9 @@ def test_a_classifier_under_accumulation(case, tmp_path):
         return mean * weight[labels].sum() / 8 if case == "class weights" else mean
 
     data, rows = sentences(8, soft=case == "probabilities"), transformers.default_data_collator
-    assert_step("regularized", classifier(), loss, data, tmp_path, accumulate=4, by=by, rows=rows)
+    assert_step(
+        "regularized", bert(num_labels=5), loss, data, tmp_path, accumulate=4, by=by, rows=rows
+    )
 
 
 # ------------------------------------------------------------------ resuming
@@ -520,16 +467,16 @@ def test_resuming_goes_on_with_the_warmup(way, tmp_path):
     assert again.steps_done == 20
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
-    args = arguments(tmp_path, max_steps=20, gradient_accumulation_steps=2)
-    other = make_trainer(way, build("Llama"), labo.LABOLoss(), args, data)
-    with pytest.raises(ValueError, match="has the state of another loss"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
 
 
 def test_resuming_with_another_loss_is_refused(tmp_path):
     def loss(steps=2, tau=1.25, before=None, **weighted):
         before, weight = before or labo.LabelSmoothingLoss(), weighted.get("weight", torch.ones(V))
         return labo.Warmup(before, labo.LABOLoss(tau=tau, weight=weight), steps=steps)
+
+    def resume(loss):
+        trainer = make_trainer("regularized", build("Llama"), loss, args, examples(8))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
     args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
     make_trainer("regularized", build("Llama"), loss(), args, examples(8)).train()
@@ -540,9 +487,13 @@ def test_resuming_with_another_loss_is_refused(tmp_path):
         ({"weight": torch.full((V,), 2.0)}, "its after.weight is 'a tensor"),
         ({"weight": None}, "its after.weight is 'a tensor .* is None"),
     ):
-        trainer = make_trainer("regularized", build("Llama"), loss(**other), args, examples(8))
         with pytest.raises(ValueError, match=f"the state of another loss: {message}"):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+            resume(loss(**other))
+    state = tmp_path / "checkpoint-1" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"labo"', '"other"'))
+    with pytest.raises(ValueError, match="checkpoint of step 1 has no state of the loss"):
+        resume(loss())
+    resume(labo.LABOLoss())  # a loss without a state does not need one
 
 
 def test_resuming_restores_a_table(tmp_path):
@@ -550,7 +501,7 @@ def test_resuming_restores_a_table(tmp_path):
     data, collator = sentences(24), transformers.default_data_collator
 
     def run(resume=None):
-        model, loss = classifier(), labo.OnlineLabelSmoothingLoss(5)
+        model, loss = bert(num_labels=5), labo.OnlineLabelSmoothingLoss(5)
         args = arguments(tmp_path, num_train_epochs=3, save_strategy="steps", save_steps=3)
         trainer = make_trainer("regularized", model, loss, args, data, data_collator=collator)
         trainer.train(resume_from_checkpoint=resume)
@@ -560,21 +511,6 @@ def test_resuming_restores_a_table(tmp_path):
     for step in (3, 6, 9):
         for one, other in zip(straight, run(str(tmp_path / f"checkpoint-{step}")), strict=True):
             assert torch.equal(one, other), step
-
-
-def test_a_checkpoint_without_the_state_of_the_loss_is_refused(tmp_path):
-    data = examples(8)
-    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
-    make_trainer("regularized", build("Llama"), labo.LABOLoss(), args, data).train()
-    state = tmp_path / "checkpoint-1" / "trainer_state.json"
-    state.write_text(state.read_text().replace('"labo"', '"other"'))
-    loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=2)
-    trainer = make_trainer("regularized", build("Llama"), loss, args, data)
-    with pytest.raises(ValueError, match="checkpoint of step 1 has no state of the loss"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    # a loss without a state does not need one
-    stateless = make_trainer("regularized", build("Llama"), labo.LABOLoss(), args, data)
-    stateless.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 # ------------------------------------------------------------------ teachers
@@ -602,13 +538,15 @@ def test_a_teacher_under_accumulation(family, kind, tmp_path):
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(nll, rel=1e-5)
 
 
-def test_a_warmup_to_a_teacher(tmp_path):
+@each_way
+def test_a_warmup_to_a_teacher(way, tmp_path):
     """Label smoothing first, which uses no teacher."""
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.DistillationLoss(), steps=2)
     args = arguments(tmp_path, max_steps=3)
     teacher, calls = build("Llama", seed=7), []
+    trainer = make_trainer(way, build("Llama"), loss, args, examples(12), teacher=teacher)
     teacher.register_forward_hook(lambda *_: calls.append(loss.steps_done))
-    make_trainer("regularized", build("Llama"), loss, args, examples(12), teacher=teacher).train()
+    trainer.train()
     assert loss.steps_done == 3
     assert calls == [1, 2]
 
@@ -668,9 +606,7 @@ def test_a_teacher_with_another_tokenizer(way, tmp_path):
 
 @each_way
 def test_lora_trains_its_adapters_only(way, tmp_path):
-    torch.manual_seed(2)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = get_peft_model(build("Llama"), config)
+    model = adapted(build("Llama"), "q_proj", "v_proj")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     args = arguments(tmp_path, max_steps=2)
     make_trainer(way, model, labo.LABOLoss(), args, examples(8)).train()
@@ -679,27 +615,8 @@ def test_lora_trains_its_adapters_only(way, tmp_path):
     assert changed == {name for name in before if "lora" in name}
 
 
-# ------------------------------------------------------------------ the package and its examples
-
-
 def test_the_extra_installs_what_training_arguments_need():
     (listed,) = re.findall(r"^hf = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (needed,) = [r for r in map(Requirement, ast.literal_eval(listed)) if r.name == "accelerate"]
     (oldest,) = [Version(bound.version) for bound in needed.specifier]
     assert oldest >= Version(ACCELERATE_MIN_VERSION)
-
-
-@pytest.mark.parametrize(
-    ("name", "tiny", "lines"),
-    [("causal_lm", ["--steps", "4", "--size", "16"], 4), ("seq2seq_trainer", ["--steps", "3"], 1)],
-)
-def test_an_example_prints_what_it_shows(name, tiny, lines, capsys):
-    """Except for numbers, and for the last line of the second, which depends on the training."""
-    example = load_example(name)
-    example.main(tiny)
-    shown = example.__doc__.partition(f"$ python examples/{name}.py\n")[2].splitlines()
-
-    def form(text: list[str]) -> list[str]:
-        return [" ".join(re.sub(r"\d+(\.\d+)?", "#", line).split()) for line in text[:lines]]
-
-    assert form(capsys.readouterr().out.splitlines()) == form(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,16 +19,18 @@ from tiny_models import (
     V,
     arguments,
     assert_same,
+    assert_step,
     build,
     by_hand,
     collate,
     examples,
     gradients,
-    is_seq2seq,
-    stepped,
+    make_trainer,
     targets_and_logits,
     trained,
 )
+
+regularized = partial(make_trainer, "regularized")
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 # A coefficient that is large enough to be seen.
@@ -71,19 +74,15 @@ def mixture(family: str):
     return model.eval()  # without dropout; the loss does not depend on the mode
 
 
-def trainer_of(model, args, loss, **settings):
-    cls = transformers.Seq2SeqTrainer if is_seq2seq(model) else transformers.Trainer
-    settings = {"data_collator": collate, **settings}
-    return hf.regularize(cls(model=model, args=args, **settings), loss)
-
-
 @pytest.mark.parametrize("family", CAUSAL)
 def test_cross_entropy_is_the_models_own_loss(family, tmp_path):
     model, batch = mixture(family), collate(examples(3))
     own = model(**batch)
     expected, plain = own.loss, nn.CrossEntropyLoss()(*targets_and_logits(model, batch))
     assert expected > plain + 0.1
-    trainer = trainer_of(copy.deepcopy(model), arguments(tmp_path), labo.CrossEntropyLoss())
+    trainer = make_trainer(
+        "regularized", copy.deepcopy(model), labo.CrossEntropyLoss(), arguments(tmp_path)
+    )
     value = trainer.compute_loss(trainer.model, batch)
     fused = hf.fuse_head(copy.deepcopy(model), labo.CrossEntropyLoss())
     for ours, of in ((value, trainer.model), (fused(**batch).loss, fused)):
@@ -102,7 +101,7 @@ def test_switch_transformers_has_four_of_them(tmp_path):
     batch["output_router_logits"] = True
     expected = model(**batch).loss
     args = arguments(tmp_path, Seq2SeqTrainingArguments)
-    trainer = trainer_of(copy.deepcopy(model), args, labo.CrossEntropyLoss())
+    trainer = regularized(copy.deepcopy(model), labo.CrossEntropyLoss(), args)
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
     fused = hf.fuse_head(copy.deepcopy(model), labo.CrossEntropyLoss())
     torch.testing.assert_close(fused(**batch).loss, expected)
@@ -123,12 +122,14 @@ def test_a_router_loss_that_is_not_returned_is_refused(tmp_path):
     batch = collate(examples(2, True))
     batch["decoder_input_ids"] = batch["labels"].clamp(min=0)
     args = arguments(tmp_path, Seq2SeqTrainingArguments)
-    trainer = trainer_of(model, args, labo.LABOLoss())
+    trainer = regularized(model, labo.LABOLoss(), args)
     with pytest.raises(ValueError, match="set output_router_logits=False"):
         trainer.compute_loss(model, batch)
     model.config.output_router_logits = False
     assert trainer.compute_loss(model, batch).requires_grad
-    returns_tuples = trainer_of(mixture("Mixtral"), arguments(tmp_path), labo.LABOLoss())
+    returns_tuples = make_trainer(
+        "regularized", mixture("Mixtral"), labo.LABOLoss(), arguments(tmp_path)
+    )
     logits, labels = torch.randn(2, 5, V), torch.ones(2, 5, dtype=torch.long)
     with pytest.raises(ValueError, match="set output_router_logits=False"):
         returns_tuples.compute_loss_func((logits,), labels)
@@ -142,7 +143,7 @@ def test_a_router_asked_for_by_the_batch(tmp_path):
     torch.testing.assert_close(fused(**batch).loss, plain)
     value = fused(**batch, output_router_logits=True).loss
     torch.testing.assert_close(value, plain + router)
-    trainer = trainer_of(model, arguments(tmp_path), labo.LABOLoss())
+    trainer = regularized(model, labo.LABOLoss(), arguments(tmp_path))
     value = trainer.compute_loss(model, {**batch, "output_router_logits": True})
     torch.testing.assert_close(value, plain + router)
 
@@ -150,25 +151,17 @@ def test_a_router_asked_for_by_the_batch(tmp_path):
 @pytest.mark.parametrize("way", ["regularized", "fused"])
 def test_accumulation_does_not_multiply_the_router_loss(way, tmp_path):
     """Each micro-batch adds its router loss in proportion to its targets."""
-    model, data = mixture("Mixtral"), examples(8)
-    expected, total = copy.deepcopy(model), 0
-    parts = [collate(data[i : i + 2]) for i in range(0, 8, 2)]
-    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
-    for part, count in zip(parts, counts, strict=True):
-        router = expected.router_aux_loss_coef * expected(**part).aux_loss
-        total = total + (by_hand(expected, part, labo.LABOLoss()) + router) * count / sum(counts)
-    slopes = gradients(expected, total)
-    args = arguments(
-        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4
-    )
-    if way == "regularized":
-        trainer = trainer_of(model, args, labo.LABOLoss(), train_dataset=data)
-    else:
-        fused = hf.fuse_head(model, labo.LABOLoss())
-        settings = {"train_dataset": data, "data_collator": collate}
-        trainer = transformers.Trainer(model=fused, args=args, **settings)
-    assert trainer.train().training_loss == pytest.approx(total.item(), rel=1e-5)
-    assert_same(trained(model), stepped(expected, slopes), rtol=1e-4, atol=1e-5)
+    data = examples(8)
+
+    def by(model, batch, loss):
+        parts = [collate(data[i : i + 2]) for i in range(0, 8, 2)]
+        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+        routers = [model.router_aux_loss_coef * model(**part).aux_loss for part in parts]
+        values = [by_hand(model, part, loss) for part in parts]
+        weighted = zip(values, routers, counts, strict=True)
+        return sum((value + router) * count for value, router, count in weighted) / sum(counts)
+
+    assert_step(way, mixture("Mixtral"), labo.LABOLoss(), data, tmp_path, accumulate=4, by=by)
 
 
 def test_class_weights_do_not_weigh_the_router_loss(tmp_path):
@@ -178,7 +171,7 @@ def test_class_weights_do_not_weigh_the_router_loss(tmp_path):
     logits, target = targets_and_logits(model, batch)
     labels = labo.LABOLoss(weight=weight, reduction="sum")(logits, target)
     expected = labels / len(target) + router
-    trainer = trainer_of(model, arguments(tmp_path), labo.LABOLoss(weight=weight))
+    trainer = regularized(model, labo.LABOLoss(weight=weight), arguments(tmp_path))
     items = trainer._get_num_items_in_batch([batch], "cpu")
     value = trainer.compute_loss(model, batch, num_items_in_batch=items)
     torch.testing.assert_close(value, expected)
@@ -191,7 +184,7 @@ def test_the_z_loss_of_bamba(tmp_path):
         attn_layer_indices=[0],
     )
     model, batch = transformers.BambaForCausalLM(config).eval(), collate(examples(2))
-    trainer = trainer_of(model, arguments(tmp_path), labo.CrossEntropyLoss())
+    trainer = regularized(model, labo.CrossEntropyLoss(), arguments(tmp_path))
     torch.testing.assert_close(trainer.compute_loss(model, batch), model(**batch).loss)
     with pytest.raises(ValueError, match="the loss of BambaForCausalLM is not the cross entropy"):
         hf.fuse_head(copy.deepcopy(model), labo.CrossEntropyLoss())

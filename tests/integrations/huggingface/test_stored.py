@@ -7,8 +7,8 @@ import copy
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, Trainer
+from trl import SFTTrainer
 
 import labo
 from labo.integrations.huggingface import (
@@ -23,6 +23,8 @@ from labo.lab.language_modeling.options import Tokenization
 from labo.lab.language_modeling.prepare import prepare_documents
 from labo.lab.text.teacher import store
 from tiny_language import SENTENCES, learned_tokenizer
+from tiny_models import arguments
+from tiny_sft import config
 
 K = 4
 
@@ -43,8 +45,8 @@ def folders(tmp_path_factory):
     base, tokenizer = tmp_path_factory.mktemp("stored"), learned_tokenizer()
     torch.manual_seed(3)
     size = {"width": 16, "layers": 1, "heads": 2}
-    config = causal_config("gpt2-tiny", len(tokenizer), positions=64, dimensions=size)
-    teacher = AutoModelForCausalLM.from_config(config)
+    small = causal_config("gpt2-tiny", len(tokenizer), positions=64, dimensions=size)
+    teacher = AutoModelForCausalLM.from_config(small)
     teacher.save_pretrained(base / "teacher")
     tokenizer.save_pretrained(base / "teacher")
     data = prepare(base / "data", SENTENCES[:14])
@@ -54,9 +56,9 @@ def folders(tmp_path_factory):
 
 def student(folders):
     torch.manual_seed(4)
-    config = copy.deepcopy(folders[1].config)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return AutoModelForCausalLM.from_config(config)
+    same = copy.deepcopy(folders[1].config)
+    same.resid_pdrop = same.embd_pdrop = same.attn_pdrop = 0.0
+    return AutoModelForCausalLM.from_config(same)
 
 
 def test_the_rows_are_the_predictions_of_their_labels(folders):
@@ -86,13 +88,6 @@ def test_other_data_are_refused(folders, tmp_path):
         StoredTeacherDataset(folders[2], other)
 
 
-def options(cls, out, **more):
-    fixed = {"max_steps": 3, "logging_steps": 1, "use_cpu": True, "bf16": False, "seed": 0}
-    fixed |= {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
-    fixed |= {"remove_unused_columns": False, "per_device_train_batch_size": 4}
-    return cls(str(out), **fixed, **more)
-
-
 def expected_first_loss(folders, items, order):
     """Of the first batch, by hand."""
     collate = StoredTeacherCollator(pad_token_id=0)
@@ -117,17 +112,19 @@ def test_it_trains_in_the_real_libraries(trainer, folders, tmp_path):
 
     items_of = [item["input_ids"] for item in items]
     loss = labo.TopKDistillationLoss(alpha=1.0, divergence="jsd")
+    shared = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+    shared["remove_unused_columns"] = False
     if trainer == "trainer":
         made = Trainer(
             model=student(folders),
-            args=options(TrainingArguments, tmp_path),
+            args=arguments(tmp_path, **shared),
             train_dataset=items,
             data_collator=collator,
         )
     else:
         made = SFTTrainer(
             model=student(folders),
-            args=options(SFTConfig, tmp_path, dataset_kwargs={"skip_prepare_dataset": True}),
+            args=config(tmp_path, dataset_kwargs={"skip_prepare_dataset": True}, **shared),
             train_dataset=datasets.Dataset.from_list(list(items)),
             data_collator=collator,
             processing_class=learned_tokenizer(),
