@@ -410,14 +410,10 @@ class OutputLayer:
 
         ``extras`` are ``token_weight``, ``z_loss`` and ``teacher_logits`` of ``linear_loss``.
         """
-        device = self.weight.device
-        hidden, target = hidden.to(device), target.to(device)
-        if self.scale != 1:
-            hidden = hidden * self.scale
         result: Any = linear_loss(
-            hidden,
+            self._scaled(hidden),
             self.adapter or self.weight,
-            target,
+            target.to(self.weight.device),
             loss,
             linear_bias=self.bias,
             softcap=self.softcap,
@@ -429,14 +425,11 @@ class OutputLayer:
 
     def as_teacher(self, hidden: Tensor) -> TeacherHead:
         """The layer with its rows, for the loss of a student."""
-        hidden = hidden.to(self.weight.device) * self.scale
-        return TeacherHead(hidden, self.weight, self.bias, self.softcap)
+        return TeacherHead(self._scaled(hidden), self.weight, self.bias, self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states to (..., V) logits."""
-        hidden = hidden.to(self.weight.device)
-        if self.scale != 1:
-            hidden = hidden * self.scale
+        hidden = self._scaled(hidden)
         if self.adapter is None:
             logits = nn.functional.linear(hidden, self.weight, self.bias)
         else:
@@ -446,6 +439,11 @@ class OutputLayer:
             logits = logits if by_class is None else logits * by_class.to(logits.dtype)
             logits = logits if self.bias is None else logits + self.bias
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """The hidden states where the weight is, times the factor of the logits."""
+        hidden = hidden.to(self.weight.device)
+        return hidden if self.scale == 1 else hidden * self.scale
 
 
 _ADAPTED = (
