@@ -124,7 +124,7 @@ def test_stored_classes(world: World, tail, sizes) -> None:
 
 
 @pytest.mark.parametrize("name", ["kd", "jsd", "ps-kd"])
-@on_processes(2, 3)
+@on_processes(3)
 def test_dtensors(world: World, name) -> None:
     logits, taught, target = example()
     taught.masked_fill_(taught == -math.inf, -150.0)
@@ -176,7 +176,7 @@ def test_output_layers(world: World, name, sizes) -> None:
             head_is_whole(world, loss, [hidden, weight], target, sizes, softcap, whole, given)
 
 
-@on_processes(2, 3)
+@on_processes(3)
 def test_output_layers_as_dtensors(world: World) -> None:
     hidden, weight, _, target = head_example(23)
     theirs, taught, bias, _ = head_example(23)
