@@ -13,18 +13,6 @@ from worked import BATCH as Z
 from worked import TARGETS as Y
 
 
-def test_the_label_of_label_smoothing_and_of_labo_is_the_label_they_are_defined_by():
-    torch.testing.assert_close(
-        labo.label_of(labo.LabelSmoothingLoss(alpha=0.1), Z, Y),
-        labo.smoothing.smoothed_target(Y, labo.smoothing.uniform(Z), 0.1),
-    )
-    star, alpha = labo.smoothing.tempered(Z, 1.25), labo.smoothing.adaptive_alpha(Z)
-    torch.testing.assert_close(
-        labo.label_of(labo.LABOLoss(tau=1.25), Z, Y),
-        labo.smoothing.smoothed_target(Y, star, alpha),
-    )
-
-
 @pytest.mark.parametrize(
     "case", [c for c in LOSS_CASES if c.name in labo.LOSSES], ids=lambda c: c.name
 )
