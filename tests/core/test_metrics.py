@@ -16,30 +16,10 @@ from labo import metrics
 from labo.fast import native
 from labo.fast.dispatch import FastRows
 from labo.heads.quantized import product_dtype
-from layers import SMALL, D, N, V, problem
+from layers import SMALL, D, N, V, measured, problem
 from probes import LargestTensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-def dense(logits: Tensor, target: Tensor, loss: nn.Module) -> dict[str, Tensor]:
-    """Every metric of every row, from the logits in float64; 0 where a row does not count."""
-    log_p = logits.double().log_softmax(-1)
-    valid = target != -100
-    y = target.clamp(min=0).unsqueeze(-1)
-    entropy = torch.special.entr(log_p.exp()).sum(-1)
-    alpha = getattr(loss, "alpha", 0.0)
-    if alpha == "adaptive":
-        alpha = 1 - loss.rho * entropy / math.log(logits.shape[-1])
-    rows = {
-        "targets": torch.ones_like(entropy),
-        "nll": -log_p.gather(-1, y).squeeze(-1),
-        "entropy": entropy,
-        "correct": (logits.gather(-1, y).squeeze(-1) == logits.amax(-1)).double(),
-        "alpha": torch.zeros_like(entropy) + alpha,
-        "z_squared": logits.double().logsumexp(-1).square(),
-    }
-    return {name: value.masked_fill(~valid, 0.0) for name, value in rows.items()}
 
 
 def check(found: labo.LossMetrics, wanted: dict[str, Tensor], tolerance: float) -> None:
@@ -77,7 +57,7 @@ def test_metrics_are_those_of_the_logits(dtype, rows, classes, name, grad, softc
     logits = nn.functional.linear(*(t.to(product_dtype(x)) for t in (x, weight, bias)))
     if softcap:
         logits = softcap * (logits / softcap).tanh()
-    wanted = dense(logits, target, loss)
+    wanted = measured(logits, target, loss)
     x.requires_grad_(grad)
     shared = {"linear_bias": bias, "softcap": softcap, "options": SMALL}
     value, found = labo.linear_loss(x, weight, target, loss, return_metrics="rows", **shared)
@@ -219,7 +199,9 @@ def test_token_weight_and_z_loss(head, name, reduction, dtype):
         if reduction == "mean":
             valid = target != -100
             total = total / (token_weight * class_weight[target.clamp(min=0)])[valid].sum()
-        return total, labo.LossMetrics(*(v.sum() for v in dense(logits, target, kind()).values()))
+        return total, labo.LossMetrics(
+            *(v.sum() for v in measured(logits, target, kind()).values())
+        )
 
     torch._dynamo.reset()
     if head == "compiled":

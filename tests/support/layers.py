@@ -1,11 +1,12 @@
-"""A small output layer for the tests of linear_loss."""
+"""A small output layer for the tests of linear_loss, and the metrics of its logits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import labo
 
@@ -35,3 +36,23 @@ def gradients(
     if value.dim() and upstream is None:
         upstream = torch.linspace(0, 2, value.numel(), dtype=value.dtype).view_as(value)
     return value.detach(), *torch.autograd.grad(value, leaves, upstream)
+
+
+def measured(logits: Tensor, target: Tensor, loss: nn.Module) -> dict[str, Tensor]:
+    """Every metric of every row, from the logits in float64; 0 where a row does not count."""
+    log_p = logits.double().log_softmax(-1)
+    valid = target != -100
+    y = target.clamp(min=0).unsqueeze(-1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    alpha = getattr(loss, "alpha", 0.0)
+    if alpha == "adaptive":
+        alpha = 1 - loss.rho * entropy / math.log(logits.shape[-1])
+    rows = {
+        "targets": torch.ones_like(entropy),
+        "nll": -log_p.gather(-1, y).squeeze(-1),
+        "entropy": entropy,
+        "correct": (logits.gather(-1, y).squeeze(-1) == logits.amax(-1)).double(),
+        "alpha": torch.zeros_like(entropy) + alpha,
+        "z_squared": logits.double().logsumexp(-1).square(),
+    }
+    return {name: value.masked_fill(~valid, 0.0) for name, value in rows.items()}

@@ -15,18 +15,20 @@ from torch import nn
 import labo
 from labo.integrations import huggingface as hf
 from labo.integrations.huggingface.logits import LazyLogits
+from layers import measured
 from probes import LargestTensor
 from tiny_models import (
     V,
     arguments,
     assert_same,
+    assert_step,
     bert,
     build,
     by_hand,
     collate,
     examples,
     gradients,
-    stepped,
+    make_trainer,
 )
 
 CHUNKS = labo.LinearLossOptions(batch_chunk_size=16)
@@ -44,17 +46,9 @@ def expected_metrics(model, batch, loss) -> dict[str, float]:
     """From the logits in float64, over the targets of a causal model."""
     with torch.no_grad():
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, :-1].double()
-    target = batch["labels"][:, 1:]
-    logits, target = logits[target != -100], target[target != -100]
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return {
-        "nll": -log_p.gather(1, target.unsqueeze(1)).mean().item(),
-        "entropy": entropy.mean().item(),
-        "mean_token_accuracy": (logits.argmax(-1) == target).double().mean().item(),
-        "alpha": (1 - loss.rho * entropy / np.log(V)).mean().item(),
-        "z_squared": logits.logsumexp(-1).square().mean().item(),
-    }
+    rows = measured(logits, batch["labels"][:, 1:], loss)
+    means = {name: (x.sum() / rows["targets"].sum()).item() for name, x in rows.items()}
+    return means | {"mean_token_accuracy": means["correct"]}
 
 
 # ------------------------------------------------------------------ evaluation
@@ -200,20 +194,12 @@ def with_columns(some):
     return found
 
 
-def a_step(way, model, loss, rows, out, accumulate):
-    """The loss of one step of a Trainer."""
-    if way == "fused":
-        hf.fuse_head(model, loss)
-    trainer = trainer_of(
-        model,
-        out,
-        max_steps=1,
-        per_device_train_batch_size=8 // accumulate,
-        gradient_accumulation_steps=accumulate,
-    )
-    trainer.train_dataset, trainer.data_collator = datasets.Dataset.from_list(rows), with_columns
-    hf.regularize(trainer, loss)
-    return trainer.train().training_loss
+def values_of(model, batch, loss):
+    """The loss of each position, and the labels."""
+    logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
+    target = batch["labels"][:, 1:]
+    columns = [batch[name][:, 1:] for name in batch if name.startswith("teacher")]
+    return loss.having(reduction="none").compute(logits[:, :-1], target, *columns), target
 
 
 @pytest.mark.parametrize("way", ["fused", "regularized"])
@@ -223,25 +209,23 @@ def test_token_weights_come_with_the_batch(way, accumulate, tmp_path):
     rows, loss = examples(8), labo.LABOLoss(weight=torch.linspace(0.5, 2, V))
     for row in rows:
         row["token_weight"] = torch.rand(len(row["labels"])).tolist()
-    batch, plain = with_columns(rows), build("Llama")
-    target, weights = batch["labels"][:, 1:], batch["token_weight"][:, 1:]
-    values = labo.LABOLoss(weight=loss.weight, reduction="none")(
-        plain(**collate(rows)).logits[:, :-1], target
-    )
-    total, valid = (values * weights).sum(), target != -100
-    model = build("Llama")
-    if way == "fused":
-        mean = hf.fuse_head(model, loss)(**batch).loss
-        hf.unfuse_head(model)
-    else:
-        trainer = hf.regularize(trainer_of(build("Llama"), tmp_path), loss)
-        mean = trainer.compute_loss(trainer.model, batch)
-    torch.testing.assert_close(mean, total / (weights[valid] * loss.weight[target[valid]]).sum())
-    expected = total / valid.sum()
-    found = a_step(way, model, loss, rows, tmp_path, accumulate)
-    assert found == pytest.approx(expected.item(), rel=1e-5)
-    slopes = gradients(plain, expected)
-    assert_same(model.parameters(), stepped(plain, slopes), rtol=1e-4, atol=1e-5)
+
+    def weighted(model, batch, loss):
+        values, target = values_of(model, batch, loss)
+        weights, valid = batch["token_weight"][:, 1:], target != -100
+        mass = (weights[valid] * loss.weight[target[valid]]).sum()
+        return (values * weights).sum(), valid.sum(), mass
+
+    def by(model, batch, loss):
+        total, count, _ = weighted(model, batch, loss)
+        return total / count
+
+    model, batch, args = build("Llama"), with_columns(rows), arguments(tmp_path)
+    trainer = make_trainer(way, copy.deepcopy(model), loss, args)
+    total, _, mass = weighted(model, batch, loss)
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), total / mass)
+    given = {"accumulate": accumulate, "by": by, "rows": with_columns}
+    assert_step(way, model, loss, rows, tmp_path, **given)
 
 
 def test_token_weights_and_another_loss(tmp_path):
@@ -255,23 +239,22 @@ def test_token_weights_and_another_loss(tmp_path):
 @pytest.mark.parametrize("way", ["fused", "regularized"])
 def test_a_stored_teacher_comes_with_the_batch(way, tmp_path):
     """Its classes belong to the labels: they are shifted with them."""
-    rows, loss, plain = examples(8), labo.TopKDistillationLoss(), build("Llama")
+    rows, loss = examples(8), labo.TopKDistillationLoss()
     for row in rows:
         stored = torch.randn(len(row["labels"]), V).log_softmax(-1).topk(5)
         row["teacher_indices"] = stored.indices.tolist()
         row["teacher_log_probabilities"] = stored.values.tolist()
-    batch = with_columns(rows)
-    indices, log_p = (batch[f"teacher_{name}"] for name in ("indices", "log_probabilities"))
-    logits, target = plain(**collate(rows)).logits[:, :-1], batch["labels"][:, 1:]
-    valid = target != -100
-    expected = loss(logits[valid], target[valid], indices[:, 1:][valid], log_p[:, 1:][valid])
-    model = build("Llama")
-    found = a_step(way, model, loss, rows, tmp_path, 4)
-    assert found == pytest.approx(expected.item(), rel=1e-5)
-    slopes = gradients(plain, expected)
-    assert_same(model.parameters(), stepped(plain, slopes), rtol=1e-4, atol=1e-5)
+
+    def by(model, batch, loss):
+        values, target = values_of(model, batch, loss)
+        return values.sum() / (target != -100).sum()
+
+    data = datasets.Dataset.from_list(rows)  # of which the Trainer drops columns, too
+    given = {"accumulate": 4, "by": by, "rows": with_columns}
+    assert_step(way, build("Llama"), loss, data, tmp_path, **given)
+    trainer = make_trainer(way, build("Llama"), loss, arguments(tmp_path), examples(8))
     with pytest.raises(ValueError, match="teacher_indices must be a tensor in the batch"):
-        a_step(way, build("Llama"), labo.TopKDistillationLoss(), examples(8), tmp_path, 1)
+        trainer.train()
 
 
 def test_token_weights_that_cancel():
