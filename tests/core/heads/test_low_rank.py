@@ -15,15 +15,18 @@ ROWS, WIDTH, CLASSES, RANK, SCALE = 11, 6, 23, 3, 1.5
 CHUNKS = labo.LinearLossOptions(batch_chunk_size=4)
 
 
-def problem(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+each_kind = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+
+
+def problem(dora: bool, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     shapes = {
         "input": (ROWS, WIDTH),
         "base": (CLASSES, WIDTH),
         "bias": (CLASSES,),
         "a": (RANK, WIDTH),
         "b": (CLASSES, RANK),
-        "magnitude": (CLASSES,),
     }
+    shapes |= {"magnitude": (CLASSES,)} if dora else {}
     return {
         name: torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
     }
@@ -35,9 +38,9 @@ def labels() -> Tensor:
     return target
 
 
-def dense(loss: nn.Module, x: dict[str, Tensor], target: Tensor, dora: bool, softcap: float | None):
+def dense(loss: nn.Module, x: dict[str, Tensor], target: Tensor, softcap: float | None):
     weight = x["base"] + SCALE * x["b"] @ x["a"]
-    if dora:
+    if "magnitude" in x:
         weight = weight * (x["magnitude"] / weight.detach().norm(dim=1)).unsqueeze(1)
     logits = x["input"] @ weight.T + x["bias"]
     if softcap is not None:
@@ -45,36 +48,25 @@ def dense(loss: nn.Module, x: dict[str, Tensor], target: Tensor, dora: bool, sof
     return loss(logits, target)
 
 
-def adapted(
-    loss: nn.Module, x: dict[str, Tensor], target: Tensor, dora: bool, softcap: float | None
-):
-    magnitude = x["magnitude"] if dora else None
-    weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, magnitude)
+def adapted(loss: nn.Module, x: dict[str, Tensor], target: Tensor, softcap: float | None):
+    weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, x.get("magnitude"))
     return labo.linear_loss(
         x["input"], weight, target, loss, linear_bias=x["bias"], softcap=softcap, options=CHUNKS
     )
 
 
-def value_and_gradients(compute, loss, x, target, dora, softcap=None, frozen=()):
+def value_and_gradients(compute, loss, x, target, softcap=None, frozen=()):
     leaves = {name: t.clone().requires_grad_(name not in frozen) for name, t in x.items()}
-    value = compute(loss, leaves, target, dora, softcap)
+    value = compute(loss, leaves, target, softcap)
     value.backward(torch.full_like(value, 0.7))
     return value.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def same(found, wanted, tolerance: float = 1e-10) -> None:
-    for ours, theirs in zip(
-        (found[0], *found[1].values()), (wanted[0], *wanted[1].values()), strict=True
-    ):
-        if theirs is None:
-            assert ours is None
-        else:
-            torch.testing.assert_close(
-                ours.double(), theirs.double(), rtol=tolerance, atol=tolerance
-            )
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@each_kind
 @pytest.mark.parametrize("frozen", [(), ("base", "bias", "input")], ids=["whole", "frozen"])
 @pytest.mark.parametrize(
     ("loss", "reduction", "softcap"),
@@ -86,29 +78,25 @@ def same(found, wanted, tolerance: float = 1e-10) -> None:
     ],
 )
 def test_equals_the_materialised_weight(dora, frozen, reduction, loss, softcap):
-    module, x, target = loss(reduction=reduction), problem(), labels()
-    if not dora:
-        x.pop("magnitude")
-    wanted = value_and_gradients(dense, module, x, target, dora, softcap, frozen)
-    same(value_and_gradients(adapted, module, x, target, dora, softcap, frozen), wanted)
+    module, x, target = loss(reduction=reduction), problem(dora), labels()
+    wanted = value_and_gradients(dense, module, x, target, softcap, frozen)
+    same(value_and_gradients(adapted, module, x, target, softcap, frozen), wanted)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@each_kind
 def test_class_weights_soft_targets_and_no_targets(dora):
-    x = problem()
-    if not dora:
-        x.pop("magnitude")
+    x = problem(dora)
     weighted = labo.LABOLoss(weight=(torch.rand(CLASSES) + 0.5).double())
     soft = torch.rand(ROWS, CLASSES).double().softmax(-1)
     nothing = torch.full((ROWS,), -100)
     cases = ((weighted, labels()), (labo.LABOLoss(), soft), (labo.LABOLoss(), nothing))
     for module, target in cases:
-        wanted = value_and_gradients(dense, module, x, target, dora)
-        same(value_and_gradients(adapted, module, x, target, dora), wanted)
+        wanted = value_and_gradients(dense, module, x, target)
+        same(value_and_gradients(adapted, module, x, target), wanted)
 
 
 def test_a_teacher():
-    x, target = problem(), labels()
+    x, target = problem(dora=False), labels()
     teacher = torch.randn(ROWS, CLASSES).double()
     loss = labo.DistillationLoss()
     weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE)
@@ -126,24 +114,22 @@ def eighths(classes: int = CLASSES, width: int = WIDTH) -> tuple[Eighths, labo.Q
     return base, labo.QuantizedWeight(lambda a, b: codes[a:b].double() / 8, (classes, width))
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@each_kind
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_quantized_base(monkeypatch, dora, reduction, softcap):
     """QLoRA: the adapter is trained as on the dequantized base, which is frozen."""
     monkeypatch.setattr(quantized, "_BLOCK_BYTES", 5 * WIDTH * 8)  # five classes
-    x, target, module = problem(), labels(), labo.LABOLoss(reduction=reduction)
-    if not dora:
-        x.pop("magnitude")
+    x, target, module = problem(dora), labels(), labo.LABOLoss(reduction=reduction)
     tensor, function = eighths()
     x["base"] = tensor.dequantize().double()
-    wanted = value_and_gradients(dense, module, x, target, dora, softcap, frozen=("base",))
+    wanted = value_and_gradients(dense, module, x, target, softcap, ("base",))
     for base in (tensor, function):
 
         def on_quantized(loss, leaves, *rest, base=base):
             return adapted(loss, leaves | {"base": base}, *rest)
 
-        found = value_and_gradients(on_quantized, module, x, target, dora, softcap, ("base",))
+        found = value_and_gradients(on_quantized, module, x, target, softcap, ("base",))
         assert found[1]["a"].abs().sum() > 0
         same(found, wanted)
 
@@ -168,33 +154,31 @@ def test_neither_logits_nor_effective_weight_exist(monkeypatch, kind):
     assert a.grad.dtype == b.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@each_kind
 @pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("frozen", [(), ("base",)], ids=["dense", "quantized"])
 def test_half_types(mode, frozen, dora):
     """Hidden states in bfloat16, adapter in float32, as in QLoRA."""
-    x, target, (base, _) = problem(torch.float32), labels(), eighths()
-    if not dora:
-        x.pop("magnitude")
+    x, target, (base, _) = problem(dora, torch.float32), labels(), eighths()
     if frozen:
         x["base"] = base.dequantize().float()
     narrow = ("input", "bias", "base") if mode == "bfloat16" else ()
     given = {name: t.bfloat16() if name in narrow else t for name, t in x.items()}
     wide = {name: t.double() for name, t in given.items()}
-    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, dora, frozen=frozen)
+    wanted = value_and_gradients(dense, labo.LABOLoss(), wide, target, frozen=frozen)
 
     def compute(loss, leaves, *rest):
         return adapted(loss, leaves | ({"base": base} if frozen else {}), *rest)
 
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        found = value_and_gradients(compute, labo.LABOLoss(), given, target, dora, frozen=frozen)
+        found = value_and_gradients(compute, labo.LABOLoss(), given, target, frozen=frozen)
     assert all(found[1][name].dtype == torch.float32 for name in ("a", "b"))
     assert frozen or found[1]["base"].dtype == given["base"].dtype
     same(found, wanted, tolerance=0.05)
 
 
 def test_dropout_is_that_of_the_adapter():
-    x, target, loss = problem(), labels(), labo.LABOLoss()
+    x, target, loss = problem(dora=True), labels(), labo.LABOLoss()
     mask = (torch.rand(ROWS, WIDTH) > 0.4).double() / 0.6
     weight = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE, dropout=lambda h: h * mask)
     logits = x["input"] @ x["base"].T + SCALE * ((x["input"] * mask) @ x["a"].T) @ x["b"].T
@@ -203,17 +187,17 @@ def test_dropout_is_that_of_the_adapter():
 
 
 def test_warmup_and_compile():
-    x, target = problem(), labels()
+    x, target = problem(dora=False), labels()
     loss = labo.Warmup(labo.LabelSmoothingLoss(), labo.LABOLoss(), steps=5)
-    wanted = value_and_gradients(dense, loss, x, target, False)
-    same(value_and_gradients(adapted, loss, x, target, False), wanted)
+    wanted = value_and_gradients(dense, loss, x, target)
+    same(value_and_gradients(adapted, loss, x, target), wanted)
     compiled = torch.compile(adapted, backend="eager")
-    same(value_and_gradients(compiled, loss, x, target, False), wanted)
+    same(value_and_gradients(compiled, loss, x, target), wanted)
 
 
 @pytest.mark.parametrize("dropout", [nn.Identity(), nn.Dropout(0.0)])
 def test_dora_with_a_dropout_that_drops_nothing(dropout):
-    x, target, loss = problem(), labels(), labo.LABOLoss()
+    x, target, loss = problem(dora=True), labels(), labo.LABOLoss()
     low = x["base"], x["a"], x["b"], SCALE, x["magnitude"]
     found, wanted = (
         labo.linear_loss(x["input"], labo.LowRankWeight(*low, dropout=given), target, loss)
@@ -223,7 +207,7 @@ def test_dora_with_a_dropout_that_drops_nothing(dropout):
 
 
 def test_what_is_refused():
-    x, target, loss = problem(), labels(), labo.LABOLoss()
+    x, target, loss = problem(dora=True), labels(), labo.LABOLoss()
     good = labo.LowRankWeight(x["base"], x["a"], x["b"], SCALE)
     with pytest.raises(ValueError, match=r"a and b must have shapes \(r, 6\) and \(23, r\)"):
         labo.LowRankWeight(x["base"], x["a"].T, x["b"], SCALE)
