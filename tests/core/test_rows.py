@@ -89,8 +89,8 @@ def assert_layout_does_not_matter(function, logits, *others) -> None:
 
         expected = run(*clones([logits, *others]))
         tolerance = 1e-10 if logits.dtype == torch.float64 else 2e-5
-        for ours, theirs in zip(run(logits, *others), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        found = run(logits, *others)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def problem(seed: int, rows: int, classes: int, dtype: torch.dtype):
@@ -270,8 +270,7 @@ def test_gradients_of_a_strided_output_layer():
             leaves[0], leaves[1], target, labo.LABOLoss(), linear_bias=leaves[2]
         )
         results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
 
 
 @settings(max_examples=40)
