@@ -718,8 +718,8 @@ def frequency(name: str) -> str:
         for i, part in enumerate(paper.FREQUENCY_COLUMNS):
             labo, ls = ours["labo"][part], ours["ls"][part]
             paired = [labo[seed] - ls[seed] for seed in labo if seed in ls]
-            theirs = printed["labo"][i] - printed["ls"][i]
-            shown.append(f"{_spread(paired, '+')} ({theirs:+.1f})")
+            expected = printed["labo"][i] - printed["ls"][i]
+            shown.append(f"{_spread(paired, '+')} ({expected:+.1f})")
         rows.append([split, "Δ", *shown])
     return _markdown(["split", "method", *paper.FREQUENCY_COLUMNS], rows)
 
