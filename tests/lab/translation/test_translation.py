@@ -369,7 +369,7 @@ def test_reference_tokens_are_measured_outside_of_autocast(finished):
 
     folder = RunDirectory(finished)
     task = TranslationTask(recipe_of(folder))
-    heads = task._heads(load_model(folder), task.data.split("valid"), Half(cpu=True))
+    heads = task._heads(load_model(folder), "valid", Half(cpu=True))
     within = [torch.is_autocast_enabled("cpu") for _ in heads]
     assert within
     assert not any(within)

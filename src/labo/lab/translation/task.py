@@ -31,9 +31,7 @@ from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.batching import batches_by_length, padded_rows, rounded, text_digest
 from ..text.bpe_dropout import BpeDropout
-from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
-from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
 from . import batches, bleu
 from .decoding import Hypothesis, decode, generation_config
@@ -370,10 +368,8 @@ class TranslationTask(TokenTask):
                 )
         return super().stored_teacher(folder)
 
-    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
-        columns = zip(*map(stored.sample, batch.index.tolist()), strict=True)
-        indices, log_p = (torch.from_numpy(np.concatenate(column)) for column in columns)
-        return indices.long(), log_p
+    def stored_places(self, batch: Batch) -> Iterator[tuple[int, slice]]:
+        return ((sentence, slice(None)) for sentence in batch.index.tolist())
 
     def target_tokenizer(self) -> Any:
         return self.data.target_tokenizer
@@ -462,7 +458,7 @@ class TranslationTask(TokenTask):
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         split, train = self.data.split("valid"), self.recipe.train
-        metrics = forced.mean_metrics(self._forced(model, split, accelerator))
+        metrics = forced.mean_metrics(self._forced(model, "valid", accelerator))
         if train.select == "bleu":
             if train.select_sentences is not None and train.select_sentences < len(split):
                 number = np.arange(train.select_sentences)
@@ -486,7 +482,7 @@ class TranslationTask(TokenTask):
         temperature: float | None = None,
     ) -> Evaluation:
         chosen = self.data.split(split)
-        references = self._forced(model, chosen, accelerator, temperature)
+        references = self._forced(model, split, accelerator, temperature)
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
         metrics = self._scores(chosen, texts) | forced.mean_metrics(references)
@@ -546,45 +542,28 @@ class TranslationTask(TokenTask):
                 best += zip(part, (hypotheses[0] for hypotheses in decoded), strict=True)
         return [hypothesis for _, hypothesis in sorted(gather_object(best), key=itemgetter(0))]
 
-    @torch.no_grad()
-    def _heads(
-        self, model: nn.Module, split: TextSplit, accelerator: Accelerator
-    ) -> Iterator[tuple[list[int], Batch, Head]]:
-        """Batches of the sentences of this process, and the hidden states at their targets."""
-        model.eval()
-        mine = np.asarray(self._shares(split, accelerator))
-        for batch_of in batches.by_tokens(split.longest()[mine]):
-            part = mine[batch_of]
-            batch = self._batch(split, torch.from_numpy(part), 0, training=False)
-            batch = batch.to(accelerator.device)
-            with accelerator.autocast():
-                head = self.outputs(model, batch)
-            yield part.tolist(), batch, head  # outside of autocast: statistics are in float32
+    def scored_batches(
+        self, split: str, accelerator: Accelerator, *, sampled: bool = False
+    ) -> Iterator[tuple[list[int], list[int], Batch]]:
+        chosen = self.data.split(split)
+        mine = np.asarray(self._shares(chosen, accelerator))
+        with track("scoring references", len(mine)) as advance:
+            for batch_of in batches.by_tokens(chosen.longest()[mine]):
+                part = mine[batch_of]
+                batch = self._batch(chosen, torch.from_numpy(part), 0, training=False)
+                yield part.tolist(), self.learned(batch).sum(-1).tolist(), batch
+                advance(len(part))
 
     def _forced(
         self,
         model: nn.Module,
-        split: TextSplit,
+        split: str,
         accelerator: Accelerator,
         temperature: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Statistics of each reference token, given the true prefix."""
-        share = len(self._shares(split, accelerator))
-        with track("scoring references", share) as advance:
-
-            def parts() -> Iterator[tuple[list[int], list[int], Batch, Head]]:
-                for part, batch, head in self._heads(model, split, accelerator):
-                    yield part, self.learned(batch).sum(-1).tolist(), batch, head
-                    advance(len(part))
-
-            return [row for _, row in self.forced_rows(parts(), temperature)]
-
-    @torch.no_grad()
-    def logits(
-        self, model: nn.Module, split: str, accelerator: Accelerator
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        for _, batch, head in self._heads(model, self.data.split(split), accelerator):
-            yield from forced.blocks(head, self.tokens(batch))
+    ) -> list[dict[str, Tensor]]:
+        """Statistics of the tokens of each reference."""
+        rows = self.forced_rows(model, split, accelerator, temperature)
+        return [row for _, row in rows]
 
     def _records(
         self,
