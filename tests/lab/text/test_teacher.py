@@ -26,7 +26,7 @@ from labo.lab.text.stored import StoredTeacher
 from labo.lab.text.teacher import store
 from labo.lab.train import train
 from labo.lab.translation import teacher
-from labo.lab.translation.finetuning import load_translator
+from labo.lab.translation.model import load_translator
 from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.task import TranslationTask
 from tiny_folders import prepare_corpus, save_pretrained

@@ -26,8 +26,8 @@ from labo.lab.run.directory import write_model
 from labo.lab.text import pretrained_tokenizer
 from labo.lab.translation.decoding import decode
 from labo.lab.translation.export import export
-from labo.lab.translation.finetuning import load_translator, start_tokens
 from labo.lab.translation.framing import PairTokens, folder_tokenizers, frame_pairs
+from labo.lab.translation.model import load_translator, start_tokens
 from labo.lab.translation.options import Decode, parse_pairs
 from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.task import TranslationTask

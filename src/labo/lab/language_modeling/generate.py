@@ -23,8 +23,7 @@ from ..errors import RequestError
 from ..run.progress import Advance, notice
 from ..run.seeds import uniforms
 from ..text.batching import grouped, longest_first
-from ..text.score import json_line
-from ..text.stdio import Notice, answer_lines
+from ..text.stdio import Notice, answer_lines, json_line
 from .model import SavedModel
 from .options import Sampling
 

@@ -19,10 +19,9 @@ from ..errors import RequestError
 from ..pretrained import load_folder
 from ..run.calibration import divisor_of
 from ..tasks import find_model
-from ..text.dropout import FastDropout
 from ..text.folder import load_tokenizer
 from ..text.head import Head, mean_of_layers
-from ..text.model import TokenModel
+from ..text.model import FastDropout, TokenModel
 from .prepared import TASK
 
 # The type of model, and what its config has. Sizes count the embeddings of 50,257 types.

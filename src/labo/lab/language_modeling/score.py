@@ -19,11 +19,10 @@ import torch
 
 from ..errors import RequestError
 from ..text.arrow import IGNORED
-from ..text.forced import token_statistics
+from ..text.forced import TokenScore, token_statistics
 from ..text.head import Head
 from ..text.options import ScoreOptions, Unit
-from ..text.score import TokenScore, json_line, write_records
-from ..text.stdio import answer_lines
+from ..text.stdio import answer_lines, json_line, write_records
 from .documents import RawDocument, find_inputs, read_documents
 from .model import SavedModel
 from .packing import by_pieces

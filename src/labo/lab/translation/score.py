@@ -18,11 +18,11 @@ from ..errors import RequestError
 from ..run.progress import notice
 from ..text.arrow import IGNORED
 from ..text.batching import padded_rows
-from ..text.forced import mean_metrics, token_statistics
+from ..text.forced import TokenScore, mean_metrics, token_statistics
 from ..text.head import Head
-from ..text.lines import read_lines
 from ..text.options import ScoreOptions
-from ..text.score import TokenScore, write_records
+from ..text.records import read_lines
+from ..text.stdio import write_records
 from . import bleu
 from .batches import by_tokens, forced
 from .translate import Translator

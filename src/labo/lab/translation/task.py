@@ -35,15 +35,18 @@ from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.task import TokenTask
 from . import batches, bleu
 from .decoding import Hypothesis, decode, generation_config
-from .finetuning import fitting_config, load_translator, start_tokens, target_types
 from .model import (
     EOS,
     MODEL_PRESETS,
     NUM_SPECIAL,
     EncoderDecoder,
+    fitting_config,
     fresh_translator,
+    load_translator,
     marian_config,
     positions_of,
+    start_tokens,
+    target_types,
 )
 from .options import MAX_TYPES, Decode
 from .prepared import Prepared, Side, TextSplit

@@ -13,8 +13,13 @@ from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
 from .batches import by_tokens, forced, padded
-from .finetuning import fitting_config, load_translator, start_tokens
-from .model import EncoderDecoder, positions_of
+from .model import (
+    EncoderDecoder,
+    fitting_config,
+    load_translator,
+    positions_of,
+    start_tokens,
+)
 from .prepared import MAKER, Prepared
 
 

@@ -22,13 +22,18 @@ from ..run.files import Document, checked
 from ..run.progress import Advance, notice
 from ..tasks import find_model
 from ..text.folder import load_tokenizer
-from ..text.score import json_line
-from ..text.stdio import Notice, answer_lines
+from ..text.stdio import Notice, answer_lines, json_line
 from ..text.subwords import panics_refused
 from .decoding import Hypothesis, decode
-from .finetuning import check_tokens, load_translator, start_tokens, translation_config
 from .framing import PairTokens, folder_tokenizers
-from .model import EncoderDecoder, positions_of
+from .model import (
+    EncoderDecoder,
+    check_tokens,
+    load_translator,
+    positions_of,
+    start_tokens,
+    translation_config,
+)
 from .options import Decode
 from .prepared import Pair
 from .text import Pipeline, TextOptions
