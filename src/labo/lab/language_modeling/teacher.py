@@ -31,8 +31,7 @@ class DocumentPredictions(TrainingPredictions):
 
     def __init__(self, folder: Path, data: Path, block: int | None) -> None:
         documents, tokenizer = PreparedDocuments(data), pretrained_tokenizer(str(folder))
-        self.fingerprint = documents.fingerprint
-        self.vocabulary = vocabulary_digest(documents.tokenizer)
+        self.take(documents, documents.tokenizer)
         if vocabulary_digest(tokenizer) != self.vocabulary:
             raise RequestError(
                 f"{data} was not prepared with the tokenizer of {folder} "

@@ -96,6 +96,12 @@ class TokenModel(nn.Module):
         return torch.tensor([(usable * length)[:length]], device=layer.device)
 
 
+def to_accelerator(model: nn.Module) -> None:
+    """Move a model to the GPU of this machine, if there is one."""
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+
+
 # ------------------------------------------------------------------ dropout
 
 

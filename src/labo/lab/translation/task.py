@@ -410,11 +410,12 @@ class TranslationTask(TokenTask):
         sides = {}
         names: tuple[Side, Side] = ("source", "target")
         for name, size in zip(names, self.vocabularies, strict=True):
+            rows: list[Any]
             if training and self._dropout:
                 rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
-                ids = padded_rows(rows, self.data.pad)
             else:
-                ids = batches.padded(split, name, index, self.data.pad)
+                rows = [split.sides[name].part(sample) for sample in index.tolist()]
+            ids = padded_rows(rows, self.data.pad)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
             if training and temperature:
                 draws = uniforms(

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..errors import RequestError
-from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from ..text.pretrained_tokenizer import vocabulary_size
 from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
-from .batches import by_tokens, forced, padded
+from .batches import by_tokens, of_split
 from .model import (
     EncoderDecoder,
     fitting_config,
@@ -34,8 +33,7 @@ class SentencePredictions(TrainingPredictions):
             raise RequestError("--block is for documents; the model sees whole sentences")
         self.data = Prepared(data)
         config = fitting_config(folder, self.data)
-        self.fingerprint = self.data.fingerprint
-        self.vocabulary = vocabulary_digest(self.data.target_tokenizer)
+        self.take(self.data, self.data.target_tokenizer)
         self.types = vocabulary_size(self.data.target_tokenizer)
         self.block = positions_of(config)
         self.split = self.data.split("train")
@@ -49,23 +47,17 @@ class SentencePredictions(TrainingPredictions):
             )
         self.model = load_translator(folder).eval()
 
+    @torch.inference_mode()
     def samples(self, first: int, last: int) -> Iterator[Rows]:
+        device = next(self.model.parameters()).device
         rows: dict[int, Rows] = {}
         for part in by_tokens(self.split.longest()[first:last]):
-            predicted = self._sentences(torch.from_numpy(first + part))
-            rows |= zip(part.tolist(), predicted, strict=True)
+            index = torch.from_numpy(first + part)
+            inputs, labels = of_split(self.split, index, self._starts, self.data.pad)
+            inputs = inputs.to(device)
+            head = self.model(inputs.source, inputs.mask, inputs.prefix)
+            rows |= zip(part.tolist(), self.most_probable(head, labels), strict=True)
         yield from (rows[number] for number in range(last - first))
-
-    @torch.inference_mode()
-    def _sentences(self, index: Tensor) -> list[Rows]:
-        source, target = (
-            padded(self.split, side, index, self.data.pad) for side in ("source", "target")
-        )
-        start = self._starts[torch.from_numpy(self.split.pair[index.numpy()]).long()]
-        inputs, labels = forced(source, target, start, self.data.pad)
-        inputs = inputs.to(next(self.model.parameters()).device)
-        head = self.model(inputs.source, inputs.mask, inputs.prefix)
-        return self.most_probable(head, labels)
 
 
 PREDICTIONS = SentencePredictions

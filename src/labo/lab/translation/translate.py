@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from pydantic import Field
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from ..run.files import Document, checked
 from ..run.progress import Advance, notice
 from ..tasks import find_model
 from ..text.folder import load_tokenizer
+from ..text.model import to_accelerator
 from ..text.stdio import Notice, answer_lines, json_line
 from ..text.subwords import panics_refused
 from .decoding import Hypothesis, decode
@@ -154,8 +154,7 @@ class Translator:
         self.tokens = PairTokens(chosen, self.tokenizer, self.target_tokenizer)
         self.start = start_tokens(self.model.config, chosen)
         self.positions = positions_of(self.model.config)
-        if torch.accelerator.is_available():
-            self.network.to(torch.accelerator.current_accelerator())
+        to_accelerator(self.network)
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """The best translation of each line; that of an empty line is empty."""
