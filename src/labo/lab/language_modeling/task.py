@@ -34,7 +34,7 @@ from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.arrow import IGNORED
-from ..text.batching import Inputs, batches_by_length
+from ..text.batching import TOKENS_AT_ONCE, Inputs, batches_by_length
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.task import TokenTask
 from .model import (
@@ -49,7 +49,6 @@ from .model import (
 from .packing import Ints, Piece, pack
 from .prepared import DocumentSplit, PreparedDocuments
 
-_EVALUATED_TOKENS = 4096  # of a batch
 _FITTED_TOKENS = 1 << 16  # of a split, to fit a temperature to
 _EXAMPLE_TOKENS = 4096  # among which examples are looked for
 
@@ -389,7 +388,7 @@ class LanguageModelingTask(TokenTask):
         every = max(1, -(-int(chosen.targets.sum()) // _FITTED_TOKENS)) if sampled else 1
         blocks = range(0, len(chosen.packing), every)
         mine = blocks[accelerator.process_index :: accelerator.num_processes]
-        at_once = max(1, _EVALUATED_TOKENS // self.recipe.data.block)
+        at_once = max(1, TOKENS_AT_ONCE // self.recipe.data.block)
         for first in in_step(len(blocks), accelerator.num_processes, at_once):
             part = mine[first : first + at_once]
             batch = self._batch(chosen, torch.tensor(part or blocks[:1]), 0)

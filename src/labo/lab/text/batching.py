@@ -12,11 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..run.seeds import permutation, uniforms
-from ..tasks import Batch
+from ..run.seeds import permutation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,6 @@ def padded_rows(rows: Sequence[npt.ArrayLike], filler: int) -> Tensor:
     for row, values in zip(ids, arrays, strict=True):
         row[: len(values)] = values
     return torch.from_numpy(ids)
-
-
-def token_draws(seed: int, batch: Batch, rows: Tensor, stream: str) -> Tensor:
-    """Numbers in [0, 1) for tokens (N, T): functions of the sample, its epoch and the position."""
-    draws = uniforms(seed, batch.epoch, batch.index, rows.shape[1], stream=stream)
-    return draws.to(rows.device)[rows]
 
 
 def text_digest(text: str) -> str:

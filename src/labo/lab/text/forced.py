@@ -46,6 +46,20 @@ def token_statistics(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def piece_statistics(
+    head: Head, target: Tensor, lengths: Sequence[int], temperature: float | None
+) -> list[dict[str, Tensor]]:
+    """:func:`token_statistics` of pieces of so many tokens, on the CPU."""
+    statistics = token_statistics(head, target, temperature)
+    columns = [column.cpu().split(list(lengths)) for column in statistics.values()]
+    return [dict(zip(statistics, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def log_probabilities(row: Mapping[str, Tensor], temperature: float) -> tuple[float, ...]:
+    """Those of the reference tokens, from their statistics with this temperature."""
+    return tuple((-row["nll" if temperature == 1 else "tempered_nll"]).tolist())
+
+
 def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Means of :func:`token_statistics` over all tokens of all sentences."""
     names = {

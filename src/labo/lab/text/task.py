@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from ..methods import METHODS
 from ..pretrained import adapter_files, add_lora, freeze
-from ..run.seeds import permutation
+from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Task
 from . import forced
 from .arrow import IGNORED
-from .batching import token_draws
 from .folder import PreparedFolder
 from .head import Head, head_loss
 from .model import TokenModel
@@ -143,7 +142,9 @@ class TokenTask(Task):
         return batch.target[self.learned(batch)]
 
     def token_draws(self, batch: Batch, stream: str) -> Tensor:
-        return token_draws(self.recipe.seed, batch, self.learned(batch), stream)
+        learned, seed = self.learned(batch), self.recipe.seed
+        draws = uniforms(seed, batch.epoch, batch.index, learned.shape[1], stream=stream)
+        return draws.to(learned.device)[learned]
 
     def loss(
         self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
@@ -191,12 +192,10 @@ class TokenTask(Task):
         """
         rows = []
         for keys, lengths, batch, head in self._heads(model, split, accelerator):
-            stats = forced.token_statistics(head, self.tokens(batch), temperature)
-            columns = {name: column.cpu().split(lengths) for name, column in stats.items()}
-            for number, key in enumerate(keys):
+            found = forced.piece_statistics(head, self.tokens(batch), lengths, temperature)
+            for key, row in zip(keys, found, strict=True):
                 # A copy: what is sent to another process is all of a tensor's memory.
-                row = {name: pieces[number].clone() for name, pieces in columns.items()}
-                rows.append((key, row))
+                rows.append((key, {name: column.clone() for name, column in row.items()}))
         return sorted(gather_object(rows), key=itemgetter(0))
 
     @torch.no_grad()

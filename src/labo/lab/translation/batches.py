@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ..text.arrow import IGNORED
-from ..text.batching import Inputs, grouped, padded_rows
+from ..text.batching import TOKENS_AT_ONCE, Inputs, grouped, padded_rows
 from .prepared import TextSplit
-
-TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..errors import RequestError
 from ..run.progress import notice
 from ..text.arrow import IGNORED
 from ..text.batching import padded_rows
-from ..text.forced import TokenScore, mean_metrics, token_statistics
+from ..text.forced import TokenScore, log_probabilities, mean_metrics, piece_statistics
 from ..text.head import Head
 from ..text.options import ScoreOptions
 from ..text.records import read_lines
@@ -70,19 +70,12 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     inputs, labels = inputs.to(device), labels.to(device)
     real = labels != IGNORED
     head: Head = translator.network(inputs.source, inputs.mask, inputs.prefix)
-    temperature = translator.temperature
-    statistics = token_statistics(head.at(real), labels[real], temperature)
-    lengths = real.sum(-1).tolist()
-    columns = {name: column.cpu().split(lengths) for name, column in statistics.items()}
-    nll = columns["nll" if temperature == 1 else "tempered_nll"]
+    lengths, temperature = real.sum(-1).tolist(), translator.temperature
+    rows = piece_statistics(head.at(real), labels[real], lengths, temperature)
     names = translator.target_tokenizer.convert_ids_to_tokens
     return [
-        PairScore(
-            tuple(names(pairs[row][1])),
-            tuple((-nll[row]).tolist()),
-            {name: column[row] for name, column in columns.items()},
-        )
-        for row in range(len(pairs))
+        PairScore(tuple(names(ids)), log_probabilities(row, temperature), row)
+        for (_, ids), row in zip(pairs, rows, strict=True)
     ]
 
 
