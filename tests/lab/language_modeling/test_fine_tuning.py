@@ -20,6 +20,7 @@ from labo.lab.language_modeling.model import causal_config, fresh_model
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.recipes import load_recipe
 from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
+from tiny_corpus import refused
 from tiny_folders import change_adapters
 from tiny_language import learned_tokenizer, prepare_prompts, prepare_texts
 
@@ -156,9 +157,8 @@ def test_the_signature_names_the_weights(pretrained, data, tmp_path):
     ],
 )
 def test_wrong_requests(pretrained, data, more, message):
-    with pytest.raises(RequestError, match=message) as caught:
+    with refused(message, RequestError):
         task(pretrained, data, "train.batch_tokens=256", *more).build_model()
-    assert "\n" not in str(caught.value)
 
 
 def test_data_of_another_tokenizer_is_refused(pretrained, tmp_path):

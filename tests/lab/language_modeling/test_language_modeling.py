@@ -375,13 +375,6 @@ def test_evaluate_writes_records(finished):
     assert (finished / "records" / "examples.json").is_file()
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(examples, finished, tmp_path):
-    out = tmp_path / "run"
-    settings = ["method=kd", f"method.teacher={finished}", "data.block=48", "train.epochs=1"]
-    assert train(out, examples, settings) == {2}
-    assert "method.teacher" in log_of(out).read_text()
-
-
 def test_a_folder_that_is_replaced_does_not_mix_with_the_one_that_is_read(texts, tmp_path):
     small, untouched = task(shutil.copytree(texts, tmp_path / "data")), task(texts)
     shutil.rmtree(tmp_path / "data")  # as prepare-text --force does

@@ -15,7 +15,7 @@ from labo.lab.errors import RequestError
 from labo.lab.language_modeling.documents import RawDocument
 from labo.lab.language_modeling.score import Scorer, score_command
 from labo.lab.text.options import ScoreOptions
-from tiny_corpus import labo
+from tiny_corpus import labo, refused
 from tiny_language import CHAT, SENTENCES, log_probabilities, save_causal, write_rows
 
 POSITIONS = 48
@@ -116,14 +116,6 @@ def spoil(copy, config):
         (lambda _, config: config.update(model_type="vit"), "be loaded as AutoModelForCausalLM"),
         (lambda _, config: config.update(num_labels=10**9), "num_labels is 1000000000, but the"),
         (spoil, "are not all finite"),
-        (
-            lambda copy, _: (copy / "model.safetensors").write_bytes(b"nothing"),
-            "model.safetensors: cannot be read",
-        ),
-        (
-            lambda copy, _: (copy / "model.safetensors").rename(copy / "pytorch_model.bin"),
-            r"holds no \*\.safetensors; other formats can run code",
-        ),
     ],
 )
 def test_a_folder_without_a_sound_model_is_refused(change, message, folder, tmp_path):
@@ -131,9 +123,8 @@ def test_a_folder_without_a_sound_model_is_refused(change, message, folder, tmp_
     config = json.loads((copy / "config.json").read_text())
     change(copy, config)
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match=message) as caught:
+    with refused(message, RequestError):
         Scorer(copy)
-    assert "\n" not in str(caught.value)
 
 
 def with_tokenizer(folder, tmp_path, **parts):
