@@ -85,22 +85,6 @@ def test_every_token_that_is_learned_is_a_target_once(kind, packing, limit, requ
     assert sorted(found) == sorted(label for label in labels if label != IGNORED)
 
 
-def test_a_row_has_documents_one_after_the_other_and_positions_restart(texts):
-    small = task(texts)
-    packed = small._train
-    for block in range(len(packed.packing)):
-        batch = small.batch(torch.tensor([block]), 0)
-        ids, positions, target = [], [], []
-        for document, first, length in packed.packing.pieces(block):
-            tokens = packed.documents.tokens(document).tolist()
-            ids += tokens[first : first + length]
-            target += tokens[first + 1 : first + 1 + length]
-            positions += range(length)
-        assert batch.inputs.ids[0].tolist() == ids
-        assert batch.inputs.positions[0].tolist() == positions
-        assert batch.target[0].tolist() == target
-
-
 def test_padding_has_no_targets(texts):
     small = task(texts, "data.packing=false")
     lengths = small._train.lengths
