@@ -34,7 +34,7 @@ from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.arrow import IGNORED
-from ..text.batching import TOKENS_AT_ONCE, Inputs, batches_by_length
+from ..text.batching import TOKENS_AT_ONCE, Inputs, training_batches
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
 from ..text.task import TokenTask
 from .model import (
@@ -226,7 +226,7 @@ class LanguageModelingTask(TokenTask):
             )
         lengths = torch.from_numpy(self._train.lengths)
         every = torch.ones(len(lengths), dtype=torch.bool)
-        self.set_batches(batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed))
+        self.set_batches(training_batches(lengths, every, recipe.train.batch_tokens, recipe.seed))
         self.notes = self.method_notes()
         if documents.masked and (long := int((documents.lengths - 1 > options.block).sum())):
             note = f"{long} training examples are longer than a block and left out"

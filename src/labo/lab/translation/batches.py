@@ -1,17 +1,14 @@
-"""Batches of sentence pairs: padded ids, target prefixes, and which sentences go together."""
+"""Batches of sentence pairs: padded ids, target prefixes, and what is to be predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..text.arrow import IGNORED
-from ..text.batching import TOKENS_AT_ONCE, Inputs, grouped, padded_rows
+from ..text.batching import Inputs, padded_rows
 from .prepared import TextSplit
 
 
@@ -48,10 +45,3 @@ def of_split(split: TextSplit, index: Tensor, starts: Tensor, pad: int) -> tuple
         for sentences in split.sides.values()
     )
     return forced(source, target, starts[torch.from_numpy(split.pair[index.numpy()]).long()], pad)
-
-
-def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Indices of pairs of similar length in batches, by the tokens (N,) of their longer sides."""
-    order = longest.argsort(kind="stable").tolist()
-    for batch in grouped(order, longest.tolist(), TOKENS_AT_ONCE):
-        yield np.array(batch)

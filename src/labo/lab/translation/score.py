@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from ..errors import RequestError
 from ..run.progress import notice
 from ..text.arrow import IGNORED
-from ..text.batching import padded_rows
+from ..text.batching import in_batches, padded_rows
 from ..text.forced import TokenScore, log_probabilities, mean_metrics, piece_statistics
 from ..text.head import Head
 from ..text.options import ScoreOptions
 from ..text.records import read_lines
 from ..text.stdio import write_records
 from . import bleu
-from .batches import by_tokens, forced
+from .batches import forced
 from .translate import Translator
 
 _LINES_AT_ONCE = 2000
@@ -54,11 +53,10 @@ def score_pairs(
                 raise RequestError(
                     f"line {number}: the {side} has {len(ids)} tokens, the model takes {limit}"
                 )
-    scores: dict[int, PairScore] = {}
-    for part in by_tokens(np.array([max(map(len, pair)) for pair in pairs], dtype=np.int64)):
-        batch = part.tolist()
-        scores |= zip(batch, _score(translator, [pairs[i] for i in batch]), strict=True)
-    return [scores[i] for i in range(len(pairs))]
+    return in_batches(
+        lambda batch: _score(translator, [pairs[i] for i in batch]),
+        [max(map(len, pair)) for pair in pairs],
+    )
 
 
 def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[PairScore]:

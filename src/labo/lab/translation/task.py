@@ -29,7 +29,7 @@ from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length, padded_rows, rounded, text_digest
+from ..text.batching import by_length, padded_rows, rounded, text_digest, training_batches
 from ..text.bpe_dropout import BpeDropout
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.task import TokenTask
@@ -386,7 +386,7 @@ class TranslationTask(TokenTask):
         fits = longest <= min(limit, self._positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
-        plan = batches_by_length(longest, fits, limit, self.recipe.seed)
+        plan = training_batches(longest, fits, limit, self.recipe.seed)
         missing = int((~fits).sum())
         notes = [f"{missing} training pairs are too long for a batch and are not used"]
         return plan, notes if missing else []
@@ -552,7 +552,7 @@ class TranslationTask(TokenTask):
         chosen = self.data.split(split)
         mine = np.asarray(self._shares(chosen, accelerator))
         with track("scoring references", len(mine)) as advance:
-            for batch_of in batches.by_tokens(chosen.longest()[mine]):
+            for batch_of in by_length(chosen.longest()[mine].tolist()):
                 part = mine[batch_of]
                 batch = self._batch(chosen, torch.from_numpy(part), 0, training=False)
                 yield part.tolist(), self.learned(batch).sum(-1).tolist(), batch

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..errors import RequestError
+from ..text.batching import in_batches
 from ..text.pretrained_tokenizer import vocabulary_size
 from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
-from .batches import by_tokens, of_split
+from .batches import of_split
 from .model import (
     EncoderDecoder,
     fitting_config,
@@ -47,17 +49,17 @@ class SentencePredictions(TrainingPredictions):
             )
         self.model = load_translator(folder).eval()
 
-    @torch.inference_mode()
     def samples(self, first: int, last: int) -> Iterator[Rows]:
-        device = next(self.model.parameters()).device
-        rows: dict[int, Rows] = {}
-        for part in by_tokens(self.split.longest()[first:last]):
-            index = torch.from_numpy(first + part)
-            inputs, labels = of_split(self.split, index, self._starts, self.data.pad)
-            inputs = inputs.to(device)
-            head = self.model(inputs.source, inputs.mask, inputs.prefix)
-            rows |= zip(part.tolist(), self.most_probable(head, labels), strict=True)
-        yield from (rows[number] for number in range(last - first))
+        yield from in_batches(
+            lambda batch: self._sentences(first + torch.tensor(batch)),
+            self.split.longest()[first:last].tolist(),
+        )
+
+    @torch.inference_mode()
+    def _sentences(self, index: Tensor) -> list[Rows]:
+        inputs, labels = of_split(self.split, index, self._starts, self.data.pad)
+        inputs = inputs.to(next(self.model.parameters()).device)
+        return self.most_probable(self.model(inputs.source, inputs.mask, inputs.prefix), labels)
 
 
 PREDICTIONS = SentencePredictions
