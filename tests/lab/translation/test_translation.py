@@ -6,6 +6,7 @@ import json
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
@@ -212,8 +213,7 @@ def test_the_selected_model_is_a_hugging_face_folder_that_translates_alike(finis
     best = finished / "best"
     model = AutoModelForSeq2SeqLM.from_pretrained(best)
     tokenizer = AutoTokenizer.from_pretrained(best)
-    lines = [json.loads(line) for line in records(finished)]
-    for record in lines[:4]:
+    for record in records(finished)[:4]:
         inputs = tokenizer(record["source"], return_tensors="pt")
         longest = len(record["tokens"]) + 1  # a hypothesis may have been cut off
         ids = model.generate(
@@ -223,15 +223,15 @@ def test_the_selected_model_is_a_hugging_face_folder_that_translates_alike(finis
         assert tokenizer.convert_ids_to_tokens(ids.tolist()[1:]) == record["tokens"]
 
 
-def records(out: Path) -> list[str]:
+def records(out: Path) -> list[dict[str, Any]]:
     file = out / "records" / "test.jsonl"
     if not file.exists():
         evaluate_run(out, ("test",), {"beams": [1, 3]})
-    return file.read_text().splitlines()
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_records_say_what_the_scores_rest_on(finished):
-    lines = [json.loads(line) for line in records(finished)]
+    lines = records(finished)
     results = json.loads((finished / "results.json").read_text())
     data = recipe_of(RunDirectory(finished))
     split = TranslationTask(data).data.split("test")

@@ -184,7 +184,11 @@ class TokenTask(Task):
 
     @torch.no_grad()
     def forced_rows(
-        self, model: nn.Module, split: str, accelerator: Accelerator, temperature: float | None
+        self,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        temperature: float | None = None,
     ) -> list[tuple[Any, dict[str, Tensor]]]:
         """Statistics of each target given the true prefix, of all processes, sorted by their keys.
 

@@ -462,7 +462,8 @@ class TranslationTask(TokenTask):
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         split, train = self.data.split("valid"), self.recipe.train
-        metrics = forced.mean_metrics(self._forced(model, "valid", accelerator))
+        references = self.forced_rows(model, "valid", accelerator)
+        metrics = forced.mean_metrics([row for _, row in references])
         if train.select == "bleu":
             if train.select_sentences is not None and train.select_sentences < len(split):
                 number = np.arange(train.select_sentences)
@@ -486,7 +487,8 @@ class TranslationTask(TokenTask):
         temperature: float | None = None,
     ) -> Evaluation:
         chosen = self.data.split(split)
-        references = self._forced(model, split, accelerator, temperature)
+        rows = self.forced_rows(model, split, accelerator, temperature)
+        references = [row for _, row in rows]
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
         metrics = self._scores(chosen, texts) | forced.mean_metrics(references)
@@ -557,17 +559,6 @@ class TranslationTask(TokenTask):
                 batch = self._batch(chosen, torch.from_numpy(part), 0, training=False)
                 yield part.tolist(), self.learned(batch).sum(-1).tolist(), batch
                 advance(len(part))
-
-    def _forced(
-        self,
-        model: nn.Module,
-        split: str,
-        accelerator: Accelerator,
-        temperature: float | None = None,
-    ) -> list[dict[str, Tensor]]:
-        """Statistics of the tokens of each reference."""
-        rows = self.forced_rows(model, split, accelerator, temperature)
-        return [row for _, row in rows]
 
     def _records(
         self,
