@@ -31,6 +31,7 @@ from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.task import TranslationTask
 from tiny_folders import prepare_corpus, save_pretrained
 from tiny_language import few_documents, save_causal
+from tiny_translation import image_folder
 
 BLOCK = 24
 TINY = ["model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0"]
@@ -308,11 +309,8 @@ def test_wrong_requests_for_translations(own, tmp_path, monkeypatch):
         name = setting.split("=")[0]
         with pytest.raises(RequestError, match=f"{name} changes the targets.*method=kd"):
             cldr(BOTH, setting).stored_teacher(str(out))
-    labelled = tmp_path / "digits"
-    labelled.mkdir()
-    (labelled / "config.json").write_text('{"task": "image_classification", "num_classes": 10}')
     with pytest.raises(RequestError, match="holds a model for image_classification, not a mod"):
-        store(labelled, data.path, tmp_path / "again")
+        store(image_folder(tmp_path / "digits"), data.path, tmp_path / "again")
     longest = int(data.split("train").longest().max())
     monkeypatch.setattr(teacher, "positions_of", lambda config: longest - 1)
     with pytest.raises(RequestError, match=f"of {longest} tokens, but .*best takes {longest - 1}:"):

@@ -122,15 +122,11 @@ def evaluate_files(
     sources, references = _read_sides(source, reference)
     translator = Translator(run, pair=pair, notice=notice)
     pipeline = translator.pipeline
-    lowercase = pipeline.options.lowercase
     hypotheses, plain = translator.translate(sources), references
     if pipeline.options.tokenized:  # as the corpus was, so that the references are as well
         plain = [pipeline.restore(line) for line in references]
-    scores = bleu.scores(hypotheses, plain, lowercase=lowercase)
-    scores["tokenized_bleu"] = bleu.tokenized_bleu(
-        [pipeline.tokens(line) for line in hypotheses], [pipeline.tokens(line) for line in plain]
-    )
-    signatures = bleu.signatures(lowercase)
+    scores = bleu.scores_with_tokens(hypotheses, plain, [pipeline] * len(plain))
+    signatures = bleu.signatures(pipeline.options.lowercase)
     if comet is not None:
         scores["comet"], signatures["comet"] = _comet(comet, sources, hypotheses, plain)
     forced = score_pairs(translator, sources, references)

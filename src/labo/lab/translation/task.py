@@ -513,19 +513,14 @@ class TranslationTask(TokenTask):
         return [self._pipelines[pair].restore(text) for pair, text in numbered]
 
     def _scores(self, split: TextSplit, texts: Sequence[str]) -> dict[str, float]:
-        pipelines, lowercase = self._pipelines, self.data.text.lowercase
         references = [split.target_text(i) for i in range(len(split))]
         pair = split.pair.tolist()
-        scores = bleu.scores(texts, references, lowercase)
-        scores["tokenized_bleu"] = bleu.tokenized_bleu(
-            [pipelines[p].tokens(text) for p, text in zip(pair, texts, strict=True)],
-            [pipelines[p].tokens(text) for p, text in zip(pair, references, strict=True)],
-        )
-        if len(pipelines) > 1:
+        scores = bleu.scores_with_tokens(texts, references, [self._pipelines[p] for p in pair])
+        if len(self._pipelines) > 1:
             for number, named in enumerate(self.data.pairs):
                 mine = [i for i, p in enumerate(pair) if p == number]
                 said, wanted = ([side[i] for i in mine] for side in (texts, references))
-                score = bleu.scores(said, wanted, lowercase)["bleu"]
+                score = bleu.scores(said, wanted, self.data.text.lowercase)["bleu"]
                 scores[f"bleu_{named.source}_{named.target}"] = score
         return scores
 
