@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 from transformers.models.m2m_100.modeling_m2m_100 import shift_tokens_right
@@ -34,7 +33,7 @@ from labo.lab.translation.translate import Translator
 from tiny_corpus import labo, refused
 from tiny_folders import (
     FAMILIES,
-    change_adapters,
+    assert_adapters_agree,
     pair_of,
     prepare_corpus,
     save_pretrained,
@@ -245,17 +244,9 @@ def test_adapters_are_merged_or_apart(nllb, tmp_path):
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
-    weights = change_adapters(small, model, tmp_path)
     inputs = small.batch(small.global_batch(0, 0), 0).inputs
     ids = {"input_ids": inputs.source, "decoder_input_ids": inputs.prefix}
-    expected = model.network(**ids).logits
-    start = AutoModelForSeq2SeqLM.from_pretrained(nllb)
-    apart = PeftModel.from_pretrained(start, tmp_path / "adapter").eval()
-    torch.testing.assert_close(apart(**ids).logits, expected, rtol=1e-3, atol=1e-3)
-    plain = AutoModelForSeq2SeqLM.from_pretrained(nllb).eval()
-    assert not plain.load_state_dict(weights, strict=False).unexpected_keys
-    plain.tie_weights()
-    torch.testing.assert_close(plain(**ids).logits, expected, rtol=1e-3, atol=1e-3)
+    assert_adapters_agree(small, model, nllb, tmp_path, 1e-3, **ids)
 
 
 @pytest.mark.parametrize("tokenizer", [False, True])
