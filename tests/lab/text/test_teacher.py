@@ -79,11 +79,11 @@ def cldr(*settings: str) -> TranslationTask:
     return TranslationTask(load_recipe("cldr", [*OWN, *settings]))
 
 
-@pytest.fixture(scope="module", params=["prompt", "own", "nllb", "t5"])
+@pytest.fixture(scope="module", params=["prompt", "text", "own", "nllb", "t5"])
 def case(request, tmp_path_factory):
     """A model, data prepared with its tokenizer, a task that learns from it, and its network."""
     folder, kind = tmp_path_factory.mktemp(request.param), request.param
-    if kind == "prompt":
+    if kind in ("prompt", "text"):
         model, data = request.getfixturevalue("model"), few_documents(folder / "data", kind)
         beside = LanguageModel(GPT2LMHeadModel.from_pretrained(model))
         return model, data, LanguageModelingTask(language_recipe(data)), beside

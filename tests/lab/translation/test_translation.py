@@ -23,7 +23,6 @@ from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.recipes import load_recipe, recipe_of
 from labo.lab.run.directory import RunDirectory
-from labo.lab.tasks import load_model
 from labo.lab.text.teacher import store
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD
 from labo.lab.translation.task import TranslationTask, switchout
@@ -341,16 +340,3 @@ def test_a_teacher_of_another_vocabulary_is_refused(finished, cache, tmp_path):
     chosen = ["method=kd", f"method.teacher={finished}", "data.data_seed=5"]
     assert train(out, cache, chosen) == {2}
     assert "a different target vocabulary" in log_of(out).read_text().splitlines()[-1]
-
-
-def test_reference_tokens_are_measured_outside_of_autocast(finished):
-    class Half(Accelerator):
-        def autocast(self):
-            return torch.autocast("cpu", torch.bfloat16)
-
-    folder = RunDirectory(finished)
-    task = TranslationTask(recipe_of(folder))
-    heads = task._heads(load_model(folder), "valid", Half(cpu=True))
-    within = [torch.is_autocast_enabled("cpu") for _ in heads]
-    assert within
-    assert not any(within)
