@@ -9,11 +9,7 @@ import pytest
 from labo.lab.errors import RequestError
 from labo.lab.translation.options import PREPARE_PRESETS, parse_pairs
 from labo.lab.translation.text import TextOptions
-from tiny_corpus import (
-    ask,
-    labo,
-    refused,
-)
+from tiny_corpus import ask, labo, refused
 
 CORPUS = Path("corpus")  # is not read
 

@@ -14,13 +14,7 @@ from ..text.pretrained_tokenizer import vocabulary_size
 from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
 from .batches import of_split
-from .model import (
-    EncoderDecoder,
-    fitting_config,
-    load_translator,
-    positions_of,
-    start_tokens,
-)
+from .model import EncoderDecoder, fitting_config, load_translator, positions_of, start_tokens
 from .prepared import MAKER, Prepared
 
 
