@@ -326,19 +326,12 @@ def test_data_of_another_tokenizer_is_refused(nllb, tmp_path):
             TranslationTask(wrong)
 
 
-def test_wrong_options_of_prepare(nllb, tmp_path, capsys):
+def test_the_command_prepares_with_a_tokenizer(nllb, tmp_path, capsys):
     text = str(write_corpus(tmp_path / "raw", "nllb"))
     command = ["prepare", str(tmp_path / "out"), "--pair", "deu_Latn-eng_Latn", "--train", text]
     command += ["--holdout", "8", "--holdout-test", "8"]
-    for more, message in (
-        (["--vocabulary", "500", "--tokenizer", str(nllb)], "exclude each other"),
-        (["--tokenizer", str(nllb), "--moses"], "--tokenizer takes running text"),
-        (["--tokenizer", str(nllb), "--share", "merges"], "--share must be all"),
-        (["--prefix", "x"], "--prefix: only with --tokenizer"),
-        (["--tokenizer", str(tmp_path / "nowhere")], "nowhere: no such folder"),
-    ):
-        assert labo(*command, *more) == 2
-        assert message in capsys.readouterr().err
+    assert labo(*command, "--tokenizer", tmp_path / "nowhere") == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
     assert labo(*command, "--tokenizer", nllb) == 0
     said = capsys.readouterr().out.replace("\n", " ")
     assert (
