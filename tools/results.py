@@ -60,7 +60,7 @@ from labo.lab.report.summary import difference_chart, p_text
 from labo.lab.report.task import find_report
 from labo.lab.reproduce import paper
 from labo.lab.tables import Cell, Column, Row, best_rows, filled, shown_cell
-from labo.lab.translation.figures import histogram_figure
+from labo.lab.translation.report import histogram_figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS, ASSETS = ROOT / "results", ROOT / "docs" / "assets"

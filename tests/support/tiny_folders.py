@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -138,19 +139,28 @@ def save_pretrained(folder: Path, family: str, **settings: Any) -> Path:
     return folder
 
 
-def change_adapters(task, model, folder: Path) -> dict[str, torch.Tensor]:
-    """Give a model other adapters and write them to ``folder/adapter``; the merged weights."""
+def assert_adapters_agree(task, model, start: Path, out: Path, tolerance: float, **inputs) -> None:
+    """Given other adapters, the model, its merged weights and what PEFT loads have one output."""
+    unchanged = model.inside(**inputs).logits
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
+    expected = model.inside(**inputs).logits
+    assert not torch.allclose(unchanged, expected, atol=1e-2)
     weights, files = task.model_files(model, model.state_dict())
-    (folder / "adapter").mkdir()
+    (out / "adapter").mkdir()
     for name, content in files.items():
         if name.startswith("adapter/"):
-            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return weights
+            (out / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    merged, started = (type(model.inside).from_pretrained(start).eval() for _ in range(2))
+    assert not merged.load_state_dict(weights, strict=False).unexpected_keys
+    merged.tie_weights()
+    apart = PeftModel.from_pretrained(started, out / "adapter").eval()
+    for plain in (merged, apart):
+        found = plain(**inputs).logits
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def prepare_corpus(out: Path, family: str, **options) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import MarianMTModel, PreTrainedTokenizerFast
 
 from labo.lab.run.files import write_json
+from labo.lab.text.batching import padded_rows
 from labo.lab.text.subwords import Merges, make_tokenizer
 from labo.lab.translation.decoding import generation_config
 from labo.lab.translation.model import EOS, NUM_SPECIAL, PAD, fresh_translator, marian_config
@@ -66,7 +66,7 @@ def trained_model(embeddings: str = "shared") -> MarianMTModel:
     for step in range(150):
         sources = sentences(32, seed=step, longest=6)
         targets = [[*reversed(ids[:-1]), EOS] for ids in sources]
-        source, target = padded(sources), padded(targets)
+        source, target = padded_rows(sources, PAD), padded_rows(targets, PAD)
         prefix = torch.cat([torch.full((len(target), 1), EOS), target[:, :-1]], 1)
         mask = (source != PAD).long()
         logits = model(source, attention_mask=mask, decoder_input_ids=prefix).logits
@@ -75,11 +75,6 @@ def trained_model(embeddings: str = "shared") -> MarianMTModel:
         loss.backward()
         optimizer.step()
     return model.requires_grad_(False)
-
-
-def padded(rows: list[list[int]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
 
 
 def byte_tokenizer(*tags: str) -> PreTrainedTokenizerFast:

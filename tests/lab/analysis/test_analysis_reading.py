@@ -12,7 +12,7 @@ from analysis_runs import drawn_images, image_records, sentence, write_lines, wr
 from labo.lab.analysis import reading
 from labo.lab.analysis.task import find_analysis
 from labo.lab.errors import RequestError
-from labo.lab.translation.records import read_translations
+from labo.lab.translation.analysis import read_translations
 
 IMAGES = find_analysis("image_classification")
 

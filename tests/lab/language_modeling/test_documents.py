@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from labo.lab.language_modeling import documents
-from labo.lab.language_modeling.documents import Part, find_inputs, read_documents
+from labo.lab.language_modeling.documents import find_inputs, read_documents
 from labo.lab.language_modeling.tokenizers import chat_renderer
 from tiny_corpus import refused
 from tiny_language import write_rows
@@ -50,12 +50,6 @@ def test_a_folder_is_read_in_order_and_other_files_are_passed_over(tmp_path):
     write_rows(tmp_path / "d.jsonl", [{"text": "third", "body": "other"}])
     assert texts(tmp_path) == ["first", "second", "third"]
     assert texts(tmp_path / "d.jsonl", column="body") == ["other"]
-
-
-def test_a_prompt_is_given_and_its_completion_learned(tmp_path):
-    (found,) = read(write_rows(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}]))
-    assert found.parts == (Part("2+2=", False), Part("4", True))
-    assert found.kind == "prompt"
 
 
 @pytest.mark.parametrize("more", [[], [{"role": "user", "content": "?"}]])

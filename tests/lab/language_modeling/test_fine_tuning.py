@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +19,8 @@ from labo.lab.language_modeling.model import causal_config, fresh_model
 from labo.lab.language_modeling.task import LanguageModelingTask
 from labo.lab.recipes import load_recipe
 from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
-from tiny_folders import change_adapters
+from tiny_corpus import refused
+from tiny_folders import assert_adapters_agree
 from tiny_language import learned_tokenizer, prepare_prompts, prepare_texts
 
 SETTINGS = ["data.block=64", "train.batch_tokens=128", "train.accumulate=1", "train.precision=no"]
@@ -91,20 +91,12 @@ def test_adapters_are_merged_or_apart(pretrained, data, tmp_path):
     first = "c_attn" if "gpt2" in pretrained.name else "q_proj"
     lora = f"{{rank: 3, alpha: 5, save: both, targets: [{first}]}}"
     small = task(pretrained, data, f"model.lora={lora}")
-    model, ids = small.build_model().eval(), torch.arange(9)[None]
+    model = small.build_model().eval()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 4
     assert all(f"{first}.lora_" in name for name in trained)
-    plain = AutoModelForCausalLM.from_pretrained(pretrained).eval()
-    unchanged = plain(ids).logits
-    weights, expected = change_adapters(small, model, tmp_path), model.causal(ids).logits
-    assert not torch.allclose(unchanged, expected, atol=1e-2)
-    assert not plain.load_state_dict(weights, strict=False).unexpected_keys
-    plain.tie_weights()
-    torch.testing.assert_close(plain(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    start = AutoModelForCausalLM.from_pretrained(pretrained)
-    apart = PeftModel.from_pretrained(start, tmp_path / "adapter").eval()
-    torch.testing.assert_close(apart(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    ids = torch.arange(9)[None]
+    assert_adapters_agree(small, model, pretrained, tmp_path, 1e-4, input_ids=ids)
 
 
 def test_frozen_weights_stay(pretrained, data, tmp_path):
@@ -156,9 +148,8 @@ def test_the_signature_names_the_weights(pretrained, data, tmp_path):
     ],
 )
 def test_wrong_requests(pretrained, data, more, message):
-    with pytest.raises(RequestError, match=message) as caught:
+    with refused(message, RequestError):
         task(pretrained, data, "train.batch_tokens=256", *more).build_model()
-    assert "\n" not in str(caught.value)
 
 
 def test_data_of_another_tokenizer_is_refused(pretrained, tmp_path):

@@ -12,12 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from labo.lab.errors import RequestError
-from labo.lab.language_modeling.generate import (
-    Generator,
-    Sampling,
-    draw_tokens,
-    generate_stream,
-)
+from labo.lab.language_modeling.generate import Generator, Sampling, draw_tokens, generate_stream
 from tiny_corpus import labo
 from tiny_language import learned_tokenizer, save_causal
 

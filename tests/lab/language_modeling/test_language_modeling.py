@@ -85,22 +85,6 @@ def test_every_token_that_is_learned_is_a_target_once(kind, packing, limit, requ
     assert sorted(found) == sorted(label for label in labels if label != IGNORED)
 
 
-def test_a_row_has_documents_one_after_the_other_and_positions_restart(texts):
-    small = task(texts)
-    packed = small._train
-    for block in range(len(packed.packing)):
-        batch = small.batch(torch.tensor([block]), 0)
-        ids, positions, target = [], [], []
-        for document, first, length in packed.packing.pieces(block):
-            tokens = packed.documents.tokens(document).tolist()
-            ids += tokens[first : first + length]
-            target += tokens[first + 1 : first + 1 + length]
-            positions += range(length)
-        assert batch.inputs.ids[0].tolist() == ids
-        assert batch.inputs.positions[0].tolist() == positions
-        assert batch.target[0].tolist() == target
-
-
 def test_padding_has_no_targets(texts):
     small = task(texts, "data.packing=false")
     lengths = small._train.lengths
@@ -373,13 +357,6 @@ def test_evaluate_writes_records(finished):
     gaps = [abs((confidence - right)[bins == b].sum()) for b in range(15)]
     assert scores["ece"] == pytest.approx(sum(gaps) / len(right), abs=1e-4)
     assert (finished / "records" / "examples.json").is_file()
-
-
-def test_a_teacher_of_another_vocabulary_is_refused(examples, finished, tmp_path):
-    out = tmp_path / "run"
-    settings = ["method=kd", f"method.teacher={finished}", "data.block=48", "train.epochs=1"]
-    assert train(out, examples, settings) == {2}
-    assert "method.teacher" in log_of(out).read_text()
 
 
 def test_a_folder_that_is_replaced_does_not_mix_with_the_one_that_is_read(texts, tmp_path):

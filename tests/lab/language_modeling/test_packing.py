@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labo.lab.language_modeling.packing import best_fit, cut, pack
+from labo.lab.language_modeling.packing import best_fit, pack
 
 lengths = st.lists(st.integers(0, 70), min_size=1, max_size=80).map(np.array)
 blocks = st.integers(1, 33)
@@ -62,11 +62,3 @@ def test_the_seed_decides_what_is_together():
 def test_nothing_to_pack(share):
     packing = pack(np.array([1, 0]), 8, 0, whole=False, share=share)
     assert len(packing) == 0
-
-
-def test_pieces_of_a_long_document_overlap_by_the_token_between_them():
-    """The last token that a piece predicts is the first one that the next piece reads."""
-    document, first, length = cut(np.array([10]), 4, whole=False)
-    assert document.tolist() == [0, 0, 0]
-    assert first.tolist() == [0, 4, 8]
-    assert length.tolist() == [4, 4, 1]

@@ -20,7 +20,7 @@ from labo.lab.language_modeling.prepared import PreparedDocuments
 from labo.lab.language_modeling.tokenizers import encode
 from labo.lab.text import arrow
 from labo.lab.text.arrow import IGNORED
-from tiny_corpus import digests, labo
+from tiny_corpus import digests, labo, refused
 from tiny_language import CHAT, SENTENCES, learned_tokenizer, save_causal, write_rows
 
 
@@ -212,9 +212,8 @@ def test_the_command(corpus, tmp_path, monkeypatch, capsys):
 def test_wrong_requests(corpus, settings, message):
     if "train" in settings:
         settings = settings | {"train": [name.format(raw=corpus) for name in settings["train"]]}
-    with pytest.raises(RequestError, match=message) as caught:
+    with refused(message, RequestError):
         run(corpus, **settings)
-    assert "\n" not in str(caught.value)
     assert [path.name for path in corpus.parent.iterdir()] == ["raw"]
 
 

@@ -289,7 +289,7 @@ def test_evaluation_runs_the_model_equally_often_on_every_process(kind, texts, m
         count = len(task._held_out("valid").packing)
     world = next(n for n in range(2, count) if count % n)
     monkeypatch.setattr(images, "_EVALUATED_AT_ONCE", count // world)
-    monkeypatch.setattr(language_modeling, "_EVALUATED_TOKENS", 24 * (count // world))
+    monkeypatch.setattr(language_modeling, "TOKENS_AT_ONCE", 24 * (count // world))
     model = task.build_model()
     found = [calls_and_samples(task, model, world, rank) for rank in range(world)]
     assert [calls for calls, _ in found] == [2] * world  # the last one has no second batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labo.lab.text.dropout import FastDropout, fast_dropout
+from labo.lab.text.model import FastDropout, fast_dropout
 
 
 @pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.9, torch.bfloat16)])
@@ -52,7 +52,7 @@ def test_only_what_drops_is_replaced(monkeypatch):
         raise AssertionError("called")
 
     x = torch.ones(3, 4)
-    monkeypatch.setattr("labo.lab.text.dropout.fast_dropout", refuse)
+    monkeypatch.setattr("labo.lab.text.model.fast_dropout", refuse)
     with FastDropout():
         assert torch.equal(F.dropout(x, 0.5, training=False), x)
         assert torch.equal(F.dropout(x, 0.0), x)

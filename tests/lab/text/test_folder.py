@@ -20,14 +20,7 @@ from labo.lab.run.files import sealed, sha256
 from labo.lab.text import folder as folders
 from labo.lab.translation import prepare, prepared
 from labo.lab.translation.prepared import Prepared
-from tiny_corpus import (
-    ask,
-    digests,
-    labo,
-    refused,
-    write,
-    write_corpus,
-)
+from tiny_corpus import ask, digests, labo, refused, write, write_corpus
 from tiny_language import prepare_prompts, prepare_texts
 
 

@@ -8,44 +8,44 @@ import labo
 from labo.lab.text import head
 from labo.lab.text.head import Head, head_loss
 
+TARGET = torch.tensor([0, 4, -100, 2, 2])
+
+
+def value_and_slopes(compute, shapes, *parameters):
+    """Of a function of random tensors, with the gradient of each and of further parameters."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(*shape).double().requires_grad_() for shape in shapes]
+    value = compute(*leaves)
+    return value.detach(), *torch.autograd.grad(value, [*leaves, *parameters])
+
 
 def test_r_drop_by_chunks_is_that_of_all_logits(monkeypatch):
     """Value and the gradients of both passes and of the output layer, with a chunk of two rows."""
     monkeypatch.setattr(head, "_CHUNK_BYTES", 2 * 2 * 5 * 8)
-    target = torch.tensor([0, 4, -100, 2, 2])
     loss = labo.RDropLoss(label="labo", reduction="sum")
 
-    def both(compute):
-        torch.manual_seed(0)
-        leaves = [torch.randn(*shape).double() for shape in ((10, 3), (5, 3), (5,))]
-        states, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-        value = compute(*Head(states, weight, bias, softcap=2.0).chunk(2))
-        value.backward()
-        return value.detach(), states.grad, weight.grad, bias.grad
+    def by_chunks(*leaves):
+        first, second = Head(*leaves, softcap=2.0).chunk(2)
+        return head_loss(loss, first, TARGET, second)
 
-    found = both(lambda first, second: head_loss(loss, first, target, second))
-    whole = both(
-        lambda first, second: loss(first.logits(first.states), target, second.logits(second.states))
-    )
-    torch.testing.assert_close(found, whole)
+    def whole(*leaves):
+        first, second = Head(*leaves, softcap=2.0).chunk(2)
+        return loss(first.logits(first.states), TARGET, second.logits(second.states))
+
+    shapes = [(10, 3), (5, 3), (5,)]
+    torch.testing.assert_close(value_and_slopes(by_chunks, shapes), value_and_slopes(whole, shapes))
 
 
 def test_connet_by_chunks_is_that_of_all_logits(monkeypatch):
     """Value and the gradients of states, inner states, output layer and confidence network."""
     monkeypatch.setattr(head, "_CHUNK_BYTES", 2 * 5 * 8)
-    target, draws = torch.tensor([0, 4, -100, 2, 2]), torch.linspace(0, 1, 5)
-    loss = labo.ConNetLoss(3, reduction="sum").double()
+    loss, draws = labo.ConNetLoss(3, reduction="sum").double(), torch.linspace(0, 1, 5)
 
-    def both(compute):
-        torch.manual_seed(0)
-        leaves = [torch.randn(*shape).double() for shape in ((5, 3), (5, 3), (5, 3))]
-        states, weight, inner = (leaf.requires_grad_() for leaf in leaves)
-        loss.zero_grad()
-        value = compute(Head(states, weight, inner=inner))
-        value.backward()
-        learned = [parameter.grad.clone() for parameter in loss.parameters()]
-        return value.detach(), states.grad, weight.grad, inner.grad, *learned
+    def by_chunks(states, weight, inner):
+        return head_loss(loss, Head(states, weight, inner=inner), TARGET, None, draws)
 
-    found = both(lambda head: head_loss(loss, head, target, None, draws))
-    whole = both(lambda head: loss(head.logits(head.states), target, head.inner, draws))
-    torch.testing.assert_close(found, whole)
+    def whole(states, weight, inner):
+        return loss(states @ weight.T, TARGET, inner, draws)
+
+    given = [(5, 3), (5, 3), (5, 3)], *loss.parameters()
+    torch.testing.assert_close(value_and_slopes(by_chunks, *given), value_and_slopes(whole, *given))

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from labo.lab.errors import RequestError
 from labo.lab.text.pretrained_tokenizer import pretrained_tokenizer
+from tiny_corpus import refused
 from tiny_language import learned_tokenizer
 
 
@@ -34,7 +35,6 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path, change, messag
         (folder / "evil.py").write_text(f"open({str(trace)!r}, 'w')\nclass Evil: pass\n")
         settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(RequestError, match=message) as caught:
+    with refused(message, RequestError):
         pretrained_tokenizer(folder)
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "was here").exists()

@@ -141,3 +141,14 @@ def test_examples_have_all_their_logits(small):
         assert len(example["logits"]) == small.num_classes
         token = found["classes"][example["target"]]
         assert example["title"].endswith(f": {token_name(token)}")
+
+
+def test_reference_tokens_are_measured_outside_of_autocast(small):
+    class Half(Accelerator):
+        def autocast(self):
+            return torch.autocast("cpu", torch.bfloat16)
+
+    heads = small._heads(small.build_model(), "valid", Half(cpu=True))
+    within = [torch.is_autocast_enabled("cpu") for _ in heads]
+    assert within
+    assert not any(within)

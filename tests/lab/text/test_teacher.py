@@ -26,11 +26,12 @@ from labo.lab.text.stored import StoredTeacher
 from labo.lab.text.teacher import store
 from labo.lab.train import train
 from labo.lab.translation import teacher
-from labo.lab.translation.finetuning import load_translator
+from labo.lab.translation.model import load_translator
 from labo.lab.translation.prepared import Prepared
 from labo.lab.translation.task import TranslationTask
 from tiny_folders import prepare_corpus, save_pretrained
 from tiny_language import few_documents, save_causal
+from tiny_translation import image_folder
 
 BLOCK = 24
 TINY = ["model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0"]
@@ -78,11 +79,11 @@ def cldr(*settings: str) -> TranslationTask:
     return TranslationTask(load_recipe("cldr", [*OWN, *settings]))
 
 
-@pytest.fixture(scope="module", params=["prompt", "own", "nllb", "t5"])
+@pytest.fixture(scope="module", params=["prompt", "text", "own", "nllb", "t5"])
 def case(request, tmp_path_factory):
     """A model, data prepared with its tokenizer, a task that learns from it, and its network."""
     folder, kind = tmp_path_factory.mktemp(request.param), request.param
-    if kind == "prompt":
+    if kind in ("prompt", "text"):
         model, data = request.getfixturevalue("model"), few_documents(folder / "data", kind)
         beside = LanguageModel(GPT2LMHeadModel.from_pretrained(model))
         return model, data, LanguageModelingTask(language_recipe(data)), beside
@@ -308,11 +309,8 @@ def test_wrong_requests_for_translations(own, tmp_path, monkeypatch):
         name = setting.split("=")[0]
         with pytest.raises(RequestError, match=f"{name} changes the targets.*method=kd"):
             cldr(BOTH, setting).stored_teacher(str(out))
-    labelled = tmp_path / "digits"
-    labelled.mkdir()
-    (labelled / "config.json").write_text('{"task": "image_classification", "num_classes": 10}')
     with pytest.raises(RequestError, match="holds a model for image_classification, not a mod"):
-        store(labelled, data.path, tmp_path / "again")
+        store(image_folder(tmp_path / "digits"), data.path, tmp_path / "again")
     longest = int(data.split("train").longest().max())
     monkeypatch.setattr(teacher, "positions_of", lambda config: longest - 1)
     with pytest.raises(RequestError, match=f"of {longest} tokens, but .*best takes {longest - 1}:"):

@@ -19,6 +19,7 @@ from labo.lab.translation import cldr
 from labo.lab.translation.cldr import cldr_data, draw_phrases
 from labo.lab.translation.options import parse_pairs
 from labo.lab.translation.prepared import Prepared
+from tiny_corpus import refused
 
 
 def draw(*names: str, size: int = 1500, held_out: int = 100, seed: int = 0):
@@ -183,9 +184,8 @@ def test_two_processes_at_once_make_one_result(tmp_path):
 @pytest.mark.parametrize("names", [["de-es"], ["deen"], ["de-de"], [], ["de-en", "de-en"]])
 @pytest.mark.usefixtures("_own_cache")
 def test_other_languages_are_refused(names):
-    with pytest.raises(DataError, match="languages: ") as caught:
+    with refused("languages: "):
         cldr_data(names)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_corpus_larger_than_there_are_phrases_is_refused(monkeypatch):

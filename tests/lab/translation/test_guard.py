@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labo.lab.translation import guard
-from tiny_corpus import (
-    PAIRS,
-)
+from tiny_corpus import PAIRS
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(20, 32)), max_size=40), st.integers(2, 6))

@@ -9,13 +9,10 @@ import pytest
 from labo.lab.errors import RequestError
 from labo.lab.translation.options import PREPARE_PRESETS, parse_pairs
 from labo.lab.translation.text import TextOptions
-from tiny_corpus import (
-    ask,
-    labo,
-    refused,
-)
+from tiny_corpus import ask, labo, refused
 
 CORPUS = Path("corpus")  # is not read
+OWN_TOKENIZER = {"vocabulary": None, "tokenizer": "x"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +47,10 @@ def test_tags_name_what_the_model_must_be_told(names, tag, tags):
         ({"valid": [], "holdout": 1}, "leaves none to train on"),
         ({"merges": 9}, "--vocabulary and --merges exclude each other"),
         ({"vocabulary": None, "codes": "x"}, "they need --moses, or text that is --tokenized"),
+        ({"tokenizer": "x"}, "--vocabulary and --tokenizer exclude each other"),
+        ({**OWN_TOKENIZER, "moses": True}, "^--tokenizer takes running text, without --moses"),
+        ({**OWN_TOKENIZER, "share": "merges"}, "^--tokenizer is for both sides: --share must be"),
+        ({"prefix": "x"}, "--prefix: only with --tokenizer"),
         ({"max_tokens": -1}, "--max-tokens: .*greater than or equal to 0"),
         ({"aggressive_hyphens": True}, "^--aggressive-hyphens is an option of --moses$"),
         ({"moses": True, "tokenized": True}, "must not be --tokenized already"),

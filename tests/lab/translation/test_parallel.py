@@ -12,12 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from labo.lab.translation.parallel import find_parallel_text
-from tiny_corpus import (
-    PAIRS,
-    lines,
-    refused,
-    write,
-)
+from tiny_corpus import PAIRS, lines, refused, write
 
 
 def xml(pairs, side: int, ids=None) -> str:

@@ -42,6 +42,12 @@ def moses(corpus) -> Prepared:
     return run(corpus, "moses", text={"moses": True, "lowercase": True}, vocabulary=None, merges=50)
 
 
+def train_sources(data: Prepared) -> list[str]:
+    train = data.split("train")
+    ids = [train.source(i) for i in range(len(train))]
+    return data.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
 def test_several_files_are_one_corpus_in_their_order(corpus):
     parts = [str(corpus / "valid"), str(corpus / "test")]
     data = run(corpus, "several", test=parts).split("test")
@@ -213,11 +219,7 @@ def test_every_nth_cleaned_training_pair_is_held_out(tmp_path):
     assert [valid.source_text(i) for i in range(len(valid))] == [PAIRS[22][0], PAIRS[45][0]]
     rest = [pair for number, pair in enumerate(PAIRS, 1) if number % 23]
     assert [test.target_text(i) for i in range(len(test))] == [p[1] for p in rest[4::5]]
-    train = data.split("train")
-    texts = data.tokenizer.batch_decode(
-        [train.source(i) for i in range(len(train))], skip_special_tokens=True
-    )
-    assert texts == [p[0] for number, p in enumerate(rest, 1) if number % 5]
+    assert train_sources(data) == [p[0] for number, p in enumerate(rest, 1) if number % 5]
 
 
 def test_limits_in_subwords_hold_for_training_and_held_out_pairs(tmp_path):
@@ -230,8 +232,7 @@ def test_limits_in_subwords_hold_for_training_and_held_out_pairs(tmp_path):
 
 def test_training_text_keeps_its_apostrophes(tmp_path):
     data = counted(tmp_path, [("l\u2019a", "b\u2019c")] * 4, text={"straight_apostrophes": True})
-    train = data.split("train")
-    assert data.tokenizer.decode(train.source(0), skip_special_tokens=True) == "l\u2019a"
+    assert train_sources(data) == ["l\u2019a"] * 4
     assert data.text.straight_apostrophes
 
 
@@ -260,23 +261,16 @@ def test_tokenized_text_is_taken_as_such_under_a_preset(tmp_path):
     data = run(tmp_path, preset="iwslt14", text={"tokenized": True}, **settings)
     assert data.text.tokenized
     assert not data.text.moses
-    train = data.split("train")
-    text = data.tokenizer.decode(train.source(0), skip_special_tokens=True)
-    assert text == "er &apos;s ."
+    assert train_sources(data)[0] == "er &apos;s ."
     assert data.manifest["notes"] == ["the text is tokenized and taken as such"]
 
 
 def test_subwords_are_joined_and_marks_can_be_taken_as_text(tmp_path):
     data = counted(tmp_path, SUBWORDS, join_subwords=True)
-    decoded = data.tokenizer.batch_decode(
-        [data.split("train").source(i) for i in range(2)], skip_special_tokens=True
-    )
-    assert decoded == ["Das Kind", "Der Baum"]
+    assert train_sources(data)[:2] == ["Das Kind", "Der Baum"]
     assert data.manifest["notes"] == ["the text is split into subwords: they are joined first"]
     data = run(tmp_path, "raw", force_raw=True)
-    assert data.tokenizer.decode(data.split("train").source(0), skip_special_tokens=True) == (
-        "Da@@ s Ki@@ nd"
-    )
+    assert train_sources(data)[0] == "Da@@ s Ki@@ nd"
     assert "train.de looks split into subwords already" in data.manifest["notes"][0]
     with refused("--force-raw excludes --tokenized", RequestError):
         ask(tmp_path, text={"tokenized": True}, force_raw=True)
@@ -289,19 +283,14 @@ def test_pairs_that_share_a_sentence_are_held_out_together(tmp_path):
     rows = [rows[i * 31 % len(rows)] for i in range(len(rows))]
     folder = write_corpus(tmp_path, {"train": rows})
     data = run(folder, valid=None, test=None, holdout=6, holdout_test=6)
-    texts = {}
-    for split in SPLITS:
-        part = data.split(split)
-        for side, sentence in (("source", part.source), ("target", part.target)):
-            ids = [sentence(i) for i in range(len(part))]
-            texts[split, side] = set(data.tokenizer.batch_decode(ids, skip_special_tokens=True))
-    for side in ("source", "target"):
-        assert not texts["train", side] & texts["valid", side]
-        assert not texts["train", side] & texts["test", side]
-        assert not texts["valid", side] & texts["test", side]
     nothing = {"source": 0, "target": 0, "pair": 0}
     assert data.manifest["overlap"] == {"valid": nothing, "test": nothing}
     assert sum(data.manifest["sizes"].values()) == len(rows)
+    for side in ("source_text", "target_text"):
+        splits = (data.split("valid"), data.split("test"))
+        one, other = ({getattr(part, side)(i) for i in range(len(part))} for part in splits)
+        assert one
+        assert not one & other
     by_pair = run(
         folder, "by-pair", valid=None, test=None, holdout=6, holdout_test=6, holdout_by="pair"
     )

@@ -21,7 +21,7 @@ from labo.lab.text.subwords import encode
 from labo.lab.translation.decoding import Hypothesis, decode
 from labo.lab.translation.options import Decode
 from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
-from tiny_corpus import labo
+from tiny_corpus import labo, refused
 from tiny_translation import (
     POSITIONS,
     byte_folder,
@@ -70,30 +70,6 @@ def test_text_goes_through_pipeline_and_model_and_back(tmp_path):
     assert found.score == pytest.approx(expected.score)
 
 
-@pytest.mark.parametrize(
-    ("given", "number"),
-    [
-        (b"", 0),
-        (b"one", 1),
-        (b"\n\n \t\none\n\n", 5),
-        (b"a\rb\x0b\x0c\x85\xe2\x80\xa8c\x00d\n", 1),
-        (b"\xef\xbb\xbfone\n", 1),
-        ("日本語 \U0001f600 \u200b עברית\n".encode() * 3, 3),
-    ],
-)
-def test_one_line_for_each_line(run, given, number):
-    lines = stream(run, given).decode()
-    assert lines.count("\n") == len(lines.splitlines()) == number
-    assert lines == "" or lines.endswith("\n")
-
-
-def test_lines_are_independent_of_their_ends_and_order(run):
-    plain = stream(run, b"one\ntwo three\n").splitlines()
-    assert stream(run, b"\xef\xbb\xbfone\r\ntwo three").splitlines() == plain
-    assert stream(run, b"two three\n\none\n").splitlines() == [plain[1], b"", plain[0]]
-    assert all(plain)
-
-
 def test_an_output_never_breaks_its_line(run, monkeypatch):
     said = byte_tokenizer().encode("a\nb\r\nc\u2028d\x85\x0ce\n")[:-1]
 
@@ -111,20 +87,14 @@ def test_special_tokens_in_a_text_are_text(run):
     assert not {0, 1, 2, 3} & set(ids[:-1])
 
 
-def test_a_long_line_is_cut_with_one_notice(run, capsys):
-    lines = stream(run, b"one\n\n" + b"x" * 100 + b"\n" + b"y" * (POSITIONS - 1)).splitlines()
-    assert len(lines) == 4
+def test_a_long_line_is_cut_with_one_notice(run, monkeypatch, capsys):
+    monkeypatch.setattr(stdio, "_LINES_AT_ONCE", 2)  # lines are numbered through all chunks
+    given = b"one\n\n" + b"x" * 100 + b"\n" + b"y" * (POSITIONS - 1)
+    lines = stream(run, given, nbest=1).splitlines()
+    assert [line.partition(b"\t")[0] for line in lines] == [b"1", b"2", b"3", b"4"]
     assert capsys.readouterr().err == (
         "labo: line 3 has 101 tokens, the model takes 40: the rest is left out\n"
     )
-
-
-def test_bytes_that_are_not_utf8_are_replaced_with_a_notice(run, capsys):
-    found = stream(run, b"one\nca\xe9 \xff\n")
-    assert capsys.readouterr().err == (
-        "labo: line 2: byte 0xe9 is not UTF-8, it is read as U+FFFD\n"
-    )
-    assert found == stream(run, "one\nca\ufffd \ufffd\n".encode())
 
 
 def test_python_is_told_by_a_warning(run):
@@ -134,36 +104,6 @@ def test_python_is_told_by_a_warning(run):
     assert len(found) == 2
 
 
-def test_lines_are_numbered_through_all_chunks(run, monkeypatch, capsys):
-    given = b"one\n" * 4 + b"x" * 100 + b"\n\xff\n"
-    whole = stream(run, given, nbest=1)
-    notices = capsys.readouterr().err
-    monkeypatch.setattr(stdio, "_LINES_AT_ONCE", 2)
-    assert stream(run, given, nbest=1) == whole
-    assert capsys.readouterr().err == notices
-    assert "line 5 has" in notices
-    assert "line 6:" in notices
-
-
-def test_a_pipe_is_answered_line_by_line(run, monkeypatch):
-    monkeypatch.setattr(stdio, "_MORE_SECONDS", 0.0)
-    reading, writing = os.pipe()
-    answers = []
-
-    class Target(io.BytesIO):
-        def flush(self):
-            answers.append(self.getvalue().count(b"\n"))
-            if len(answers) == 1:
-                os.write(writing, b"two\nthree")
-                os.close(writing)
-
-    os.write(writing, b"one\n")  # the rest is sent only when this is answered
-    with open(reading, "rb") as source:
-        translate_stream(run, source, Target())
-    assert answers[0] == 1
-    assert answers[-1] == 3
-
-
 def test_nbest_lines(run):
     rows = [
         line.split("\t", 2) for line in stream(run, b"one\n\ntwo", nbest=2).decode().splitlines()
@@ -171,7 +111,9 @@ def test_nbest_lines(run):
     assert [row[0] for row in rows] == ["1", "1", "2", "2", "3", "3"]
     assert [row[1:] for row in rows[2:4]] == [["0.0000", ""]] * 2
     assert float(rows[0][1]) >= float(rows[1][1])
-    assert stream(run, b"one\n\ntwo").decode().splitlines() == [row[2] for row in rows[::2]]
+    plain = stream(run, b"one\n\ntwo").splitlines()
+    assert plain == [row[2].encode() for row in rows[::2]]
+    assert stream(run, b"two\n\t\none\n").splitlines() == plain[::-1]
 
 
 def test_scores_are_json(run):
@@ -262,9 +204,8 @@ def damaged(tmp_path, name: str, content: bytes | None):
     ],
 )
 def test_a_damaged_folder_is_refused(name, content, line, tmp_path):
-    with pytest.raises(RequestError, match=line) as caught:
+    with refused(line, RequestError):
         Translator(damaged(tmp_path, name, content))
-    assert "\n" not in str(caught.value)
 
 
 class Malicious:
@@ -315,9 +256,8 @@ def test_a_model_that_is_not_the_one_that_was_saved_is_refused(tmp_path):
 def test_a_config_that_does_not_fit_the_weights_is_refused(changes, line, tmp_path):
     path = byte_folder(tmp_path / "best") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(RequestError, match=line) as caught:
+    with refused(line, RequestError):
         Translator(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_line_of_a_megabyte_is_cut_with_a_notice(run, capsys):
@@ -352,11 +292,3 @@ def test_the_command(run):
     assert done.stderr == b""
     assert done.returncode == 0
     assert done.stdout == stream(run, given, beam=3, nbest=3)
-
-
-def test_a_reader_that_goes_away_ends_it_quietly(run):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "wb") as target:
-        translate_stream(run, io.BytesIO(b"one\n" * 3), target)
-        target.write(b"what is still in the buffer goes nowhere")

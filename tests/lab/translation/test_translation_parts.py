@@ -12,7 +12,7 @@ from sacrebleu.significance import PairedTest
 
 from labo.lab.analysis.significance import example_draws, paired_bootstrap
 from labo.lab.errors import RequestError
-from labo.lab.translation.alignment import matched_tokens
+from labo.lab.translation.analysis import matched_tokens
 from labo.lab.translation.bleu import bootstrap_bleu
 from labo.lab.translation.frequency import (
     bleu_by_part,

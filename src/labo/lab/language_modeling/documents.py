@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import DataError
-from ..text.lines import read_lines
 from ..text.options import Unit
-from ..text.records import is_table, read_rows, table_files
+from ..text.records import is_table, read_lines, read_rows, table_files
 
 Kind = Literal["text", "prompt", "chat"]
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]

@@ -22,9 +22,8 @@ from ..command_options import validated
 from ..errors import RequestError
 from ..run.progress import Advance, notice
 from ..run.seeds import uniforms
-from ..text.batching import grouped, longest_first
-from ..text.score import json_line
-from ..text.stdio import Notice, answer_lines
+from ..text.batching import in_batches
+from ..text.stdio import Notice, answer_lines, json_line
 from .model import SavedModel
 from .options import Sampling
 
@@ -133,15 +132,15 @@ class Generator(SavedModel):
             advance: called with the number of prompts after each batch.
         """
         encoded = [self._encode(text, first_line + i) for i, text in enumerate(prompts)]
-        continuations: dict[int, Continuation] = {}
-        lengths = [len(ids) + self.max_tokens for ids in encoded]
-        for batch in grouped(longest_first(lengths), lengths, self.options.batch_tokens):
-            lines = torch.tensor([first_line + i for i in batch])
-            made = self._generate([encoded[i] for i in batch], lines)
-            continuations |= zip(batch, made, strict=True)
-            if advance is not None:
-                advance(len(batch))
-        return [continuations[i] for i in range(len(prompts))]
+        return in_batches(
+            lambda batch: self._generate(
+                [encoded[i] for i in batch], torch.tensor([first_line + i for i in batch])
+            ),
+            [len(ids) + self.max_tokens for ids in encoded],
+            self.options.batch_tokens,
+            longest_first=True,
+            advance=advance,
+        )
 
     def _encode(self, text: str, line: int) -> list[int]:
         raw = self.tokenizer.backend_tokenizer

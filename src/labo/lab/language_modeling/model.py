@@ -19,10 +19,9 @@ from ..errors import RequestError
 from ..pretrained import load_folder
 from ..run.calibration import divisor_of
 from ..tasks import find_model
-from ..text.dropout import FastDropout
 from ..text.folder import load_tokenizer
 from ..text.head import Head, mean_of_layers
-from ..text.model import TokenModel
+from ..text.model import FastDropout, TokenModel, to_accelerator
 from .prepared import TASK
 
 # The type of model, and what its config has. Sizes count the embeddings of 50,257 types.
@@ -149,8 +148,7 @@ class SavedModel:
         self.tokenizer = load_tokenizer(folder)
         self.model = LanguageModel(load_causal(folder)).eval()
         self.positions = int(self.model.causal.config.max_position_embeddings)
-        if torch.accelerator.is_available():
-            self.model.to(torch.accelerator.current_accelerator())
+        to_accelerator(self.model)
 
 
 # ------------------------------------------------------------------ what a model must be like

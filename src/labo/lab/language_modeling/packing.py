@@ -19,11 +19,10 @@ from torch import Tensor
 
 from ..run.seeds import permutation
 from ..text.arrow import IGNORED
-from ..text.batching import padded_rows
+from ..text.batching import TOKENS_AT_ONCE, padded_rows
 from ..text.head import Head
 from .model import LanguageModel
 
-_TOKENS_AT_ONCE = 4096
 _R = TypeVar("_R")
 
 Ints = npt.NDArray[np.int64]
@@ -156,7 +155,7 @@ def by_pieces(
     """
     columns = (column.tolist() for column in cut(lengths, block, whole=False))
     pieces = sorted(map(Piece, *columns), key=lambda piece: piece.length)
-    at_once = max(1, _TOKENS_AT_ONCE // block)
+    at_once = max(1, TOKENS_AT_ONCE // block)
     device = next(model.parameters()).device
     pad = getattr(model.causal.config, "pad_token_id", None)
     results: list[dict[int, _R]] = [{} for _ in lengths]

@@ -28,15 +28,7 @@ from ..pretrained import load_config
 from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
 from ..text.arrow import IGNORED, ArrowFile, read_batches
-from ..text.folder import (
-    SPLITS,
-    Preparation,
-    building,
-    check_apart,
-    check_free,
-    print_ready,
-    seal,
-)
+from ..text.folder import SPLITS, Preparation, building, check_apart, check_free, print_ready, seal
 from ..text.pretrained_tokenizer import pretrained_tokenizer
 from ..text.records import is_table
 from .documents import Kind, Part, RawDocument, find_inputs, input_files, read_documents

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,17 +19,14 @@ import torch
 
 from ..errors import RequestError
 from ..text.arrow import IGNORED
-from ..text.forced import token_statistics
+from ..text.forced import TokenScore, log_probabilities, piece_statistics
 from ..text.head import Head
 from ..text.options import ScoreOptions, Unit
-from ..text.score import TokenScore, json_line, write_records
-from ..text.stdio import answer_lines
+from ..text.stdio import answer_lines, json_line, write_records
 from .documents import RawDocument, find_inputs, read_documents
 from .model import SavedModel
 from .packing import by_pieces
 from .tokenizers import chat_renderer, encode
-
-__all__ = ["Score", "Scorer", "score_command", "score_files", "score_stream"]
 
 _DOCUMENTS_AT_ONCE = 200
 
@@ -73,39 +70,46 @@ class Scorer(SavedModel):
         every = by_pieces(self.model, lengths, self.positions, read, self._log_probabilities)
         scores = []
         for document, (_, labels), parts in zip(documents, encoded, every, strict=True):
-            log_p, size = [x for column in parts for x in column.tolist()], document.learned_bytes
+            log_p, size = tuple(chain.from_iterable(parts)), document.learned_bytes
             if not log_p or not size:
                 raise RequestError(f"{document.name or 'a document'}: nothing to score in it")
             tokens = [label for label in labels[1:] if label != IGNORED]
             names = self.tokenizer.convert_ids_to_tokens(tokens)
-            scores.append(Score(tuple(names), tuple(log_p), document.name, size))
+            scores.append(Score(tuple(names), log_p, document.name, size))
         return scores
 
-    def _log_probabilities(self, head: Head, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def score_files(
+        self, names: Sequence[str], *, documents: Unit = "file", column: str = "text"
+    ) -> Iterator[Score]:
+        """The score of each document of files, tables and folders that prepare-text reads."""
+        render = chat_renderer(self.tokenizer)
+        inputs = find_inputs(names)
+        every = (d for path in inputs for d in read_documents(path, documents, column, render))
+        while chunk := list(islice(every, _DOCUMENTS_AT_ONCE)):
+            yield from self.score(chunk)
+
+    def _log_probabilities(self, head: Head, target: torch.Tensor) -> list[tuple[float, ...]]:
         """Those of the learned tokens of each row."""
         learned = target != IGNORED
-        statistics = token_statistics(head.at(learned), target[learned], self.divisor)
-        nll = statistics["nll" if self.divisor == 1 else "tempered_nll"]
-        return (-nll).cpu().split(learned.sum(-1).tolist())
+        lengths = learned.sum(-1).tolist()
+        rows = piece_statistics(head.at(learned), target[learned], lengths, self.divisor)
+        return [log_probabilities(row, self.divisor) for row in rows]
 
 
-def score_files(
-    run: str | Path, names: Sequence[str], *, documents: Unit = "file", column: str = "text"
-) -> Iterator[Score]:
-    """The score of each document of files, tables and folders that prepare-text reads."""
-    scorer = Scorer(run)
-    render = chat_renderer(scorer.tokenizer)
-    inputs = find_inputs(names)
-    every = (d for path in inputs for d in read_documents(path, documents, column, render))
-    while chunk := list(islice(every, _DOCUMENTS_AT_ONCE)):
-        yield from scorer.score(chunk)
-
-
-def score_stream(
-    run: str | Path, source: BinaryIO, target: BinaryIO, *, tokens: bool = False
+def score_command(
+    run: Path, files: Sequence[str], options: ScoreOptions, source: BinaryIO, target: BinaryIO
 ) -> None:
-    """Score lines, each as a text; a line of JSON for each. An empty line gives ``null``."""
-    scorer = Scorer(run)
+    """``labo score``: the documents of files, or the lines of ``source`` if there are none.
+
+    Each line is a text. An empty one gives ``null``.
+    """
+    if options.pair is not None:
+        raise RequestError("--pair is for translation models")
+    scorer, tokens = Scorer(run), options.tokens
+    if files:
+        scores = scorer.score_files(files, documents=options.documents, column=options.column)
+        write_records((s.record(name=s.name, tokens=tokens) for s in scores), target)
+        return
 
     def answer(lines: Sequence[str], first: int, advance: object) -> Iterator[str]:
         documents = [
@@ -117,16 +121,3 @@ def score_stream(
             yield json_line(score.record(name=score.name, tokens=tokens) if score else None)
 
     answer_lines(source, target, answer)
-
-
-def score_command(
-    run: Path, files: Sequence[str], options: ScoreOptions, source: BinaryIO, target: BinaryIO
-) -> None:
-    """``labo score``: the documents of files, or the lines of ``source`` if there are none."""
-    if options.pair is not None:
-        raise RequestError("--pair is for translation models")
-    if not files:
-        score_stream(run, source, target, tokens=options.tokens)
-        return
-    scores = score_files(run, files, documents=options.documents, column=options.column)
-    write_records((s.record(name=s.name, tokens=options.tokens) for s in scores), target)

@@ -26,10 +26,9 @@ import torch
 
 from ..errors import DataError, RequestError
 from ..text.arrow import IGNORED
-from ..text.pretrained_tokenizer import vocabulary_digest
 from ..text.stored import Rows
-from ..text.teacher import ClassSelection
-from .prepared import PreparedDocuments
+from ..text.teacher import ClassSelection, TrainingPredictions
+from .prepared import MAKER, PreparedDocuments
 
 _ROUNDING = 1e-4  # by which probabilities may sum to more than 1
 
@@ -42,12 +41,10 @@ class Position(NamedTuple):
     candidates: Mapping[int, float]
 
 
-class ServedPredictions:
-    """The predictions of a file of JSON lines for the training documents of a prepared folder.
+class ServedPredictions(TrainingPredictions):
+    """The predictions of a file of JSON lines for the training documents of a prepared folder."""
 
-    Has what :func:`labo.lab.text.teacher.store` needs of predictions.
-    """
-
+    maker = MAKER
     block = 0  # the server decides what the model sees
 
     def __init__(self, file: Path, data: Path, selection: ClassSelection) -> None:
@@ -59,9 +56,8 @@ class ServedPredictions:
             )
         documents = PreparedDocuments(data)
         self.file, self.selection = file, selection
-        self.fingerprint = documents.fingerprint
         self.tokenizer = documents.tokenizer
-        self.vocabulary = vocabulary_digest(self.tokenizer)
+        self.take(documents, self.tokenizer)
         self.types = len(self.tokenizer)
         self.split = documents.split("train")
         self.targets = np.maximum(self.split.lengths - 1, 0)
@@ -72,7 +68,6 @@ class ServedPredictions:
             yield from enumerate(lines)
 
     def samples(self, first: int, last: int) -> Iterator[Rows]:
-        """The predictions for the documents from ``first`` to before ``last``, in order."""
         for document in range(first, last):
             # Lines before it were stored before an interruption.
             line = next((text for number, text in self._lines if number == document), None)

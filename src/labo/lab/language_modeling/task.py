@@ -34,10 +34,8 @@ from ..run.distributed import in_step
 from ..tasks import Batch, Evaluation
 from ..text import forced
 from ..text.arrow import IGNORED
-from ..text.batching import Inputs, batches_by_length
-from ..text.head import Head
+from ..text.batching import TOKENS_AT_ONCE, Inputs, training_batches
 from ..text.pretrained_tokenizer import pretrained_tokenizer, vocabulary_digest
-from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
 from .model import (
     PRESETS,
@@ -50,9 +48,7 @@ from .model import (
 )
 from .packing import Ints, Piece, pack
 from .prepared import DocumentSplit, PreparedDocuments
-from .teacher import stored_rows
 
-_EVALUATED_TOKENS = 4096  # of a batch
 _FITTED_TOKENS = 1 << 16  # of a split, to fit a temperature to
 _EXAMPLE_TOKENS = 4096  # among which examples are looked for
 
@@ -230,7 +226,7 @@ class LanguageModelingTask(TokenTask):
             )
         lengths = torch.from_numpy(self._train.lengths)
         every = torch.ones(len(lengths), dtype=torch.bool)
-        self.set_batches(batches_by_length(lengths, every, recipe.train.batch_tokens, recipe.seed))
+        self.set_batches(training_batches(lengths, every, recipe.train.batch_tokens, recipe.seed))
         self.notes = self.method_notes()
         if documents.masked and (long := int((documents.lengths - 1 > options.block).sum())):
             note = f"{long} training examples are longer than a block and left out"
@@ -342,9 +338,11 @@ class LanguageModelingTask(TokenTask):
             "pad_token_id": pad,
         }
 
-    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
-        places = self._train.target_places(batch.index.tolist())
-        return stored_rows(stored, self._train.documents, places)
+    def stored_places(self, batch: Batch) -> Iterator[tuple[int, slice]]:
+        whole = self._train.documents.masked  # predictions are stored for the learned tokens only
+        for piece in chain.from_iterable(map(self._train.packing.pieces, batch.index.tolist())):
+            last = None if whole else piece.first + piece.length
+            yield piece.document, slice(piece.first, last)
 
     def target_tokenizer(self) -> Any:
         return self.data.tokenizer
@@ -366,8 +364,7 @@ class LanguageModelingTask(TokenTask):
     # ------------------------------------------------------------------ scores
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        split = self._held_out("valid")
-        return _metrics(split, self._forced(model, split, accelerator))
+        return _metrics(self._held_out("valid"), self._forced(model, "valid", accelerator))
 
     def evaluate(  # type: ignore[override]  # the options are those of this task
         self,
@@ -378,62 +375,42 @@ class LanguageModelingTask(TokenTask):
         temperature: float | None = None,
     ) -> Evaluation:
         chosen = self._held_out(split)
-        rows = self._forced(model, chosen, accelerator, temperature)
+        rows = self._forced(model, split, accelerator, temperature)
         records = self._records(chosen, rows, temperature)
         counted = {"tokens": int(chosen.targets.sum()), "bytes": chosen.bytes}
         return Evaluation(_metrics(chosen, rows), records, {"counted": counted})
 
-    @torch.no_grad()
-    def _heads(
-        self, model: nn.Module, split: _Packed, blocks: Sequence[int], accelerator: Accelerator
-    ) -> Iterator[tuple[list[int], Batch, Head]]:
-        """This process's share of blocks by batches, and the model's states at their targets."""
-        model.eval()
-        mine = list(blocks[accelerator.process_index :: accelerator.num_processes])
-        at_once = max(1, _EVALUATED_TOKENS // self.recipe.data.block)
+    def scored_batches(
+        self, split: str, accelerator: Accelerator, *, sampled: bool = False
+    ) -> Iterator[tuple[list[tuple[int, int]], list[int], Batch]]:
+        """Blocks: all of them, or every n-th one of a large split."""
+        chosen = self._held_out(split)
+        every = max(1, -(-int(chosen.targets.sum()) // _FITTED_TOKENS)) if sampled else 1
+        blocks = range(0, len(chosen.packing), every)
+        mine = blocks[accelerator.process_index :: accelerator.num_processes]
+        at_once = max(1, TOKENS_AT_ONCE // self.recipe.data.block)
         for first in in_step(len(blocks), accelerator.num_processes, at_once):
             part = mine[first : first + at_once]
-            shown = torch.tensor(part or list(blocks[:1]))
-            batch = self._batch(split, shown, 0).to(accelerator.device)
-            with accelerator.autocast():
-                head = self.outputs(model, batch)
-            if part:
-                yield part, batch, head  # outside of autocast: statistics are in float32
+            batch = self._batch(chosen, torch.tensor(part or blocks[:1]), 0)
+            pieces = [*chain.from_iterable(map(chosen.packing.pieces, part))]
+            keys = [(piece.document, piece.first) for piece in pieces]
+            yield keys, [len(chosen.learned(piece)) for piece in pieces], batch
 
     def _forced(
         self,
         model: nn.Module,
-        split: _Packed,
+        split: str,
         accelerator: Accelerator,
         temperature: float | None = None,
     ) -> dict[int, dict[str, Tensor]]:
-        """Statistics of each token of each document that is used, given the true prefix."""
-
-        def parts() -> Iterator[tuple[list[tuple[int, int]], list[int], Batch, Head]]:
-            every = range(len(split.packing))
-            for blocks, batch, head in self._heads(model, split, every, accelerator):
-                pieces = list(chain.from_iterable(map(split.packing.pieces, blocks)))
-                keys = [(piece.document, piece.first) for piece in pieces]
-                yield keys, [len(split.learned(piece)) for piece in pieces], batch, head
-
+        """Statistics of each token of each document that is used."""
         documents: dict[int, list[dict[str, Tensor]]] = {}
-        for (document, _), row in self.forced_rows(parts(), temperature):
+        for (document, _), row in self.forced_rows(model, split, accelerator, temperature):
             documents.setdefault(document, []).append(row)
         return {
             document: {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             for document, rows in documents.items()
         }
-
-    @torch.no_grad()
-    def logits(
-        self, model: nn.Module, split: str, accelerator: Accelerator
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of the blocks of a split, or of every n-th block if it has many tokens."""
-        chosen = self._held_out(split)
-        every = max(1, -(-int(chosen.targets.sum()) // _FITTED_TOKENS))
-        blocks = range(0, len(chosen.packing), every)
-        for _, batch, head in self._heads(model, chosen, blocks, accelerator):
-            yield from forced.blocks(head, self.tokens(batch))
 
     def _records(
         self, split: _Packed, rows: Mapping[int, Mapping[str, Tensor]], temperature: float | None

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..errors import RequestError
-from ..text.arrow import IGNORED
 from ..text.pretrained_tokenizer import (
     pretrained_tokenizer,
     vocabulary_difference,
     vocabulary_digest,
 )
-from ..text.stored import Rows, StoredTeacher
+from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
 from .model import LanguageModel, check_head, load_causal
 from .packing import by_pieces
-from .prepared import MAKER, DocumentSplit, PreparedDocuments
+from .prepared import MAKER, PreparedDocuments
 from .served import ServedPredictions
 
 
@@ -35,8 +31,7 @@ class DocumentPredictions(TrainingPredictions):
 
     def __init__(self, folder: Path, data: Path, block: int | None) -> None:
         documents, tokenizer = PreparedDocuments(data), pretrained_tokenizer(str(folder))
-        self.fingerprint = documents.fingerprint
-        self.vocabulary = vocabulary_digest(documents.tokenizer)
+        self.take(documents, documents.tokenizer)
         if vocabulary_digest(tokenizer) != self.vocabulary:
             raise RequestError(
                 f"{data} was not prepared with the tokenizer of {folder} "
@@ -68,23 +63,3 @@ class DocumentPredictions(TrainingPredictions):
 
 
 PREDICTIONS = DocumentPredictions
-
-
-def stored_rows(
-    stored: StoredTeacher, split: DocumentSplit, places: np.ndarray[Any, np.dtype[np.int64]]
-) -> tuple[Tensor, Tensor]:
-    """The stored predictions of targets: indices and log-probabilities, each (n, k).
-
-    ``places`` (n, 2) has the document of each target, and the index of the token in it.
-    """
-    shape = (len(places), stored.top_k)
-    indices, log_p = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
-    changes = np.flatnonzero(np.diff(places[:, 0], prepend=-1, append=-1))
-    for start, stop in pairwise(changes.tolist()):
-        document = int(places[start, 0])
-        number = places[start:stop, 1] - 1
-        if split.masked:  # predictions are stored for the learned tokens only
-            number = np.searchsorted(np.flatnonzero(split.labels(document)[1:] != IGNORED), number)
-        classes = stored.sample(document)
-        indices[start:stop], log_p[start:stop] = (column[number] for column in classes)
-    return torch.from_numpy(indices), torch.from_numpy(log_p)

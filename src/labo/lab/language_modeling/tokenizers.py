@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
 from ..text.arrow import IGNORED
-from ..text.subwords import (
-    SPECIAL_TOKENS,
-    Merges,
-    Size,
-    learn_merges,
-    make_tokenizer,
-)
+from ..text.subwords import SPECIAL_TOKENS, Merges, Size, learn_merges, make_tokenizer
 from .documents import RawDocument, Render
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from ..report.figures import label_figure
 from ..report.gather import make_groups, read_runs
 from ..tables import Cell, Column, Row, Table
 from ..text.token_text import token_names
-from ..translation.figures import histogram_figure
 from ..translation.frequency import BINS
+from ..translation.report import histogram_figure
 from . import paper
 
 _GROUPS = {

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..run.seeds import permutation, uniforms
-from ..tasks import Batch
+from ..run.seeds import permutation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Inputs:
         return replace(self, **moved)
 
 
-def batches_by_length(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> list[Tensor]:
+def training_batches(lengths: Tensor, fits: Tensor, limit: int, seed: int) -> list[Tensor]:
     """Sequences of like length together, as many as fit in a batch with their padding.
 
     Args:
@@ -71,9 +74,32 @@ def grouped(order: Iterable[int], lengths: Sequence[int], limit: int) -> Iterato
         yield batch
 
 
-def longest_first(lengths: Sequence[int]) -> list[int]:
-    """The indices of sequences by descending length."""
-    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
+def by_length(
+    lengths: Sequence[int], limit: int = TOKENS_AT_ONCE, *, longest_first: bool = False
+) -> Iterator[list[int]]:
+    """The indices of sequences of like length in batches, see :func:`grouped`."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first)
+    return grouped(order, lengths, limit)
+
+
+def in_batches(
+    function: Callable[[list[int]], Iterable[_R]],
+    lengths: Sequence[int],
+    limit: int = TOKENS_AT_ONCE,
+    *,
+    longest_first: bool = False,
+    advance: Callable[[int], object] | None = None,
+) -> list[_R]:
+    """What a function of the indices of a batch gives for each sequence, in their order.
+
+    Batches are those of :func:`by_length`; ``advance`` is called with the size of each.
+    """
+    results: dict[int, _R] = {}
+    for batch in by_length(lengths, limit, longest_first=longest_first):
+        results |= zip(batch, function(batch), strict=True)
+        if advance is not None:
+            advance(len(batch))
+    return [results[index] for index in range(len(lengths))]
 
 
 def padded_rows(rows: Sequence[npt.ArrayLike], filler: int) -> Tensor:
@@ -83,12 +109,6 @@ def padded_rows(rows: Sequence[npt.ArrayLike], filler: int) -> Tensor:
     for row, values in zip(ids, arrays, strict=True):
         row[: len(values)] = values
     return torch.from_numpy(ids)
-
-
-def token_draws(seed: int, batch: Batch, rows: Tensor, stream: str) -> Tensor:
-    """Numbers in [0, 1) for tokens (N, T): functions of the sample, its epoch and the position."""
-    draws = uniforms(seed, batch.epoch, batch.index, rows.shape[1], stream=stream)
-    return draws.to(rows.device)[rows]
 
 
 def text_digest(text: str) -> str:

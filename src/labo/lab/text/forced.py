@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ def token_statistics(
             columns["tempered_confidence"] = tempered.amax(-1).exp()
         parts.append(columns)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def piece_statistics(
+    head: Head, target: Tensor, lengths: Sequence[int], temperature: float | None
+) -> list[dict[str, Tensor]]:
+    """:func:`token_statistics` of pieces of so many tokens, on the CPU."""
+    statistics = token_statistics(head, target, temperature)
+    columns = [column.cpu().split(list(lengths)) for column in statistics.values()]
+    return [dict(zip(statistics, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def log_probabilities(row: Mapping[str, Tensor], temperature: float) -> tuple[float, ...]:
+    """Those of the reference tokens, from their statistics with this temperature."""
+    return tuple((-row["nll" if temperature == 1 else "tempered_nll"]).tolist())
 
 
 def mean_metrics(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -111,3 +126,32 @@ def blocks(head: Head, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _of(log_p: Tensor, labels: Tensor) -> Tensor:
     return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """What a model gives the tokens of a text: calibrated if the model is, natural logarithms."""
+
+    tokens: tuple[str, ...]
+    log_probabilities: tuple[float, ...]
+
+    @property
+    def log_probability(self) -> float:
+        return math.fsum(self.log_probabilities)
+
+    def record(self, *, tokens: bool, **about: object) -> dict[str, object]:
+        """As a line of JSON that begins with ``about``; with each token if asked for."""
+        record = {
+            **about,
+            "log_probability": self.log_probability,
+            "tokens": len(self.tokens),
+            **self.further(),
+        }
+        if tokens:
+            record["token"] = self.tokens
+            record["token_log_probability"] = rounded(self.log_probabilities)
+        return record
+
+    def further(self) -> dict[str, object]:
+        """Further entries of a record."""
+        return {}

@@ -1,7 +1,7 @@
-"""Rows with named columns: JSON lines, CSV, Parquet, Arrow, and folders saved by ``datasets``.
+"""Lines of text, and rows with named columns.
 
-Rows are read a few at a time, whatever the size of the file. The ``datasets`` package is not
-needed.
+Rows are those of JSON lines, CSV, Parquet, Arrow, and folders saved by ``datasets``, which need not
+be installed. All are read a few at a time, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..compressed import DAMAGED, open_compressed
 from ..errors import DataError
-from .lines import read_lines
 
+_LONGEST_LINE = 1 << 24  # bytes
 _ROWS_AT_ONCE = 1000
 _LARGEST_CELL = 1 << 25  # characters of a CSV cell
 _STATE = "state.json"  # a folder saved by datasets has it
@@ -27,6 +28,26 @@ _CSV = (".csv", ".csv.gz")
 _SUFFIXES = (*_JSON_LINES, *_CSV, ".parquet", ".arrow")
 
 Row = dict[str, Any]
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, compressed or not, without their ends, one at a time."""
+    number = 0
+    try:
+        with open_compressed(path) as file:
+            while line := file.readline(_LONGEST_LINE + 1):
+                number += 1
+                if len(line) > _LONGEST_LINE:
+                    raise DataError(f"{path}:{number}: a line of more than {_LONGEST_LINE} bytes")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield text.removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(f"{path}:{number}: byte {byte:#04x} is not UTF-8") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except DAMAGED as error:
+        raise DataError(f"{path}: truncated or damaged after line {number} ({error})") from error
 
 
 def is_table(path: Path) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..errors import printable_on
 from ..run.progress import Advance, ProgressBars, notice
@@ -86,3 +87,15 @@ def _raw_chunks(source: BinaryIO) -> Iterator[list[bytes]]:
         lines.append(rest)
     if lines:
         yield lines
+
+
+def json_line(record: Mapping[str, Any] | None) -> str:
+    """A record as a line, without its end."""
+    return json.dumps(record, ensure_ascii=False)
+
+
+def write_records(records: Iterable[Mapping[str, Any]], target: BinaryIO) -> None:
+    """A line of JSON for each record."""
+    for record in records:
+        target.write(printable_on(target, json_line(record) + "\n").encode())
+    target.flush()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import DataError
 from ..run.files import Document, read_json
-from .lines import read_lines
+from .records import read_lines
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..methods import METHODS
 from ..pretrained import adapter_files, add_lora, freeze
-from ..run.seeds import permutation
+from ..run.seeds import permutation, uniforms
 from ..tasks import Batch, Task
 from . import forced
 from .arrow import IGNORED
-from .batching import token_draws
 from .folder import PreparedFolder
 from .head import Head, head_loss
 from .model import TokenModel
@@ -90,8 +92,8 @@ class TokenTask(Task):
         """The tokenizer of the targets."""
 
     @abstractmethod
-    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The stored predictions of the targets of a training batch, each (n, k)."""
+    def stored_places(self, batch: Batch) -> Iterable[tuple[int, slice]]:
+        """The targets of a training batch in order: samples, and which targets of each."""
 
     def stored_teacher(self, folder: str) -> tuple[str, Callable[[Batch], tuple[Tensor, Tensor]]]:
         stored = StoredTeacher(folder)
@@ -101,7 +103,11 @@ class TokenTask(Task):
         def read(batch: Batch) -> tuple[Tensor, Tensor]:
             if not bool(self.learned(batch).any()):  # Batch.without_targets
                 return torch.empty(0, stored.top_k).long(), torch.empty(0, stored.top_k)
-            return self.stored_rows(stored, batch)
+            found = ((stored.sample(i), places) for i, places in self.stored_places(batch))
+            rows = [(indices[places], log_p[places]) for (indices, log_p), places in found]
+            columns = map(np.concatenate, zip(*rows, strict=True))
+            indices, log_p = map(torch.from_numpy, columns)
+            return indices.long(), log_p
 
         return stored.about.content_fingerprint[:12], read
 
@@ -136,7 +142,9 @@ class TokenTask(Task):
         return batch.target[self.learned(batch)]
 
     def token_draws(self, batch: Batch, stream: str) -> Tensor:
-        return token_draws(self.recipe.seed, batch, self.learned(batch), stream)
+        learned, seed = self.learned(batch), self.recipe.seed
+        draws = uniforms(seed, batch.epoch, batch.index, learned.shape[1], stream=stream)
+        return draws.to(learned.device)[learned]
 
     def loss(
         self, loss: nn.Module, outputs: Head, batch: Batch, teacher_outputs: tuple[Any, ...]
@@ -151,26 +159,55 @@ class TokenTask(Task):
 
     # ------------------------------------------------------------------ scores
 
+    @abstractmethod
+    def scored_batches(
+        self, split: str, accelerator: Accelerator, *, sampled: bool = False
+    ) -> Iterator[tuple[list[Any], list[int], Batch]]:
+        """This process's share of a split: keys of its pieces, the targets of each, the batch.
+
+        A batch without keys is only there so that all processes run the model equally often.
+        ``sampled``: a part of a large split will do.
+        """
+
+    @torch.no_grad()
+    def _heads(
+        self, model: nn.Module, split: str, accelerator: Accelerator, *, sampled: bool = False
+    ) -> Iterator[tuple[list[Any], list[int], Batch, Head]]:
+        """The batches of :meth:`scored_batches`, and the model's states at their targets."""
+        model.eval()
+        for keys, lengths, batch in self.scored_batches(split, accelerator, sampled=sampled):
+            batch = batch.to(accelerator.device)
+            with accelerator.autocast():
+                head = self.outputs(model, batch)
+            if keys:
+                yield keys, lengths, batch, head  # outside of autocast: statistics are in float32
+
     @torch.no_grad()
     def forced_rows(
         self,
-        parts: Iterable[tuple[Sequence[Any], Sequence[int], Batch, Head]],
-        temperature: float | None,
+        model: nn.Module,
+        split: str,
+        accelerator: Accelerator,
+        temperature: float | None = None,
     ) -> list[tuple[Any, dict[str, Tensor]]]:
         """Statistics of each target given the true prefix, of all processes, sorted by their keys.
 
-        ``parts`` are this process's batches: a key for each of its pieces, how many targets each
-        piece has, the batch, and the model's states at its targets.
+        A row has those of a piece of :meth:`scored_batches`.
         """
         rows = []
-        for keys, lengths, batch, head in parts:
-            stats = forced.token_statistics(head, self.tokens(batch), temperature)
-            columns = {name: column.cpu().split(lengths) for name, column in stats.items()}
-            for number, key in enumerate(keys):
+        for keys, lengths, batch, head in self._heads(model, split, accelerator):
+            found = forced.piece_statistics(head, self.tokens(batch), lengths, temperature)
+            for key, row in zip(keys, found, strict=True):
                 # A copy: what is sent to another process is all of a tensor's memory.
-                row = {name: pieces[number].clone() for name, pieces in columns.items()}
-                rows.append((key, row))
-        return sorted(gather_object(rows), key=lambda pair: pair[0])
+                rows.append((key, {name: column.clone() for name, column in row.items()}))
+        return sorted(gather_object(rows), key=itemgetter(0))
+
+    @torch.no_grad()
+    def logits(
+        self, model: nn.Module, split: str, accelerator: Accelerator
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for *_, batch, head in self._heads(model, split, accelerator, sampled=True):
+            yield from forced.blocks(head, self.tokens(batch))
 
     # ------------------------------------------------------------------ the report
 

@@ -30,10 +30,12 @@ from ..pretrained import folder_digest
 from ..run.files import Document, read_json, remove_folder, sha256
 from ..tasks import TASKS, find_model
 from .arrow import IGNORED
-from .folder import MANIFEST, Maker, check_apart, was_made_by
+from .folder import MANIFEST, Maker, PreparedFolder, check_apart, was_made_by
 from .forced import blocks
 from .head import Head
+from .model import to_accelerator
 from .options import Sampling, TeacherOptions
+from .pretrained_tokenizer import vocabulary_digest
 from .stored import Rows, StoredSettings, StoredTeacher, StoredWriter
 
 _PART_TARGETS = 1 << 17  # of a part, of which the last unfinished one is lost when interrupted
@@ -98,24 +100,26 @@ class TrainingPredictions(ABC):
         fingerprint, vocabulary: of the prepared data, and of the vocabulary of the targets.
         types: the tokens that can be predicted; output layers may be padded with others.
         targets: (samples,), how many targets each sample has at most.
-        model: in eval mode.
+        model: in eval mode; None if a server answered.
         selection: which tokens are stored; set before :meth:`samples`, as ``rng`` of its draws.
     """
 
     maker: ClassVar[Maker]
     served: ClassVar[type[Any] | None] = None
     """What takes the place of this class for the answers of a server."""
-    fingerprint: str
-    vocabulary: str
     types: int
     block: int
     targets: npt.NDArray[np.int64]
-    model: nn.Module
+    model: nn.Module | None = None
     selection: ClassSelection
     rng: torch.Generator
 
     @abstractmethod
     def __init__(self, folder: Path, data: Path, block: int | None) -> None: ...
+
+    def take(self, data: PreparedFolder[Any, Any], tokenizer: Any) -> None:
+        """Note which data and which tokenizer of the targets the predictions are for."""
+        self.fingerprint, self.vocabulary = data.fingerprint, vocabulary_digest(tokenizer)
 
     @abstractmethod
     def samples(self, first: int, last: int) -> Iterator[Rows]:
@@ -162,7 +166,7 @@ def store(
     top_k, model = chosen.top_k, Path(model or "").expanduser()
     selection = ClassSelection(top_k, chosen.top_p, chosen.sampling, chosen.seed)
     task, kind = _find_predictions(data)
-    predictions: Any
+    predictions: TrainingPredictions
     if served is not None:
         if chosen.block is not None:
             raise RequestError("--block goes with a model, not with --from")
@@ -177,8 +181,8 @@ def store(
         check_apart(out, [data, folder])
         predictions = kind(folder, data, chosen.block)
         teacher, digest = model.name, folder_digest(str(folder))
-        if torch.accelerator.is_available():
-            predictions.model.to(torch.accelerator.current_accelerator())
+        assert predictions.model is not None
+        to_accelerator(predictions.model)
     if top_k > predictions.types:
         raise RequestError(f"--top-k {top_k}: the vocabulary has {predictions.types} types")
     settings = StoredSettings(

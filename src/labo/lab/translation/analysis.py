@@ -1,22 +1,93 @@
-"""The analysis of a translation model: BLEU, calibration of tokens, frequency, lengths."""
+"""The records of a translation model, one per sentence, and their analysis.
+
+BLEU, calibration of tokens, parts by word frequency, output lengths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..analysis.groups import Group, Variant, paired_numbers
-from ..analysis.reading import Floats, Integers, Run
+from ..analysis.reading import Booleans, Floats, Integers, RecordLine, Run, record_lines
 from ..analysis.task import TaskOption
 from ..analysis.views import view
 from ..tables import Cell, Column, Row, Table, filled
-from ..text.analysis import TokenAnalysis, forced_view
-from .alignment import matched_tokens
+from ..text.analysis import Forced, TokenAnalysis, digest, forced_view, read_forced
 from .bleu import bootstrap_bleu
 from .frequency import PARTS, bleu_by_part, chosen_probabilities, frequency_parts
-from .records import Translations, read_translations
+
+
+@dataclass(frozen=True, eq=False)
+class Sentence:
+    """One record."""
+
+    pair: str
+    source: str
+    reference: str
+    hypothesis: str
+    tokens: list[str]  # of the hypothesis
+    probabilities: Floats  # one per token
+    frequency: float  # F(x)
+    forced: Forced  # predictions of the tokens of the reference
+    lengths: Mapping[str, int]  # of outputs by beam size, if they were measured
+    reference_length: int
+
+
+class Translations(list[Sentence]):
+    """The records of a split."""
+
+    @property
+    def hypotheses(self) -> list[str]:
+        return [sentence.hypothesis for sentence in self]
+
+    @property
+    def references(self) -> list[str]:
+        return [sentence.reference for sentence in self]
+
+    @property
+    def forced(self) -> list[Forced]:
+        return [sentence.forced for sentence in self]
+
+    @property
+    def frequency(self) -> Floats:
+        """(sentences,) F(x)."""
+        return np.array([sentence.frequency for sentence in self])
+
+    def fingerprint(self) -> str:
+        """Equal for two runs that translated the same sentences."""
+        return digest([(s.pair, s.source, s.reference) for s in self])
+
+
+def read_translations(run: Run, split: str) -> Translations:
+    """The records of a split, checked."""
+    return Translations(map(_sentence, record_lines(run, split)))
+
+
+def _sentence(line: RecordLine) -> Sentence:
+    tokens = line.texts("tokens")
+    lengths: dict[str, int] = {}
+    if line.content.get("lengths") is not None:
+        section = line.section("lengths")
+        for beam in section.content:
+            if not beam.isdecimal():
+                raise section.wrong(f"{beam!r} is not a beam size")
+        lengths = {beam: section.integer(beam) for beam in section.content}
+    return Sentence(
+        pair=line.text("pair"),
+        source=line.text("source"),
+        reference=line.text("reference"),
+        hypothesis=line.text("hypothesis"),
+        tokens=tokens,
+        probabilities=line.numbers("probabilities", len(tokens), high=1),
+        frequency=line.number("frequency"),
+        forced=read_forced(line.section("forced")),
+        lengths=lengths,
+        reference_length=line.integer("reference_length") if lengths else 0,
+    )
 
 
 def _size(text: str) -> int:
@@ -186,6 +257,47 @@ def decoded_view(records: Translations) -> dict[str, Any] | None:
         return None
     right = np.concatenate([matched_tokens(s.tokens, s.forced.tokens) for s in records])
     return view(np.concatenate([s.probabilities for s in records]), right, units)
+
+
+def matched_tokens(hypothesis: Sequence[str], reference: Sequence[str]) -> Booleans:
+    """(len(hypothesis),) the tokens that a minimum edit-distance alignment matches.
+
+    A decoded token has no label. As in inference calibration (Wang et al. 2020) it counts as right
+    if an alignment of minimum edit distance (insertion, deletion, substitution, cost 1 each)
+    matches it with an equal token of the reference. Wang et al. use TER, which can also shift
+    blocks of words at cost 1. Here nothing is shifted, so a right word at a wrong position counts
+    as wrong. Of several such alignments one with the most matches is chosen, of several of these
+    always the same one.
+
+    Example:
+        >>> matched_tokens("the black cat sat".split(), "the cat sat down".split()).tolist()
+        [True, False, True, True]
+    """
+    ids = {token: index for index, token in enumerate(dict.fromkeys([*hypothesis, *reference]))}
+    ours, theirs = [ids[token] for token in hypothesis], np.array([ids[t] for t in reference], int)
+    # One cost for both criteria: an edit costs more than all matches together can save.
+    edit = min(len(ours), len(theirs)) + 1
+    ahead = edit * np.arange(len(theirs) + 1)
+    cost = np.empty((len(ours) + 1, len(theirs) + 1), dtype=np.int64)
+    cost[0] = ahead
+    for i, token in enumerate(ours, 1):
+        row = cost[i - 1] + edit
+        row[1:] = np.minimum(row[1:], cost[i - 1, :-1] + np.where(theirs == token, -1, edit))
+        # An insertion comes from the left in the same row: a running minimum.
+        cost[i] = np.minimum.accumulate(row - ahead) + ahead
+
+    matched = np.zeros(len(ours), dtype=bool)
+    i, j = len(ours), len(theirs)
+    while i and j:
+        equal = ours[i - 1] == theirs[j - 1]
+        if cost[i, j] == cost[i - 1, j - 1] + (-1 if equal else edit):
+            i, j = i - 1, j - 1
+            matched[i] = equal
+        elif cost[i, j] == cost[i - 1, j] + edit:
+            i -= 1
+        else:
+            j -= 1
+    return matched
 
 
 def _lengths(records: Translations, notes: list[str]) -> dict[str, Any] | None:

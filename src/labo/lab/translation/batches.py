@@ -1,20 +1,15 @@
-"""Batches of sentence pairs: padded ids, target prefixes, and which sentences go together."""
+"""Batches of sentence pairs: padded ids, target prefixes, and what is to be predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..text.arrow import IGNORED
-from ..text.batching import Inputs, grouped, padded_rows
-from .prepared import Side, TextSplit
-
-TOKENS_AT_ONCE = 4096  # of a batch that is scored, padding included
+from ..text.batching import Inputs, padded_rows
+from .prepared import TextSplit
 
 
 @dataclass(frozen=True)
@@ -43,13 +38,10 @@ def forced(source: Tensor, target: Tensor, start: Tensor, pad: int) -> tuple[Sen
     return Sentences(source, None if bool(mask.all()) else mask, prefix), labels
 
 
-def padded(split: TextSplit, side: Side, index: Tensor, pad: int) -> Tensor:
-    """(N, longest) token ids of sentences, padded on the right."""
-    return padded_rows([split.sides[side].part(i) for i in index.tolist()], pad)
-
-
-def by_tokens(longest: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Indices of pairs of similar length in batches, by the tokens (N,) of their longer sides."""
-    order = longest.argsort(kind="stable").tolist()
-    for batch in grouped(order, longest.tolist(), TOKENS_AT_ONCE):
-        yield np.array(batch)
+def of_split(split: TextSplit, index: Tensor, starts: Tensor, pad: int) -> tuple[Sentences, Tensor]:
+    """As :func:`forced`, for sentence pairs of a split; ``starts`` (directions, G)."""
+    source, target = (
+        padded_rows([sentences.part(i) for i in index.tolist()], pad)
+        for sentences in split.sides.values()
+    )
+    return forced(source, target, starts[torch.from_numpy(split.pair[index.numpy()]).long()], pad)

@@ -16,6 +16,7 @@ from sacrebleu.metrics.chrf import CHRF
 from ..analysis.reading import Floats
 from ..analysis.significance import example_draws
 from ..errors import RequestError
+from .text import Pipeline
 
 _UNKNOWN = "<unk>"
 # fairseq replaces <unk> in a reference by this, so that no hypothesis matches it.
@@ -37,6 +38,18 @@ def scores(
         "bleu": bleu.corpus_score(hypotheses, [references]).score,
         "chrf": chrf.corpus_score(hypotheses, [references]).score,
     }
+
+
+def scores_with_tokens(
+    hypotheses: Sequence[str], references: Sequence[str], pipelines: Sequence[Pipeline]
+) -> dict[str, float]:
+    """``bleu``, ``chrf`` and ``tokenized_bleu`` of plain text, given the pipeline of each line."""
+    found = scores(hypotheses, references, pipelines[0].options.lowercase)
+    sides = (
+        [pipeline.tokens(line) for pipeline, line in zip(pipelines, lines, strict=True)]
+        for lines in (hypotheses, references)
+    )
+    return found | {"tokenized_bleu": tokenized_bleu(*sides)}
 
 
 def signatures(lowercase: bool) -> dict[str, str]:

@@ -45,7 +45,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ...calibration.folding import evaluating
 from ..errors import RequestError
-from ..text.batching import grouped, longest_first, padded_rows
+from ..text.batching import in_batches, padded_rows
 from .model import positions_of
 from .options import Decode
 
@@ -151,18 +151,16 @@ def decode(
     if not 1 <= nbest <= options.beam:
         raise RequestError(f"nbest must be 1 to {options.beam}, the beam size; got {nbest}")
     start = tuple(start or (model.config.decoder_start_token_id,))
-    translations: list[list[Hypothesis]] = [[] for _ in sources]
-    lengths = [len(source) for source in sources]
-    limit = options.batch_tokens // options.beam
     with evaluating(model), torch.inference_mode():
-        for batch in grouped(longest_first(lengths), lengths, limit):
-            part = [sources[i] for i in batch]
-            decoded = _decode_batch(model, part, options, start, nbest, temperature)
-            for i, hypotheses in zip(batch, decoded, strict=True):
-                translations[i] = hypotheses
-            if advance is not None:
-                advance(len(batch))
-    return translations
+        return in_batches(
+            lambda batch: _decode_batch(
+                model, [sources[i] for i in batch], options, start, nbest, temperature
+            ),
+            [len(source) for source in sources],
+            options.batch_tokens // options.beam,
+            longest_first=True,
+            advance=advance,
+        )
 
 
 class _LongestOutputs(StoppingCriteria):  # type: ignore[misc]

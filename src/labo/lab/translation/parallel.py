@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..text.lines import read_lines
-from ..text.records import is_table, read_rows, table_files
+from ..text.records import is_table, read_lines, read_rows, table_files
 
 _SUFFIXES = ("", ".gz", ".xml", ".xml.gz", ".sgm", ".sgm.gz")
 _MARKED_UP = re.compile(r"\.(xml|sgm)(\.gz)?$")

@@ -30,15 +30,7 @@ from ..errors import DataError, printable
 from ..run.files import sha256
 from ..run.progress import ProgressBars, notice
 from ..text.arrow import ArrowFile, read_batches
-from ..text.folder import (
-    SPLITS,
-    Preparation,
-    building,
-    check_apart,
-    check_free,
-    print_ready,
-    seal,
-)
+from ..text.folder import SPLITS, Preparation, building, check_apart, check_free, print_ready, seal
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
 from ..text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from ..text.subwords import (

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from ..errors import RequestError
 from ..run.progress import notice
 from ..text.arrow import IGNORED
-from ..text.batching import padded_rows
-from ..text.forced import mean_metrics, token_statistics
+from ..text.batching import in_batches, padded_rows
+from ..text.forced import TokenScore, log_probabilities, mean_metrics, piece_statistics
 from ..text.head import Head
-from ..text.lines import read_lines
 from ..text.options import ScoreOptions
-from ..text.score import TokenScore, write_records
+from ..text.records import read_lines
+from ..text.stdio import write_records
 from . import bleu
-from .batches import by_tokens, forced
+from .batches import forced
 from .translate import Translator
 
 _LINES_AT_ONCE = 2000
@@ -54,11 +53,10 @@ def score_pairs(
                 raise RequestError(
                     f"line {number}: the {side} has {len(ids)} tokens, the model takes {limit}"
                 )
-    scores: dict[int, PairScore] = {}
-    for part in by_tokens(np.array([max(map(len, pair)) for pair in pairs], dtype=np.int64)):
-        batch = part.tolist()
-        scores |= zip(batch, _score(translator, [pairs[i] for i in batch]), strict=True)
-    return [scores[i] for i in range(len(pairs))]
+    return in_batches(
+        lambda batch: _score(translator, [pairs[i] for i in batch]),
+        [max(map(len, pair)) for pair in pairs],
+    )
 
 
 def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[PairScore]:
@@ -70,19 +68,12 @@ def _score(translator: Translator, pairs: Sequence[tuple[list[int], list[int]]])
     inputs, labels = inputs.to(device), labels.to(device)
     real = labels != IGNORED
     head: Head = translator.network(inputs.source, inputs.mask, inputs.prefix)
-    temperature = translator.temperature
-    statistics = token_statistics(head.at(real), labels[real], temperature)
-    lengths = real.sum(-1).tolist()
-    columns = {name: column.cpu().split(lengths) for name, column in statistics.items()}
-    nll = columns["nll" if temperature == 1 else "tempered_nll"]
+    lengths, temperature = real.sum(-1).tolist(), translator.temperature
+    rows = piece_statistics(head.at(real), labels[real], lengths, temperature)
     names = translator.target_tokenizer.convert_ids_to_tokens
     return [
-        PairScore(
-            tuple(names(pairs[row][1])),
-            tuple((-nll[row]).tolist()),
-            {name: column[row] for name, column in columns.items()},
-        )
-        for row in range(len(pairs))
+        PairScore(tuple(names(ids)), log_probabilities(row, temperature), row)
+        for (_, ids), row in zip(pairs, rows, strict=True)
     ]
 
 
@@ -131,15 +122,11 @@ def evaluate_files(
     sources, references = _read_sides(source, reference)
     translator = Translator(run, pair=pair, notice=notice)
     pipeline = translator.pipeline
-    lowercase = pipeline.options.lowercase
     hypotheses, plain = translator.translate(sources), references
     if pipeline.options.tokenized:  # as the corpus was, so that the references are as well
         plain = [pipeline.restore(line) for line in references]
-    scores = bleu.scores(hypotheses, plain, lowercase=lowercase)
-    scores["tokenized_bleu"] = bleu.tokenized_bleu(
-        [pipeline.tokens(line) for line in hypotheses], [pipeline.tokens(line) for line in plain]
-    )
-    signatures = bleu.signatures(lowercase)
+    scores = bleu.scores_with_tokens(hypotheses, plain, [pipeline] * len(plain))
+    signatures = bleu.signatures(pipeline.options.lowercase)
     if comet is not None:
         scores["comet"], signatures["comet"] = _comet(comet, sources, hypotheses, plain)
     forced = score_pairs(translator, sources, references)

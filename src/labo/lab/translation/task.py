@@ -29,23 +29,24 @@ from ..run.progress import track
 from ..run.seeds import mix, uniforms
 from ..tasks import Batch, Evaluation
 from ..text import forced
-from ..text.batching import batches_by_length, padded_rows, rounded, text_digest
+from ..text.batching import by_length, padded_rows, rounded, text_digest, training_batches
 from ..text.bpe_dropout import BpeDropout
-from ..text.head import Head
 from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
-from ..text.stored import StoredTeacher
 from ..text.task import TokenTask
 from . import batches, bleu
 from .decoding import Hypothesis, decode, generation_config
-from .finetuning import fitting_config, load_translator, start_tokens, target_types
 from .model import (
     EOS,
     MODEL_PRESETS,
     NUM_SPECIAL,
     EncoderDecoder,
+    fitting_config,
     fresh_translator,
+    load_translator,
     marian_config,
     positions_of,
+    start_tokens,
+    target_types,
 )
 from .options import MAX_TYPES, Decode
 from .prepared import Prepared, Side, TextSplit
@@ -370,10 +371,8 @@ class TranslationTask(TokenTask):
                 )
         return super().stored_teacher(folder)
 
-    def stored_rows(self, stored: StoredTeacher, batch: Batch) -> tuple[Tensor, Tensor]:
-        columns = zip(*map(stored.sample, batch.index.tolist()), strict=True)
-        indices, log_p = (torch.from_numpy(np.concatenate(column)) for column in columns)
-        return indices.long(), log_p
+    def stored_places(self, batch: Batch) -> Iterator[tuple[int, slice]]:
+        return ((sentence, slice(None)) for sentence in batch.index.tolist())
 
     def target_tokenizer(self) -> Any:
         return self.data.target_tokenizer
@@ -387,7 +386,7 @@ class TranslationTask(TokenTask):
         fits = longest <= min(limit, self._positions)
         if not fits.any():
             raise RequestError(f"train.batch_tokens: no training pair fits into {limit} tokens")
-        plan = batches_by_length(longest, fits, limit, self.recipe.seed)
+        plan = training_batches(longest, fits, limit, self.recipe.seed)
         missing = int((~fits).sum())
         notes = [f"{missing} training pairs are too long for a batch and are not used"]
         return plan, notes if missing else []
@@ -411,11 +410,12 @@ class TranslationTask(TokenTask):
         sides = {}
         names: tuple[Side, Side] = ("source", "target")
         for name, size in zip(names, self.vocabularies, strict=True):
+            rows: list[Any]
             if training and self._dropout:
                 rows = [self._segmented(name, sample, epoch) for sample in index.tolist()]
-                ids = padded_rows(rows, self.data.pad)
             else:
-                ids = batches.padded(split, name, index, self.data.pad)
+                rows = [split.sides[name].part(sample) for sample in index.tolist()]
+            ids = padded_rows(rows, self.data.pad)
             temperature = getattr(self.recipe.data, f"switchout_{name}")
             if training and temperature:
                 draws = uniforms(
@@ -462,7 +462,8 @@ class TranslationTask(TokenTask):
 
     def validate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         split, train = self.data.split("valid"), self.recipe.train
-        metrics = forced.mean_metrics(self._forced(model, split, accelerator))
+        references = self.forced_rows(model, "valid", accelerator)
+        metrics = forced.mean_metrics([row for _, row in references])
         if train.select == "bleu":
             if train.select_sentences is not None and train.select_sentences < len(split):
                 number = np.arange(train.select_sentences)
@@ -486,7 +487,8 @@ class TranslationTask(TokenTask):
         temperature: float | None = None,
     ) -> Evaluation:
         chosen = self.data.split(split)
-        references = self._forced(model, chosen, accelerator, temperature)
+        rows = self.forced_rows(model, split, accelerator, temperature)
+        references = [row for _, row in rows]
         hypotheses = self._decode(model, chosen, accelerator, self.recipe.decode)
         texts = self._texts(chosen, hypotheses)
         metrics = self._scores(chosen, texts) | forced.mean_metrics(references)
@@ -511,19 +513,14 @@ class TranslationTask(TokenTask):
         return [self._pipelines[pair].restore(text) for pair, text in numbered]
 
     def _scores(self, split: TextSplit, texts: Sequence[str]) -> dict[str, float]:
-        pipelines, lowercase = self._pipelines, self.data.text.lowercase
         references = [split.target_text(i) for i in range(len(split))]
         pair = split.pair.tolist()
-        scores = bleu.scores(texts, references, lowercase)
-        scores["tokenized_bleu"] = bleu.tokenized_bleu(
-            [pipelines[p].tokens(text) for p, text in zip(pair, texts, strict=True)],
-            [pipelines[p].tokens(text) for p, text in zip(pair, references, strict=True)],
-        )
-        if len(pipelines) > 1:
+        scores = bleu.scores_with_tokens(texts, references, [self._pipelines[p] for p in pair])
+        if len(self._pipelines) > 1:
             for number, named in enumerate(self.data.pairs):
                 mine = [i for i, p in enumerate(pair) if p == number]
                 said, wanted = ([side[i] for i in mine] for side in (texts, references))
-                score = bleu.scores(said, wanted, lowercase)["bleu"]
+                score = bleu.scores(said, wanted, self.data.text.lowercase)["bleu"]
                 scores[f"bleu_{named.source}_{named.target}"] = score
         return scores
 
@@ -546,45 +543,17 @@ class TranslationTask(TokenTask):
                 best += zip(part, (hypotheses[0] for hypotheses in decoded), strict=True)
         return [hypothesis for _, hypothesis in sorted(gather_object(best), key=itemgetter(0))]
 
-    @torch.no_grad()
-    def _heads(
-        self, model: nn.Module, split: TextSplit, accelerator: Accelerator
-    ) -> Iterator[tuple[list[int], Batch, Head]]:
-        """Batches of the sentences of this process, and the hidden states at their targets."""
-        model.eval()
-        mine = np.asarray(self._shares(split, accelerator))
-        for batch_of in batches.by_tokens(split.longest()[mine]):
-            part = mine[batch_of]
-            batch = self._batch(split, torch.from_numpy(part), 0, training=False)
-            batch = batch.to(accelerator.device)
-            with accelerator.autocast():
-                head = self.outputs(model, batch)
-            yield part.tolist(), batch, head  # outside of autocast: statistics are in float32
-
-    def _forced(
-        self,
-        model: nn.Module,
-        split: TextSplit,
-        accelerator: Accelerator,
-        temperature: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Statistics of each reference token, given the true prefix."""
-        share = len(self._shares(split, accelerator))
-        with track("scoring references", share) as advance:
-
-            def parts() -> Iterator[tuple[list[int], list[int], Batch, Head]]:
-                for part, batch, head in self._heads(model, split, accelerator):
-                    yield part, self.learned(batch).sum(-1).tolist(), batch, head
-                    advance(len(part))
-
-            return [row for _, row in self.forced_rows(parts(), temperature)]
-
-    @torch.no_grad()
-    def logits(
-        self, model: nn.Module, split: str, accelerator: Accelerator
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        for _, batch, head in self._heads(model, self.data.split(split), accelerator):
-            yield from forced.blocks(head, self.tokens(batch))
+    def scored_batches(
+        self, split: str, accelerator: Accelerator, *, sampled: bool = False
+    ) -> Iterator[tuple[list[int], list[int], Batch]]:
+        chosen = self.data.split(split)
+        mine = np.asarray(self._shares(chosen, accelerator))
+        with track("scoring references", len(mine)) as advance:
+            for batch_of in by_length(chosen.longest()[mine].tolist()):
+                part = mine[batch_of]
+                batch = self._batch(chosen, torch.from_numpy(part), 0, training=False)
+                yield part.tolist(), self.learned(batch).sum(-1).tolist(), batch
+                advance(len(part))
 
     def _records(
         self,

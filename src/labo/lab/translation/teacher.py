@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
-from ..text.pretrained_tokenizer import vocabulary_digest, vocabulary_size
+from ..text.batching import in_batches
+from ..text.pretrained_tokenizer import vocabulary_size
 from ..text.stored import Rows
 from ..text.teacher import TrainingPredictions
-from .batches import by_tokens, forced, padded
-from .finetuning import fitting_config, load_translator, start_tokens
-from .model import EncoderDecoder, positions_of
+from .batches import of_split
+from .model import EncoderDecoder, fitting_config, load_translator, positions_of, start_tokens
 from .prepared import MAKER, Prepared
 
 
@@ -29,8 +29,7 @@ class SentencePredictions(TrainingPredictions):
             raise RequestError("--block is for documents; the model sees whole sentences")
         self.data = Prepared(data)
         config = fitting_config(folder, self.data)
-        self.fingerprint = self.data.fingerprint
-        self.vocabulary = vocabulary_digest(self.data.target_tokenizer)
+        self.take(self.data, self.data.target_tokenizer)
         self.types = vocabulary_size(self.data.target_tokenizer)
         self.block = positions_of(config)
         self.split = self.data.split("train")
@@ -45,22 +44,16 @@ class SentencePredictions(TrainingPredictions):
         self.model = load_translator(folder).eval()
 
     def samples(self, first: int, last: int) -> Iterator[Rows]:
-        rows: dict[int, Rows] = {}
-        for part in by_tokens(self.split.longest()[first:last]):
-            predicted = self._sentences(torch.from_numpy(first + part))
-            rows |= zip(part.tolist(), predicted, strict=True)
-        yield from (rows[number] for number in range(last - first))
+        yield from in_batches(
+            lambda batch: self._sentences(first + torch.tensor(batch)),
+            self.split.longest()[first:last].tolist(),
+        )
 
     @torch.inference_mode()
     def _sentences(self, index: Tensor) -> list[Rows]:
-        source, target = (
-            padded(self.split, side, index, self.data.pad) for side in ("source", "target")
-        )
-        start = self._starts[torch.from_numpy(self.split.pair[index.numpy()]).long()]
-        inputs, labels = forced(source, target, start, self.data.pad)
+        inputs, labels = of_split(self.split, index, self._starts, self.data.pad)
         inputs = inputs.to(next(self.model.parameters()).device)
-        head = self.model(inputs.source, inputs.mask, inputs.prefix)
-        return self.most_probable(head, labels)
+        return self.most_probable(self.model(inputs.source, inputs.mask, inputs.prefix), labels)
 
 
 PREDICTIONS = SentencePredictions

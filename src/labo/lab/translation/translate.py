@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from pydantic import Field
 from transformers import PreTrainedTokenizerFast
 
@@ -22,13 +21,19 @@ from ..run.files import Document, checked
 from ..run.progress import Advance, notice
 from ..tasks import find_model
 from ..text.folder import load_tokenizer
-from ..text.score import json_line
-from ..text.stdio import Notice, answer_lines
+from ..text.model import to_accelerator
+from ..text.stdio import Notice, answer_lines, json_line
 from ..text.subwords import panics_refused
 from .decoding import Hypothesis, decode
-from .finetuning import check_tokens, load_translator, start_tokens, translation_config
 from .framing import PairTokens, folder_tokenizers
-from .model import EncoderDecoder, positions_of
+from .model import (
+    EncoderDecoder,
+    check_tokens,
+    load_translator,
+    positions_of,
+    start_tokens,
+    translation_config,
+)
 from .options import Decode
 from .prepared import Pair
 from .text import Pipeline, TextOptions
@@ -149,8 +154,7 @@ class Translator:
         self.tokens = PairTokens(chosen, self.tokenizer, self.target_tokenizer)
         self.start = start_tokens(self.model.config, chosen)
         self.positions = positions_of(self.model.config)
-        if torch.accelerator.is_available():
-            self.network.to(torch.accelerator.current_accelerator())
+        to_accelerator(self.network)
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """The best translation of each line; that of an empty line is empty."""
